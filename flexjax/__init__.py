@@ -1,0 +1,1 @@
+"""flexjax: programmable attention for JAX."""

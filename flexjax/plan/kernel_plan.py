@@ -1,0 +1,150 @@
+"""The plan: everything static about one attention call. Backends see a plan and its operands, nothing else.
+
+Shape letters, the same in every file: B batch, N query heads, M key/value heads (M divides N), T query length, S key
+length, D head dim of query and key, E head dim of value, R dim of the extra features.
+"""
+
+import dataclasses
+import typing
+
+import jax
+
+from flexjax.trace import mod_ir
+from flexjax.types import KernelOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """Static shape of a block mask: array dims, block size, list widths.
+
+    `batch` and `heads` are 1 or those of the call. `partial` and `full` are the widths (last dim) of the two key lists of
+    each query block, `partial_t` and `full_t` of the two query lists of each key block; 0 where there is no such list.
+    """
+
+    batch: int
+    heads: int
+    block_q: int
+    block_kv: int
+    partial: int
+    full: int
+    partial_t: int
+    full_t: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPlan:
+    """One attention problem, hashable.
+
+    scale        multiplies query . key (+ query_extra . key_extra) before the score program
+    score        score_mod's program, None for the identity
+    mask         mask_mod's program, None where every listed element is on
+    dropout      program of what each probability is multiplied by (0 or 1 / (1 - rate)), None without dropout;
+                 softmax's denominator and lse are those without dropout
+    blocks       None: every block is visited and `mask` (if any) applies to all of them. Otherwise the lists in
+                 `Operands.lists` say what to visit; `mask` applies to the blocks of the partial list only
+    layout       of query, key, value, out ("BTNH" or "BNTH") and so of lse, max_scores ("BTN" or "BNT")
+    extra_dim    R, 0 without extra features; key_extra has `extra_heads` heads
+    differentiable  asks the xla backend for loops that reverse mode can go through (for second order)
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    layout: str
+    scale: float
+    score: mod_ir.Program | None = None
+    mask: mod_ir.Program | None = None
+    dropout: mod_ir.Program | None = None
+    blocks: BlockLayout | None = None
+    has_sinks: bool = False
+    extra_dim: int = 0
+    extra_heads: int = 0
+    max_scores: bool = False
+    options: KernelOptions = KernelOptions()
+    differentiable: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key head: query head n reads key head n // group."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def score_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+class BlockLists(typing.NamedTuple):
+    """Arrays of a block mask, int32; None where the layout says width 0.
+
+    num [batch, heads, q_blocks], index [batch, heads, q_blocks, width]: key blocks of each query block, ascending; entries
+    past num are arbitrary valid block numbers. The `_t` ones: query blocks of each key block.
+    """
+
+    partial_num: jax.Array | None
+    partial_index: jax.Array | None
+    full_num: jax.Array | None
+    full_index: jax.Array | None
+    partial_num_t: jax.Array | None
+    partial_index_t: jax.Array | None
+    full_num_t: jax.Array | None
+    full_index_t: jax.Array | None
+
+
+class Operands(typing.NamedTuple):
+    """Arrays of one call, in the plan's layout.
+
+    query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
+    sinks [N] float32, and the captured arrays of the three programs in the order of `Program.captures`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    query_extra: jax.Array | None
+    key_extra: jax.Array | None
+    sinks: jax.Array | None
+    score_captures: tuple[jax.Array, ...]
+    mask_captures: tuple[jax.Array, ...]
+    dropout_captures: tuple[jax.Array, ...]
+    lists: BlockLists | None
+
+
+class Results(typing.NamedTuple):
+    """out [B,T,N,E] in the dtype of query; lse and max_scores [B,T,N] in the score dtype (BNT for BNTH).
+
+    lse is the natural logarithm of the softmax denominator, -inf where nothing is on; max_scores the largest score after
+    score_mod, -inf likewise, None unless the plan asks for it.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    max_scores: jax.Array | None
+
+
+class Gradients(typing.NamedTuple):
+    """Cotangents in the shapes and dtypes of the operands; None for what was not wanted."""
+
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    query_extra: jax.Array | None
+    key_extra: jax.Array | None
+    sinks: jax.Array | None
+    score_captures: tuple[jax.Array | None, ...]
+
+
+class Wanted(typing.NamedTuple):
+    """Which operands need a gradient (static)."""
+
+    query: bool
+    key: bool
+    value: bool
+    query_extra: bool
+    key_extra: bool
+    sinks: bool
+    score_captures: tuple[bool, ...]

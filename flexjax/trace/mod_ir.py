@@ -1,0 +1,338 @@
+"""The traced mod: a small program over scalars that every backend reads.
+
+A `score_mod` or `mask_mod` becomes a `Program`: a flat list of operations on *scalars*, in order, with the captured
+arrays hoisted to operands. It is immutable and hashable without its arrays: two closures with the same operations and
+other captured values are the same program, so nothing is compiled twice.
+
+    atoms       `Lit` (a literal) or `Val` (the result of an input or an operation)
+    operations  `Op` (elementwise primitive), `Load` (one element of a captured array), `Call` (anything else: control flow
+                that could not be unrolled; only backends that can map a whole jaxpr take it)
+    results     atoms; a mask has one (bool), a score program one, or one plus its derivatives (see derivative.py)
+
+Every `Val` knows the *axes* it depends on, a subset of AXES: what depends on b and h alone is worth computing once a
+program, on q once a row, on kv once a column. `delta` stands for "depends on q and kv only through q - kv": such a value
+is a vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A value that has `q` or `kv` does not have `delta`.
+`linear` is set where an integer value is known to be `b*B + h*H + q*Q + kv*K + const` (+ values of b and h alone), which
+is what tells a contiguous vector or tile from a gather.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+AXES = ("b", "h", "q", "kv", "delta", "score")
+Axes = frozenset[str]
+UNIFORM: Axes = frozenset({"b", "h"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """`b*b + h*h + q*q + kv*kv + const + sum(coefficient * uniform)`.
+
+    `uniform` lists (id of a Val whose axes are within {b, h}, coefficient).
+    """
+
+    b: int = 0
+    h: int = 0
+    q: int = 0
+    kv: int = 0
+    const: int = 0
+    uniform: tuple[tuple[int, int], ...] = ()
+
+    def __add__(self, other: "Linear") -> "Linear":
+        terms: dict[int, int] = dict(self.uniform)
+        for ident, coefficient in other.uniform:
+            terms[ident] = terms.get(ident, 0) + coefficient
+        kept = tuple(sorted((i, c) for i, c in terms.items() if c))
+        return Linear(
+            self.b + other.b, self.h + other.h, self.q + other.q, self.kv + other.kv, self.const + other.const, kept
+        )
+
+    def times(self, factor: int) -> "Linear":
+        if factor == 0:
+            return Linear()
+        terms = tuple((i, c * factor) for i, c in self.uniform)
+        return Linear(
+            self.b * factor, self.h * factor, self.q * factor, self.kv * factor, self.const * factor, terms
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lit:
+    """A literal scalar; `dtype` is a numpy dtype name ("bfloat16" included)."""
+
+    value: bool | int | float | complex
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.value!r}:{self.dtype}"
+
+    # repr tells nan from nan and -0.0 from 0.0 the same way every time, == does not.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lit) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Val:
+    """A scalar computed in the program. `low` and `high` bound an integer over the whole attention matrix."""
+
+    id: int
+    dtype: str
+    axes: Axes
+    linear: Linear | None = None
+    low: int | None = None
+    high: int | None = None
+
+    def __str__(self) -> str:
+        return f"%{self.id}"
+
+
+Atom = Lit | Val
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An elementwise primitive of jax.lax, by name, with its static parameters; scalar in, scalar out.
+
+    Two names are not primitives: `floordiv` and `floormod`, the integer division of Python.
+    """
+
+    prim: str
+    inputs: tuple[Atom, ...]
+    out: Val
+    params: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def outs(self) -> tuple[Val, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """`captures[capture][index]`, one index atom for each dimension of the array, all in bounds.
+
+    In bounds means: for every (b, h, q, kv) inside the attention matrix. In the part of a tile that hangs over the end
+    of the matrix the backend must keep the address legal itself.
+    """
+
+    capture: int
+    index: tuple[Atom, ...]
+    out: Val
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        return self.index
+
+    @property
+    def outs(self) -> tuple[Val, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A whole jaxpr equation on scalars and small arrays of scalars (a while loop, for one).
+
+    `arguments` are per operand: an int (that whole captured array) or (shape, atoms in row-major order).
+    `results` are (shape, vals in row-major order). `bind` runs the equation on arrays of those shapes.
+    """
+
+    name: str
+    text: str
+    arguments: tuple[int | tuple[tuple[int, ...], tuple[Atom, ...]], ...]
+    results: tuple[tuple[tuple[int, ...], tuple[Val, ...]], ...]
+    bind: object
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        return tuple(a for argument in self.arguments if not isinstance(argument, int) for a in argument[1])
+
+    @property
+    def outs(self) -> tuple[Val, ...]:
+        return tuple(v for _, vals in self.results for v in vals)
+
+
+Step = Op | Load | Call
+
+# Ids of the inputs, the same in every program.
+SCORE, B, H, Q, KV = range(5)
+INPUT_NAMES = ("score", "b", "h", "q", "kv")
+FIRST_FREE_ID = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A traced mod without its arrays.
+
+    inputs      the five input Vals: score (float), b, h, q, kv (int32)
+    steps       operations in order; each uses only inputs and earlier results
+    results     what it computes
+    captures    type of each captured array it reads
+    gradients   for a program of derivatives: `results[2:]` are the derivatives with respect to these steps (indices into
+                `steps` of Loads); empty otherwise
+    """
+
+    inputs: tuple[Val, ...]
+    steps: tuple[Step, ...]
+    results: tuple[Atom, ...]
+    captures: tuple[ArrayType, ...]
+    gradients: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Text that two programs share exactly when they compute the same."""
+        return program_text(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        return frozenset().union(*(axes_of(r) for r in self.results))
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Load))
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Call))
+
+    def reads(self, axis: str) -> bool:
+        """Whether any step or result depends on the axis ("q" and "kv" also through delta)."""
+        wanted = {axis, "delta"} if axis in ("q", "kv") else {axis}
+        found: set[str] = set(self.axes)
+        for step in self.steps:
+            for out in step.outs:
+                found |= out.axes
+        return bool(found & wanted)
+
+    def __str__(self) -> str:
+        return self.key
+
+
+def axes_of(atom: Atom) -> Axes:
+    return frozenset() if isinstance(atom, Lit) else atom.axes
+
+
+def dtype_of(atom: Atom) -> str:
+    return atom.dtype
+
+
+def _param_text(params: tuple[tuple[str, object], ...]) -> str:
+    kept = [f"{k}={v}" for k, v in params if v is not None]
+    return "[" + " ".join(kept) + "]" if kept else ""
+
+
+def _step_text(step: Step) -> str:
+    outs = ", ".join(f"{o}:{o.dtype}" for o in step.outs)
+    if isinstance(step, Op):
+        return f"{outs} = {step.prim}{_param_text(step.params)} {' '.join(map(str, step.inputs))}"
+    if isinstance(step, Load):
+        return f"{outs} = load c{step.capture}[{', '.join(map(str, step.index))}]"
+    parts = [f"c{a}" if isinstance(a, int) else f"({' '.join(map(str, a[1]))}):{a[0]}" for a in step.arguments]
+    return f"{outs} = call {step.name} {' '.join(parts)} {{{step.text}}}"
+
+
+def program_text(program: Program) -> str:
+    head = ", ".join(f"{n}=%{v.id}:{v.dtype}" for n, v in zip(INPUT_NAMES, program.inputs, strict=True))
+    ranges = ", ".join(f"{v.low}..{v.high}" for v in program.inputs[1:])
+    captured = ", ".join(f"c{i}:{c}" for i, c in enumerate(program.captures))
+    lines = [f"({head}) in ({ranges}) with ({captured})"]
+    lines += ["  " + _step_text(s) for s in program.steps]
+    lines.append("  -> " + ", ".join(map(str, program.results)))
+    if program.gradients:
+        lines.append("  gradients of steps " + ", ".join(map(str, program.gradients)))
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------- how a load walks its array
+
+SCALAR, ROW, COLUMN, DIAGONAL, TILE = "scalar", "row", "column", "diagonal", "tile"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadClass:
+    """How a load moves over a tile of the attention matrix.
+
+    kind         "scalar": b and h alone decide; "row": a number for each query; "column": for each key; "diagonal": for
+                 each q - kv; "tile": for each (q, kv)
+    contiguous   neighbours in the tile are neighbours (step +1 or -1 in one dimension a tile axis) in the array: the load
+                 is a slice, or a window for a diagonal; otherwise it gathers
+    dims         per dimension of the array: "uniform", "q", "kv", "delta" (q - kv + ...), "-delta" (kv - q + ...) or
+                 "other"
+    """
+
+    kind: str
+    contiguous: bool
+    dims: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shape = "slice" if self.contiguous and self.kind != SCALAR else "gather" if self.kind != SCALAR else ""
+        return f"{self.kind} {shape}".strip()
+
+
+def _dim_kind(atom: Atom) -> str:
+    if not axes_of(atom) - UNIFORM:
+        return "uniform"
+    linear = atom.linear if isinstance(atom, Val) else None
+    if linear is None:
+        return "other"
+    walk = {(1, 0): "q", (0, 1): "kv", (1, -1): "delta", (-1, 1): "-delta"}
+    return walk.get((linear.q, linear.kv), "other")
+
+
+def classify_load(load: Load) -> LoadClass:
+    dims = tuple(_dim_kind(a) for a in load.index)
+    axes: Axes = frozenset().union(*(axes_of(a) for a in load.index)) - UNIFORM
+    moving = [d for d in dims if d != "uniform"]
+    if not axes:
+        kind = SCALAR
+    elif axes == {"q"}:
+        kind = ROW
+    elif axes == {"kv"}:
+        kind = COLUMN
+    elif axes == {"delta"}:
+        kind = DIAGONAL
+    else:
+        kind = TILE
+    plain = {SCALAR: [[]], ROW: [["q"]], COLUMN: [["kv"]], DIAGONAL: [["delta"], ["-delta"]], TILE: [["kv", "q"]]}
+    return LoadClass(kind, sorted(moving) in plain[kind], dims)
+
+
+def uses(steps: tuple[Step, ...], results: tuple[Atom, ...]) -> set[int]:
+    """Ids of the values that reach the results, walking the steps backwards."""
+    live = {a.id for a in results if isinstance(a, Val)}
+    for step in reversed(steps):
+        if any(o.id in live for o in step.outs):
+            live |= {a.id for a in step.inputs if isinstance(a, Val)}
+    return live
+
+
+def walk_atoms(program: Program) -> Iterator[Atom]:
+    for step in program.steps:
+        yield from step.inputs
+    yield from program.results
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """numpy dtype of a name, the types of ml_dtypes included."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))

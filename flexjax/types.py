@@ -1,0 +1,58 @@
+"""Small public types of the door: what a caller may ask for and gets back."""
+
+import dataclasses
+import typing
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxRequest:
+    """What `flex_attention(..., return_aux=)` returns beside the output.
+
+    lse          natural-log sum of exponentials of the scores, float32 [B, T, N] (BNT for BNTH), differentiable
+    max_scores   largest score of each row, float32, same shape, no gradient
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(typing.NamedTuple):
+    """The requested extras; None for what was not asked."""
+
+    lse: jax.Array | None = None
+    max_scores: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """How to run, never what to compute. None lets the backend choose.
+
+    block_q, block_kv          tile of the forward pass, in tokens
+    block_q_bwd, block_kv_bwd  tile of the backward pass
+    num_stages                 key and value tiles in flight (GPU)
+    deterministic              False allows additions in any order in the backward pass where that is faster
+    interpret                  run a kernel in the simulator of its platform, on the CPU
+    """
+
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_q_bwd: int | None = None
+    block_kv_bwd: int | None = None
+    num_stages: int | None = None
+    deterministic: bool = True
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_kv", "block_q_bwd", "block_kv_bwd", "num_stages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(
+                    f"`kernel_options.{name}` is {value!r}; expected a positive int or None. "
+                    "Pass None to let the backend choose."
+                )
+        for name in ("deterministic", "interpret"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"`kernel_options.{name}` is {value!r}; expected True or False.")
