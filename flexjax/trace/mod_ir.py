@@ -18,9 +18,7 @@ is what tells a contiguous vector or tile from a gather.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-
-import numpy as np
+from collections.abc import Callable, Iterator
 
 AXES = ("b", "h", "q", "kv", "delta", "score")
 Axes = frozenset[str]
@@ -138,14 +136,16 @@ class Call:
     """A whole jaxpr equation on scalars and small arrays of scalars (a while loop, for one).
 
     `arguments` are per operand: an int (that whole captured array) or (shape, atoms in row-major order).
-    `results` are (shape, vals in row-major order). `bind` runs the equation on arrays of those shapes.
+    `results` are (shape, vals in row-major order). `bind` runs the equation on arrays of those shapes. `inner` is the
+    body of a function with its own derivative rule (only before such functions are inlined).
     """
 
     name: str
     text: str
     arguments: tuple[int | tuple[tuple[int, ...], tuple[Atom, ...]], ...]
     results: tuple[tuple[tuple[int, ...], tuple[Val, ...]], ...]
-    bind: object
+    bind: Callable[..., list]
+    inner: object = None
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
@@ -231,8 +231,11 @@ def axes_of(atom: Atom) -> Axes:
     return frozenset() if isinstance(atom, Lit) else atom.axes
 
 
-def dtype_of(atom: Atom) -> str:
-    return atom.dtype
+def range_of_val(atom: Atom) -> tuple[int, int] | None:
+    """Inclusive range of an integer atom over the whole attention matrix, None where unknown."""
+    if isinstance(atom, Lit):
+        return (atom.value, atom.value) if isinstance(atom.value, int) and not isinstance(atom.value, bool) else None
+    return None if atom.low is None or atom.high is None else (atom.low, atom.high)
 
 
 def _param_text(params: tuple[tuple[str, object], ...]) -> str:
@@ -329,10 +332,3 @@ def walk_atoms(program: Program) -> Iterator[Atom]:
     for step in program.steps:
         yield from step.inputs
     yield from program.results
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """numpy dtype of a name, the types of ml_dtypes included."""
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))

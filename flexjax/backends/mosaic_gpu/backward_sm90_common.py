@@ -1,0 +1,256 @@
+"""What the Hopper backward kernels share: prepared operands, the walk over block lists, and the mathematics of a tile.
+
+For a tile of scores s = scale * q . k, with lse the logarithm of the softmax denominator of each query row,
+
+    p   = exp(mod(s) - lse)            0 where the mask is off
+    dP  = (dO V^T) * r                 r is the dropout multiplier, 1 without dropout
+    dsp = p * (dP - delta)             delta = rowsum(dO * O) - d_lse
+    ds  = dsp * mod'(s)
+    dV += (p * r)^T dO     dK += scale * ds^T Q     dQ += scale * ds K
+
+Kernels work in base 2 (`exp2` is one instruction): p = exp2(s * scale * log2(e) - lse2). The row statistics lse2 and delta
+are prepared outside. A row past the end, or one where nothing is on, gets lse2 = +inf, which makes p exactly 0 there.
+What must never leak (NaN of a mod at a masked entry) is removed by selecting on p > 0 *after* the multiplication.
+
+Accumulators and products go through `Products`: tensor-core instructions on the device, plain dots in the simulator,
+which knows neither operands in registers nor initialised accumulators.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
+
+LOG2E = math.log2(math.e)
+SMEM_LIMIT = 227 * 1024
+WGMMA = plgpu.Layout.WGMMA
+ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile
+ALONG_COLUMNS = WGMMA.reduce(0)  # a number for each column of a tile
+
+
+# ------------------------------------------------------------------- operands as the kernels want them
+
+
+def padded_dim(dim: int) -> int:
+    """Head dim as the matrix instructions take it: rows of 32, 64 or a multiple of 64 bytes."""
+    return 16 if dim <= 16 else -(-dim // 32) * 32
+
+
+def padded_len(length: int, interpret: bool) -> int:
+    """Length as the copy engine takes it (tiles of 8 rows); the simulator clamps, so it gets whole tiles."""
+    unit = 256 if interpret else 8
+    return -(-length // unit) * unit
+
+
+class Prepared(typing.NamedTuple):
+    """Inputs of the kernels, padded, in the plan's layout; `stats` is [B, N, 2, T'] with lse2 and delta in float32."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    d_out: jax.Array
+    stats: jax.Array
+
+
+def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
+    axis = 1 if layout == "BTNH" else 2
+    widths = [(0, 0)] * 4
+    widths[axis] = (0, padded_len(x.shape[axis], interpret) - x.shape[axis])
+    widths[3] = (0, padded_dim(x.shape[3]) - x.shape[3])
+    return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
+
+
+def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
+    """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse."""
+    delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
+    lse = results.lse.astype(jnp.float32)
+    dead = jnp.isneginf(lse)
+    if d_lse is not None:
+        delta = delta - d_lse.astype(jnp.float32)
+    delta = jnp.where(dead, 0.0, delta)
+    lse2 = jnp.where(dead, jnp.inf, lse * LOG2E)
+    if plan.layout == "BTNH":
+        lse2, delta = (jnp.swapaxes(x, 1, 2) for x in (lse2, delta))
+    extra = -(-plan.q_len // 256) * 256 - plan.q_len
+    lse2 = jnp.pad(lse2, ((0, 0), (0, 0), (0, extra)), constant_values=jnp.inf)
+    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, extra)))
+    return jnp.stack([lse2, delta], axis=2)
+
+
+def prepare(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Prepared:
+    interpret = plan.options.interpret
+    pad = lambda x: _pad(x, plan.layout, interpret)  # noqa: E731
+    return Prepared(pad(operands.query), pad(operands.key), pad(operands.value), pad(d_out), stats)
+
+
+def rows_of(ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int) -> typing.Any:
+    """Rows start..start+size of head (b, h) of a [B, T, N, D] or [B, N, T, D] array."""
+    rows = pl.ds(start, size)
+    return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+
+
+def tile_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> typing.Any:
+    """Shared memory laid out for the matrix instructions: rows of 8, swizzled."""
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+# ------------------------------------------------------------------- products
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """acc += a @ b on the tensor cores, asynchronous; in the simulator on plain float32 scratch."""
+
+    simulated: bool
+
+    def accumulators(self, body: typing.Callable[..., None], *shapes: tuple[int, int]) -> typing.Any:
+        """Calls body with zeroed float32 accumulators."""
+        if not self.simulated:
+            return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))
+
+        def zeroed(*refs: typing.Any) -> typing.Any:
+            for ref, shape in zip(refs, shapes, strict=True):
+                ref[...] = jnp.zeros(shape, jnp.float32)
+            return body(*refs)
+
+        return pl.run_scoped(zeroed, *(plgpu.SMEM(s, jnp.float32) for s in shapes))
+
+    def add(self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False) -> None:
+        """acc += a @ b; `a` is a tile in registers or in shared memory, `_t` transposes."""
+        if not self.simulated:
+            plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)
+            return
+        left = a if isinstance(a, jax.Array) else a[...]
+        right = b[...]
+        left, right = (left.T if a_t else left), (right.T if b_t else right)
+        acc[...] = acc[...] + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
+
+    def read(self, acc: typing.Any, in_flight: int = 0) -> jax.Array:
+        """Value of an accumulator once at most `in_flight` later products are unfinished."""
+        return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+    def wait(self, in_flight: int) -> None:
+        if not self.simulated:
+            plgpu.wgmma_wait(in_flight)
+
+    def release(self, barrier: typing.Any) -> None:
+        """Tells the producer that a slot was read."""
+        if self.simulated:
+            plgpu.commit_smem()  # the stand-in read it through the generic proxy
+        plgpu.barrier_arrive(barrier)
+
+
+# ------------------------------------------------------------------- the walk over the lists
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How a tile of one axis visits tiles of the other axis.
+
+    `per_block` visited tiles make a listed block; `own_per_block` tiles of the walking axis share one list. Without lists
+    all `tiles` are visited, masked if `mask_all`.
+    """
+
+    own_per_block: int
+    per_block: int
+    tiles: int
+    lists: bool
+    mask_all: bool
+    batch: int = 1
+    heads: int = 1
+
+    def counts(self, refs: "WalkRefs", b: jax.Array, h: jax.Array, own: jax.Array) -> "Counts":
+        """How many tiles without and with the mask this tile visits."""
+        if not self.lists:
+            zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
+            return Counts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
+        at = self._at(b, h, own)
+        number = lambda ref: jnp.int32(0) if ref is None else ref[at] * self.per_block  # noqa: E731
+        return Counts(number(refs.full_num), number(refs.partial_num))
+
+    def tile(
+        self, refs: "WalkRefs", b: jax.Array, h: jax.Array, own: jax.Array, step: jax.Array, masked: bool
+    ) -> jax.Array:
+        """Number of the tile visited at `step` of the masked or of the plain list."""
+        if not self.lists:
+            return step
+        index = refs.partial_index if masked else refs.full_index
+        if index is None:
+            return step
+        if self.per_block == 1:
+            return index[(*self._at(b, h, own), step)]
+        block = index[(*self._at(b, h, own), lax.div(step, jnp.int32(self.per_block)))]
+        return block * self.per_block + lax.rem(step, jnp.int32(self.per_block))
+
+    def _at(self, b: jax.Array, h: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        own = own if self.own_per_block == 1 else lax.div(own, jnp.int32(self.own_per_block))
+        zero = jnp.int32(0)
+        return (b if self.batch > 1 else zero, h if self.heads > 1 else zero, own)
+
+
+class Counts(typing.NamedTuple):
+    plain: jax.Array
+    masked: jax.Array
+
+
+class WalkRefs(typing.NamedTuple):
+    """One orientation of the lists (arrays outside, references inside a kernel)."""
+
+    partial_num: typing.Any
+    partial_index: typing.Any
+    full_num: typing.Any
+    full_index: typing.Any
+
+
+def walk_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> Walk:
+    length = plan.q_len if transposed else plan.kv_len
+    tiles = -(-length // visited_tile)
+    blocks = plan.blocks
+    if blocks is None:
+        return Walk(1, 1, tiles, lists=False, mask_all=plan.mask is not None)
+    own, visited = (blocks.block_kv, blocks.block_q) if transposed else (blocks.block_q, blocks.block_kv)
+    return Walk(
+        own // own_tile, visited // visited_tile, tiles, lists=True, mask_all=False, batch=blocks.batch, heads=blocks.heads
+    )
+
+
+def walk_arrays(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> WalkRefs:
+    if lists is None or plan.blocks is None:
+        return WalkRefs(None, None, None, None)
+    if transposed:
+        return WalkRefs(lists.partial_num_t, lists.partial_index_t, lists.full_num_t, lists.full_index_t)
+    return WalkRefs(lists.partial_num, lists.partial_index, lists.full_num, lists.full_index)
+
+
+def longest_first(walk: Walk, arrays: WalkRefs, own_tiles: int) -> jax.Array | None:
+    """[batch, heads, tiles] int32: tiles by falling amount of work; None where all have the same."""
+    nums = [n for n in (arrays.partial_num, arrays.full_num) if n is not None]
+    if not walk.lists or not nums:
+        return None
+    work = sum(nums[1:], start=nums[0])
+    work = jnp.repeat(work, walk.own_per_block, axis=-1)[..., :own_tiles]
+    return jnp.argsort(-work, axis=-1, stable=True).astype(jnp.int32)
+
+
+# ------------------------------------------------------------------- block sizes
+
+
+def own_tile(blocks: BlockLayout | None, which: str, wanted: tuple[int, ...]) -> int:
+    """The first of the wanted tile sizes that divides the block mask's block."""
+    block = None if blocks is None else (blocks.block_q if which == "q" else blocks.block_kv)
+    return next(t for t in wanted if block is None or block % t == 0)
+
+
+def at_most(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)

@@ -1,0 +1,167 @@
+"""Dense attention written straight from the definition: the yardstick, not a fast path.
+
+It shares no code with the compiler.  The user's callables are evaluated on every entry by `jax.vmap`, the
+softmax is taken over whole rows, and all gradients are plain JAX's, so a disagreement with a backend is
+never a mistake made twice.  Memory grows with `q_len * kv_len`.
+
+    s[b, h, q, k] = score_mod(scale * <query[b, q, h], key[b, k, h // group]>, b, h, q, k)
+    p             = softmax over k of where(mask, s, -inf), with one more column `sinks[h]` if given
+    out           = sum over k of p * value[b, k, h // group]
+
+A row without a finite score (and without a sink) has `out = 0`, `lse = -inf` and no gradient.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+ScoreMod = Callable[..., jax.Array]
+MaskMod = Callable[..., jax.Array]
+
+
+def reference_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    mask: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    layout: str = "BTNH",
+    query_extra: jax.Array | None = None,
+    key_extra: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_keep: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention by its definition.  Shapes are for layout "BTNH"; "BNTH" swaps `T` and `N` everywhere.
+
+    query:        [B, T, N, D]; key [B or 1, S, M, D]; value [B or 1, S, M, E]; `M` divides `N`.
+    score_mod:    (score, b, h, q, kv) -> score, on scalars; `h` is the query head.
+    mask_mod:     (b, h, q, kv) -> bool, on scalars; True keeps the entry.
+    mask:         bool, broadcastable to [B, N, T, S]; kept entries satisfy it and `mask_mod`.
+    scale:        factor on the dot products; `1 / sqrt(D)` if None.
+    sinks:        [N] logits of a column without a value behind it.
+    query_extra:  [B, T, N, R] and key_extra [B, S, M', R], `M'` divides `N`: a second dot product, added
+                  to the first before scaling.
+    dropout_keep: bool [B, N, T, S]; kept probabilities are divided by `1 - dropout_rate`.
+
+    Returns `out` [B, T, N, E] in the dtype of `query`, `lse` [B, T, N] and `max_scores` [B, T, N].  The
+    last two are float32, or float64 when jax's x64 mode is on; everything inside is computed in that dtype.
+    `lse` is the natural logarithm and counts the sink; `max_scores` leaves it out and has no gradient.
+    """
+    wide = jnp.result_type(float)
+    head_first = layout == "BNTH"
+    q, k, v = (_heads_first(x, head_first).astype(wide) for x in (query, key, value))
+    batch, heads, _, dim = q.shape
+    k, v = (_per_query_head(x, batch, heads) for x in (k, v))
+    scores = _dot(q, k)
+    if query_extra is not None and key_extra is not None:
+        extra = (_heads_first(x, head_first).astype(wide) for x in (query_extra, key_extra))
+        scores = scores + _dot(*(_per_query_head(x, batch, heads) for x in extra))
+    scores = scores * (1.0 / math.sqrt(dim) if scale is None else scale)
+
+    on = _mask_everywhere(mask_mod, mask, scores.shape)
+    if score_mod is not None and scores.size:
+        scores = _modified(score_mod, scores, on)
+    if on is not None:
+        scores = jnp.where(on, scores, -jnp.inf)
+
+    probs, lse, max_scores = _softmax(scores, sinks)
+    if dropout_keep is not None:
+        probs = jnp.where(dropout_keep, probs / (1.0 - dropout_rate), 0.0)
+    out = jnp.einsum("bhqk,bhke->bhqe", probs, v, precision=jax.lax.Precision.HIGHEST).astype(query.dtype)
+    if head_first:
+        return out, lse, max_scores
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (out, lse, max_scores))  # pyright: ignore[reportReturnType]
+
+
+def _heads_first(x: jax.Array, already: bool) -> jax.Array:
+    """[B, T, N, D] -> [B, N, T, D], unless it is so `already`."""
+    return x if already else jnp.swapaxes(x, 1, 2)
+
+
+def _per_query_head(x: jax.Array, batch: int, heads: int) -> jax.Array:
+    """[B or 1, M, S, D] -> [B, N, S, D]: query head `h` reads head `h // (N // M)`."""
+    x = jnp.repeat(x, heads // x.shape[1], axis=1)
+    return jnp.broadcast_to(x, (batch, *x.shape[1:]))
+
+
+def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
+    """[B, N, T, D], [B, N, S, D] -> [B, N, T, S]."""
+    return jnp.einsum("bhqe,bhke->bhqk", q, k, precision=jax.lax.Precision.HIGHEST)
+
+
+def _indices(shape: tuple[int, ...]) -> list[jax.Array]:
+    return [jnp.arange(n, dtype=jnp.int32) for n in shape]
+
+
+def _mask_everywhere(
+    mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """bool [B, N, T, S], or None where every entry is kept."""
+    on = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
+    if mask_mod is None:
+        return on
+    if math.prod(shape) == 0:
+        return jnp.zeros(shape, bool)
+
+    def entry(*at: jax.Array) -> jax.Array:
+        return jnp.asarray(mask_mod(*at), bool)
+
+    modded = _over_entries(entry, 0)(*_indices(shape))
+    return modded if on is None else on & modded
+
+
+def _over_entries(entry: Callable[..., jax.Array], leading: int) -> Callable[..., jax.Array]:
+    """Maps `entry(*arrays, b, h, q, kv)` over four index vectors; `leading` arrays are [B, N, T, S]."""
+    for axis in (3, 2, 1, 0):
+        entry = jax.vmap(entry, in_axes=(0,) * leading + tuple(0 if i == axis else None for i in range(4)))
+    return entry
+
+
+def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None) -> jax.Array:
+    """`score_mod` on every kept entry, [B, N, T, S].
+
+    Masked entries are evaluated at the place of some kept entry.  A mod may be undefined where the mask is
+    off (a square root of a negative distance, a read of padding), and a zero cotangent times an infinite
+    derivative would be NaN there: such places must not be evaluated, masking the result is not enough.
+    """
+
+    def entry(score: jax.Array, *at: jax.Array) -> jax.Array:
+        return jnp.asarray(score_mod(score, *at), scores.dtype)
+
+    index = _indices(scores.shape)
+    if on is None:
+        return _over_entries(entry, 1)(scores, *index)
+
+    def on_kept_entries(scores: jax.Array) -> jax.Array:
+        kept = jnp.unravel_index(jnp.argmax(on), on.shape)
+        grid = jnp.meshgrid(*index, indexing="ij")
+        places = [jnp.where(on, here, place) for here, place in zip(grid, kept, strict=True)]
+        values = jnp.where(on, scores, scores[kept])
+        return jax.vmap(entry)(values.ravel(), *(x.ravel() for x in places)).reshape(scores.shape)
+
+    return jax.lax.cond(jnp.any(on), on_kept_entries, jnp.zeros_like, scores)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, N, T, S] -> probabilities, and per row [B, N, T] the log of the sum and the largest score."""
+    fixed = jax.lax.stop_gradient(scores)
+    max_scores = jnp.max(fixed, axis=-1, initial=-jnp.inf)
+    shift = max_scores
+    if sinks is not None:
+        sinks = jnp.asarray(sinks, scores.dtype)[None, :, None]
+        shift = jnp.maximum(shift, jax.lax.stop_gradient(sinks))
+    shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
+    weights = jnp.exp(scores - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - shift)
+    dead = total == 0.0
+    total = jnp.where(dead, 1.0, total)
+    lse = jnp.where(dead, -jnp.inf, jnp.log(total) + shift)
+    return weights / total[..., None], lse, max_scores

@@ -1,0 +1,420 @@
+"""Builds programs: hands out values, shares equal ones, folds what is known.
+
+Three facts are tracked for each value while it is made. Its axes (what it depends on), its linear form (an affine function
+of b, h, q, kv, where it is one), and for integers its range over the whole attention matrix. The range is what lets
+`x[q - kv + c]` lose the wrap-around of negative indices and the clamp at the end, so that it is seen as a diagonal window.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.trace.mod_ir import (
+    FIRST_FREE_ID,
+    UNIFORM,
+    ArrayType,
+    Atom,
+    Axes,
+    B,
+    H,
+    KV,
+    Linear,
+    Lit,
+    Load,
+    Op,
+    Program,
+    Q,
+    SCORE,
+    Step,
+    Val,
+    axes_of,
+    uses,
+    range_of_val as range_of,
+)
+
+Range = tuple[int, int] | None
+
+
+def literal(value: object, dtype: object) -> Lit:
+    """A literal of that dtype; the value is stored as the Python scalar the dtype holds."""
+    name = jnp.dtype(dtype).name
+    array = np.asarray(value).astype(jnp.dtype(dtype))
+    if jnp.issubdtype(array.dtype, jnp.bool_):
+        return Lit(bool(array), name)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return Lit(int(array), name)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return Lit(float(array), name)
+    return Lit(complex(array), name)
+
+
+def is_integer(dtype: str) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.integer)
+
+
+def linear_of(atom: Atom) -> Linear | None:
+    if isinstance(atom, Lit):
+        return Linear(const=int(atom.value)) if is_integer(atom.dtype) else None
+    if atom.linear is not None:
+        return atom.linear
+    if is_integer(atom.dtype) and not atom.axes - UNIFORM:
+        return Linear(uniform=((atom.id, 1),))
+    return None
+
+
+def mixed_axes(parts: Sequence[Axes]) -> Axes:
+    """Axes of a value computed from values of these axes; delta survives only without q and kv."""
+    union = frozenset().union(*parts)
+    if "delta" in union and union & {"q", "kv", "score"}:
+        union = (union - {"delta"}) | {"q", "kv"}
+    if "score" in union:
+        union |= {"b", "h", "q", "kv"}
+    return union
+
+
+def linear_axes(linear: Linear, by_id: Callable[[int], Axes]) -> Axes:
+    found = {name for name, c in (("b", linear.b), ("h", linear.h)) if c}
+    for ident, _ in linear.uniform:
+        found |= by_id(ident)
+    if linear.q and linear.q == -linear.kv:
+        found |= {"delta"}
+    else:
+        found |= {name for name, c in (("q", linear.q), ("kv", linear.kv)) if c}
+    return frozenset(found)
+
+
+class Builder:
+    """Makes one program; equal operations on equal inputs are one value."""
+
+    def __init__(self, sizes: tuple[int, int, int, int], score_dtype: str):
+        """sizes: batch, heads, q_len, kv_len. The ranges of b, h, q, kv follow from them."""
+        self.inputs = (
+            Val(SCORE, score_dtype, mixed_axes([frozenset({"score"})])),
+            *(
+                Val(ident, "int32", frozenset({name}), Linear(**{name: 1}), 0, max(size - 1, 0))
+                for ident, name, size in zip((B, H, Q, KV), ("b", "h", "q", "kv"), sizes, strict=True)
+            ),
+        )
+        self.steps: list[Step] = []
+        self.captures: list[ArrayType] = []
+        self._known: dict[object, Val] = {}
+        self._axes: dict[int, Axes] = {v.id: v.axes for v in self.inputs}
+        self._next = FIRST_FREE_ID
+
+    # ------------------------------------------------------------------ making values
+
+    def fresh(self, dtype: str, axes: Axes, linear: Linear | None = None, bounds: Range = None) -> Val:
+        low, high = bounds if bounds is not None else (None, None)
+        val = Val(self._next, dtype, axes, linear, low, high)
+        self._axes[val.id] = axes
+        self._next += 1
+        return val
+
+    def capture(self, shape: tuple[int, ...], dtype: object) -> int:
+        self.captures.append(ArrayType(tuple(shape), jnp.dtype(dtype).name))
+        return len(self.captures) - 1
+
+    def op(self, prim: str, inputs: Sequence[Atom], dtype: object, **params: object) -> Atom:
+        """The result of an elementwise primitive, folded where its operands tell."""
+        inputs = tuple(inputs)
+        name = jnp.dtype(dtype).name
+        folded = self._fold(prim, inputs, name, params)
+        if folded is not None:
+            return folded
+        if prim in COMMUTATIVE:
+            inputs = tuple(sorted(inputs, key=lambda a: (isinstance(a, Lit), str(a))))
+        frozen = tuple(sorted((k, v) for k, v in params.items() if v is not None))
+        key = (prim, inputs, name, str(frozen))
+        if key not in self._known:
+            axes = mixed_axes([axes_of(a) for a in inputs])
+            linear = _linear_result(prim, inputs, name)
+            bounds = _range_result(prim, inputs, name, params)
+            if bounds is None or not _fits(bounds, name):
+                # a value that may wrap around is neither bounded nor affine
+                bounds = None if not is_integer(name) else _whole_range_if_narrow(name)
+                linear = None
+            if linear is not None:
+                axes = linear_axes(linear, self._axes.__getitem__)
+            val = self.fresh(name, axes, linear, bounds)
+            self.steps.append(Op(prim, inputs, val, frozen))
+            self._known[key] = val
+        return self._known[key]
+
+    def load(self, capture: int, index: Sequence[Atom]) -> Atom:
+        """An element; the index must already be in bounds (see `clamped`)."""
+        key = ("load", capture, tuple(index))
+        if key not in self._known:
+            dtype = self.captures[capture].dtype
+            bounds = _whole_range_if_narrow(dtype) if is_integer(dtype) else None
+            val = self.fresh(dtype, mixed_axes([axes_of(a) for a in index]), None, bounds)
+            self.steps.append(Load(capture, tuple(index), val))
+            self._known[key] = val
+        return self._known[key]
+
+    def clamped(self, index: Atom, limit: int) -> Atom:
+        """index limited to 0..limit, as int32; free where its range already says so."""
+        low = self.op("max", (index, literal(0, index.dtype)), index.dtype)
+        both = self.op("min", (low, literal(limit, index.dtype)), index.dtype)
+        return self.convert(both, "int32")
+
+    def convert(self, atom: Atom, dtype: object) -> Atom:
+        return self.op("convert_element_type", (atom,), dtype, new_dtype=jnp.dtype(dtype).name)
+
+    def select(self, predicate: Atom, on_true: Atom, on_false: Atom) -> Atom:
+        return self.op("select_n", (predicate, on_false, on_true), on_true.dtype)
+
+    def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
+        """The program of these results, without dead steps, values renumbered in order."""
+        live = uses(tuple(self.steps), tuple(results))
+        kept = [s for s in self.steps if any(o.id in live for o in s.outs)]
+        return _renumber(self.inputs, kept, tuple(results), tuple(self.captures), gradients)
+
+    # ------------------------------------------------------------------ folding
+
+    def _fold(self, prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Atom | None:
+        if prim == "convert_element_type" and inputs[0].dtype == dtype:
+            return inputs[0]
+        if all(isinstance(a, Lit) for a in inputs):
+            return _evaluate_literals(prim, inputs, dtype, params)
+        if prim in COMPARISONS:
+            truth = _compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
+            return None if truth is None else literal(truth, "bool")
+        if prim == "select_n":
+            return _fold_select(inputs)
+        if prim in ("and", "or") and dtype == "bool":
+            return _fold_logic(prim, inputs)
+        if prim in ("max", "min"):
+            return _fold_extremum(prim, inputs)
+        if prim in ("add", "sub", "mul", "div", "floordiv", "floormod", "rem"):
+            return self._fold_arithmetic(prim, inputs, dtype)
+        if prim == "clamp":
+            low, x, high = inputs
+            return self.op("min", (self.op("max", (x, low), dtype), high), dtype)
+        if prim in ("copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_precision_noop"):
+            return inputs[0]
+        if prim == "abs" and (bounds := range_of(inputs[0])) and bounds[0] >= 0:
+            return inputs[0]
+        return None
+
+    def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
+        a, b = inputs
+        if prim in ("mul",):
+            for x, y in ((a, b), (b, a)):
+                if isinstance(y, Lit) and y.value == 1:
+                    return x
+        if prim in ("div", "floordiv") and isinstance(b, Lit) and b.value == 1:
+            return a
+        if not is_integer(dtype):
+            return None
+        if prim == "add":
+            for x, y in ((a, b), (b, a)):
+                if isinstance(y, Lit) and y.value == 0:
+                    return x
+        if prim == "sub" and isinstance(b, Lit) and b.value == 0:
+            return a
+        ra, rb = range_of(a), range_of(b)
+        if prim in ("div", "rem") and ra and rb and ra[0] >= 0 and rb[0] > 0:
+            return self.op("floordiv" if prim == "div" else "floormod", (a, b), dtype)
+        if prim == "floormod" and ra and rb and rb[0] > 0 and ra[0] >= 0 and ra[1] < rb[0]:
+            return a
+        return None
+
+
+COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def _fits(bounds: tuple[int, int], dtype: str) -> bool:
+    if not is_integer(dtype):
+        return True
+    info = jnp.iinfo(jnp.dtype(dtype))
+    return info.min <= bounds[0] and bounds[1] <= info.max
+
+
+def _whole_range_if_narrow(dtype: str) -> Range:
+    """The range of a type of at most 16 bits, which says something; None for wider ones."""
+    info = jnp.iinfo(jnp.dtype(dtype))
+    return (int(info.min), int(info.max)) if info.bits <= 16 else None
+
+
+def _compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
+    if a is None or b is None:
+        return None
+    if prim in ("gt", "ge"):
+        return _compare_ranges({"gt": "lt", "ge": "le"}[prim], b, a)
+    if prim == "lt":
+        return True if a[1] < b[0] else False if a[0] >= b[1] else None
+    if prim == "le":
+        return True if a[1] <= b[0] else False if a[0] > b[1] else None
+    apart = a[1] < b[0] or b[1] < a[0]
+    same = a[0] == a[1] == b[0] == b[1]
+    if prim == "eq":
+        return False if apart else True if same else None
+    return True if apart else False if same else None
+
+
+def _fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
+    predicate, *cases = inputs
+    if isinstance(predicate, Lit):
+        return cases[int(predicate.value)]
+    return cases[0] if all(c == cases[0] for c in cases) else None
+
+
+def _fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
+    a, b = inputs
+    for x, y in ((a, b), (b, a)):
+        if isinstance(y, Lit):
+            absorbing = bool(y.value) == (prim == "or")
+            return y if absorbing else x
+    return a if a == b else None
+
+
+def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
+    a, b = inputs
+    ra, rb = range_of(a), range_of(b)
+    if ra is None or rb is None:
+        return a if a == b else None
+    if prim == "max":
+        return a if ra[0] >= rb[1] else b if rb[0] >= ra[1] else None
+    return a if ra[1] <= rb[0] else b if rb[1] <= ra[0] else None
+
+
+def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Lit | None:
+    """Folds the integer and boolean arithmetic of literals; floats are left to the device, which rounds its own way."""
+    if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
+        if prim == "convert_element_type" and isinstance(inputs[0], Lit):
+            return literal(inputs[0].value, dtype)
+        return None
+    values = [a.value for a in inputs if isinstance(a, Lit)]
+    if prim == "convert_element_type":
+        return literal(values[0], dtype)
+    rule = PYTHON_RULES.get(prim)
+    if rule is None or any(isinstance(v, bool) for v in values) != (prim in ("and", "or", "xor", "not", "select_n")):
+        return None
+    if prim in ("floordiv", "floormod", "div", "rem") and values[1] == 0:
+        return None
+    result = rule(*values)
+    return literal(result, dtype) if isinstance(result, bool) or _fits((result, result), dtype) else None
+
+
+PYTHON_RULES: dict[str, Callable] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "neg": lambda a: -a,
+    "abs": abs,
+    "max": max,
+    "min": min,
+    "floordiv": lambda a, b: a // b,
+    "floormod": lambda a, b: a % b,
+    "div": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    "rem": lambda a, b: int(math.fmod(a, b)) if abs(a) < 2**52 else a - b * int(a / b),
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "and": lambda a, b: a and b,
+    "or": lambda a, b: a or b,
+    "xor": lambda a, b: a != b,
+    "not": lambda a: not a,
+    "sign": lambda a: (a > 0) - (a < 0),
+}
+
+
+def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
+    if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):
+        return None
+    forms = [linear_of(a) for a in inputs]
+    if any(f is None for f in forms):
+        return None
+    if prim == "add":
+        return forms[0] + forms[1]
+    if prim == "sub":
+        return forms[0] + forms[1].times(-1)
+    if prim == "neg":
+        return forms[0].times(-1)
+    if prim == "convert_element_type":
+        return forms[0]
+    if prim == "mul":
+        for x, y in (inputs, inputs[::-1]):
+            if isinstance(y, Lit):
+                return linear_of(x).times(int(y.value))
+    return None
+
+
+def _range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Range:
+    """Range of an integer result; `_fits` then says whether it can have wrapped around."""
+    if not is_integer(dtype):
+        return None
+    if prim == "convert_element_type" and inputs[0].dtype == "bool":
+        return (0, 1)
+    if prim == "select_n":
+        ranges = [range_of(a) for a in inputs[1:]]
+    else:
+        ranges = [range_of(a) for a in inputs]
+    if any(r is None for r in ranges):
+        return None
+    return integer_range(prim, ranges)
+
+
+def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
+    """Exact-arithmetic range of an integer primitive from those of its operands."""
+    if prim in ("select_n", "convert_element_type"):
+        return (min(r[0] for r in ranges), max(r[1] for r in ranges))
+    if prim == "neg":
+        return (-ranges[0][1], -ranges[0][0])
+    if prim == "abs":
+        low, high = ranges[0]
+        return (0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high)))
+    if prim == "sign":
+        low, high = ranges[0]
+        return ((low > 0) - (low < 0), (high > 0) - (high < 0))
+    if prim == "integer_pow":
+        return None
+    if len(ranges) != 2:
+        return None
+    (a, b), (c, d) = ranges
+    if prim == "add":
+        return (a + c, b + d)
+    if prim == "sub":
+        return (a - d, b - c)
+    if prim == "mul":
+        corners = (a * c, a * d, b * c, b * d)
+        return (min(corners), max(corners))
+    if prim == "max":
+        return (max(a, c), max(b, d))
+    if prim == "min":
+        return (min(a, c), min(b, d))
+    if prim == "floordiv" and c > 0:
+        corners = (a // c, a // d, b // c, b // d)
+        return (min(corners), max(corners))
+    if prim == "floormod" and c > 0:
+        return (a % c, b % c) if c == d and a // c == b // c else (0, d - 1)
+    if prim == "rem" and c > 0:
+        return (0 if a >= 0 else -(d - 1), d - 1 if b > 0 else 0)
+    return None
+
+
+def _renumber(
+    inputs: tuple[Val, ...],
+    steps: Sequence[Step],
+    results: tuple[Atom, ...],
+    captures: tuple[ArrayType, ...],
+    gradients: Sequence[Load],
+) -> Program:
+    """The same program with ids in order of appearance, so that equal programs print alike."""
+    from flexjax.trace.rewrite import rename_steps
+
+    fresh = {v.id: v.id for v in inputs}
+    for step in steps:
+        for out in step.outs:
+            fresh[out.id] = FIRST_FREE_ID + len(fresh) - len(inputs)
+    wanted = {load.out.id for load in gradients}
+    positions = {s.out.id: i for i, s in enumerate(steps) if isinstance(s, Load) and s.out.id in wanted}
+    new_steps, new_results = rename_steps(steps, results, fresh)
+    order = tuple(positions[load.out.id] for load in gradients)
+    return Program(tuple(inputs), new_steps, new_results, captures, order)

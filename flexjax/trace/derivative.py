@@ -1,0 +1,136 @@
+"""The derivative of a score mod, as a program on the same captured arrays.
+
+s' = f(s, b, h, q, kv, l_1 .. l_n), where l_j are the elements that f loads. The program returned computes
+
+    s',  ds'/ds,  ds'/dl_j for each load j of a floating array
+
+on scalars. A backend multiplies them by the cotangent of s' and sums each over the positions that read the same element.
+Index expressions are integers, so no derivative passes through them. Custom derivative rules are those of the user: f is
+replayed with them in place and differentiated by JAX.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.errors import ModError
+from flexjax.trace.builder import Builder
+from flexjax.trace.check_ir import check
+from flexjax.trace.lower_jaxpr import CUSTOM, Lowering, object_array, scalar
+from flexjax.trace.mod_ir import SCORE, Atom, Call, Lit, Load, Op, Program
+from flexjax.trace.on_tiles import apply_op, literal_array
+
+
+def has_custom_rules(program: Program) -> bool:
+    """Whether functions with a derivative rule of their own are still whole in the program."""
+    return any(call.name in CUSTOM for call in program.calls)
+
+
+def replay(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, dict[int, Atom], list[Load]]:
+    """A fresh builder with the steps of `source`, custom functions inlined.
+
+    Returns it, the new atom of each old value and the new Load steps of source's loads, in order.
+    """
+    lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype))
+    builder = lowering.builder
+    builder.captures = list(source.captures)
+    env: dict[int, Atom] = {v.id: v for v in builder.inputs}
+    loads: list[Load] = []
+
+    def new(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Lit) else env[atom.id]
+
+    for step in source.steps:
+        if isinstance(step, Op):
+            params = dict(step.params)
+            env[step.out.id] = builder.op(step.prim, [new(a) for a in step.inputs], step.out.dtype, **params)
+        elif isinstance(step, Load):
+            env[step.out.id] = builder.load(step.capture, [new(a) for a in step.index])
+            loads.append(next(s for s in builder.steps if isinstance(s, Load) and s.out == env[step.out.id]))
+        else:
+            for val, atom in zip(step.outs, _replay_call(lowering, step, new), strict=True):
+                env[val.id] = atom
+    return lowering, env, loads
+
+
+def _replay_call(lowering: Lowering, step: Call, new: object) -> list[Atom]:
+    arguments = [a if isinstance(a, int) else (a[0], tuple(map(new, a[1]))) for a in step.arguments]
+    if step.name in CUSTOM:
+        arrays = [object_array(atoms).reshape(shape) for shape, atoms in arguments]
+        outs = lowering.run(step.inner.jaxpr, step.inner.consts, arrays)
+        return [atom for out in outs for atom in lowering.as_atoms(out).ravel()]
+    results = tuple(
+        (shape, tuple(lowering.builder.fresh(v.dtype, v.axes) for v in vals)) for shape, vals in step.results
+    )
+    lowering.builder.steps.append(Call(step.name, step.text, tuple(arguments), results, step.bind, step.inner))
+    return [v for _, vals in results for v in vals]
+
+
+def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> Program:
+    """The program with functions that have their own derivative rules replaced by their bodies."""
+    if not has_custom_rules(source):
+        return source
+    lowering, env, _ = replay(source, sizes)
+    results = [r if isinstance(r, Lit) else env[r.id] for r in source.results]
+    program = lowering.builder.finish(results)
+    check(program)
+    return program
+
+
+def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> Program:
+    """The program of s', ds'/ds and ds'/dl_j; `gradients` names the loads. Raises ModError where JAX cannot."""
+    lowering, env, new_loads = replay(source, sizes)
+    if any(isinstance(a, int) for c in source.calls for a in c.arguments if source_is_float(source, a)):
+        raise ModError(
+            "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
+            "index the array outside the loop or use a loop of fixed length of at most 64."
+        )
+    loads = source.loads
+    score_dtype = source.inputs[SCORE].dtype
+    diff = [i for i, l in enumerate(loads) if jnp.issubdtype(jnp.dtype(l.out.dtype), jnp.floating)]
+
+    def value(score: jax.Array, leaves: list[jax.Array], given: dict[int, jax.Array]) -> jax.Array:
+        known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
+        return evaluate_scalars(source, known)
+
+    def both(inputs: list[jax.Array], loaded: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        given = dict(enumerate(inputs)) | {l.out.id: x for l, x in zip(loads, loaded, strict=True)}
+        out, pull = jax.vjp(lambda s, d: value(s, d, given), inputs[SCORE], [loaded[i] for i in diff])
+        return out, *pull(jnp.ones_like(out))
+
+    shape_of = lambda v: jax.ShapeDtypeStruct((), jnp.dtype(v.dtype))
+    try:
+        traced = jax.make_jaxpr(both)([shape_of(v) for v in source.inputs], [shape_of(l.out) for l in loads])
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ModError(f"`score_mod` cannot be differentiated: {error}") from error
+    atoms = [*lowering.builder.inputs, *(env[l.out.id] for l in loads)]
+    outs = lowering.run(traced.jaxpr, traced.consts, [scalar(a) for a in atoms])
+    flat = [lowering.builder.convert(lowering.as_atoms(o).item(), score_dtype) for o in outs]
+    program = lowering.builder.finish(flat, [new_loads[i] for i in diff])
+    check(program)
+    return program
+
+
+def source_is_float(source: Program, argument: object) -> bool:
+    return isinstance(argument, int) and jnp.issubdtype(jnp.dtype(source.captures[argument].dtype), jnp.floating)
+
+
+def evaluate_scalars(program: Program, known: dict[int, jax.Array]) -> jax.Array:
+    """The first result from given inputs and loads; index arithmetic is not needed and not done."""
+    env = dict(known)
+
+    def read(atom: Atom) -> jax.Array:
+        return literal_array(atom) if isinstance(atom, Lit) else env[atom.id]
+
+    for step in program.steps:
+        if isinstance(step, Load) or all(out.id in env for out in step.outs):
+            continue
+        if isinstance(step, Op):
+            env[step.out.id] = apply_op(step, [read(a) for a in step.inputs])
+            continue
+        if any(isinstance(a, int) for a in step.arguments):
+            raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")
+        outs = step.bind(*(jnp.stack([read(a) for a in atoms]).reshape(shape) for shape, atoms in step.arguments))
+        for (_, vals), out in zip(step.results, outs, strict=True):
+            env.update({v.id: out.ravel()[i] for i, v in enumerate(vals)})
+    return read(program.results[0])
+

@@ -1,0 +1,116 @@
+"""Programs on arrays: one walk over the steps, for any notion of what a tile is.
+
+`evaluate` visits the steps in order. What a value looks like (a rank-4 array, a register tile, a vector in some layout) is
+the business of a `Tile`, which a backend supplies. `apply_op` is the meaning of every elementwise primitive as jax.lax.
+"""
+
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.trace.mod_ir import Atom, Axes, Call, Lit, Load, Op, Program, Val, axes_of, range_of_val
+
+Array = jax.Array
+
+
+class Tile(typing.Protocol):
+    """A region of the attention matrix on which programs are evaluated.
+
+    input     the value of one of the five inputs over the region
+    literal   a literal
+    spread    a value with axes `have` as an operand of a value with axes `want` (which contain them): a diagonal window
+              becomes a tile here
+    apply     an elementwise step on operands that were spread
+    load      a load; the index values are spread to the axes of the load
+    call      a whole jaxpr equation; returns the values of its results in order
+    """
+
+    def input(self, val: Val) -> Array: ...
+    def literal(self, lit: Lit) -> Array: ...
+    def spread(self, value: Array, have: Axes, want: Axes) -> Array: ...
+    def apply(self, op: Op, args: Sequence[Array]) -> Array: ...
+    def load(self, load: Load, index: Sequence[Array]) -> Array: ...
+    def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]: ...
+
+
+def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -> list[Array]:
+    """The program's results over the tile, each spread to `want` (by default left at its own axes)."""
+    env: dict[int, Array] = {}
+    spread: dict[tuple[int, Axes], Array] = {}
+
+    def read(atom: Atom, axes: Axes) -> Array:
+        if isinstance(atom, Lit):
+            return tile.literal(atom)
+        key = (atom.id, axes)
+        if key not in spread:
+            if atom.id not in env:
+                env[atom.id] = tile.input(atom)
+            spread[key] = tile.spread(env[atom.id], atom.axes, axes)
+        return spread[key]
+
+    for step in program.steps:
+        if isinstance(step, Op):
+            env[step.out.id] = tile.apply(step, [read(a, step.out.axes) for a in step.inputs])
+        elif isinstance(step, Load):
+            env[step.out.id] = tile.load(step, [read(a, step.out.axes) for a in step.index])
+        else:
+            values = tile.call(step, lambda a, step=step: read(a, step.outs[0].axes))
+            env.update(zip((v.id for v in step.outs), values, strict=True))
+    axes = [axes_of(r) for r in program.results] if want is None else list(want)
+    return [read(r, a) for r, a in zip(program.results, axes, strict=True)]
+
+
+# ------------------------------------------------------------------- the meaning of each primitive
+
+
+def literal_array(lit: Lit) -> Array:
+    return jnp.asarray(lit.value, jnp.dtype(lit.dtype))
+
+
+def apply_op(op: Op, args: Sequence[Array]) -> Array:
+    """The step on arrays of one shape (scalars included)."""
+    rule = SPECIAL.get(op.prim)
+    if rule is not None:
+        return rule(op, *args)
+    return getattr(lax, RENAMED.get(op.prim, op.prim))(*args)
+
+
+RENAMED = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}
+
+
+def _non_negative(atom: Atom) -> bool:
+    bounds = range_of_val(atom)
+    return bounds is not None and bounds[0] >= 0
+
+
+def _floordiv(op: Op, a: Array, b: Array) -> Array:
+    quotient = lax.div(a, b)
+    if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
+        return quotient
+    short = (lax.rem(a, b) != 0) & ((a < 0) != (b < 0))
+    return lax.select(short, quotient - jnp.ones_like(quotient), quotient)
+
+
+def _floormod(op: Op, a: Array, b: Array) -> Array:
+    rest = lax.rem(a, b)
+    if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
+        return rest
+    return lax.select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+def _param(op: Op, name: str) -> object:
+    return dict(op.params)[name]
+
+
+SPECIAL: dict[str, Callable[..., Array]] = {
+    "convert_element_type": lambda op, x: lax.convert_element_type(x, jnp.dtype(op.out.dtype)),
+    "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
+    "integer_pow": lambda op, x: lax.integer_pow(x, _param(op, "y")),
+    "round": lambda op, x: lax.round(x, _param(op, "rounding_method")),
+    "reduce_precision": lambda op, x: lax.reduce_precision(x, _param(op, "exponent_bits"), _param(op, "mantissa_bits")),
+    "floordiv": _floordiv,
+    "floormod": _floormod,
+}
