@@ -47,6 +47,12 @@ def column_iota(cols: int, dtype: typing.Any = jnp.int32) -> jax.Array:
     return plgpu.broadcasted_iota(dtype, (cols,), 0, layout=COLUMN)
 
 
+def splat(value: typing.Any, kind: str, shape: tuple[int, ...], interpret: bool) -> jax.Array:
+    """A scalar at the rank of `kind`."""
+    full = lax.broadcast(jnp.asarray(value), shape)
+    return full if interpret else plgpu.layout_cast(full, layout_of(kind))
+
+
 def stretch(value: jax.Array, kind: str, shape: tuple[int, int]) -> jax.Array:
     """A row or column vector as a tile."""
     return lax.broadcast_in_dim(value, shape, (0,) if kind == "row" else (1,))

@@ -1,0 +1,662 @@
+"""Evaluates a traced program (trace.mod_ir) on a tile of scores inside a Mosaic GPU kernel.
+
+Kernels run with **Lane** semantics; a tile is a float32 [rows, cols] array in the layout of the wgmma accumulator, rows a
+multiple of 64, cols of 8. `row_axis` says which way it lies: "q" (rows are queries: forward, dq) or "kv" (rows are keys,
+columns queries: the transposed scores of a dk/dv kernel).
+
+Each value is computed at its own rank and stretched only where ranks meet: what depends on b and h is a scalar, on the
+axis of the rows a row vector, on the other a column vector, the rest a tile. Use:
+
+    program = TileProgram(plan.score, refs, (64, 128), batch=b, head=h)       # scalars, once
+    program = program.at_rows(q_start)                                        # row vectors, once a row of tiles
+    scores, = program.at_cols(kv_start, scores)                               # the rest, once a tile
+
+`refs` are the captured arrays passed through `memory.kernel_operand`. `edge=(rows, cols)` gives the extent of the
+attention matrix along the tile's axes where a tile may hang over it: indices of loads are then clamped into their arrays.
+
+Inside, floats are float32 (a cast to bfloat16 or float16 rounds, arithmetic on such values does not), integers int32 or
+uint32 (narrower ones wrapped after arithmetic), booleans booleans.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.trace import mod_ir
+
+SCALAR, ROW, COLUMN, TILE = "scalar", "row", "column", "tile"
+Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
+WIDE = {"int8": 8, "int16": 16, "uint8": 8, "uint16": 16}
+DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *WIDE}
+MAX_EXACT = 1 << 24  # integers up to here are exact in float32
+
+
+def inner_dtype(name: str) -> typing.Any:
+    """The dtype that a value of dtype `name` is computed in."""
+    if name == "bool":
+        return jnp.bool_
+    if name in ("float32", "bfloat16", "float16"):
+        return jnp.float32
+    return jnp.uint32 if name == "uint32" else jnp.int32
+
+
+def _is_float(name: str) -> bool:
+    return name in ("float32", "bfloat16", "float16")
+
+
+def _trunc(x: Value) -> Value:
+    small = jnp.abs(x) < np.float32(1 << 23)
+    return jnp.where(small, x.astype(jnp.int32).astype(jnp.float32), x)
+
+
+def _floor(x: Value) -> Value:
+    t = _trunc(x)
+    return jnp.where(t > x, t - np.float32(1), t)
+
+
+def _ceil(x: Value) -> Value:
+    t = _trunc(x)
+    return jnp.where(t < x, t + np.float32(1), t)
+
+
+def _round_even(x: Value) -> Value:
+    magic = np.float32(1.5 * (1 << 23))
+    return jnp.where(jnp.abs(x) < np.float32(1 << 22), (x + magic) - magic, _round_away(x))
+
+
+def _round_away(x: Value) -> Value:
+    t = _trunc(x)
+    step = jnp.where(x < 0, np.float32(-1), np.float32(1))
+    return jnp.where(jnp.abs(x - t) >= np.float32(0.5), t + step, t)
+
+
+def _log1p(x: Value) -> Value:
+    s = x / (np.float32(2) + x)
+    s2 = s * s
+    poly = np.float32(1 / 9)
+    for n in (7, 5, 3, 1):
+        poly = poly * s2 + np.float32(1 / n)
+    return jnp.where(jnp.abs(x) < np.float32(0.25), np.float32(2) * s * poly, jnp.log(np.float32(1) + x))
+
+
+def _expm1(x: Value) -> Value:
+    poly = x * np.float32(1 / 7) + np.float32(1)
+    for n in (6, 5, 4, 3, 2):
+        poly = poly * (x * np.float32(1 / n)) + np.float32(1)
+    return jnp.where(jnp.abs(x) < np.float32(0.35), x * poly, jnp.exp(x) - np.float32(1))
+
+
+def _logistic(x: Value) -> Value:
+    return np.float32(1) / (np.float32(1) + jnp.exp(-x))
+
+
+def _reduced_angle(x: Value) -> Value:
+    """x less the nearest multiple of 2 pi, in three parts."""
+    turns = _round_even(x * np.float32(1 / (2 * math.pi)))
+    x = x - turns * np.float32(6.28125)
+    x = x - turns * np.float32(0.0019350051879882812)
+    return x - turns * np.float32(3.0199159819e-07)
+
+
+def _sin(x: Value) -> Value:
+    return jnp.sin(_reduced_angle(x))
+
+
+def _cos(x: Value) -> Value:
+    return jnp.cos(_reduced_angle(x))
+
+
+def _pow(x: Value, y: Value) -> Value:
+    one, zero = np.float32(1), np.float32(0)
+    size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
+    whole = _trunc(y) == y
+    half = y * np.float32(0.5)
+    odd = whole & (_trunc(half) != half)
+    negative = jnp.where(whole, jnp.where(odd, -size, size), np.float32(math.nan))
+    out = jnp.where(x < zero, negative, size)
+    return jnp.where((y == zero) | (x == one), one, out)
+
+
+def _integer_pow(x: Value, y: int) -> Value:
+    if y < 0:
+        return np.float32(1) / _integer_pow(x, -y)
+    out, base = None, x
+    while y:
+        if y & 1:
+            out = base if out is None else out * base
+        y >>= 1
+        base = base * base if y else base
+    return jnp.ones_like(x) if out is None else out
+
+
+def _float_rem(a: Value, b: Value) -> Value:
+    rest = a - b * _trunc(a / b)
+    size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))
+    rest = jnp.where((a < 0) & (rest > 0) | (a > 0) & (rest < 0), rest + size, rest)  # the quotient was rounded up
+    rest = jnp.where(jnp.abs(rest) >= jnp.abs(b), rest - size, rest)
+    return jnp.where(jnp.abs(b) == np.float32(math.inf), a, rest)
+
+
+def _sign(x: Value) -> Value:
+    zero, one = (np.dtype(x.dtype).type(n) for n in (0, 1))
+    out = jnp.where(x > zero, one, zero)
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return out
+    out = jnp.where(x < zero, -one, out)
+    return jnp.where(x != x, x, out) if jnp.issubdtype(x.dtype, jnp.floating) else out
+
+
+def _population_count(x: Value) -> Value:
+    u = x.astype(jnp.uint32)
+    u = u - ((u >> 1) & np.uint32(0x55555555))
+    u = (u & np.uint32(0x33333333)) + ((u >> 2) & np.uint32(0x33333333))
+    u = (u + (u >> 4)) & np.uint32(0x0F0F0F0F)
+    return ((u * np.uint32(0x01010101)) >> 24).astype(x.dtype)
+
+
+def _cbrt(x: Value) -> Value:
+    size = jnp.exp2(jnp.log2(jnp.abs(x)) * np.float32(1 / 3))
+    return jnp.where(x == 0, x, jnp.where(x < 0, -size, size))
+
+
+def _sinh(x: Value) -> Value:
+    e = _expm1(jnp.abs(x))
+    size = np.float32(0.5) * (e + e / (e + np.float32(1)))
+    size = jnp.where(jnp.abs(x) > np.float32(80), jnp.exp(jnp.abs(x) - np.float32(math.log(2))), size)
+    return jnp.where(x < 0, -size, size)
+
+
+def _asinh(x: Value) -> Value:
+    a = jnp.abs(x)
+    size = _log1p(a + a * a / (np.float32(1) + jnp.sqrt(a * a + np.float32(1))))
+    size = jnp.where(a > np.float32(1e18), jnp.log(a) + np.float32(math.log(2)), size)
+    return jnp.where(x < 0, -size, size)
+
+
+def _atan(x: Value) -> Value:
+    return lax.atan2(x, jnp.ones_like(x))
+
+
+_ONE, _HALF = np.float32(1), np.float32(0.5)
+FLOAT_UNARY: dict[str, Callable[[Value], Value]] = {
+    "exp": jnp.exp, "exp2": jnp.exp2, "log": jnp.log, "log2": jnp.log2, "tanh": jnp.tanh, "sqrt": jnp.sqrt,
+    "rsqrt": lax.rsqrt, "sin": _sin, "cos": _cos, "tan": lambda x: _sin(x) / _cos(x), "logistic": _logistic,
+    "log1p": _log1p, "expm1": _expm1, "floor": _floor, "ceil": _ceil, "erf": lax.erf,
+    "erfc": lambda x: _ONE - lax.erf(x), "cbrt": _cbrt, "sinh": _sinh, "asinh": _asinh, "atan": _atan,
+    "cosh": lambda x: _HALF * (jnp.exp(x) + jnp.exp(-x)),
+    "asin": lambda x: lax.atan2(x, jnp.sqrt((_ONE - x) * (_ONE + x))),
+    "acos": lambda x: lax.atan2(jnp.sqrt((_ONE - x) * (_ONE + x)), x),
+    "acosh": lambda x: jnp.log(x + jnp.sqrt((x - _ONE) * (x + _ONE))),
+    "atanh": lambda x: _HALF * (_log1p(x) - _log1p(-x)),
+    "is_finite": lambda x: jnp.abs(x) < np.float32(math.inf),
+}  # fmt: skip
+BOOL_COMPARE: dict[str, Callable[[Value, Value], Value]] = {
+    "eq": lambda a, b: (a ^ b) ^ True, "ne": lambda a, b: a ^ b, "lt": lambda a, b: (a ^ True) & b,
+    "le": lambda a, b: (a ^ True) | b, "gt": lambda a, b: a & (b ^ True), "ge": lambda a, b: a | (b ^ True),
+}  # fmt: skip
+COMPARE = {"eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge}
+BITS = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
+ARITHMETIC = {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min}
+OTHER = (
+    "not neg abs sign square integer_pow pow div rem floordiv floormod atan2 clamp select_n convert_element_type "
+    "reduce_precision bitcast_convert_type round shift_left shift_right_logical shift_right_arithmetic clz "
+    "population_count copy copy_p stop_gradient add_any max_any"
+).split()
+SUPPORTED = frozenset({*FLOAT_UNARY, *COMPARE, *BITS, *ARITHMETIC, *OTHER})
+
+
+def unsupported(program: mod_ir.Program) -> str | None:
+    """What of the program cannot run on a tile, as the end of a sentence, or None."""
+    if program.calls:
+        return f"contains control flow that could not be unrolled (`{program.calls[0].name}`)"
+    for array in program.captures:
+        if array.dtype not in DTYPES:
+            return f"reads a captured array of {array.dtype}; the kernel takes {', '.join(sorted(DTYPES))}"
+    for step in program.steps:
+        for value in step.outs:
+            if value.dtype not in DTYPES:
+                return f"computes a value of {value.dtype}; the kernel computes in 32 bits"
+        if isinstance(step, mod_ir.Load):
+            array = program.captures[step.capture]
+            if math.prod(array.shape) == 0:
+                return "reads an empty array"
+            kind = mod_ir.classify_load(step)
+            moving = [n for n, d in zip(array.shape, kind.dims, strict=True) if d != "uniform"]
+            if math.prod(moving) >= 1 << 31:
+                return "walks over 2^31 or more elements of one captured array"
+        elif isinstance(step, mod_ir.Op):
+            reason = _unsupported_op(step)
+            if reason:
+                return reason
+    return None
+
+
+def _unsupported_op(step: mod_ir.Op) -> str | None:
+    if step.prim not in SUPPORTED:
+        return f"uses the primitive `{step.prim}`, which has no form on a tile"
+    operand = step.inputs[0].dtype
+    if step.prim == "pow" and not (_is_float(operand)):
+        return "raises integers to a power"
+    params = dict(step.params)
+    if step.prim == "reduce_precision" and _precision_name(params) is None:
+        return "rounds to a format (`reduce_precision`) other than bfloat16, float16 or float32"
+    if step.prim == "bitcast_convert_type" and {operand, step.out.dtype} - {"float32", "int32", "uint32"}:
+        return f"reinterprets {operand} bits as {step.out.dtype}"
+    if step.prim == "select_n" and len(step.inputs) != 3 and operand == "bool":
+        return "selects in an unknown way"
+    return None
+
+
+def _precision_name(params: dict[str, object]) -> str | None:
+    bits = (params.get("exponent_bits"), params.get("mantissa_bits"))
+    return {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}.get(bits)  # type: ignore[arg-type]
+
+
+def _round_to(x: Value, dtype: str) -> Value:
+    return x if dtype == "float32" else x.astype(dtype).astype(jnp.float32)
+
+
+def _wrap(x: Value, dtype: str) -> Value:
+    """An int32 as the narrower integer `dtype` would hold it."""
+    if dtype not in WIDE:
+        return x
+    if dtype.startswith("u"):
+        return x & np.int32((1 << WIDE[dtype]) - 1)
+    shift = np.int32(32 - WIDE[dtype])
+    return lax.shift_right_arithmetic(lax.shift_left(x, jnp.full_like(x, shift)), jnp.full_like(x, shift))
+
+
+def _convert(x: Value, old: str, new: str) -> Value:
+    if new == "bool":
+        return x if old == "bool" else x != np.zeros((), x.dtype)
+    if _is_float(new):
+        if old == "uint32" or _is_float(old):
+            out = x.astype(jnp.float32)
+        else:
+            out = x.astype(jnp.int32).astype(jnp.float32)
+        return _round_to(out, new)
+    if _is_float(old) and new in WIDE:
+        low, high = (-(1 << WIDE[new] - 1), (1 << WIDE[new] - 1) - 1) if new[0] == "i" else (0, (1 << WIDE[new]) - 1)
+        return jnp.clip(x, np.float32(low), np.float32(high)).astype(jnp.int32)
+    target = inner_dtype(new)
+    if old == "bool":
+        x = x.astype(jnp.int32)
+    return _wrap(x if x.dtype == target else x.astype(target), new)
+
+
+def _power_of_two(atom: mod_ir.Atom) -> int | None:
+    if isinstance(atom, mod_ir.Lit) and isinstance(atom.value, int) and atom.value > 0:
+        return atom.value.bit_length() - 1 if atom.value & (atom.value - 1) == 0 else None
+    return None
+
+
+def _low(atom: mod_ir.Atom) -> float:
+    if isinstance(atom, mod_ir.Lit):
+        return typing.cast(float, atom.value)
+    if atom.dtype.startswith("u"):
+        return 0
+    return -math.inf if atom.low is None else atom.low
+
+
+def _integer_division(name: str, step: mod_ir.Op, a: Value, b: Value, hang: bool) -> Value:
+    """div and rem (toward zero) and floordiv and floormod (toward minus infinity)."""
+    left, right = step.inputs
+    remainder = name in ("rem", "floormod")
+    known = _low(left) >= 0 and _low(right) > 0
+    if known or a.dtype == jnp.uint32 or name.startswith("floor"):
+        bits = _power_of_two(right)
+        if bits is not None and (known or name.startswith("floor")):
+            if remainder:
+                return a & np.asarray((1 << bits) - 1, a.dtype)
+            shift = lax.shift_right_logical if a.dtype == jnp.uint32 else lax.shift_right_arithmetic
+            return shift(a, jnp.full_like(a, bits))
+    if hang:  # past the edge of the matrix a divisor that depends on the position may become 0
+        b = jnp.where(b == 0, np.ones((), b.dtype), b)
+    if known and a.dtype == jnp.int32:
+        a, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
+        return (lax.rem(a, b) if remainder else lax.div(a, b)).astype(jnp.int32)
+    if a.dtype == jnp.uint32 or not name.startswith("floor"):
+        return lax.rem(a, b) if remainder else lax.div(a, b)
+    rest = lax.rem(a, b)
+    zero = np.int32(0)
+    off = (rest != zero) & ((rest < zero) ^ (b < zero))
+    if remainder:
+        return jnp.where(off, rest + b, rest)
+    return lax.div(a, b) - off.astype(jnp.int32)
+
+
+def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
+    function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(
+        name, lax.shift_right_arithmetic
+    )
+    if constant:
+        return function(a, n)
+    inside = (n >= np.zeros((), n.dtype)) & (n < np.asarray(32, n.dtype))
+    limit = np.asarray(31, n.dtype)
+    if name == "shift_right_arithmetic":
+        return function(a, jnp.where(inside, n, limit))
+    return jnp.where(inside, function(a, jnp.where(inside, n, limit)), np.zeros((), a.dtype))
+
+
+def _apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
+    """One operation on values of one rank."""
+    name, params, dtype = step.prim, dict(step.params), step.out.dtype
+    operand = step.inputs[0].dtype
+    first = args[0]
+    if name in ("copy", "copy_p", "stop_gradient"):
+        return first
+    if name in FLOAT_UNARY:
+        return FLOAT_UNARY[name](first)
+    if name in COMPARE:
+        return (BOOL_COMPARE if operand == "bool" else COMPARE)[name](*args)
+    if name in BITS:
+        return BITS[name](*args)
+    if name in ("add_any", "max_any"):
+        name = name[:3]
+    if name in ARITHMETIC:
+        if dtype == "bool":
+            return {"add": lax.bitwise_or, "max": lax.bitwise_or}.get(name, lax.bitwise_and)(*args)
+        return _wrap(ARITHMETIC[name](*args), dtype)
+    if name == "not":
+        return first ^ True if dtype == "bool" else _wrap(~first, dtype)
+    if name == "neg":
+        return _wrap(-first, dtype)
+    if name == "abs":
+        return first if first.dtype == jnp.uint32 else _wrap(jnp.abs(first), dtype)
+    if name == "sign":
+        return _sign(first)
+    if name == "square":
+        return _wrap(first * first, dtype)
+    if name == "integer_pow":
+        return _wrap(_integer_pow(first, typing.cast(int, params["y"])), dtype)
+    if name == "pow":
+        return _pow(first, args[1].astype(jnp.float32))
+    if name == "atan2":
+        return lax.atan2(*args)
+    if name == "div" and _is_float(dtype):
+        divisor = step.inputs[1]
+        if isinstance(divisor, mod_ir.Lit) and divisor.value and math.isfinite(1 / float(divisor.value.real)):
+            return first * np.float32(1 / float(divisor.value.real))
+        return first / args[1]
+    if name == "rem" and _is_float(dtype):
+        return _float_rem(first, args[1])
+    if name in ("div", "rem", "floordiv", "floormod"):
+        return _wrap(_integer_division(name, step, first, args[1], hang), dtype)
+    if name == "clamp":
+        return lax.min(lax.max(args[1], first), args[2])
+    if name == "select_n":
+        out = args[1]
+        for n, case in enumerate(args[2:], 1):
+            chosen = first if operand == "bool" else first >= np.asarray(n, first.dtype)
+            if dtype == "bool":
+                out = (chosen & case) | ((chosen ^ True) & out)
+            else:
+                out = jnp.where(chosen, case, out)
+        return out
+    if name == "convert_element_type":
+        return _convert(first, operand, dtype)
+    if name == "reduce_precision":
+        return _round_to(first, typing.cast(str, _precision_name(params)))
+    if name == "bitcast_convert_type":
+        return lax.bitcast_convert_type(first, inner_dtype(dtype))
+    if name == "round":
+        even = "EVEN" in str(params.get("rounding_method", "")) or params.get("rounding_method") == 1
+        return _round_even(first) if even else _round_away(first)
+    if name.startswith("shift_"):
+        if name == "shift_right_logical" and operand in ("int8", "int16"):
+            first = first & np.int32((1 << WIDE[operand]) - 1)
+        return _wrap(_shift(name, first, args[1], isinstance(step.inputs[1], mod_ir.Lit)), dtype)
+    if name == "clz":
+        return lax.clz(first) - (np.int32(32 - WIDE[operand]) if operand in WIDE else np.zeros((), first.dtype))
+    if name == "population_count":
+        return _population_count(first & np.int32((1 << WIDE[operand]) - 1) if operand in WIDE else first)
+    raise NotImplementedError(f"The primitive `{name}` has no form on a tile.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    kind: str
+    value: Value
+
+
+class TileProgram:
+    """A program on its way through scalars, row vectors and tiles; see the top of the file."""
+
+    def __init__(
+        self,
+        program: mod_ir.Program,
+        refs: Sequence[typing.Any],
+        shape: tuple[int, int],
+        *,
+        batch: Value,
+        head: Value,
+        row_axis: str = "q",
+        edge: tuple[int, int] | None = None,
+        results: tuple[int, ...] | None = None,
+        interpret: bool = False,
+    ) -> None:
+        self.program, self.refs, self.shape = program, refs, shape
+        self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
+        self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
+        self.live = mod_ir.uses(program.steps, self.wanted)
+        self.env: dict[int, _Slot] = {
+            mod_ir.B: _Slot(SCALAR, jnp.asarray(batch, jnp.int32)),
+            mod_ir.H: _Slot(SCALAR, jnp.asarray(head, jnp.int32)),
+        }
+        self.row_start: Value = None
+        self.col_start: Value = None
+        self._run(SCALAR)
+
+    # ------------------------------------------------------------- stages
+
+    def at_rows(self, start: Value) -> "TileProgram":
+        """The program with its row vectors computed, for the rows from `start`."""
+        from flexjax.backends.mosaic_gpu import memory
+
+        new = self._copy()
+        new.row_start = jnp.asarray(start, jnp.int32)
+        row = mod_ir.Q if self.row_axis == "q" else mod_ir.KV
+        if row in new.live:
+            new.env[row] = _Slot(ROW, memory.row_iota(self.shape[0]) + new.row_start)
+        new._run(ROW)
+        return new
+
+    def at_cols(self, start: Value, score: Value = None) -> tuple[jax.Array, ...]:
+        """The results on the tile whose columns begin at `start`, each stretched to a whole tile."""
+        return tuple(self._as_tile(s) for s in self._finish(start, score))
+
+    def own_ranks(self, start: Value, score: Value = None) -> tuple[tuple[str, Value], ...]:
+        """As `at_cols`, each result at its own rank: pairs of "scalar", "row", "column" or "tile" and the value."""
+        return tuple((s.kind, s.value) for s in self._finish(start, score))
+
+    def _finish(self, start: Value, score: Value) -> list[_Slot]:
+        from flexjax.backends.mosaic_gpu import memory
+
+        new = self._copy()
+        new.col_start = jnp.asarray(start, jnp.int32)
+        column = mod_ir.KV if self.row_axis == "q" else mod_ir.Q
+        if column in new.live:
+            new.env[column] = _Slot(COLUMN, memory.column_iota(self.shape[1]) + new.col_start)
+        if score is not None:
+            new.env[mod_ir.SCORE] = _Slot(TILE, score)
+        new._run(TILE)
+        return [new._read(atom) for atom in self.wanted]
+
+    def _copy(self) -> "TileProgram":
+        new = object.__new__(TileProgram)
+        new.__dict__.update(self.__dict__)
+        new.env = dict(self.env)
+        return new
+
+    # ------------------------------------------------------------- evaluation
+
+    def _kind(self, axes: mod_ir.Axes) -> str:
+        axes = axes - mod_ir.UNIFORM
+        if not axes:
+            return SCALAR
+        if axes == {self.row_axis}:
+            return ROW
+        return COLUMN if axes in ({"q"}, {"kv"}) else TILE
+
+    def _run(self, stage: str) -> None:
+        """Computes every live step whose kind the stage allows and that is not known yet."""
+        allowed = {SCALAR: {SCALAR}, ROW: {SCALAR, ROW}, TILE: {SCALAR, ROW, COLUMN, TILE}}[stage]
+        needed = self._needed() if stage == TILE else None
+        for step in self.program.steps:
+            out = step.outs[0]
+            if out.id not in self.live or out.id in self.env or self._kind(out.axes) not in allowed:
+                continue
+            if needed is not None and out.id not in needed:
+                continue
+            if isinstance(step, mod_ir.Load):
+                self.env[out.id] = self._load(step)
+            elif isinstance(step, mod_ir.Op):
+                self.env[out.id] = self._shortcut(step) or self._operate(step)
+            else:
+                raise NotImplementedError(f"`{step.name}` has no form on a tile.")
+
+    def _needed(self) -> set[int]:
+        """Ids still to compute for the results, leaving out what only feeds shortcuts."""
+        needed = {a.id for a in self.wanted if isinstance(a, mod_ir.Val)}
+        for step in reversed(self.program.steps):
+            if step.outs[0].id not in needed or step.outs[0].id in self.env:
+                continue
+            if isinstance(step, mod_ir.Op) and self._shortcut_source(step) is not None:
+                continue
+            if isinstance(step, mod_ir.Load) and self._affine_steps(step) is not None:
+                continue
+            needed |= {a.id for a in step.inputs if isinstance(a, mod_ir.Val)}
+        return needed
+
+    def _read(self, atom: mod_ir.Atom) -> _Slot:
+        if isinstance(atom, mod_ir.Val):
+            return self.env[atom.id]
+        return _Slot(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
+
+    def _stretch(self, slot: _Slot, kind: str) -> Value:
+        from flexjax.backends.mosaic_gpu import memory
+
+        if slot.kind == kind:
+            return slot.value
+        if slot.kind == SCALAR:
+            size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape}[kind]
+            return memory.splat(slot.value, kind, size, self.interpret)
+        return memory.stretch(slot.value, slot.kind, self.shape)
+
+    def _as_tile(self, slot: _Slot) -> jax.Array:
+        return self._stretch(slot, TILE)
+
+    def _operate(self, step: mod_ir.Op) -> _Slot:
+        slots = [self._read(a) for a in step.inputs]
+        kinds = {s.kind for s in slots} - {SCALAR}
+        kind = SCALAR if not kinds else kinds.pop() if len(kinds) == 1 else TILE
+        args = [self._stretch(s, kind) for s in slots]
+        if kind == SCALAR:
+            args = [jnp.asarray(a) for a in args]
+        return _Slot(kind, _apply(step, args, self.edge is not None))
+
+    # ------------------------------------------------------------- integers that walk affinely
+
+    def _shortcut_source(self, step: mod_ir.Op) -> mod_ir.Val | None:
+        """The affine integer that a tile of this step equals (itself, or what it casts to float32)."""
+        if self._kind(step.out.axes) != TILE:
+            return None
+        source: mod_ir.Atom = step.out
+        if step.prim == "convert_element_type" and step.out.dtype == "float32":
+            source = step.inputs[0]
+            bounds = (source.low, source.high) if isinstance(source, mod_ir.Val) else (None, None)
+            if None in bounds or max(abs(b) for b in typing.cast(tuple[int, int], bounds)) >= MAX_EXACT // 2:
+                return None
+        if not isinstance(source, mod_ir.Val) or source.linear is None or source.dtype != "int32":
+            return None
+        return source if source.linear.q and source.linear.kv else None
+
+    def _shortcut(self, step: mod_ir.Op) -> _Slot | None:
+        from flexjax.backends.mosaic_gpu import memory
+
+        source = self._shortcut_source(step)
+        if source is None or self.col_start is None:
+            return None
+        linear = typing.cast(mod_ir.Linear, source.linear)
+        per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
+        start = self._linear_at(linear, self.row_start, self.col_start)
+        row = memory.row_iota(self.shape[0]) * np.int32(per_row) + start
+        if step.out.dtype == "float32":
+            row = row.astype(jnp.float32)
+        return _Slot(TILE, memory.affine_tile(row, per_col, self.shape, self.interpret))
+
+    def _linear_at(self, linear: mod_ir.Linear, row: Value, col: Value) -> Value:
+        q, kv = (row, col) if self.row_axis == "q" else (col, row)
+        total: Value = np.int32(linear.const)
+        parts = [(linear.q, q), (linear.kv, kv)]
+        parts += [(linear.b, self.env[mod_ir.B].value), (linear.h, self.env[mod_ir.H].value)]
+        parts += [(c, self.env[i].value) for i, c in linear.uniform]
+        for coefficient, value in parts:
+            if coefficient:
+                total = total + (value if coefficient == 1 else value * np.int32(coefficient))
+        return total
+
+    # ------------------------------------------------------------- loads
+
+    def _affine_steps(self, load: mod_ir.Load) -> tuple[tuple[int, int] | None, ...] | None:
+        """(per row, per column) of each index, None for a fixed one; None where the load must gather or clamp."""
+        if self.edge is not None:
+            return None
+        steps: list[tuple[int, int] | None] = []
+        for atom in load.index:
+            if not mod_ir.axes_of(atom) - mod_ir.UNIFORM:
+                steps.append(None)
+                continue
+            linear = typing.cast(mod_ir.Val, atom).linear
+            if linear is None or any(i not in self.env for i, _ in linear.uniform):
+                return None
+            steps.append((linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q))
+        return tuple(steps)
+
+    def _load(self, load: mod_ir.Load) -> _Slot:
+        from flexjax.backends.mosaic_gpu import memory
+
+        ref, dtype = self.refs[load.capture], load.out.dtype
+        kind = self._kind(frozenset().union(*(mod_ir.axes_of(a) for a in load.index)))
+        if kind == SCALAR:
+            value = memory.load_scalar(ref, tuple(self._read(a).value for a in load.index))
+        else:
+            size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape}[kind]
+            steps = self._affine_steps(load)
+            if steps is not None:
+                row = self.row_start if self.row_start is not None else np.int32(0)
+                col = self.col_start if self.col_start is not None else np.int32(0)
+                index = tuple(
+                    self._read(a).value
+                    if s is None
+                    else self._linear_at(typing.cast(mod_ir.Linear, typing.cast(mod_ir.Val, a).linear), row, col)
+                    for a, s in zip(load.index, steps, strict=True)
+                )
+                value = memory.load_affine(ref, index, steps, kind, size, self.interpret)
+            else:
+                value = self._gather(load, kind, size)
+        if dtype == "bool":
+            value = value != np.zeros((), value.dtype)
+        return _Slot(kind, value)
+
+    def _gather(self, load: mod_ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
+        from flexjax.backends.mosaic_gpu import memory
+
+        ref = self.refs[load.capture]
+        slots = [self._read(a) for a in load.index]
+        moving = tuple(s.kind != SCALAR for s in slots)
+        index = []
+        for slot, n in zip(slots, ref.shape, strict=True):
+            value = slot.value
+            if slot.kind != SCALAR:
+                if self.edge is not None:
+                    value = jnp.minimum(jnp.maximum(value.astype(jnp.int32), np.int32(0)), np.int32(n - 1))
+                value = self._stretch(_Slot(slot.kind, value), kind)
+            index.append(value)
+        return memory.gather(ref, tuple(index), moving, kind, size, self.interpret)
