@@ -177,7 +177,9 @@ class Builder:
         if prim == "convert_element_type" and inputs[0].dtype == dtype:
             return inputs[0]
         if all(isinstance(a, Lit) for a in inputs):
-            return _evaluate_literals(prim, inputs, dtype, params)
+            known = _evaluate_literals(prim, inputs, dtype)
+            if known is not None:
+                return known
         if prim in COMPARISONS:
             truth = _compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
             return None if truth is None else literal(truth, "bool")
@@ -281,7 +283,7 @@ def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
     return a if ra[1] <= rb[0] else b if rb[1] <= ra[0] else None
 
 
-def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Lit | None:
+def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
     """Folds the integer and boolean arithmetic of literals; floats are left to the device, which rounds its own way."""
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit):

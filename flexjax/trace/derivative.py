@@ -129,8 +129,12 @@ def evaluate_scalars(program: Program, known: dict[int, jax.Array]) -> jax.Array
             continue
         if any(isinstance(a, int) for a in step.arguments):
             raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")
-        outs = step.bind(*(jnp.stack([read(a) for a in atoms]).reshape(shape) for shape, atoms in step.arguments))
+        outs = step.bind(*(_joined(shape, [read(a) for a in atoms]) for shape, atoms in step.arguments))
         for (_, vals), out in zip(step.results, outs, strict=True):
             env.update({v.id: out.ravel()[i] for i, v in enumerate(vals)})
     return read(program.results[0])
 
+
+
+def _joined(shape: tuple[int, ...], scalars: list[jax.Array]) -> jax.Array:
+    return jnp.stack(scalars).reshape(shape) if shape else scalars[0]

@@ -212,8 +212,7 @@ def equation_function(eqn: jex_core.JaxprEqn) -> Callable[..., list[jax.Array]]:
     """The equation as a function of its operands."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        subfuns, params = eqn.primitive.get_bind_params(eqn.params)
-        out = eqn.primitive.bind(*subfuns, *values, **params)
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
     return run
@@ -294,6 +293,14 @@ def _concatenate(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> l
 def _split(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
     cuts = list(itertools.accumulate(eqn.params["sizes"]))[:-1]
     return np.split(self.as_atoms(args[0]), cuts, axis=eqn.params["axis"])
+
+
+def _stack(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    return [np.stack([self.as_atoms(a) for a in args], axis=eqn.params["axis"])]
+
+
+def _unstack(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    return [as_object(row) for row in np.moveaxis(self.as_atoms(args[0]), eqn.params["axis"], 0)]
 
 
 def _iota(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
@@ -536,6 +543,8 @@ RULES: dict[str, Callable] = {
     "slice": _structural(_slice),
     "concatenate": _concatenate,
     "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
     "iota": _iota,
     "pad": _pad,
     "reduce_sum": _reduction("add", lambda d: 0),

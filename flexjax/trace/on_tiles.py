@@ -5,7 +5,7 @@ the business of a `Tile`, which a backend supplies. `apply_op` is the meaning of
 """
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ class Tile(typing.Protocol):
     literal   a literal
     spread    a value with axes `have` as an operand of a value with axes `want` (which contain them): a diagonal window
               becomes a tile here
+    diagonal  a value that is linear in q - kv (`val.linear`), given the values of its uniform terms by id
     apply     an elementwise step on operands that were spread
     load      a load; the index values are spread to the axes of the load
     call      a whole jaxpr equation; returns the values of its results in order
@@ -31,6 +32,7 @@ class Tile(typing.Protocol):
     def input(self, val: Val) -> Array: ...
     def literal(self, lit: Lit) -> Array: ...
     def spread(self, value: Array, have: Axes, want: Axes) -> Array: ...
+    def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array: ...
     def apply(self, op: Op, args: Sequence[Array]) -> Array: ...
     def load(self, load: Load, index: Sequence[Array]) -> Array: ...
     def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]: ...
@@ -52,7 +54,10 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
         return spread[key]
 
     for step in program.steps:
-        if isinstance(step, Op):
+        if isinstance(step, Op) and _starts_diagonal(step):
+            terms = step.out.linear.uniform
+            env[step.out.id] = tile.diagonal(step.out, {i: env[i] for i, _ in terms})
+        elif isinstance(step, Op):
             env[step.out.id] = tile.apply(step, [read(a, step.out.axes) for a in step.inputs])
         elif isinstance(step, Load):
             env[step.out.id] = tile.load(step, [read(a, step.out.axes) for a in step.index])
@@ -61,6 +66,11 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
             env.update(zip((v.id for v in step.outs), values, strict=True))
     axes = [axes_of(r) for r in program.results] if want is None else list(want)
     return [read(r, a) for r, a in zip(program.results, axes, strict=True)]
+
+
+def _starts_diagonal(op: Op) -> bool:
+    """Whether the operation makes a function of q - kv out of operands that are not."""
+    return "delta" in op.out.axes and any(axes_of(a) & {"q", "kv"} for a in op.inputs)
 
 
 # ------------------------------------------------------------------- the meaning of each primitive

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from flexjax.trace.mod_ir import Atom, Call, Linear, Lit, Load, Op, Program, Step, Val
+from flexjax.trace.mod_ir import Atom, Call, Linear, Lit, Load, Op, Program, Step, Val, uses
 
 
 def map_atoms(step: Step, change: Callable[[Atom], Atom], change_out: Callable[[Val], Val]) -> Step:
@@ -52,3 +52,10 @@ def select_captures(program: Program, used: Sequence[int]) -> Program:
 
     captures = tuple(program.captures[i] for i in used)
     return dataclasses.replace(program, steps=tuple(map(move, program.steps)), captures=captures)
+
+
+def with_results(program: Program, results: Sequence[Atom]) -> Program:
+    """The part of the program that computes `results`, some of its values."""
+    live = uses(program.steps, tuple(results))
+    steps = tuple(s for s in program.steps if any(o.id in live for o in s.outs))
+    return Program(program.inputs, steps, tuple(results), program.captures)

@@ -105,6 +105,27 @@ def tile_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> typing.Any
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def compiler_params() -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(
+        approx_math=True,
+        reduction_scratch_bytes=0,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=True,
+    )
+
+
+def take_registers(groups: int) -> None:
+    """In a compute warpgroup: with two of them and a copying one, 2 * 232 + 40 fill the register file."""
+    if groups == 2:
+        plgpu.set_max_registers(232, action="increase")
+
+
+def leave_registers(groups: int) -> None:
+    """In the copying warpgroup."""
+    if groups == 2:
+        plgpu.set_max_registers(40, action="decrease")
+
+
 # ------------------------------------------------------------------- products
 
 
@@ -116,15 +137,7 @@ class Products:
 
     def accumulators(self, body: typing.Callable[..., None], *shapes: tuple[int, int]) -> typing.Any:
         """Calls body with zeroed float32 accumulators."""
-        if not self.simulated:
-            return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))
-
-        def zeroed(*refs: typing.Any) -> typing.Any:
-            for ref, shape in zip(refs, shapes, strict=True):
-                ref[...] = jnp.zeros(shape, jnp.float32)
-            return body(*refs)
-
-        return pl.run_scoped(zeroed, *(plgpu.SMEM(s, jnp.float32) for s in shapes))
+        return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))
 
     def add(self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False) -> None:
         """acc += a @ b; `a` is a tile in registers or in shared memory, `_t` transposes."""
@@ -134,7 +147,8 @@ class Products:
         left = a if isinstance(a, jax.Array) else a[...]
         right = b[...]
         left, right = (left.T if a_t else left), (right.T if b_t else right)
-        acc[...] = acc[...] + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
+        total = acc[...] + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
+        jax.ref.swap(acc, ..., total)
 
     def read(self, acc: typing.Any, in_flight: int = 0) -> jax.Array:
         """Value of an accumulator once at most `in_flight` later products are unfinished."""

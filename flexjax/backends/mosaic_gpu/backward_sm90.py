@@ -1,0 +1,131 @@
+"""The backward pass on Hopper: which kernels run, and what is computed around them.
+
+    row statistics (XLA)  ->  dQ kernel, dK/dV kernel  ->  captured arrays (capture_gradients.py), sinks (XLA)
+
+The formulas are at the top of backward_sm90_common.py. `refuses` says in a sentence what these kernels cannot do.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv, dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq, dq_tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.trace import mod_ir
+
+MAX_DIM = 256
+
+
+def refuses(plan: KernelPlan) -> str | None:
+    """Why the backward kernels cannot run this plan, or None."""
+    if plan.dtype not in ("bfloat16", "float16"):
+        return f"the Hopper backward kernels take bfloat16 and float16, not {plan.dtype}."
+    if max(plan.head_dim + plan.extra_dim, plan.value_dim) > MAX_DIM:
+        return f"the Hopper backward kernels take head dims up to {MAX_DIM}, extra features included."
+    if plan.extra_dim and plan.kv_heads % plan.extra_heads:
+        return "the Hopper backward kernels want extra features whose head count divides that of the keys."
+    if plan.blocks is not None and (plan.blocks.block_q % 64 or plan.blocks.block_kv % 64):
+        return (
+            f"the Hopper backward kernels want block masks of blocks that are multiples of 64 x 64, "
+            f"not {plan.blocks.block_q} x {plan.blocks.block_kv}."
+        )
+    if min(plan.batch, plan.q_heads, plan.kv_heads, plan.q_len, plan.kv_len) == 0:
+        return "the Hopper backward kernels want a problem that is not empty."
+    return None
+
+
+def backward(
+    plan: KernelPlan,
+    operands: Operands,
+    results: Results,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    wanted: Wanted,
+    derivative: mod_ir.Program | None,
+) -> Gradients:
+    """Cotangents of the operands. `derivative` is plan.score with its derivatives, None for the identity."""
+    stats = common.row_statistics(plan, results, d_out, d_lse)
+    joined_plan, joined = _join_extra(plan, operands)
+    given = common.prepare(joined_plan, joined, d_out.astype(operands.query.dtype), stats)
+    captures = captures_of(operands)
+
+    d_query = d_key = d_value = None
+    if wanted.query or wanted.query_extra:
+        lists = common.walk_arrays(plan, operands.lists, transposed=False)
+        d_query = backward_dq(joined_plan, derivative, given, lists, captures, dq_tiles(joined_plan))
+    if wanted.key or wanted.value or wanted.key_extra:
+        lists = common.walk_arrays(plan, operands.lists, transposed=True)
+        d_key, d_value = backward_dkv(joined_plan, derivative, given, lists, captures, dkv_tiles(joined_plan))
+
+    d_query, d_query_extra = _split(plan, d_query, plan.q_len)
+    d_key, d_key_extra = _split(plan, d_key, plan.kv_len)
+    if d_key_extra is not None:
+        d_key_extra = _sum_to_heads(plan, d_key_extra)
+    return Gradients(
+        query=d_query if wanted.query else None,
+        key=d_key if wanted.key else None,
+        value=_cut(plan, d_value, plan.kv_len, 0, plan.value_dim) if wanted.value and d_value is not None else None,
+        query_extra=d_query_extra if wanted.query_extra else None,
+        key_extra=d_key_extra if wanted.key_extra else None,
+        sinks=sinks_gradient(operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
+        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative),
+    )
+
+
+def sinks_gradient(sinks: jax.Array, stats: jax.Array) -> jax.Array:
+    """d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O))."""
+    lse2, delta = stats[:, :, 0], stats[:, :, 1]
+    weight = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * common.LOG2E - lse2)
+    return -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
+def _capture_gradients(
+    plan: KernelPlan,
+    operands: Operands,
+    given: common.Prepared,
+    wanted: Wanted,
+    derivative: mod_ir.Program | None,
+) -> tuple[jax.Array | None, ...]:
+    if derivative is None or not any(wanted.score_captures):
+        return (None,) * len(operands.score_captures)
+    from flexjax.backends.mosaic_gpu.capture_gradients import capture_gradients
+
+    return capture_gradients(plan, operands, given, wanted.score_captures, derivative)
+
+
+# ------------------------------------------------------------------- extra features ride along in the head dim
+
+
+def _join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+    if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
+        return plan, operands
+    axis = 2 if plan.layout == "BTNH" else 1
+    key_extra = jnp.repeat(operands.key_extra, plan.kv_heads // plan.extra_heads, axis=axis)
+    query = jnp.concatenate([operands.query, operands.query_extra.astype(operands.query.dtype)], axis=-1)
+    key = jnp.concatenate([operands.key, key_extra.astype(operands.key.dtype)], axis=-1)
+    joined = dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0, extra_heads=0)
+    return joined, operands._replace(query=query, key=key)
+
+
+def _cut(plan: KernelPlan, x: jax.Array, length: int, first: int, last: int) -> jax.Array:
+    x = x[:, :length] if plan.layout == "BTNH" else x[:, :, :length]
+    return x[..., first:last]
+
+
+def _split(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """The parts of a joined gradient that belong to the head dim and to the extra features."""
+    if x is None:
+        return None, None
+    main = _cut(plan, x, length, 0, plan.head_dim)
+    return main, _cut(plan, x, length, plan.head_dim, plan.head_dim + plan.extra_dim) if plan.extra_dim else None
+
+
+def _sum_to_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:
+    """Sums the key heads that read the same extra features."""
+    axis = 2 if plan.layout == "BTNH" else 1
+    shape = (*x.shape[:axis], plan.extra_heads, plan.kv_heads // plan.extra_heads, *x.shape[axis + 1 :])
+    return jnp.sum(x.astype(jnp.float32).reshape(shape), axis=axis + 1).astype(x.dtype)

@@ -1,0 +1,220 @@
+"""Gradients of keys and values on Hopper: each block of threads owns a tile of keys and walks the queries that read it.
+
+    S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q        (four products a tile)
+
+Everything is transposed: keys are the rows of a tile, so P^T and dS^T come out of the accumulators in the registers where
+the next product wants them, and the row statistics of the queries lie along columns. The query heads that share a key head
+are walked one after another into the same accumulators: the sum over the group costs nothing and has one order.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace import mod_ir
+
+
+class DkvTiles(typing.NamedTuple):
+    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out tiles."""
+
+    rows: int
+    groups: int
+    queries: int
+    query_slots: int
+    out_slots: int
+
+
+def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int) -> int:
+    keys = tiles.rows * tiles.groups
+    ring = tiles.queries * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return 2 * (keys * (dim + value_dim) + ring) + 2048
+
+
+def dkv_tiles(plan: KernelPlan) -> DkvTiles:
+    """Largest tiles that fit registers and shared memory, for head dims up to 128."""
+    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
+    keys = common.own_tile(plan.blocks, "kv", (128, 64))
+    queries = common.own_tile(plan.blocks, "q", (128, 64)) if max(dim, value_dim) <= 64 else 64
+    return DkvTiles(64, keys // 64, queries, 2, 2)
+
+
+def backward_dkv(
+    plan: KernelPlan,
+    derivative: mod_ir.Program | None,
+    given: common.Prepared,
+    walk_arrays: common.WalkRefs,
+    captures: Captures,
+    tiles: DkvTiles,
+) -> tuple[jax.Array, jax.Array]:
+    """(dK, dV) in the shapes of `given.key` and `given.value`."""
+    dtype = given.key.dtype
+    dim, value_dim = given.key.shape[-1], given.value.shape[-1]
+    kv_tile = tiles.rows * tiles.groups
+    kv_tiles = -(-plan.kv_len // kv_tile)
+    walk = common.walk_for(plan, kv_tile, tiles.queries, transposed=True)
+    order = common.longest_first(walk, walk_arrays, kv_tiles)
+    math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv")
+    products = common.Products(plan.options.interpret)
+    heads = plan.batch * plan.kv_heads
+    rows_of = functools.partial(common.rows_of, layout=plan.layout)
+
+    def kernel(
+        q_ref: typing.Any,
+        k_ref: typing.Any,
+        v_ref: typing.Any,
+        do_ref: typing.Any,
+        stats_ref: typing.Any,
+        lists: common.WalkRefs,
+        order_ref: typing.Any,
+        captured: Captures,
+        dk_ref: typing.Any,
+        dv_ref: typing.Any,
+        q_smem: typing.Any,
+        do_smem: typing.Any,
+        stats_smem: typing.Any,
+        k_smem: typing.Any,
+        v_smem: typing.Any,
+        q_full: typing.Any,
+        do_full: typing.Any,
+        kv_full: typing.Any,
+        q_free: typing.Any,
+        do_free: typing.Any,
+    ) -> None:
+        group = lax.axis_index("wg")
+        program = lax.axis_index("program")
+        rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+        b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
+        if order_ref is None:
+            tile = rank
+        else:
+            first = h_kv * plan.group
+            tile = order_ref[b if walk.batch > 1 else 0, first if walk.heads > 1 else 0, rank]
+
+        def each_head(
+            begin: typing.Callable[[jax.Array], typing.Any],
+            step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, bool], None],
+        ) -> jax.Array:
+            """Calls step(begin(head), head, first query, running number, masked) over the lists; returns the total."""
+
+            def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
+                h = h_kv * plan.group + g
+                counts = walk.counts(lists, b, h, tile)
+                between = before + counts.plain
+                state = begin(h)
+
+                def one(i: jax.Array, start: jax.Array, masked: bool) -> None:
+                    q0 = walk.tile(lists, b, h, tile, i, masked) * tiles.queries
+                    step(state, h, q0, start + i, masked)
+
+                pl.loop(0, counts.plain)(lambda i: one(i, before, False))
+                if plan.mask is not None or plan.blocks is not None:
+                    pl.loop(0, counts.masked)(lambda i: one(i, between, True))
+                return between + counts.masked
+
+            if plan.group == 1:
+                return one_head(jnp.int32(0), jnp.int32(0))
+            return lax.fori_loop(0, plan.group, one_head, jnp.int32(0))
+
+        def compute() -> None:
+            common.take_registers(tiles.groups)
+            kv0 = tile * kv_tile + group * tiles.rows
+            own_k, own_v = k_smem.at[group], v_smem.at[group]
+            plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group])
+            plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_v, kv_full.at[group])
+            plgpu.barrier_wait(kv_full.at[group])
+
+            def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
+                def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
+                    q_slot, do_slot = lax.rem(at, tiles.query_slots), lax.rem(at, tiles.out_slots)
+                    q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
+
+                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
+                        plgpu.barrier_wait(q_full.at[q_slot])
+                        products.add(s_acc, own_k, q_tile, b_t=True)
+                        plgpu.barrier_wait(do_full.at[do_slot])
+                        products.add(dp_acc, own_v, do_tile, b_t=True)
+                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
+                        s = products.read(s_acc, 1)
+                        found = rows.probabilities(s, lse2, q0, masked=masked)
+                        products.add(dv_acc, found.weights().astype(dtype), do_tile)
+                        delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)
+                        dp = products.read(dp_acc, 1)
+                        return found.d_score(found.d_program(dp, math.spread(delta, "q")))
+
+                    ds = products.accumulators(scores, math.shape, math.shape)
+                    products.add(dk_acc, ds.astype(dtype), q_tile)
+                    products.wait(1)
+                    products.release(do_free.at[do_slot])
+                    products.wait(0)
+                    products.release(q_free.at[q_slot])
+
+                each_head(lambda h: math.at_rows(b, h, kv0, captured), step)
+                return products.read(dk_acc) * plan.scale, products.read(dv_acc)
+
+            dk, dv = products.accumulators(accumulate, (tiles.rows, dim), (tiles.rows, value_dim))
+            own_k[...] = dk.astype(dtype)
+            own_v[...] = dv.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own_k, rows_of(dk_ref, b=b, h=h_kv, start=kv0, size=tiles.rows))
+            plgpu.copy_smem_to_gmem(own_v, rows_of(dv_ref, b=b, h=h_kv, start=kv0, size=tiles.rows))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def copy() -> None:
+            common.leave_registers(tiles.groups)
+
+            def step(_: None, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
+                q_slot, do_slot = lax.rem(at, tiles.query_slots), lax.rem(at, tiles.out_slots)
+                pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+                queries = pl.ds(q0, tiles.queries)
+                plgpu.copy_gmem_to_smem(
+                    rows_of(q_ref, b=b, h=h, start=q0, size=tiles.queries), q_smem.at[q_slot], q_full.at[q_slot]
+                )
+                plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
+                pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
+                plgpu.copy_gmem_to_smem(
+                    rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries), do_smem.at[do_slot], do_full.at[do_slot]
+                )
+
+            total = each_head(lambda h: None, step)
+            for free, slots in ((q_free, tiles.query_slots), (do_free, tiles.out_slots)):
+                for slot in range(slots):
+                    pl.when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+        pl.when(group < tiles.groups)(compute)
+        pl.when(group == tiles.groups)(copy)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(given.key.shape, dtype),
+            jax.ShapeDtypeStruct(given.value.shape, dtype),
+        ),
+        scratch_types=[
+            common.tile_smem((tiles.query_slots, tiles.queries, dim), dtype),
+            common.tile_smem((tiles.out_slots, tiles.queries, value_dim), dtype),
+            plgpu.SMEM((tiles.query_slots, 2, tiles.queries), jnp.float32),
+            common.tile_smem((tiles.groups, tiles.rows, dim), dtype),
+            common.tile_smem((tiles.groups, tiles.rows, value_dim), dtype),
+            plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2),
+            plgpu.Barrier(num_barriers=tiles.out_slots),
+            plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2),
+            plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=tiles.groups),
+            plgpu.Barrier(num_barriers=tiles.out_slots, num_arrivals=tiles.groups),
+        ],
+        grid=(kv_tiles * heads,),
+        grid_names=("program",),
+        num_threads=tiles.groups + 1,
+        thread_name="wg",
+        compiler_params=common.compiler_params(),
+        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,
+        kernel_name="flexjax_backward_dkv",
+    )
+    return run(*given, walk_arrays, order, captures)

@@ -1,0 +1,196 @@
+"""Gradient of the queries on Hopper: each block of threads owns a tile of queries and walks the keys on its list.
+
+    S = Q K^T      dP = dO V^T      dQ += dS K        (three products a tile; accumulators: S, dP, dQ)
+
+Warpgroups 0..n-1 compute, each on its own 64 queries; the last one copies. Keys and values share a ring of slots in the
+order K0 V0 K1 V1 ..., each slot released as soon as the last product that reads it is done: V after dP, K after dQ. An odd
+number of slots therefore works too, which is what head dim 256 needs.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace import mod_ir
+
+
+class DqTiles(typing.NamedTuple):
+    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles."""
+
+    rows: int
+    groups: int
+    keys: int
+    key_slots: int
+    value_slots: int
+
+
+def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
+    queries = tiles.rows * tiles.groups
+    return 2 * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)) + 2048
+
+
+def dq_tiles(plan: KernelPlan) -> DqTiles:
+    """Largest tiles that fit registers and shared memory."""
+    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
+    q_tile = common.own_tile(plan.blocks, "q", (128, 64))
+    widest = 128 if dim <= 128 else 64
+    keys = common.own_tile(plan.blocks, "kv", (128, 64) if widest == 128 else (64,))
+    for slots in ((2, 2), (2, 1), (1, 1)):
+        tiles = DqTiles(64, q_tile // 64, keys, *slots)
+        if dq_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
+            return tiles
+    return DqTiles(64, q_tile // 64, 64, 1, 1)
+
+
+def backward_dq(
+    plan: KernelPlan,
+    derivative: mod_ir.Program | None,
+    given: common.Prepared,
+    walk_arrays: common.WalkRefs,
+    captures: Captures,
+    tiles: DqTiles,
+) -> jax.Array:
+    """dQ in the shape of `given.query`."""
+    dtype = given.query.dtype
+    dim, value_dim = given.query.shape[-1], given.value.shape[-1]
+    q_tile = tiles.rows * tiles.groups
+    q_tiles = -(-plan.q_len // q_tile)
+    walk = common.walk_for(plan, q_tile, tiles.keys, transposed=False)
+    order = common.longest_first(walk, walk_arrays, q_tiles)
+    math = TileMath(plan, derivative, (tiles.rows, tiles.keys), "q")
+    products = common.Products(plan.options.interpret)
+    heads = plan.batch * plan.q_heads
+    rows_of = functools.partial(common.rows_of, layout=plan.layout)
+
+    def kernel(
+        q_ref: typing.Any,
+        k_ref: typing.Any,
+        v_ref: typing.Any,
+        do_ref: typing.Any,
+        stats_ref: typing.Any,
+        lists: common.WalkRefs,
+        order_ref: typing.Any,
+        captured: Captures,
+        dq_ref: typing.Any,
+        q_smem: typing.Any,
+        do_smem: typing.Any,
+        k_smem: typing.Any,
+        v_smem: typing.Any,
+        q_full: typing.Any,
+        k_full: typing.Any,
+        v_full: typing.Any,
+        k_free: typing.Any,
+        v_free: typing.Any,
+    ) -> None:
+        group = lax.axis_index("wg")
+        program = lax.axis_index("program")
+        rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+        b, h = lax.div(head_index, jnp.int32(plan.q_heads)), lax.rem(head_index, jnp.int32(plan.q_heads))
+        h_kv = lax.div(h, jnp.int32(plan.group))
+        if order_ref is None:
+            tile = rank
+        else:
+            tile = order_ref[b if walk.batch > 1 else 0, h if walk.heads > 1 else 0, rank]
+        counts = walk.counts(lists, b, h, tile)
+        total = counts.plain + counts.masked
+
+        def compute() -> None:
+            common.take_registers(tiles.groups)
+            q0 = tile * q_tile + group * tiles.rows
+            mine = pl.ds(q0, tiles.rows)
+            lse2 = plgpu.load(stats_ref.at[b, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)
+            delta = plgpu.load(stats_ref.at[b, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)
+            own_q, own_do = q_smem.at[group], do_smem.at[group]
+            plgpu.copy_gmem_to_smem(rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group])
+            plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group])
+            plgpu.barrier_wait(q_full.at[group])
+            rows = math.at_rows(b, h, q0, captured)
+
+            def accumulate(dq_acc: typing.Any) -> jax.Array:
+                def step(i: jax.Array, masked: bool) -> None:
+                    at = i + counts.plain if masked else i
+                    kv0 = walk.tile(lists, b, h, tile, i, masked) * tiles.keys
+                    k_slot, v_slot = lax.rem(at, tiles.key_slots), lax.rem(at, tiles.value_slots)
+
+                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
+                        plgpu.barrier_wait(k_full.at[k_slot])
+                        products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
+                        plgpu.barrier_wait(v_full.at[v_slot])
+                        products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
+                        s = products.read(s_acc, 1)
+                        found = rows.probabilities(s, lse2, kv0, masked=masked)
+                        dp = products.read(dp_acc, 0)
+                        products.release(v_free.at[v_slot])
+                        return found.d_score(found.d_program(dp, math.spread(delta, "q")))
+
+                    ds = products.accumulators(scores, math.shape, math.shape)
+                    products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])
+                    products.wait(0)
+                    products.release(k_free.at[k_slot])
+
+                pl.loop(0, counts.plain)(functools.partial(step, masked=False))
+                if plan.mask is not None or plan.blocks is not None:
+                    pl.loop(0, counts.masked)(functools.partial(step, masked=True))
+                return products.read(dq_acc) * plan.scale
+
+            dq = products.accumulators(accumulate, (tiles.rows, dim))
+            own_q[...] = dq.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own_q, rows_of(dq_ref, b=b, h=h, start=q0, size=tiles.rows))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def copy() -> None:
+            common.leave_registers(tiles.groups)
+
+            def step(i: jax.Array, masked: bool) -> None:
+                at = i + counts.plain if masked else i
+                key_tile = walk.tile(lists, b, h, tile, i, masked)
+                for ref, smem, full, free, slots in (
+                    (k_ref, k_smem, k_full, k_free, tiles.key_slots),
+                    (v_ref, v_smem, v_full, v_free, tiles.value_slots),
+                ):
+                    slot = lax.rem(at, slots)
+                    pl.when(at >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+                    source = rows_of(ref, b=b, h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
+
+            pl.loop(0, counts.plain)(functools.partial(step, masked=False))
+            pl.loop(0, counts.masked)(functools.partial(step, masked=True))
+            for free, slots in ((k_free, tiles.key_slots), (v_free, tiles.value_slots)):
+                for slot in range(slots):
+                    pl.when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+
+        pl.when(group < tiles.groups)(compute)
+        pl.when(group == tiles.groups)(copy)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(given.query.shape, dtype),
+        scratch_types=[
+            common.tile_smem((tiles.groups, tiles.rows, dim), dtype),
+            common.tile_smem((tiles.groups, tiles.rows, value_dim), dtype),
+            common.tile_smem((tiles.key_slots, tiles.keys, dim), dtype),
+            common.tile_smem((tiles.value_slots, tiles.keys, value_dim), dtype),
+            plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2),
+            plgpu.Barrier(num_barriers=tiles.key_slots),
+            plgpu.Barrier(num_barriers=tiles.value_slots),
+            plgpu.Barrier(num_barriers=tiles.key_slots, num_arrivals=tiles.groups),
+            plgpu.Barrier(num_barriers=tiles.value_slots, num_arrivals=tiles.groups),
+        ],
+        grid=(q_tiles * heads,),
+        grid_names=("program",),
+        num_threads=tiles.groups + 1,
+        thread_name="wg",
+        compiler_params=common.compiler_params(),
+        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,
+        kernel_name="flexjax_backward_dq",
+    )
+    return run(*given, walk_arrays, order, captures)

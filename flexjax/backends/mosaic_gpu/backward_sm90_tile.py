@@ -1,0 +1,177 @@
+"""One tile of the backward pass in registers: probabilities, then the cotangent of the scores.
+
+A tile is [queries, keys] (row_axis "q") or, transposed, [keys, queries] (row_axis "kv"). Formulas are at the top of
+backward_sm90_common.py. Programs of a mod are evaluated by tile_programs.py; the identity needs none of it.
+
+    math = TileMath(plan, derivative, shape, row_axis)       # static
+    rows = math.at_rows(b, h, row0, captures)                # once a row of tiles: scalars and row vectors of the mods
+    found = rows.probabilities(s, lse2, col0, masked=...)    # once a tile
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
+from flexjax.backends.mosaic_gpu.memory import kernel_operand
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.trace import mod_ir
+
+
+class Captures(typing.NamedTuple):
+    """Captured arrays of the three programs as the kernels take them (references inside a kernel)."""
+
+    score: tuple[typing.Any, ...]
+    mask: tuple[typing.Any, ...]
+    dropout: tuple[typing.Any, ...]
+
+
+def captures_of(operands: Operands) -> Captures:
+    groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
+    return Captures(*(tuple(kernel_operand(a) for a in group) for group in groups))
+
+
+class Probabilities(typing.NamedTuple):
+    """p (0 where off), the derivative of the mod (None: it is 1), the dropout multiplier (None: no dropout).
+
+    `others` are the derivatives with respect to loads that were asked for.
+    """
+
+    p: jax.Array
+    slope: jax.Array | None
+    keep: jax.Array | None
+    others: tuple[jax.Array, ...]
+
+    def weights(self) -> jax.Array:
+        """What multiplied V in the forward pass."""
+        return self.p if self.keep is None else self.p * self.keep
+
+    def d_program(self, dp: jax.Array, delta: jax.Array) -> jax.Array:
+        """Cotangent of the scores after the mod; `dp` = dO V^T, `delta` already spread to the tile."""
+        return self.p * ((dp if self.keep is None else dp * self.keep) - delta)
+
+    def d_score(self, dsp: jax.Array) -> jax.Array:
+        """Cotangent of the scores before the mod, 0 wherever p is 0."""
+        return dsp if self.slope is None else jnp.where(self.p > 0.0, dsp * self.slope, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileMath:
+    """The mathematics of a tile for one plan. `derivative` is the score program with its derivatives, None: identity.
+
+    gradients   which of the derivatives with respect to loads to compute: results[2 + i] of `derivative`
+    """
+
+    plan: KernelPlan
+    derivative: mod_ir.Program | None
+    shape: tuple[int, int]
+    row_axis: str
+    gradients: tuple[int, ...] = ()
+
+    @property
+    def queries(self) -> int:
+        return self.shape[0 if self.row_axis == "q" else 1]
+
+    @property
+    def keys(self) -> int:
+        return self.shape[1 if self.row_axis == "q" else 0]
+
+    @property
+    def hangs(self) -> bool:
+        return bool(self.plan.q_len % self.queries or self.plan.kv_len % self.keys)
+
+    @property
+    def slope_is_one(self) -> bool:
+        slope = None if self.derivative is None else self.derivative.results[1]
+        return slope is None or (isinstance(slope, mod_ir.Lit) and slope.value == 1)
+
+    def at_rows(self, b: jax.Array, h: jax.Array, row0: jax.Array, captures: Captures) -> "RowMath":
+        plan = self.plan
+        ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
+
+        def program(
+            source: mod_ir.Program | None, refs: tuple[typing.Any, ...], results: tuple[int, ...] | None = None
+        ) -> TileProgram | None:
+            if source is None:
+                return None
+            return TileProgram(
+                source,
+                refs,
+                self.shape,
+                batch=b,
+                head=h,
+                row_axis=self.row_axis,
+                edge=ends if self.hangs else None,
+                results=results,
+                interpret=plan.options.interpret,
+            ).at_rows(row0)
+
+        wanted = (0,) if self.slope_is_one else (0, 1)
+        wanted += tuple(2 + i for i in self.gradients)
+        return RowMath(
+            self,
+            row0,
+            program(self.derivative, captures.score, wanted),
+            program(plan.mask, captures.mask),
+            program(plan.dropout, captures.dropout),
+        )
+
+    def spread(self, vector: jax.Array, axis: str) -> jax.Array:
+        """A vector over queries ("q") or keys ("kv") on the tile."""
+        return lax.broadcast_in_dim(vector, self.shape, (int(axis != self.row_axis),))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowMath:
+    """TileMath for the rows from `row0` of one head."""
+
+    math: TileMath
+    row0: jax.Array
+    score: TileProgram | None
+    mask: TileProgram | None
+    dropout: TileProgram | None
+
+    def probabilities(self, s: jax.Array, lse2: jax.Array, col0: jax.Array, *, masked: bool) -> Probabilities:
+        """From raw products q . k and the base-2 lse of the queries (a vector) for the tile whose columns begin at col0."""
+        math = self.math
+        plan = math.plan
+        lse2 = math.spread(lse2, "q")
+        slope: jax.Array | None = None
+        others: tuple[jax.Array, ...] = ()
+        if self.score is None:
+            p = jnp.exp2(s * (plan.scale * LOG2E) - lse2)
+        else:
+            score, *rest = self.score.at_cols(col0, s * plan.scale)
+            p = jnp.exp2(score * LOG2E - lse2)
+            if not math.slope_is_one:
+                slope, *rest = rest
+            others = tuple(rest)
+        if masked and self.mask is not None:
+            p = jnp.where(self.mask.at_cols(col0, s)[0], p, 0.0)
+        p = self._inside(p, col0)
+        keep = None if self.dropout is None else self.dropout.at_cols(col0, s)[0]
+        return Probabilities(p, slope, keep, others)
+
+    def _inside(self, p: jax.Array, col0: jax.Array) -> jax.Array:
+        """Zero past the last key; past the last query too where a mod was evaluated there (otherwise lse2 = inf does it)."""
+        math, plan = self.math, self.math.plan
+        ends = [("kv", plan.kv_len, math.keys)]
+        if self.score is not None:
+            ends.append(("q", plan.q_len, math.queries))
+        for axis, end, tile in ends:
+            if end % tile == 0:
+                continue
+            dim = int(axis != math.row_axis)
+            first = col0 if dim else self.row0
+
+            def cut(p: jax.Array, first: jax.Array = first, dim: int = dim, end: int = end) -> jax.Array:
+                index = plgpu.broadcasted_iota(jnp.int32, math.shape, dim, layout=WGMMA)
+                return jnp.where(index < end - first, p, 0.0)
+
+            p = lax.cond(first + tile > end, cut, lambda p: p, p)
+        return p

@@ -1,0 +1,320 @@
+"""Operations of a traced program as they are written inside a TPU kernel.
+
+Most are the operation of the same name. The rest are those that the TPU compiler lacks, or does slowly, rewritten:
+selects between booleans become and/or, division by constants becomes shifts or a multiplication where the range of the
+numerator allows it, and missing transcendental functions are put together from exp, log and erf.
+Arguments arrive as scalars, (rows, 1), (1, columns) or whole tiles; shapes are made equal here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.trace import mod_ir
+from flexjax.trace.mod_ir import Lit, Op, Val
+
+Rule = Callable[..., jax.Array]
+
+# Same name, same meaning, known to compile on float32 and int32 tiles.
+PLAIN = frozenset(
+    "abs add sub mul neg max min exp exp2 log log1p tanh logistic sqrt rsqrt erf erf_inv sin cos tan floor ceil atan2 "
+    "square sign eq ne lt le gt ge is_finite shift_left shift_right_arithmetic shift_right_logical population_count clz "
+    "rem clamp".split()
+)
+
+KERNEL_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "int8", "uint8", "int16", "uint16"})
+ARITHMETIC_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
+
+F32 = jnp.float32
+
+
+def broadcast(args: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arguments at their common shape."""
+    shape = np.broadcast_shapes(*[np.shape(a) for a in args])
+    return [a if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
+
+
+def refusal(op: Op) -> str | None:
+    """Why the operation cannot run on a tile; None if it can."""
+    name = op.prim
+    for atom in (*op.inputs, op.out):
+        dtype = atom.dtype
+        if dtype not in KERNEL_DTYPES:
+            return f"it computes `{name}` on {dtype} for each (q, kv), a type the TPU vector unit does not have"
+    narrow = [a.dtype for a in (*op.inputs, op.out) if a.dtype not in ARITHMETIC_DTYPES]
+    if narrow and name != "convert_element_type":
+        return f"it computes `{name}` on {narrow[0]} for each (q, kv); convert to int32 first"
+    if name in PLAIN or name in RULES:
+        return None
+    return f"it computes `{name}` for each (q, kv), which has no form in a TPU kernel"
+
+
+def apply(op: Op, args: Sequence[jax.Array]) -> jax.Array:
+    rule = RULES.get(op.prim)
+    if rule is not None:
+        return rule(op, *args)
+    return getattr(lax, op.prim)(*broadcast(args))
+
+
+def cost(op: Op) -> int:
+    """Rough number of vector operations."""
+    if op.prim in ("floordiv", "floormod", "rem", "div"):
+        return 8
+    if op.prim in ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt", "log1p", "convert_element_type"):
+        return 2
+    return 20 if op.prim in SLOW else 1
+
+
+SLOW = frozenset("erf erf_inv sin cos tan atan2 pow asin acos atan asinh acosh atanh erfc expm1 cbrt".split())
+
+
+# ------------------------------------------------------------------- rewrites
+
+
+def _as_float(function: Callable[..., jax.Array]) -> Rule:
+    """Runs a float function in float32 whatever the float type."""
+
+    def rule(op: Op, *args: jax.Array) -> jax.Array:
+        wide = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
+        return function(*wide).astype(mod_ir.numpy_dtype(op.out.dtype))
+
+    return rule
+
+
+def _expm1(x: jax.Array) -> jax.Array:
+    """exp(x) - 1 as tanh(x / 2) * (exp(x) + 1), which keeps its digits near 0; a polynomial where tanh would round."""
+    small = jnp.abs(x) < 0.3
+    y = jnp.where(small, x, 0.0)
+    series = y * (1 + y / 2 * (1 + y / 3 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7))))))
+    return jnp.where(small, series, jnp.exp(x) - 1.0)
+
+
+def _cbrt(x: jax.Array) -> jax.Array:
+    size = jnp.abs(x)
+    safe = jnp.where(size > 0, size, 1.0)
+    root = jnp.exp(jnp.log(safe) * (1.0 / 3.0))
+    root = root - (root - safe / (root * root)) * (1.0 / 3.0)
+    return jnp.where(size > 0, jnp.where(x < 0, -root, root), x)
+
+
+def _sinh(x: jax.Array) -> jax.Array:
+    e = _expm1(jnp.abs(x))
+    half = 0.5 * (e + e / (e + 1.0))
+    half = jnp.where(jnp.abs(x) > 80.0, jnp.exp(jnp.abs(x) - math.log(2.0)), half)
+    return jnp.where(x < 0, -half, half)
+
+
+def _log1p(x: jax.Array) -> jax.Array:
+    return jnp.log1p(x)
+
+
+def _asinh(x: jax.Array) -> jax.Array:
+    size = jnp.abs(x)
+    root = _log1p(size + size * size / (1.0 + jnp.sqrt(size * size + 1.0)))
+    root = jnp.where(size > 1e9, jnp.log(size) + math.log(2.0), root)
+    return jnp.where(x < 0, -root, root)
+
+
+def _acosh(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 1e9, jnp.log(x) + math.log(2.0), jnp.log(x + jnp.sqrt((x - 1.0) * (x + 1.0))))
+
+
+def _atanh(x: jax.Array) -> jax.Array:
+    return 0.5 * (_log1p(x) - _log1p(-x))
+
+
+def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    if op.out.dtype == "int32":
+        return _int_division(op, x, y, floor=False)
+    if op.out.dtype == "bfloat16":
+        return _as_float(lambda a, b: a / b)(op, x, y)
+    return lax.div(*broadcast([x, y]))
+
+
+def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
+    if isinstance(atom, Lit):
+        return int(atom.value), int(atom.value)
+    return atom.low, atom.high
+
+
+def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
+    """Integer quotient; positions past the end of the matrix may get a wrong one, they are masked."""
+    by = op.inputs[1]
+    low, high = _bounds(op.inputs[0])
+    if isinstance(by, Lit) and int(by.value) > 0:
+        c = int(by.value)
+        positive = low is not None and low >= 0
+        if c == 1:
+            return x
+        if c & (c - 1) == 0 and (floor or positive):
+            return lax.shift_right_arithmetic(*broadcast([x, np.int32(c.bit_length() - 1)]))
+        if positive and high is not None and high < 1 << 21:
+            return jnp.floor((jnp.asarray(x).astype(F32) + 0.5) * np.float32(1.0 / c)).astype(jnp.int32)
+    x, y = broadcast([x, y])
+    if not floor:
+        return lax.div(x, y)
+    quotient, rest = lax.div(x, y), lax.rem(x, y)
+    wrong = (rest != 0) & ((rest < 0) != (y < 0))
+    return quotient - jnp.where(wrong, 1, 0).astype(quotient.dtype)
+
+
+def _floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    by = op.inputs[1]
+    if op.out.dtype == "int32" and isinstance(by, Lit) and int(by.value) > 0:
+        c = int(by.value)
+        if c & (c - 1) == 0:
+            return lax.bitwise_and(*broadcast([x, np.int32(c - 1)]))
+        x = jnp.asarray(x)
+        return x - _int_division(op, x, y, floor=True) * np.int32(c)
+    x, y = broadcast([x, y])
+    rest = lax.rem(x, y)
+    if op.out.dtype == "uint32":
+        return rest
+    wrong = (rest != 0) & ((rest < 0) != (y < 0))
+    return jnp.where(wrong, rest + y, rest)
+
+
+def _floordiv(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    if op.out.dtype == "uint32":
+        return lax.div(*broadcast([x, y]))
+    return _int_division(op, x, y, floor=True)
+
+
+def _rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    low, _ = _bounds(op.inputs[0]) if op.out.dtype == "int32" else (None, None)
+    if low is not None and low >= 0:
+        return _floormod(op, x, y)
+    return lax.rem(*broadcast([x, y]))
+
+
+def _select(op: Op, which: jax.Array, *cases: jax.Array) -> jax.Array:
+    which, *cases = broadcast([which, *cases])
+    if op.inputs[0].dtype != "bool":
+        chosen = cases[-1]
+        for i in range(len(cases) - 2, -1, -1):
+            chosen = _choose(op.out.dtype, which == np.int32(i), cases[i], chosen)
+        return chosen
+    return _choose(op.out.dtype, which, cases[1], cases[0])
+
+
+def _choose(dtype: str, which: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+    if dtype == "bool":
+        return (which & yes) | (~which & no)
+    return jnp.where(which, yes, no)
+
+
+def _convert(op: Op, x: jax.Array) -> jax.Array:
+    source, target = op.inputs[0].dtype, op.out.dtype
+    x = jnp.asarray(x)
+    if source == target:
+        return x
+    if target == "bool":
+        return x != jnp.zeros((), x.dtype)
+    if source == "bool" and target != "int32":
+        x = x.astype(jnp.int32)
+    return x.astype(mod_ir.numpy_dtype(target))
+
+
+def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = broadcast([x, y])
+    if op.inputs[0].dtype != "bool":
+        return getattr(lax, op.prim)(x, y)
+    if op.prim in ("eq", "ne"):
+        differ = x ^ y
+        return differ if op.prim == "ne" else ~differ
+    if op.prim in ("lt", "gt"):
+        return (~x & y) if op.prim == "lt" else (x & ~y)
+    return (~x | y) if op.prim == "le" else (x | ~y)
+
+
+def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = broadcast([x, y])
+    if op.out.dtype != "bool":
+        return getattr(lax, op.prim)(x, y)
+    return (x & y) if op.prim in ("min", "mul") else (x | y)
+
+
+def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
+    return lax.integer_pow(x, int(dict(op.params)["y"]))
+
+
+def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """float ** float; the exponent may be an integer."""
+    x, y = broadcast([x, y])
+    return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(mod_ir.numpy_dtype(op.out.dtype))
+
+
+def _sign(op: Op, x: jax.Array) -> jax.Array:
+    if op.out.dtype == "uint32":
+        return (x != 0).astype(jnp.uint32)
+    one = jnp.ones((), x.dtype)
+    zero = jnp.zeros((), x.dtype)
+    signed = jnp.where(x > 0, one, jnp.where(x < 0, -one, zero))
+    return signed if op.out.dtype == "int32" else jnp.where(x == x, signed, x)
+
+
+def _is_finite(op: Op, x: jax.Array) -> jax.Array:
+    return jnp.abs(jnp.asarray(x).astype(F32)) < np.float32(np.inf)
+
+
+def _round(op: Op, x: jax.Array) -> jax.Array:
+    return lax.round(x, lax.RoundingMethod(int(dict(op.params).get("rounding_method", 0))))
+
+
+def _bitcast(op: Op, x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, mod_ir.numpy_dtype(op.out.dtype))
+
+
+def _clamp(op: Op, low: jax.Array, x: jax.Array, high: jax.Array) -> jax.Array:
+    low, x, high = broadcast([low, x, high])
+    return jnp.minimum(jnp.maximum(x, low), high)
+
+
+def _bitwise(function: Callable[..., jax.Array]) -> Rule:
+    return lambda op, *args: function(*broadcast(args))
+
+
+RULES: dict[str, Rule] = {
+    "expm1": _as_float(_expm1),
+    "erfc": _as_float(lambda x: 1.0 - lax.erf(x)),
+    "cbrt": _as_float(_cbrt),
+    "sinh": _as_float(_sinh),
+    "cosh": _as_float(lambda x: 0.5 * (jnp.exp(x) + jnp.exp(-x))),
+    "asinh": _as_float(_asinh),
+    "acosh": _as_float(_acosh),
+    "atanh": _as_float(_atanh),
+    "atan": _as_float(lambda x: jnp.arctan2(x, jnp.ones_like(x))),
+    "asin": _as_float(lambda x: jnp.arctan2(x, jnp.sqrt((1.0 - x) * (1.0 + x)))),
+    "acos": _as_float(lambda x: jnp.arctan2(jnp.sqrt((1.0 - x) * (1.0 + x)), x)),
+    "sin": _as_float(jnp.sin),
+    "cos": _as_float(jnp.cos),
+    "tan": _as_float(jnp.tan),
+    "erf": _as_float(lax.erf),
+    "erf_inv": _as_float(lax.erf_inv),
+    "logistic": _as_float(lax.logistic),
+    "log1p": _as_float(_log1p),
+    "div": _div,
+    "rem": _rem,
+    "floordiv": _floordiv,
+    "floormod": _floormod,
+    "select_n": _select,
+    "convert_element_type": _convert,
+    "bitcast_convert_type": _bitcast,
+    "integer_pow": _integer_pow,
+    "pow": _pow,
+    "sign": _sign,
+    "is_finite": _is_finite,
+    "round": _round,
+    "clamp": _clamp,
+    "copy": lambda op, x: x,
+    "and": _bitwise(lambda x, y: x & y),
+    "or": _bitwise(lambda x, y: x | y),
+    "xor": _bitwise(lambda x, y: x ^ y),
+    "not": _bitwise(lambda x: ~x),
+    **{name: _bool_compare for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: _bool_arithmetic for name in ("max", "min", "add", "mul")},
+}

@@ -1,0 +1,49 @@
+"""The numerics of flash attention on one tile, written once.
+
+Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135) with three rules kept
+everywhere: a row in which nothing is on has output 0 and lse -inf; the sink is one more column without a value; a masked
+entry contributes exactly 0 to every sum, whatever its score was.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def finite_or_zero(maximum: Array) -> Array:
+    """The row maximum as something that may be subtracted: 0 where the row is empty so far."""
+    return jnp.where(jnp.isneginf(maximum), jnp.zeros_like(maximum), maximum)
+
+
+def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Array, Array, Array]:
+    """(new maximum, new total, factor for what was accumulated, exponentials) of one more tile of scores.
+
+    maximum, total [..., 1], scores [..., keys]; -inf where masked.
+    """
+    new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
+    base = finite_or_zero(new)
+    factor = jnp.exp(maximum - base)
+    exponentials = jnp.exp(scores - base)
+    return new, total * factor + exponentials.sum(-1, keepdims=True), factor, exponentials
+
+
+def finalise(
+    maximum: Array, total: Array, accumulated: Array, sinks: Array | None
+) -> tuple[Array, Array]:
+    """(output, lse) of a row: accumulated / total, and the logarithm of the denominator, the sink included."""
+    if sinks is not None:
+        new = jnp.maximum(maximum, sinks)
+        factor = jnp.exp(finite_or_zero(maximum) - finite_or_zero(new)) * ~jnp.isneginf(maximum)
+        total = total * factor + jnp.exp(sinks - finite_or_zero(new))
+        accumulated, maximum = accumulated * factor, new
+    empty = total == 0
+    safe = jnp.where(empty, jnp.ones_like(total), total)
+    out = jnp.where(empty, jnp.zeros_like(accumulated), accumulated / safe)
+    lse = jnp.where(empty, jnp.full_like(total, -jnp.inf), finite_or_zero(maximum) + jnp.log(safe))
+    return out, lse
+
+
+def probabilities(scores: Array, lse: Array) -> Array:
+    """exp(scores - lse), 0 in empty rows; scores are -inf where masked."""
+    return jnp.exp(scores - finite_or_zero(lse))

@@ -1,0 +1,102 @@
+"""Composition of masks and of score modifications: plain functions in, one plain function out."""
+
+import inspect
+from collections.abc import Callable
+
+from jax import Array
+
+MaskMod = Callable[[Array, Array, Array, Array], Array]
+ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
+
+_MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
+_SCORE_ARGUMENTS = ("score", *_MASK_ARGUMENTS)
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """`mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it."""
+    _check("and_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
+
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        kept = mask_mods[0](b, h, q_idx, kv_idx)
+        for other in mask_mods[1:]:
+            kept = kept & other(b, h, q_idx, kv_idx)
+        return kept
+
+    return _named(mask_mod, f"and_masks({_names(mask_mods)})")
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """`mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it."""
+    _check("or_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
+
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        kept = mask_mods[0](b, h, q_idx, kv_idx)
+        for other in mask_mods[1:]:
+            kept = kept | other(b, h, q_idx, kv_idx)
+        return kept
+
+    return _named(mask_mod, f"or_masks({_names(mask_mods)})")
+
+
+def not_mask(mask_mod: MaskMod) -> MaskMod:
+    """`~mask_mod(..)`: an entry is kept if the mask does not keep it."""
+    _check("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
+
+    def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        kept = mask_mod(b, h, q_idx, kv_idx)
+        return not kept if isinstance(kept, bool) else ~kept  # ~True is -2
+
+    return _named(opposite, f"not_mask({_names((mask_mod,))})")
+
+
+def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
+    """`.. score_mods[1](score_mods[0](score, ..), ..)`: the first mod is applied first."""
+    _check("chain_mods", "score_mods", score_mods, _SCORE_ARGUMENTS)
+
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        for mod in score_mods:
+            score = mod(score, b, h, q_idx, kv_idx)
+        return score
+
+    return _named(score_mod, f"chain_mods({_names(score_mods)})")
+
+
+def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> None:
+    if not isinstance(mods, tuple):
+        _check_one(call, name, mods, arguments)
+        return
+    if not mods:
+        raise ValueError(f"`{call}` got no functions; expected at least one. Pass `{name}` one by one.")
+    for i, mod in enumerate(mods):
+        _check_one(call, f"{name}[{i}]", mod, arguments)
+
+
+def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) -> None:
+    wanted = f"a function of ({', '.join(arguments)})"
+    if not callable(mod):
+        advice = "Leave it out." if mod is None else "Pass the function itself."
+        raise ValueError(f"`{call}`: `{name}` is {mod!r}; expected {wanted}. {advice}")
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):  # some callables written in C do not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ValueError(
+            f"`{call}`: `{name}` is `{_name(mod)}{signature}`; expected {wanted}. "
+            "If it makes such a function, call it first."
+        ) from None
+
+
+def _named(function: Callable[..., Array], name: str) -> Callable[..., Array]:
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def _names(mods: tuple[Callable[..., Array], ...]) -> str:
+    return ", ".join(_name(mod) for mod in mods)
+
+
+def _name(mod: Callable[..., object]) -> str:
+    return getattr(mod, "__name__", type(mod).__name__)
