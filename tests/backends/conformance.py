@@ -1,0 +1,407 @@
+"""What every backend is put through.
+
+A backend's own test file subclasses `Conformance`, names the implementation and states what it cannot do:
+
+    class TestMine(Conformance):
+        implementation = "mine"
+        second_order = False
+
+Each case of `tests/cases.py` is run forward and through the gradient against the float64 oracle; then a few
+small problems go through every transformation of JAX.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from tests import oracle
+from tests.cases import ALL, CASES, Case
+from tests.compare import assert_close
+
+Arrays = dict[str, Any]
+
+
+def _every_case(everyday: frozenset[str] | None) -> list[Any]:
+    """The table, each case in each dtype; what a row does not name in `dtypes` is left to the slow run."""
+    rows = []
+    for case in CASES.values():
+        for dtype in ALL:
+            slow = (
+                case.slow or dtype not in case.dtypes or (everyday is not None and case.name not in everyday)
+            )
+            rows.append(
+                pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=[pytest.mark.slow] if slow else [])
+            )
+    return rows
+
+
+def _x64(dtype: str) -> contextlib.AbstractContextManager:
+    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A case in one dtype under one implementation, as functions of arrays.
+
+    Arrays are heads-first, [B, heads, length, ...], whatever the layout that is passed on.
+    """
+
+    case: Case
+    dtype: str
+    implementation: str
+
+    def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
+        """(inputs, learned captures, integer captures that travel as arguments)."""
+        inputs = {
+            name: jnp.asarray(x, "float32" if name == "sinks" else self.dtype)
+            for name, x in self.case.inputs().items()
+            if name not in ("w", "u")
+        }
+        captured = {name: jnp.asarray(x) for name, x in self.case.captured().items()}
+        learn = oracle.learned(self.case, captured)
+        rest = {name: x for name, x in captured.items() if name not in learn}
+        return inputs, learn, rest if self.case.traced else {}
+
+    @functools.cached_property
+    def constants(self) -> Arrays:
+        return {name: jnp.asarray(x) for name, x in self.case.captured().items()}
+
+    @functools.cached_property
+    def block_mask(self) -> flexjax.BlockMask | None:
+        """Built once, outside of any jit, unless the case is traced."""
+        if self.case.block is None or self.case.traced:
+            return None
+        return self._build_block_mask(self.constants)
+
+    def _build_block_mask(self, captured: Arrays) -> flexjax.BlockMask:
+        B, N, _, T, S, _, _ = self.case.shape
+        block = self.case.block
+        assert block is not None
+        mask_mod = self.case.mods(captured)[1]
+        return flexjax.create_block_mask(
+            mask_mod, B if block.batch else None, N if block.heads else None, T, S, block_size=block.size
+        )
+
+    def attend(self, inputs: Arrays, learn: Arrays, rest: Arrays, value: jax.Array | None = None) -> Arrays:
+        """out [B, N, T, E], lse and max_scores [B, N, T]; `value` replaces that of the inputs."""
+        case = self.case
+        captured = {**self.constants, **rest, **learn}
+        score_mod, mask_mod = case.mods(captured)
+        options: Arrays = dict(score_mod=score_mod, scale=case.scale, layout=case.layout)
+        if case.block is None:
+            options["mask_mod"] = mask_mod
+        else:
+            options["block_mask"] = self._build_block_mask(captured) if case.traced else self.block_mask
+        if case.sinks:
+            options["sinks"] = inputs["sinks"]
+        if case.dropout:
+            options |= dict(dropout_rate=case.dropout, dropout_key=jax.random.key(11))
+        if case.extra:
+            options |= {name: self._turned(inputs[name]) for name in ("query_extra", "key_extra")}
+        out, aux = flexjax.flex_attention(
+            *(self._turned(x) for x in (inputs["q"], inputs["k"], inputs["v"] if value is None else value)),
+            return_aux=flexjax.AuxRequest(lse=True, max_scores=True),
+            implementation=self.implementation,
+            **options,
+        )
+        return {n: self._turned(x) for n, x in dict(out=out, lse=aux.lse, max_scores=aux.max_scores).items()}
+
+    def loss(self, inputs: Arrays, learn: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays]:
+        """`oracle.loss_value` of the results, and the results."""
+        weights = self.case.inputs()
+        results = self.attend(inputs, learn, rest)
+        lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0.0)
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        total = jnp.sum(results["out"].astype(wide) * weights["w"].astype(wide))
+        return total + jnp.sum(lse * weights["u"].astype(wide)), results
+
+    def keep(self) -> np.ndarray | None:
+        """bool [B, N, T, S]: what dropout keeps, read off the output for values that are unit vectors."""
+        if not self.case.dropout:
+            return None
+        B, N, M, _, S, _, _ = self.case.shape
+        units = jnp.broadcast_to(jnp.eye(S, dtype=self.dtype), (B, M, S, S))
+        probs = jax.jit(functools.partial(self.attend, value=units))(*self.arrays())["out"]
+        assert probs.shape[:2] == (B, N)
+        return np.asarray(probs != 0)
+
+    def _turned(self, x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x, 1, 2) if self.case.layout == "BTNH" else x
+
+
+class Conformance:
+    """The suite.  Class attributes say what a backend supports; a missing ability must raise, not mislead."""
+
+    implementation: typing.ClassVar[str]
+    forward_mode = True  # jvp
+    second_order = True  # jvp of grad
+    export = True
+    deterministic = True
+    everyday: frozenset[str] | None = None  # names of the cases outside the slow run; None: as the table says
+    loosen = 1.0  # factor on the float32 tolerance, for hardware that multiplies in less
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize(("case", "dtype"), _every_case(self.everyday))
+
+    def refuses(self, case: Case, dtype: str) -> bool:
+        """Whether this backend says that it cannot run the case; it must then raise NotImplementedError."""
+        return False
+
+    # ------------------------------------------------------------------------- the table of cases
+
+    def test_values(self, case: Case, dtype: str):
+        with _x64(dtype):
+            problem = Problem(case, dtype, self.implementation)
+            if self.refuses(case, dtype):
+                with pytest.raises(NotImplementedError):
+                    problem.attend(*problem.arrays())
+                return
+            got = jax.jit(problem.attend)(*problem.arrays())
+            self._check_dtypes(got, problem)
+            self._compare(got, problem)
+
+    def test_gradients(self, case: Case, dtype: str):
+        with _x64(dtype):
+            problem = Problem(case, dtype, self.implementation)
+            if self.refuses(case, dtype):
+                pytest.skip("refused, as test_values checks")
+            step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
+            (d_inputs, d_learn), results = first = step(*problem.arrays())
+            for name, arrays in (("inputs", problem.arrays()[0]), ("captures", problem.arrays()[1])):
+                for key, x in arrays.items():
+                    g = (d_inputs if name == "inputs" else d_learn)[key]
+                    assert g.dtype == x.dtype, f"gradient of {key} has dtype {g.dtype}, not {x.dtype}"
+            self._compare(results | {"d:" + n: x for n, x in (d_inputs | d_learn).items()}, problem)
+            if self.deterministic:
+                again = step(*problem.arrays())
+                for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+                    assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), "two runs differ in their bits"
+
+    def _check_dtypes(self, got: Arrays, problem: Problem) -> None:
+        wide = "float64" if problem.dtype == "float64" else "float32"
+        assert got["out"].dtype == problem.dtype
+        assert got["lse"].dtype == wide
+        assert got["max_scores"].dtype == wide
+
+    def _compare(self, got: Arrays, problem: Problem) -> None:
+        case, dtype = problem.case, problem.dtype
+        keep = problem.keep()
+        want = oracle.expected(case, keep)
+        low = dtype not in ("float32", "float64")
+        if low and case.dropout:
+            return  # plain low precision attention knows no dropout; the wide dtypes check the entries
+        plain = oracle.plain_low_precision(case, dtype) if low else {}
+        narrow = {"d:" + n: str(c.dtype) for n, c in case.captures if c.dtype in ("bfloat16", "float16")}
+        narrow |= {"d:sinks": "float32"} if dtype == "float64" else {}
+        for name, x in got.items():
+            assert_close(
+                name,
+                np.asarray(x.astype(jnp.float32) if low else x),
+                want[name],
+                dtype="float32" if dtype == "float64" and _is_single(case, name) else dtype,
+                plain=plain.get(name),
+                result_dtype=narrow.get(name),
+                loosen=case.loosen * self.loosen if dtype == "float32" else 1.0,
+            )
+
+    # ----------------------------------------------------------------------------- transformations
+
+    def _attention(self, **options: Any):
+        return functools.partial(flexjax.flex_attention, implementation=self.implementation, **options)
+
+    def test_eager_equals_jit(self):
+        q, k, v = _small()
+        attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
+        np.testing.assert_allclose(attend(q, k, v), jax.jit(attend)(q, k, v), rtol=1e-6, atol=1e-6)
+
+    def test_vmap_over_inputs(self):
+        q, k, v = (jnp.stack([x, x + 1, -x]) for x in _small())
+        attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
+        _same_as_loop(jax.vmap(attend), attend, (q, k, v))
+        _same_as_loop(
+            jax.vmap(attend, in_axes=(1, None, 0)),
+            attend,
+            (jnp.swapaxes(q, 0, 1), k[0], v),
+            in_axes=(1, None, 0),
+        )
+
+    def test_vmap_over_captures(self):
+        q, k, v = _small()
+        bias = jnp.stack([_bias(), 2 * _bias(), -_bias()])
+        attend = lambda bias: self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v)  # noqa: E731
+        _same_as_loop(jax.vmap(attend), attend, (bias,))
+        slope = lambda bias: jax.grad(lambda b: jnp.sum(attend(b) ** 2))(bias)  # noqa: E731
+        _same_as_loop(jax.vmap(slope), slope, (bias,))
+
+    def test_vmap_over_captures_of_the_mask(self):
+        q, k, v = _small()
+        ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
+        attend = lambda ids: self._attention(mask_mod=_document(ids))(q, k, v)  # noqa: E731
+        _same_as_loop(jax.vmap(attend), attend, (ids,))
+
+    def test_vmap_over_block_masks(self):
+        q, k, v = _small()
+        ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
+        build = lambda ids: flexjax.create_block_mask(_document(ids), None, None, 20, 20, block_size=8)  # noqa: E731
+        attend = lambda block_mask: self._attention(block_mask=block_mask)(q, k, v)  # noqa: E731
+        stacked = jax.vmap(build)(ids)
+        want = jnp.stack([attend(build(one)) for one in ids])
+        np.testing.assert_allclose(jax.vmap(attend)(stacked), want, rtol=1e-5, atol=1e-6)
+
+    def test_gradient_of_vmap(self):
+        q, k, v = (jnp.stack([x, x + 1]) for x in _small())
+        attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
+        loss = lambda q, k, v: jnp.sum(attend(q, k, v) ** 2)  # noqa: E731
+        slopes = jax.grad(lambda *x: jnp.sum(jax.vmap(loss)(*x)), argnums=(0, 1, 2))(q, k, v)
+        for i in range(2):
+            for got, want in zip(slopes, jax.grad(loss, argnums=(0, 1, 2))(q[i], k[i], v[i]), strict=True):
+                np.testing.assert_allclose(got[i], want, rtol=1e-4, atol=1e-5)
+
+    def test_checkpoint(self):
+        attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
+        loss = lambda f: lambda q, k, v: jnp.sum(f(q, k, v) ** 2)  # noqa: E731
+        slopes = [jax.grad(loss(f), argnums=(0, 1, 2))(*_small()) for f in (attend, jax.checkpoint(attend))]
+        for got, want in zip(*slopes, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+    def test_jvp(self):
+        def loss(q, k, v, bias):
+            return jnp.sum(self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v) ** 2)
+
+        primals = (*_small(), _bias())
+        tangents = tuple(x[::-1] * 0.5 for x in primals)
+        if not self.forward_mode:
+            with pytest.raises((NotImplementedError, TypeError)):
+                jax.jvp(loss, primals, tangents)
+            return
+        value, slope = jax.jvp(loss, primals, tangents)
+        gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*primals)
+        np.testing.assert_allclose(value, loss(*primals), rtol=1e-5)
+        want = sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True))
+        np.testing.assert_allclose(slope, want, rtol=1e-4)
+
+    def test_second_order(self):
+        def loss(implementation, q, k, v, bias):
+            attend = functools.partial(flexjax.flex_attention, implementation=implementation)
+            out, aux = attend(
+                q, k, v, score_mod=_biased(bias), mask_mod=_causal, return_aux=flexjax.AuxRequest(lse=True)
+            )
+            return jnp.sum(out**2) + jnp.sum(aux.lse**2)
+
+        def hessian_times(implementation):
+            slopes = jax.grad(functools.partial(loss, implementation), argnums=(0, 1, 2, 3))
+            primals = (*_small(), _bias())
+            return jax.jit(lambda *x: jax.jvp(slopes, x, tuple(y[::-1] for y in x))[1])(*primals)
+
+        if not self.second_order:
+            with pytest.raises((NotImplementedError, TypeError)):
+                hessian_times(self.implementation)
+            return
+        for got, want in zip(hessian_times(self.implementation), hessian_times("reference"), strict=True):
+            scale = float(jnp.abs(want).max())
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5 * scale)
+
+    def test_reverse_over_reverse(self):
+        if not self.second_order:
+            pytest.skip("no second order")
+        q, k, v = _small()
+        attend = lambda name, q: flexjax.flex_attention(q, k, v, mask_mod=_causal, implementation=name)  # noqa: E731
+
+        def penalty(name, q):
+            return jnp.sum(jax.grad(lambda q: jnp.sum(attend(name, q) ** 2))(q) ** 2)
+
+        got, want = (
+            jax.jit(jax.grad(functools.partial(penalty, n)))(q) for n in (self.implementation, "reference")
+        )
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5 * float(jnp.abs(want).max()))
+
+    def test_export(self):
+        if not self.export:
+            pytest.skip("this backend does not export")
+        attend = jax.jit(self._attention(score_mod=_biased(_bias()), mask_mod=_causal))
+        exported = jax.export.export(attend)(*_small())
+        if importlib.util.find_spec("flatbuffers"):  # without it jax cannot write the program out
+            exported = jax.export.deserialize(exported.serialize())
+        np.testing.assert_allclose(exported.call(*_small()), attend(*_small()), rtol=1e-6, atol=1e-6)
+
+    def test_zero_cotangent_gives_zero_gradients(self):
+        attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
+        out, pull = jax.vjp(attend, *_small())
+        for g in pull(jnp.zeros_like(out)):
+            np.testing.assert_array_equal(g, np.zeros_like(g))
+
+    def test_block_mask_equals_mask_mod(self):
+        q, k, v = _small()
+        block_mask = flexjax.create_block_mask(_causal, None, None, 20, 20, block_size=(8, 16))
+        got = self._attention(block_mask=block_mask)(q, k, v)
+        np.testing.assert_allclose(got, self._attention(mask_mod=_causal)(q, k, v), rtol=1e-5, atol=1e-6)
+
+    def test_dropout_keeps_the_right_share(self):
+        case = dataclasses.replace(CASES["dropout"], mask=None, name="dropout share")
+        keep = Problem(case, "float32", self.implementation).keep()
+        assert keep is not None
+        if self.refuses(case, "float32"):
+            pytest.skip("no dropout")
+        deviation = np.sqrt(case.dropout * (1 - case.dropout) / keep.size)
+        assert abs(keep.mean() - (1 - case.dropout)) < 5 * deviation
+        per_column = keep.mean(axis=(0, 1, 2))
+        assert per_column.std() < 2 * np.sqrt(
+            case.dropout * (1 - case.dropout) / (keep.size / keep.shape[-1])
+        )
+        assert len({row.tobytes() for row in keep.reshape(-1, keep.shape[-1])}) == keep[..., 0].size
+
+    def test_dropout_follows_its_key(self):
+        q, k, v = _small()
+        attend = lambda seed: self._attention(dropout_rate=0.5, dropout_key=jax.random.key(seed))(q, k, v)  # noqa: E731
+        np.testing.assert_array_equal(attend(1), attend(1))
+        assert not np.array_equal(attend(1), attend(2))
+
+
+# ------------------------------------------------------------------------- a small problem, [1, 20, 2, 8]
+
+
+def _small() -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 20, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def _bias() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(4).standard_normal(20), jnp.float32)
+
+
+def _biased(bias: jax.Array):
+    return lambda s, b, h, q, k: jnp.tanh(s) + bias[jnp.abs(q - k)]
+
+
+def _causal(b, h, q, k):
+    return q >= k
+
+
+def _document(ids: jax.Array):
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
+def _is_single(case: Case, name: str) -> bool:
+    """Whether a gradient stays single precision in float64 attention: its array is captured as float32."""
+    return name == "d:sinks" or name in {"d:" + n for n, _ in case.captures}
+
+
+def _same_as_loop(mapped, one, arrays: tuple, in_axes: tuple | None = None) -> None:
+    """`mapped` over axis 0 (or `in_axes`) gives what `one` gives item by item."""
+    axes = in_axes or (0,) * len(arrays)
+    items = [
+        one(*(x if axis is None else jnp.take(x, i, axis) for x, axis in zip(arrays, axes, strict=True)))
+        for i in range(3)
+    ]
+    np.testing.assert_allclose(mapped(*arrays), jnp.stack(items), rtol=1e-5, atol=2e-6)

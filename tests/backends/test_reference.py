@@ -1,0 +1,78 @@
+"""The reference itself: its values against numpy, its gradients against finite differences, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import oracle
+from tests.backends.conformance import Conformance
+from tests.cases import CASES, Case
+
+SAMPLE = [
+    pytest.param(case, id=name, marks=[pytest.mark.slow] if case.slow else [])
+    for name, case in CASES.items()
+    if not case.dropout
+    and case.score != "custom_rule"  # its rule is not the derivative of its value, by design
+]
+
+
+class TestReference(Conformance):
+    implementation = "reference"
+    everyday = frozenset(
+        {"plain", "window", "packed", "poison_root", "sinks", "dropout", "everything_at_once"}
+    )
+
+
+@pytest.mark.parametrize("case", SAMPLE)
+def test_values_are_numpys(case: Case):
+    inputs, captured = oracle.float64_inputs(case)
+    want = oracle.attention_values(case, inputs, captured)
+    got = oracle.expected(case)
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("case", SAMPLE)
+def test_gradients_are_finite_differences(case: Case):
+    """Along one random direction through all inputs and learned captures at once."""
+    inputs, captured = oracle.float64_inputs(case)
+    gradients = oracle.expected(case)
+    rng = np.random.default_rng(7)
+
+    def direction(name: str, x: np.ndarray) -> np.ndarray:
+        fixed = "d:" + name not in gradients
+        return np.zeros(x.shape) if fixed else np.where(np.isnan(x), 0.0, rng.standard_normal(x.shape))
+
+    toward = {name: direction(name, x) for name, x in {**inputs, **captured}.items()}
+    step = 1e-6 / max(1.0, case.gain)
+
+    def loss_at(t: float) -> float:
+        moved = [
+            {n: x + t * toward[n] if "d:" + n in gradients else x for n, x in arrays.items()}
+            for arrays in (inputs, captured)
+        ]
+        return oracle.loss_value(inputs, oracle.attention_values(case, *moved))
+
+    slope = (loss_at(step) - loss_at(-step)) / (2 * step)
+    along = [float(np.sum(g * toward[n[2:]])) for n, g in gradients.items() if n.startswith("d:")]
+    size = np.sqrt(sum(float(np.sum(g * g)) for n, g in gradients.items() if n.startswith("d:")))
+    assert not np.isnan(size)
+    assert abs(slope - sum(along)) <= 1e-6 * max(1.0, size, abs(slope))
+
+
+def test_keep_array_drops_and_rescales():
+    x = jnp.ones((1, 1, 3, 4))
+    keep = jnp.array([[True, True, False], [True, False, False], [False, False, False]])[None, None]
+    out = oracle.reference_attention(x, x, x, layout="BNTH", dropout_rate=0.5, dropout_keep=keep)[0]
+    np.testing.assert_allclose(out[0, 0, :, 0], np.array([2, 1, 0]) / 3 * 2, rtol=1e-6)
+
+
+def test_a_dense_mask_joins_the_mask_mod():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
+    causal, allowed = lambda b, h, q, k: q >= k, np.random.default_rng(0).integers(0, 2, (1, 1, 5, 5)) > 0
+    both = lambda b, h, q, k: causal(b, h, q, k) & jnp.asarray(allowed)[0, 0, q, k]  # noqa: E731
+    got = oracle.reference_attention(x, x, x, mask_mod=causal, mask=allowed)
+    want = oracle.reference_attention(x, x, x, mask_mod=both)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,40 @@
+"""Settings of every test: two CPU devices, reproducible hypothesis, no slow tests unless asked for."""
+
+import os
+
+# before jax is imported: tests of meshes need a second device
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import hypothesis
+import pytest
+
+pytest.register_assert_rewrite("tests.backends.conformance", "tests.compare")
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, and only them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the slow tests unless `-m` or a full test name is given; `--slow` runs them alone."""
+    if config.getoption("-m") or any("::" in arg for arg in config.args):
+        return
+    wanted = bool(config.getoption("--slow"))
+    chosen = [item for item in items if (item.get_closest_marker("slow") is not None) == wanted]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+    """Compiled programs of one file are of no use to the next, and together they fill the memory."""
+    yield
+    import jax
+
+    jax.clear_caches()

@@ -1,0 +1,233 @@
+"""What the answers should be, in float64.
+
+`attention_values` computes them with numpy from the definition.  `expected` adds gradients: it is
+`flexjax.reference` in x64 mode, differentiated by jax.  `tests/backends/test_reference.py` checks its values
+against the numpy ones and its gradients against finite differences of the numpy ones.
+
+Everything is [B, heads, length, ...] whatever the layout of the case.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.reference import reference_attention
+from tests.cases import Case
+
+Arrays = dict[str, Any]
+
+# the arrays are small: compiling is what takes the time
+_quick_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
+
+
+def learned(case: Case, captured: Arrays) -> Arrays:
+    """The part of `captured` that wants a gradient."""
+    return {name: captured[name] for name in case.wanted()}
+
+
+def float64_inputs(case: Case) -> tuple[Arrays, Arrays]:
+    """(inputs, captures): floating arrays as float64, the others untouched."""
+    inputs = {name: x.astype(np.float64) for name, x in case.inputs().items()}
+    captured = {
+        name: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in case.captured().items()
+    }
+    return inputs, captured
+
+
+# ------------------------------------------------------------------------------------- values, by numpy
+
+
+def attention_values(
+    case: Case, inputs: Arrays, captured: Arrays, keep: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """out [B, N, T, E], lse and max_scores [B, N, T], by numpy; the mods run under x64, entry by entry.
+
+    keep  bool [B, N, T, S]: which probabilities dropout keeps
+    """
+    scores = _masked_scores(case, inputs, captured)
+    B, N, T, S = scores.shape
+    columns = scores
+    if "sinks" in inputs:
+        sink = np.broadcast_to(inputs["sinks"][None, :, None, None], (B, N, T, 1))
+        columns = np.concatenate([scores, sink], axis=-1)
+    top = columns.max(axis=-1, initial=-np.inf, keepdims=True)
+    weights = np.exp(columns - np.where(np.isfinite(top), top, 0.0))
+    total = weights.sum(axis=-1, keepdims=True)
+    probs = (weights / np.where(total == 0, 1.0, total))[..., :S]
+    if keep is not None:
+        probs = probs * keep / (1 - case.dropout)
+    value = _repeated(inputs["v"], N)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + np.where(np.isfinite(top), top, 0.0)
+    return dict(
+        out=np.einsum("bhqk,bhke->bhqe", probs, value),
+        lse=lse[..., 0],
+        max_scores=scores.max(axis=-1, initial=-np.inf),
+    )
+
+
+def _repeated(x: np.ndarray, heads: int) -> np.ndarray:
+    """[B, M, S, D] -> [B, N, S, D]."""
+    return np.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _masked_scores(case: Case, inputs: Arrays, captured: Arrays) -> np.ndarray:
+    """[B, N, T, S] scores after the mod, -inf where the mask is off."""
+    N, D = case.shape[1], case.shape[5]
+    scores = np.einsum("bhqe,bhke->bhqk", inputs["q"], _repeated(inputs["k"], N))
+    if case.extra:
+        scores += np.einsum("bhqe,bhke->bhqk", inputs["query_extra"], _repeated(inputs["key_extra"], N))
+    scores = scores * (1 / math.sqrt(D) if case.scale is None else case.scale)
+    if scores.size == 0:
+        return scores
+    with jax.enable_x64(True):
+        modded, on = _entry_by_entry(case)(captured, scores)
+    return np.where(on, modded, -np.inf)
+
+
+@functools.cache
+def _entry_by_entry(case: Case) -> Callable[[Arrays, np.ndarray], tuple[jax.Array, jax.Array]]:
+    """(captured, scores [B, N, T, S]) -> modified scores and mask, every entry on its own."""
+
+    def evaluate(captured: Arrays, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        score_mod, mask_mod = case.mods(captured)
+        at = [i.ravel() for i in jnp.indices(scores.shape, dtype=jnp.int32)]
+        modded = scores.ravel() if score_mod is None else jax.vmap(score_mod)(scores.ravel(), *at)
+        on = jnp.ones(scores.size, bool) if mask_mod is None else jax.vmap(mask_mod)(*at)
+        return modded.reshape(scores.shape), on.reshape(scores.shape)
+
+    return _quick_jit(evaluate)
+
+
+def loss_value(inputs: Arrays, results: dict[str, np.ndarray]) -> float:
+    """The scalar whose gradients are compared: `sum(out * w) + sum(lse * u over rows with a finite lse)`."""
+    lse = np.where(np.isfinite(results["lse"]), results["lse"], 0.0)
+    return float(np.sum(results["out"] * inputs["w"]) + np.sum(lse * inputs["u"]))
+
+
+# ---------------------------------------------------------------------------- gradients, by jax in float64
+
+
+def reference_results(
+    case: Case, inputs: Arrays, captured: Arrays, keep: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """`reference_attention` on heads-first arrays."""
+    score_mod, mask_mod = case.mods(captured)
+    extras = {name: inputs[name] for name in ("sinks", "query_extra", "key_extra") if name in inputs}
+    out, lse, max_scores = reference_attention(
+        inputs["q"], inputs["k"], inputs["v"], score_mod=score_mod, mask_mod=mask_mod, scale=case.scale,
+        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, **extras,
+    )  # fmt: skip
+    return dict(out=out, lse=lse, max_scores=max_scores)
+
+
+def expected(case: Case, keep: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """out, lse, max_scores and the gradient of the loss to every input and learned capture ('d:q', ...).
+
+    In float64.  Computed once however many backends ask, except with dropout: `keep` is a backend's own.
+    """
+    return _expected(case) if keep is None else _differentiate(case, keep)
+
+
+@functools.cache
+def _expected(case: Case) -> dict[str, np.ndarray]:
+    return _differentiate(case, None)
+
+
+def _differentiate(case: Case, keep: np.ndarray | None) -> dict[str, np.ndarray]:
+    inputs, captured = float64_inputs(case)
+    weights = {name: inputs.pop(name) for name in ("w", "u")}
+
+    def loss(inputs: Arrays, learn: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+        results = reference_results(case, inputs, {**constants, **learn}, keep)
+        lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0)
+        return jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"]), results
+
+    with jax.enable_x64(True):
+        constants = {name: jnp.asarray(x) for name, x in captured.items()}
+        step = _quick_jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+        (d_inputs, d_learn), results = step(inputs, learned(case, captured))
+        gradients = {"d:" + name: x for name, x in (d_inputs | d_learn).items()}
+        return {name: np.asarray(x) for name, x in (results | gradients).items()}
+
+
+# --------------------------------------------------------------------- what plain low precision achieves
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _through(x: jax.Array, value_dtype: str, cotangent_dtype: str) -> jax.Array:
+    """`x` rounded to one dtype on the way forward, its cotangent to another on the way back."""
+    return x.astype(value_dtype).astype(x.dtype)
+
+
+def _through_fwd(x, value_dtype, cotangent_dtype):
+    return _through(x, value_dtype, cotangent_dtype), None
+
+
+def _through_bwd(value_dtype, cotangent_dtype, _, g):
+    return (g.astype(cotangent_dtype).astype(g.dtype),)
+
+
+_through.defvjp(_through_fwd, _through_bwd)
+
+
+@functools.cache
+def plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
+    """Dense attention as an eager framework does it: softmax in float32; p, ds and results in `dtype`.
+
+    Its distance from `expected` is the error that a fused kernel may double.  Sinks stay float32.
+    """
+    inputs = {name: jnp.asarray(x) for name, x in case.inputs().items()}
+    weights = {name: inputs.pop(name) for name in ("w", "u")}
+    captured = {name: jnp.asarray(x) for name, x in case.captured().items()}
+
+    def loss(inputs: Arrays, learn: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+        results = _eager(case, inputs, {**captured, **learn}, dtype)
+        lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0)
+        return jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"]), results
+
+    step = _quick_jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    (d_inputs, d_learn), results = step(inputs, learned(case, captured))
+    everything = results | {"d:" + name: x for name, x in (d_inputs | d_learn).items()}
+    return {name: np.asarray(x, np.float32) for name, x in everything.items()}
+
+
+def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str, jax.Array]:
+    """Heads-first float32 arrays that hold `dtype` values; see `plain_low_precision`."""
+    B, N, _, T, S, D, _ = case.shape
+    narrow = {name: x if name == "sinks" else _through(x, dtype, dtype) for name, x in inputs.items()}
+    repeat = lambda x: jnp.repeat(x, N // x.shape[1], axis=1)  # noqa: E731
+    scores = jnp.einsum("bhqe,bhke->bhqk", narrow["q"], repeat(narrow["k"]))
+    if case.extra:
+        scores += jnp.einsum("bhqe,bhke->bhqk", narrow["query_extra"], repeat(narrow["key_extra"]))
+    scale = 1 / math.sqrt(D) if case.scale is None else case.scale
+    scores = _through(scores * scale, "float32", dtype)
+    score_mod, mask_mod = case.mods(captured)
+    index = jnp.indices((B, N, T, S), dtype=jnp.int32)
+    on = jnp.ones((B, N, T, S), bool)
+    if mask_mod is not None:
+        on = jax.vmap(mask_mod)(*(i.ravel() for i in index)).reshape(on.shape)
+    if score_mod is not None:
+        place = jnp.unravel_index(jnp.argmax(on), on.shape)
+        spots = [jnp.where(on, i, at).ravel() for i, at in zip(index, place, strict=True)]
+        modded = jax.vmap(score_mod)(jnp.where(on, scores, scores[place]).ravel(), *spots)
+        scores = modded.astype(jnp.float32).reshape(on.shape)
+    scores = jnp.where(on, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
+    shift = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(scores - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if case.sinks:
+        total += jnp.exp(narrow["sinks"][:, None] - shift)
+    safe = jnp.where(total == 0, 1.0, total)
+    probs = _through(weights / safe[..., None], dtype, "float32")
+    out = _through(jnp.einsum("bhqk,bhke->bhqe", probs, repeat(narrow["v"])), dtype, dtype)
+    return dict(out=out, lse=jnp.where(total == 0, -jnp.inf, jnp.log(safe) + shift), max_scores=top)
