@@ -1,0 +1,624 @@
+"""The forward kernel for Hopper (compute capability 9.0).
+
+One persistent program a multiprocessor takes tiles of queries, longest first. Its last warpgroup copies: queries, then
+keys and values of every visited tile, each through its own ring of shared-memory slots. The others compute, 64 rows each:
+
+    scores = Q K^T          tensor cores, from shared memory
+    score program, mask     registers; nothing for the identity, whose scale is folded into the exponential
+    online softmax          base 2, running maximum and sum per row
+    out += P V              tensor cores, P from registers
+
+Two computing warpgroups take turns: one has the tensor cores (its P V and its next Q K^T) while the other does softmax.
+A tile of queries first walks the blocks of the full list, where no mask is evaluated, then those of the partial list.
+
+Hand-over of slots and turns uses hardware named barriers on the device. The simulator knows neither those nor products
+with an operand in registers, so there (`interpret`) ordinary barriers and plain dots stand in, and lengths are padded.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tiles import ForwardTile
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
+
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+WARPGROUP = 128
+FIRST_NAMED_BARRIER = 6  # lower ones belong to the compiler
+Scalar = typing.Any
+Ref = typing.Any
+f32 = np.float32
+
+
+def i32(value: typing.Any) -> jax.Array:
+    return jnp.asarray(value, jnp.int32)
+
+
+class Arrays(typing.NamedTuple):
+    """What the kernel reads, in global memory."""
+
+    query: Ref
+    key: Ref
+    value: Ref
+    sinks: Ref | None
+    order: Ref | None  # rows of the block mask, longest first
+    lists: BlockLists | None
+    score: tuple[Ref, ...]
+    mask: tuple[Ref, ...]
+    dropout: tuple[Ref, ...]
+
+
+class Shared(typing.NamedTuple):
+    """Shared memory and barriers."""
+
+    query: Ref
+    key: Ref
+    value: Ref
+    out: Ref
+    query_full: Ref
+    key_full: Ref
+    value_full: Ref
+    query_free: Ref | None  # simulator only, as are the next two
+    key_free: Ref | None
+    value_free: Ref | None
+
+
+class Item(typing.NamedTuple):
+    """One tile of queries: where it lies and what it visits."""
+
+    b: Scalar
+    h: Scalar
+    q_tile: Scalar
+    row: tuple[Scalar, ...]  # of the block lists
+    plain: Scalar  # steps without a mask
+    full: Scalar  # steps of the full list: the plain ones, then those that hang over the end
+    total: Scalar
+
+
+# ------------------------------------------------------------------- synchronisation
+
+
+@dataclasses.dataclass(frozen=True)
+class Signals:
+    """Who may go on: slots handed back by the computing warpgroups, and the turns between two of them."""
+
+    tile: ForwardTile
+    interpret: bool
+
+    def _named(self, operation: str, number: typing.Any, threads: int) -> None:
+        if isinstance(number, int):
+
+            @plgpu.inline_mgpu()
+            def fixed(_: typing.Any) -> None:
+                mgpu.utils.inline_ptx(f"bar.{operation} {number}, {threads};", has_side_effects=True)
+
+            fixed()
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+        def moving(_: typing.Any, which: typing.Any) -> None:
+            mgpu.utils.inline_ptx(
+                f"bar.{operation} $0, {threads};", which.registers.flat[0], has_side_effects=True
+            )
+
+        moving(i32(number))
+
+    @property
+    def _slot_threads(self) -> int:
+        return (self.tile.groups + 1) * WARPGROUP
+
+    def _number(self, what: str, slot: typing.Any) -> typing.Any:
+        stages = self.tile.stages
+        start = FIRST_NAMED_BARRIER + {"turn": 0, "key": 3, "value": 3 + stages, "query": 3 + 2 * stages}[what]
+        return start + slot
+
+    def release(self, what: str, barrier: Ref | None, slot: typing.Any) -> None:
+        """A computing warpgroup has read the slot."""
+        if self.interpret:
+            plgpu.commit_smem()  # the stand-ins read it as ordinary memory
+            plgpu.barrier_arrive(barrier.at[slot])
+        else:
+            self._named("arrive", self._number(what, slot), self._slot_threads)
+
+    def acquire(self, what: str, barrier: Ref | None, slot: typing.Any) -> None:
+        """The copying warpgroup waits until every reader has released the slot."""
+        if self.interpret:
+            plgpu.barrier_wait(barrier.at[slot])
+        else:
+            self._named("sync", self._number(what, slot), self._slot_threads)
+
+    # Turns. Warpgroup g waits for its turn at barrier g and gives the turn at barrier 1 - g. The third barrier keeps
+    # warpgroup 0 from giving a turn of the next tile before 1 has taken the last one of this tile.
+
+    @property
+    def taking_turns(self) -> bool:
+        return self.tile.turns and not self.interpret
+
+    def give_turn(self, group: typing.Any) -> None:
+        if self.taking_turns:
+            self._named("arrive", FIRST_NAMED_BARRIER + 1 - group, 2 * WARPGROUP)
+
+    def take_turn(self, group: typing.Any) -> None:
+        if self.taking_turns:
+            self._named("sync", FIRST_NAMED_BARRIER + group, 2 * WARPGROUP)
+
+    def begin_tile(self, group: typing.Any, first: typing.Any) -> None:
+        if not self.taking_turns:
+            return
+        pl.when(group == 1)(lambda: self.take_turn(1))
+        pl.when((group == 0) & ~first)(lambda: self._named("sync", FIRST_NAMED_BARRIER + 2, 2 * WARPGROUP))
+
+    def end_tile(self, group: typing.Any) -> None:
+        if not self.taking_turns:
+            return
+        pl.when(group == 0)(lambda: self.give_turn(0))
+        pl.when(group == 1)(lambda: self._named("arrive", FIRST_NAMED_BARRIER + 2, 2 * WARPGROUP))
+
+
+# ------------------------------------------------------------------- the work
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which program takes which tile of queries, and what that tile visits."""
+
+    plan: KernelPlan
+    tile: ForwardTile
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.plan.q_len // self.tile.block_q)
+
+    @property
+    def items(self) -> int:
+        return self.plan.batch * self.plan.q_heads * self.q_tiles
+
+    @property
+    def programs(self) -> int:
+        return min(self.items, self.tile.programs) if self.tile.persistent else self.items
+
+    def order(self, lists: BlockLists | None) -> jax.Array | None:
+        """Rows of the block mask, the longest first; None where all are equal. Small: broadcast dims are not expanded."""
+        if self.plan.blocks is None or lists is None:
+            return None
+        visits = sum(n for n in (lists.partial_num, lists.full_num) if n is not None)
+        return jnp.argsort(-visits.reshape(-1), stable=True).astype(jnp.int32)
+
+    def position(self, turn: Scalar) -> Scalar:
+        """Number of the item that this program takes at its `turn`: to and fro, so that lengths even out."""
+        program = lax.axis_index("program")
+        if self.programs == self.items:
+            return program
+        back = i32(self.programs - 1) - program
+        return turn * self.programs + jnp.where(turn % 2 == 0, program, back)
+
+    def turns(self) -> Scalar:
+        rounds, rest = divmod(self.items, self.programs)
+        if not rest:
+            return i32(rounds)
+        last = self.position(i32(rounds))
+        return i32(rounds) + jnp.where(last < self.items, i32(1), i32(0))
+
+    def item(self, arrays: Arrays, turn: Scalar) -> Item:
+        plan, number = self.plan, self.position(turn)
+        if plan.blocks is None:
+            q_tile = lax.rem(number, i32(self.q_tiles))
+            head = lax.div(number, i32(self.q_tiles))
+            b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
+            total = i32(-(-plan.kv_len // self.tile.block_kv))
+            plain = i32(0) if plan.mask is not None else i32(plan.kv_len // self.tile.block_kv)
+            return Item(b, h, q_tile, (), plain, plain, total)
+        blocks = plan.blocks
+        batches, heads = (plan.batch if blocks.batch == 1 else 1), (plan.q_heads if blocks.heads == 1 else 1)
+        inner = blocks.block_q // self.tile.block_q
+        repeats = batches * heads * inner
+        entry = arrays.order[lax.div(number, i32(repeats))]
+        rest = lax.rem(number, i32(repeats))
+        rows = -(-plan.q_len // blocks.block_q)
+        row = lax.rem(entry, i32(rows))
+        list_b = lax.div(entry, i32(rows * blocks.heads))
+        list_h = lax.rem(lax.div(entry, i32(rows)), i32(blocks.heads))
+        h = lax.rem(rest, i32(heads)) if blocks.heads == 1 else list_h
+        b = lax.rem(lax.div(rest, i32(heads)), i32(batches)) if blocks.batch == 1 else list_b
+        q_tile = row * inner + lax.div(rest, i32(heads * batches))
+        at = (list_b, list_h, row)
+        per_block = i32(blocks.block_kv // self.tile.block_kv)
+        full = i32(0) if arrays.lists.full_num is None else arrays.lists.full_num[at]
+        partial = i32(0) if arrays.lists.partial_num is None else arrays.lists.partial_num[at]
+        if blocks.block_q * rows != plan.q_len and inner > 1:  # a sub-tile wholly past the end does nothing
+            inside = q_tile * self.tile.block_q < plan.q_len
+            full, partial = jnp.where(inside, full, 0), jnp.where(inside, partial, 0)
+        plain = full * per_block
+        spill = -(-plan.kv_len // blocks.block_kv) * blocks.block_kv - plan.kv_len
+        if spill and arrays.lists.full_index is not None:
+            last = arrays.lists.full_index[(*at, lax.max(full - 1, i32(0)))]
+            hangs = (full > 0) & (last == plan.kv_len // blocks.block_kv)
+            plain = plain - jnp.where(hangs, i32(-(-spill // self.tile.block_kv)), i32(0))
+        return Item(b, h, q_tile, at, plain, full * per_block, (full + partial) * per_block)
+
+    def kv_start(self, arrays: Arrays, item: Item, step: Scalar, in_full: bool | None = None) -> Scalar:
+        """First key of the tile visited at `step`."""
+        if self.plan.blocks is None:
+            return step * self.tile.block_kv
+        blocks, lists = self.plan.blocks, arrays.lists
+        per_block = blocks.block_kv // self.tile.block_kv
+
+        def read(index: Ref, place: Scalar) -> Scalar:
+            if per_block == 1:
+                return index[(*item.row, place)] * blocks.block_kv
+            block = index[(*item.row, lax.div(place, i32(per_block)))]
+            return block * blocks.block_kv + lax.rem(place, i32(per_block)) * self.tile.block_kv
+
+        if lists.full_index is None and lists.partial_index is None:
+            return step
+        if lists.full_index is None:
+            return read(lists.partial_index, step)
+        if lists.partial_index is None or in_full:
+            return read(lists.full_index, step)
+        return lax.cond(
+            step < item.full,
+            lambda: read(lists.full_index, step),
+            lambda: read(lists.partial_index, step - item.full),
+        )
+
+
+def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+    rows = pl.ds(start, size)
+    return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+
+
+# ------------------------------------------------------------------- the two roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The body of the kernel: everything static, and the two roles."""
+
+    plan: KernelPlan
+    tile: ForwardTile
+    schedule: Schedule
+    signals: Signals
+    interpret: bool
+
+    @property
+    def folded(self) -> float:
+        """Factor from the numbers that the softmax sees to base-2 exponents."""
+        return LOG2E * (self.plan.scale if self.fold_scale else 1.0)
+
+    @property
+    def fold_scale(self) -> bool:
+        return self.plan.score is None and self.plan.scale > 0
+
+    def copy(self, arrays: Arrays, shared: Shared) -> None:
+        """The copying warpgroup: queries, keys and values of every item in turn."""
+        plan, tile, signals = self.plan, self.tile, self.signals
+        if tile.groups > 1:
+            plgpu.set_max_registers(tile.copy_registers, action="decrease")
+
+        def one_item(turn: Scalar, step: Scalar) -> Scalar:
+            item = self.schedule.item(arrays, turn)
+            kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
+            q_slot = lax.rem(turn, i32(tile.query_slots))
+            signals.acquire("query", shared.query_free, q_slot)
+            rows = rows_of(arrays.query, plan.layout, item.b, item.h, item.q_tile * tile.block_q, tile.block_q)
+            plgpu.copy_gmem_to_smem(rows, shared.query.at[q_slot], shared.query_full.at[q_slot])
+
+            def one_step(n: Scalar, at: Scalar) -> Scalar:
+                slot = lax.rem(at, i32(tile.stages))
+                start = self.schedule.kv_start(arrays, item, n)
+                keys = rows_of(arrays.key, plan.layout, item.b, kv_head, start, tile.block_kv)
+                values = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
+                signals.acquire("key", shared.key_free, slot)
+                plgpu.copy_gmem_to_smem(keys, shared.key.at[slot], shared.key_full.at[slot])
+                signals.acquire("value", shared.value_free, slot)
+                plgpu.copy_gmem_to_smem(values, shared.value.at[slot], shared.value_full.at[slot])
+                return at + 1
+
+            return lax.fori_loop(i32(0), item.total, one_step, step)
+
+        lax.fori_loop(i32(0), self.schedule.turns(), one_item, i32(0))
+        if self.interpret:  # the simulator insists that every arrival is seen
+            for slot in range(tile.query_slots):
+                signals.acquire("query", shared.query_free, slot)
+            for slot in range(tile.stages):
+                signals.acquire("key", shared.key_free, slot)
+                signals.acquire("value", shared.value_free, slot)
+
+    def compute(self, arrays: Arrays, shared: Shared, outs: tuple[Ref, Ref, Ref | None]) -> None:
+        """A computing warpgroup."""
+        tile, signals = self.tile, self.signals
+        if tile.groups > 1:
+            plgpu.set_max_registers(tile.compute_registers, action="increase")
+        group = lax.axis_index("wg")
+        for slot in range(tile.query_slots):
+            signals.release("query", shared.query_free, slot)
+        for slot in range(tile.stages):
+            signals.release("key", shared.key_free, slot)
+            signals.release("value", shared.value_free, slot)
+
+        def one_item(turn: Scalar, step: Scalar) -> Scalar:
+            item = self.schedule.item(arrays, turn)
+            self._one_tile(arrays, shared, outs, item, turn, step, group)
+            return step + item.total
+
+        lax.fori_loop(i32(0), self.schedule.turns(), one_item, i32(0))
+
+    def _program(self, program: typing.Any, refs: tuple[Ref, ...], item: Item, q_start: Scalar) -> TileProgram | None:
+        if program is None:
+            return None
+        plan, tile = self.plan, self.tile
+        hangs = bool(plan.q_len % tile.block_q or plan.kv_len % tile.block_kv)
+        made = TileProgram(
+            program,
+            refs,
+            (tile.rows, tile.block_kv),
+            batch=item.b,
+            head=item.h,
+            edge=(plan.q_len, plan.kv_len) if hangs else None,
+            interpret=self.interpret,
+        )
+        return made.at_rows(q_start)
+
+    def _one_tile(
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        outs: tuple[Ref, Ref, Ref | None],
+        item: Item,
+        turn: Scalar,
+        first_step: Scalar,
+        group: Scalar,
+    ) -> None:
+        plan, tile, signals = self.plan, self.tile, self.signals
+        q_start = item.q_tile * tile.block_q + group * tile.rows
+        score = self._program(plan.score, arrays.score, item, q_start)
+        mask = self._program(plan.mask, arrays.mask, item, q_start)
+        dropout = self._program(plan.dropout, arrays.dropout, item, q_start)
+        q_slot = lax.rem(turn, i32(tile.query_slots))
+        queries = shared.query.at[q_slot, pl.ds(group * tile.rows, tile.rows)]
+        plgpu.barrier_wait(shared.query_full.at[q_slot])
+        signals.begin_tile(group, turn == 0)
+
+        def row(value: float) -> jax.Array:
+            return plgpu.layout_cast(jnp.full((tile.rows,), value, jnp.float32), memory.ROW)
+
+        out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), memory.TILE)
+
+        def one_step(n: Scalar, carry: tuple, plain: bool) -> tuple:
+            out, top, total = carry
+            slot = lax.rem(first_step + n, i32(tile.stages))
+            needs_place = score is not None or dropout is not None or not plain
+            kv_start = self.schedule.kv_start(arrays, item, n, in_full=plain or None) if needs_place else None
+            plgpu.barrier_wait(shared.key_full.at[slot])
+
+            def products(acc: Ref) -> jax.Array:
+                plgpu.wgmma(acc, queries, plgpu.transpose_ref(shared.key.at[slot], (1, 0)))
+                signals.give_turn(group)
+                return acc[...]
+
+            s = pl.run_scoped(products, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))
+            signals.release("key", shared.key_free, slot)
+            s = self._scores(s, item, n, kv_start, plain, score, mask)
+            p, out, top, total = self._softmax(s, out, top, total)
+            if dropout is not None:
+                p = p * dropout.at_cols(kv_start)[0]
+            weights = p.astype(plan.dtype)
+            if not self.interpret:
+                out, weights, top, total = lax.optimization_barrier((out, weights, top, total))
+            plgpu.barrier_wait(shared.value_full.at[slot])
+            signals.take_turn(group)
+            out = self._accumulate(out, weights, shared.value.at[slot])
+            signals.release("value", shared.value_free, slot)
+            return out, top, total
+
+        carry = (out, row(-math.inf), row(0.0))
+        carry = lax.fori_loop(i32(0), item.plain, functools.partial(one_step, plain=True), carry)
+        if self._has_masked_steps:
+            carry = lax.fori_loop(item.plain, item.total, functools.partial(one_step, plain=False), carry)
+        signals.release("query", shared.query_free, q_slot)
+        signals.end_tile(group)
+        self._finish(shared, outs, item, group, q_start, arrays.sinks, *carry)
+
+    @property
+    def _has_masked_steps(self) -> bool:
+        plan = self.plan
+        if plan.mask is not None or plan.kv_len % self.tile.block_kv:
+            return True
+        return plan.blocks is not None and (plan.blocks.partial > 0 or plan.kv_len % plan.blocks.block_kv > 0)
+
+    def _scores(
+        self,
+        s: jax.Array,
+        item: Item,
+        step: Scalar,
+        kv_start: Scalar,
+        plain: bool,
+        score: TileProgram | None,
+        mask: TileProgram | None,
+    ) -> jax.Array:
+        """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
+        plan, tile = self.plan, self.tile
+        if not self.fold_scale and plan.scale != 1.0:
+            s = s * f32(plan.scale)
+        if score is not None:
+            (s,) = score.at_cols(kv_start, s)
+        if plain:
+            return s
+        if mask is not None:
+            (on,) = mask.at_cols(kv_start)
+            if plan.blocks is not None and plan.kv_len % plan.blocks.block_kv:
+                on = on | memory.splat(step < item.full, "tile", s.shape, self.interpret)
+            s = jnp.where(on, s, f32(-math.inf))
+        if plan.kv_len % tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv):
+            inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - kv_start
+            s = jnp.where(memory.stretch(inside, "column", s.shape), s, f32(-math.inf))
+        return s
+
+    def _softmax(
+        self, s: jax.Array, out: jax.Array, top: jax.Array, total: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """One step of the running softmax; `top` is in base-2 units, like the exponents."""
+        new_top = jnp.maximum(top, s.max(axis=1) * f32(self.folded))
+        base = jnp.where(new_top == f32(-math.inf), f32(0), new_top)
+        shrink = jnp.exp2(top - base)
+        p = jnp.exp2(s * f32(self.folded) - memory.stretch(base, "row", s.shape))
+        out = out * memory.stretch(shrink, "row", out.shape)
+        return p, out, new_top, total * shrink + p.sum(axis=1)
+
+    def _accumulate(self, out: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:
+        if self.interpret:
+            return out + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(out))
+
+    def _finish(
+        self,
+        shared: Shared,
+        outs: tuple[Ref, Ref, Ref | None],
+        item: Item,
+        group: Scalar,
+        q_start: Scalar,
+        sinks: Ref | None,
+        out: jax.Array,
+        top: jax.Array,
+        total: jax.Array,
+    ) -> None:
+        """Divides, and writes the tile with its row statistics."""
+        plan, tile = self.plan, self.tile
+        out_ref, lse_ref, max_ref = outs
+        base = jnp.where(top == f32(-math.inf), f32(0), top)
+        if sinks is not None:
+            sink = sinks[item.h] * f32(LOG2E)
+            joint = jnp.maximum(top, sink)
+            joint = jnp.where(jnp.abs(joint) == f32(math.inf), f32(0), joint)
+            shrink = jnp.exp2(top - joint)
+            total = total * shrink + jnp.exp2(sink - joint)
+            base = joint
+        dead = total == f32(0)
+        divisor = f32(1) / jnp.where(dead, f32(1), total)
+        if sinks is not None:
+            divisor = divisor * shrink
+        lse = jnp.where(dead, f32(-math.inf), (base + jnp.log2(total)) * f32(LN2))
+        rows = (item.b, item.h, pl.ds(q_start, tile.rows))
+        lse_ref[rows] = lse
+        if max_ref is not None:
+            max_ref[rows] = top * f32(LN2)
+        out = out * memory.stretch(divisor, "row", out.shape)
+        target = rows_of(out_ref, plan.layout, item.b, item.h, q_start, tile.rows)
+        for n in range(tile.value_dim // tile.out_columns):
+            slot = n % tile.out_slots
+            columns = slice(n * tile.out_columns, (n + 1) * tile.out_columns)
+            plgpu.wait_smem_to_gmem(tile.out_slots - 1, wait_read_only=True)
+            shared.out[group, slot] = out[:, columns].astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(shared.out.at[group, slot], target.at[:, columns])
+
+
+# ------------------------------------------------------------------- the call
+
+
+def _padded(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
+    axis = 1 if layout == "BTNH" else 2
+    widths = [(0, 0)] * 4
+    widths[axis], widths[3] = (0, length - x.shape[axis]), (0, dim - x.shape[3])
+    return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
+
+
+def _matrix_memory(shape: tuple[int, ...], dtype: str) -> typing.Any:
+    """Shared memory as the matrix instructions want it: rows of 8, swizzled."""
+    row_bytes = shape[-1] * 2
+    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
+    return plgpu.SMEM(
+        shape, jnp.dtype(dtype), transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    )
+
+
+def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:
+    def free(slots: int) -> typing.Any:
+        return plgpu.Barrier(num_arrivals=tile.groups, num_barriers=slots) if interpret else None
+
+    return Shared(
+        query=_matrix_memory((tile.query_slots, tile.block_q, tile.head_dim), dtype),
+        key=_matrix_memory((tile.stages, tile.block_kv, tile.head_dim), dtype),
+        value=_matrix_memory((tile.stages, tile.block_kv, tile.value_dim), dtype),
+        out=_matrix_memory((tile.groups, tile.out_slots, tile.rows, tile.out_columns), dtype),
+        query_full=plgpu.Barrier(num_barriers=tile.query_slots),
+        key_full=plgpu.Barrier(num_barriers=tile.stages),
+        value_full=plgpu.Barrier(num_barriers=tile.stages),
+        query_free=free(tile.query_slots),
+        key_free=free(tile.stages),
+        value_free=free(tile.stages),
+    )
+
+
+def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
+    """Runs the kernel. `support.refuses(plan)` has answered None."""
+    interpret = plan.options.interpret
+    schedule = Schedule(plan, tile)
+    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret)
+    q_padded = schedule.q_tiles * tile.block_q
+    # The copy engine wants lengths in multiples of 8 rows; it fills what lies past the end with zeros itself.
+    q_length = q_padded if interpret else -(-plan.q_len // 8) * 8
+    kv_unit = 8
+    if interpret:
+        kv_unit = tile.block_kv if plan.blocks is None else plan.blocks.block_kv
+    kv_length = -(-plan.kv_len // kv_unit) * kv_unit
+    operand = functools.partial(jax.tree.map, memory.kernel_operand)
+    arrays = Arrays(
+        _padded(operands.query, plan.layout, q_length, tile.head_dim),
+        _padded(operands.key, plan.layout, kv_length, tile.head_dim),
+        _padded(operands.value, plan.layout, kv_length, tile.value_dim),
+        operands.sinks,
+        schedule.order(operands.lists),
+        operands.lists,
+        operand(operands.score_captures),
+        operand(operands.mask_captures if plan.mask is not None else ()),
+        operand(operands.dropout_captures),
+    )
+    out_shape = arrays.query.shape[:3] + (tile.value_dim,)
+    stats = jax.ShapeDtypeStruct((plan.batch, plan.q_heads, q_padded), jnp.float32)
+
+    def body(arrays: Arrays, *rest: typing.Any) -> None:
+        *outs, shared = rest
+        outs = (*outs, None) if len(outs) == 2 else tuple(outs)
+        role = lax.axis_index("wg")
+        pl.when(role < tile.groups)(lambda: kernel.compute(arrays, shared, outs))
+        pl.when(role == tile.groups)(lambda: kernel.copy(arrays, shared))
+
+    results = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(out_shape, plan.dtype), stats] + [stats] * plan.max_scores,
+        scratch_types=[_scratch(tile, plan.dtype, interpret)],
+        grid=(schedule.programs,),
+        grid_names=("program",),
+        num_threads=tile.groups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )(arrays)
+    out, lse, *rest = results
+    return Results(_trim_out(out, plan), _trim_stats(lse, plan), _trim_stats(rest[0], plan) if rest else None)
+
+
+def _trim_out(out: jax.Array, plan: KernelPlan) -> jax.Array:
+    lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
+    return out[:, : lengths[0], : lengths[1], : plan.value_dim]
+
+
+def _trim_stats(x: jax.Array, plan: KernelPlan) -> jax.Array:
+    x = x[:, :, : plan.q_len]
+    return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x

@@ -1,0 +1,97 @@
+"""Tile sizes of the Hopper kernels: the shared-memory model, what fits, and which is chosen."""
+
+import dataclasses
+
+from flexjax.plan.kernel_plan import KernelPlan
+
+SHARED_MEMORY = 227 * 1024
+BARRIERS = 1024  # and alignment
+MULTIPROCESSORS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTile:
+    """One configuration of the forward kernel.
+
+    groups             computing warpgroups, `rows` queries each
+    block_kv, stages   keys of a tile; slots of the key and of the value ring
+    head_dim, value_dim  as padded for the matrix instructions
+    """
+
+    groups: int
+    rows: int
+    block_kv: int
+    stages: int
+    head_dim: int
+    value_dim: int
+    query_slots: int = 1
+    out_slots: int = 2
+    turns: bool = True
+    persistent: bool = True
+    programs: int = MULTIPROCESSORS
+
+    @property
+    def block_q(self) -> int:
+        return self.groups * self.rows
+
+    @property
+    def out_columns(self) -> int:
+        return 64 if self.value_dim % 64 == 0 else self.value_dim
+
+    @property
+    def compute_registers(self) -> int:
+        return {2: 232, 3: 160}[self.groups]
+
+    @property
+    def copy_registers(self) -> int:
+        return {2: 40, 3: 32}[self.groups]
+
+    @property
+    def shared_bytes(self) -> int:
+        queries = self.query_slots * self.block_q * self.head_dim
+        ring = self.stages * self.block_kv * (self.head_dim + self.value_dim)
+        out = self.block_q * self.out_slots * self.out_columns
+        return 2 * (queries + ring + out) + BARRIERS + 2048
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes <= SHARED_MEMORY
+
+
+def padded_dim(dim: int) -> int:
+    """Head dim as the matrix instructions take it, in elements of two bytes."""
+    return max(16, -(-dim // 16) * 16)
+
+
+def forward_tile(plan: KernelPlan) -> ForwardTile:
+    return forward_candidates(plan)[0]
+
+
+def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
+    """Configurations that fit, the expected best first; empty where the block mask or the options allow none."""
+    head_dim, value_dim = padded_dim(plan.head_dim), padded_dim(plan.value_dim)
+    block_q = plan.blocks.block_q if plan.blocks is not None else 1 << 30
+    block_kv = plan.blocks.block_kv if plan.blocks is not None else 1 << 30
+    wide = max(head_dim, value_dim) > 128
+    found = []
+    for groups in (2, 1, 3):
+        if plan.blocks is not None and block_q % (64 * groups):
+            continue
+        if plan.options.block_q is not None and plan.options.block_q != 64 * groups:
+            continue
+        for keys in (64, 128) if wide else (128, 64):
+            if plan.blocks is not None and block_kv % keys:
+                continue
+            if plan.options.block_kv is not None and plan.options.block_kv != keys:
+                continue
+            for stages, slots in ((2, 2), (3, 1), (2, 1)):
+                if plan.options.num_stages is not None and plan.options.num_stages != stages:
+                    continue
+                tile = ForwardTile(
+                    groups, 64, keys, stages, head_dim, value_dim, query_slots=slots, turns=groups == 2
+                )
+                if tile.fits:
+                    found.append(tile)
+    if plan.q_len <= 64 and plan.options.block_q is None:
+        found.sort(key=lambda t: t.groups != 1)
+    return tuple(found)
