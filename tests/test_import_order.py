@@ -1,0 +1,143 @@
+"""Imports point one way: a room may import those below it, never one above.  Read from the syntax trees."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# from the top of a call to its bottom; rooms of one row may import each other, but never in a circle
+ORDER = (
+    ("bench",),
+    ("door",),
+    ("attention", "dot_product_attention", "explain", "autotune", "dispatch"),
+    ("parallel", "serving"),
+    ("backends",),
+    ("plan",),
+    ("block_mask",),
+    ("trace",),
+    ("combine", "reference", "types", "errors", "runtime"),
+    ("mods",),
+    ("masks",),
+)
+RANK = {room: rank for rank, row in enumerate(ORDER) for room in row}
+BACKENDS = ("xla", "mosaic_gpu", "mosaic_tpu")
+BACKEND_MAY_IMPORT = (
+    "flexjax.plan",
+    "flexjax.block_mask",
+    "flexjax.trace",
+    "flexjax.backends.base",
+    "flexjax.backends.tile_math",
+    "flexjax.runtime",
+    "flexjax.types",
+    "flexjax.errors",
+)
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """Module name -> file, over the package and the two folders that are packaged with it."""
+    found = {}
+    for top, prefix in (("flexjax", "flexjax"), ("masks", "flexjax.masks"), ("mods", "flexjax.mods")):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            if top == "flexjax" and path.relative_to(ROOT / top).parts[0] in ("masks", "mods"):
+                continue  # reached through the symlinks
+            parts = path.relative_to(ROOT / top).with_suffix("").parts
+            found[".".join((prefix, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> set[str]:
+    """Names of the modules that a file imports anywhere in it, those of the package in full."""
+    targets = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            targets |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute in this package (line {node.lineno})"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                targets.add(inner if inner in MODULES else node.module)
+    return targets
+
+
+def own_imports(name: str) -> set[str]:
+    return {target for target in imports(name) if target.split(".")[0] == "flexjax"}
+
+
+def room(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "door"
+
+
+def test_every_room_has_its_place():
+    unknown = {room(name) for name in MODULES} - set(RANK)
+    assert not unknown, f"add {sorted(unknown)} to ORDER in this file"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name: str):
+    for target in own_imports(name):
+        here, there = room(name), room(target)
+        assert here == there or RANK[here] <= RANK[there], f"{name} imports {target}, which is above it"
+
+
+def test_no_circles():
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, "circle: " + " -> ".join((*path[path.index(name) :], name))
+        if name in done or name not in MODULES:
+            return
+        for target in own_imports(name) - {name}:
+            visit(target, (*path, name))
+        done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n.split(".")[1:2] == ["backends"]])
+def test_a_backend_sees_only_plan_and_operands(name: str):
+    parts = name.split(".")
+    own = ".".join(parts[:3]) if len(parts) > 2 and parts[2] in BACKENDS else "flexjax.backends"
+    for target in own_imports(name):
+        allowed = any(target == a or target.startswith(a + ".") for a in (own, *BACKEND_MAY_IMPORT))
+        assert allowed, f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if room(n) in ("masks", "mods")])
+def test_masks_and_mods_import_nothing_of_the_compiler(name: str):
+    allowed = ("flexjax.masks",) if room(name) == "masks" else ("flexjax.masks", "flexjax.mods")
+    for target in own_imports(name):
+        assert target.startswith(allowed), f"{name} imports {target}; write it as a user would"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_few_dependencies(name: str):
+    """At import time: the standard library, jax and numpy."""
+    extras = {"matplotlib"} if room(name) in ("bench", "block_mask", "masks", "mods", "explain") else set()
+    allowed = {"flexjax", "jax", "jaxlib", "numpy", *sys.stdlib_module_names, *extras}
+    top_level = {
+        alias.name.split(".")[0]
+        for node in ast.parse(MODULES[name].read_text()).body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert top_level.isdisjoint(extras), f"{name}: import {sorted(top_level & extras)} where it is used"
+    foreign = {target.split(".")[0] for target in imports(name)} - allowed
+    assert not foreign, f"{name} imports {sorted(foreign)}"
+
+
+def test_the_door_only_re_exports():
+    body = ast.parse(MODULES["flexjax"].read_text()).body
+    for node in body:
+        doc = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        assert doc or isinstance(node, ast.ImportFrom), f"line {node.lineno} of the door is not an import"
+        if isinstance(node, ast.ImportFrom):
+            assert all(a.asname == a.name for a in node.names), f"line {node.lineno}: write `import x as x`"
