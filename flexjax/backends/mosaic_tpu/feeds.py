@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_tpu import outside, tile_programs
 from flexjax.backends.mosaic_tpu.tile_programs import LANES, Feed, Split, View
-from flexjax.trace.mod_ir import Load, numpy_dtype
+from flexjax.trace.mod_ir import Load
 
 ZERO = np.int32(0)
 
@@ -295,9 +294,3 @@ def _table(array: jax.Array) -> Operand:
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES)))
     return Operand(flat, pl.BlockSpec(flat.shape, lambda *_: (ZERO, ZERO)))
 
-
-def as_f32(value: jax.Array) -> jax.Array:
-    return value.astype(numpy_dtype("float32"))
-
-
-__all__ = ["Feeds", "Geometry", "Operand", "lax"]

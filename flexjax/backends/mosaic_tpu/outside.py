@@ -45,7 +45,7 @@ def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int) -> Grid:
 
 
 def constant(lit: Lit) -> np.ndarray:
-    return np.asarray(lit.value, mod_ir.numpy_dtype(lit.dtype))
+    return np.asarray(lit.value, jnp.dtype(lit.dtype))
 
 
 def evaluate(program: Program, captures: Sequence[jax.Array], grid: Grid, wanted: Sequence[Atom]) -> list[jax.Array]:
@@ -111,8 +111,8 @@ def _params(op: Op) -> dict[str, object]:
 
 
 OPS: dict[str, Callable[..., jax.Array]] = {
-    "convert_element_type": lambda op, x: lax.convert_element_type(x, mod_ir.numpy_dtype(op.out.dtype)),
-    "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, mod_ir.numpy_dtype(op.out.dtype)),
+    "convert_element_type": lambda op, x: lax.convert_element_type(x, jnp.dtype(op.out.dtype)),
+    "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
     "integer_pow": lambda op, x: lax.integer_pow(x, _params(op)["y"]),
     "reduce_precision": lambda op, x: lax.reduce_precision(
         x, _params(op)["exponent_bits"], _params(op)["mantissa_bits"]

@@ -80,7 +80,7 @@ def _as_float(function: Callable[..., jax.Array]) -> Rule:
 
     def rule(op: Op, *args: jax.Array) -> jax.Array:
         wide = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
-        return function(*wide).astype(mod_ir.numpy_dtype(op.out.dtype))
+        return function(*wide).astype(jnp.dtype(op.out.dtype))
 
     return rule
 
@@ -216,7 +216,7 @@ def _convert(op: Op, x: jax.Array) -> jax.Array:
         return x != jnp.zeros((), x.dtype)
     if source == "bool" and target != "int32":
         x = x.astype(jnp.int32)
-    return x.astype(mod_ir.numpy_dtype(target))
+    return x.astype(jnp.dtype(target))
 
 
 def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -245,7 +245,7 @@ def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
     """float ** float; the exponent may be an integer."""
     x, y = broadcast([x, y])
-    return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(mod_ir.numpy_dtype(op.out.dtype))
+    return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(jnp.dtype(op.out.dtype))
 
 
 def _sign(op: Op, x: jax.Array) -> jax.Array:
@@ -266,7 +266,7 @@ def _round(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _bitcast(op: Op, x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, mod_ir.numpy_dtype(op.out.dtype))
+    return lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype))
 
 
 def _clamp(op: Op, low: jax.Array, x: jax.Array, high: jax.Array) -> jax.Array:

@@ -241,7 +241,7 @@ def run(parts: Split, view: View, score: jax.Array | None) -> list[jax.Array]:
             return env[atom.id]
         if atom.id == mod_ir.SCORE:
             assert score is not None, "a mask reads the score"
-            return score.astype(mod_ir.numpy_dtype(atom.dtype))
+            return score.astype(jnp.dtype(atom.dtype))
         return {mod_ir.B: view.b, mod_ir.H: view.h, mod_ir.Q: view.q, mod_ir.KV: view.kv}[atom.id]
 
     for step in parts.steps:
@@ -257,7 +257,7 @@ def run(parts: Split, view: View, score: jax.Array | None) -> list[jax.Array]:
 
 def _restore(value: jax.Array, dtype: str) -> jax.Array:
     """From the type it travelled in to its own."""
-    target = mod_ir.numpy_dtype(dtype)
+    target = jnp.dtype(dtype)
     if value.dtype == target:
         return value
     return value != 0 if dtype == "bool" else value.astype(target)

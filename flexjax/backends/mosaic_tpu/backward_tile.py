@@ -1,0 +1,69 @@
+"""The mathematics of the backward pass on a part of a tile, the same for both of its kernels.
+
+    p   = exp(s' - lse)                       s', ds'/ds, ds'/dload_n from the derivative program
+    dsp = p * (r * (dO . V) - (delta - d_lse))      cotangent of s'; r is dropout's multiplier, delta = rowsum(dO * O)
+    ds  = dsp * ds'/ds                        cotangent of the scaled score
+    dload_n = dsp * ds'/dload_n               cotangent of each read of a captured array, per entry
+
+Entries that are off are set to 0 after all products, whatever a mod made of them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.backends.mosaic_tpu.forward import LOG2E
+from flexjax.backends.mosaic_tpu.launch import Refs
+from flexjax.backends.mosaic_tpu.modded import Modded, Part
+from flexjax.backends.mosaic_tpu.tables import Visit
+
+
+@dataclasses.dataclass
+class TileGradients:
+    """Full-size float32 arrays of a part of a tile; `loads` has the wanted ones, by number of the gradient."""
+
+    p: jax.Array
+    ds: jax.Array
+    loads: dict[int, jax.Array]
+
+
+def tile_gradients(
+    modded: Modded,
+    refs: Refs,
+    visit: Visit,
+    part: Part,
+    checked: bool,
+    qk: jax.Array,
+    dp: jax.Array,
+    lse: jax.Array,
+    shift: jax.Array,
+    wanted: tuple[int, ...],
+) -> TileGradients:
+    """`qk` and `dp` are the raw products; `lse` (base 2) and `shift` = delta - d_lse broadcast against them."""
+    plan = modded.plan
+    identity = modded.score is None
+    valid = modded.valid(refs, visit, part) if checked else None
+
+    def on(values: jax.Array) -> jax.Array:
+        return values if valid is None else jnp.where(valid, values, 0.0)
+
+    if identity:
+        p = jnp.exp2(qk * np.float32(plan.scale * LOG2E) - lse)
+        results: list[jax.Array] = []
+    else:
+        score, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
+        p = jnp.exp2(score * np.float32(LOG2E) - lse)
+    r = modded.dropout(refs, visit, part)
+    if r is not None:
+        dp = dp * r
+    dsp = p * (dp - shift)
+    ds = on(dsp if identity else dsp * results[0])
+    loads = {n: on(jnp.broadcast_to(dsp * results[1 + n], qk.shape)) for n in wanted}
+    return TileGradients(on(p if r is None else p * r), ds, loads)
+
+
+def reduced(values: list[jax.Array]) -> jax.Array:
+    return functools.reduce(lambda a, b: a + b, values)

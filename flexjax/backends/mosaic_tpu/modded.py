@@ -1,0 +1,103 @@
+"""The programs of a call on one tile: scores after the mod, what is on, what dropout multiplies by."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.backends.mosaic_tpu import tile_programs
+from flexjax.backends.mosaic_tpu.feeds import Feeds, Geometry
+from flexjax.backends.mosaic_tpu.launch import Refs, prefetch_count
+from flexjax.backends.mosaic_tpu.tables import EDGE, DenseOrder, ListedOrder, Visit
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.trace.mod_ir import Program
+
+Part = tuple[int, int, int, int]
+"""Row offset, rows, column offset, columns of a part of a tile."""
+
+
+def split_for(program: Program, plan: KernelPlan) -> tile_programs.Split:
+    return tile_programs.split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+
+
+@dataclasses.dataclass
+class Modded:
+    """Programs of a kernel with their feeds. `score` is score_mod's program, or that of its derivatives."""
+
+    plan: KernelPlan
+    geometry: Geometry
+    order: DenseOrder | ListedOrder
+    operands: Operands
+    score: Program | None
+    extra_prefetch: int = 0
+    bound_q: bool = False
+
+    def __post_init__(self) -> None:
+        named = (
+            (self.score, self.operands.score_captures),
+            (self.plan.mask, self.operands.mask_captures),
+            (self.plan.dropout, self.operands.dropout_captures),
+        )
+        self._numbers: list[int | None] = []
+        self._splits: list[tile_programs.Split] = []
+        programs: list[tuple[tile_programs.Split, Sequence[jax.Array]]] = []
+        for program, captures in named:
+            self._numbers.append(None if program is None else len(programs))
+            if program is not None:
+                parts = split_for(program, self.plan)
+                self._splits.append(parts)
+                programs.append((parts, captures))
+        self.feeds = Feeds(self.geometry, programs, self.order.where, self.order.prefetch)
+        self.feeds.set_prefetched(prefetch_count(self.order, self.extra_prefetch))
+
+    def _run(self, which: int, refs: Refs, visit: Visit, part: Part, score: jax.Array | None) -> list[jax.Array] | None:
+        number = self._numbers[which]
+        if number is None:
+            return None
+        at = (visit.b, visit.h, visit.i, visit.j)
+        view = self.feeds.view(number, refs.scalars, refs.feeds, at, part)
+        return tile_programs.run(self._splits[number], view, score)
+
+    def scores(self, refs: Refs, visit: Visit, part: Part, score: jax.Array) -> list[jax.Array]:
+        """Results of the score program: [s'], or [s', ds'/ds, ds'/dload...]; the first of full size."""
+        results = self._run(0, refs, visit, part, score)
+        if results is None:
+            return [score]
+        return [jnp.broadcast_to(results[0].astype(jnp.float32), score.shape), *results[1:]]
+
+    def dropout(self, refs: Refs, visit: Visit, part: Part) -> jax.Array | None:
+        results = self._run(2, refs, visit, part, None)
+        return None if results is None else results[0].astype(jnp.float32)
+
+    def valid(self, refs: Refs, visit: Visit, part: Part) -> jax.Array | None:
+        """Which entries of the part are on, for a tile that has to be checked; None if all of them."""
+        g = self.geometry
+        conditions = []
+        masked = self._run(1, refs, visit, part, None)
+        bits = self.order.block_bits(visit, part) if isinstance(self.order, ListedOrder) else None
+        if masked is not None and bits is None and EDGE in self.order.kinds and self.order.ragged:
+            masked = [masked[0] | (visit.kind == np.int32(EDGE))]
+        if bits is not None:
+            on, full = bits
+            conditions.append(on if masked is None else on & (full | masked[0]))
+        elif masked is not None:
+            conditions.append(masked[0])
+        row0, rows, col0, cols = part
+        view = self.feeds.view(0, (), (), (visit.b, visit.h, visit.i, visit.j), part)
+        if g.kv_len % g.block_kv:
+            conditions.append(view.kv < np.int32(g.kv_len))
+        if self.bound_q and g.q_len % g.block_q:
+            conditions.append(view.q < np.int32(g.q_len))
+        if not conditions:
+            return None
+        conditions = [jnp.broadcast_to(c, (rows, cols)) for c in conditions]
+        return functools.reduce(lambda x, y: x & y, conditions)
+
+
+def keep_rows(values: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """Zeroes the rows of a block at or past `length`, what hangs over the end of an array is anything, NaN included."""
+    row = start + jax.lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
+    return jnp.where(row < np.int32(length), values, jnp.zeros((), values.dtype))
