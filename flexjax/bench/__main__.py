@@ -1,0 +1,82 @@
+"""`python -m flexjax.bench --suite cpu [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`."""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import shlex
+import sys
+import time
+from typing import Any
+
+from flexjax.bench import report
+from flexjax.bench.measure import machine, measure_apart
+from flexjax.bench.peers import PEERS
+from flexjax.bench.suites import PASSES, SUITES, Problem
+
+ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="cpu")
+    parser.add_argument("--only", default="*", help="shell pattern for the names of problems")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated, of " + ", ".join(PEERS))
+    parser.add_argument("--passes", default=",".join(PASSES), help="comma-separated, of " + ", ".join(PASSES))
+    parser.add_argument("--seconds", type=float, help="time budget of one measurement; default: the suite's")
+    parser.add_argument("--json", metavar="FILE", help="write every measurement there")
+    parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
+    args = parser.parse_args(argv)
+    unknown = set(args.peers.split(",")) - set(PEERS) | set(args.passes.split(",")) - set(PASSES)
+    if unknown:
+        parser.error(f"no such peer or pass: {', '.join(sorted(unknown))}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    problems = [p for p in SUITES[args.suite] if fnmatch.fnmatch(p.name, args.only)]
+    if args.seconds is not None:
+        problems = [dataclasses.replace(p, seconds=args.seconds) for p in problems]
+    peers, passes = args.peers.split(","), args.passes.split(",")
+    tasks = [(p, which) for p in problems for which in p.passes if which in passes]
+    rows: list[dict[str, Any]] = []
+    start = time.monotonic()
+    for i, (problem, which) in enumerate(tasks):
+        row = dict(problem=problem.name, which=which, flops=problem.flops(which), peers={})
+        for j, peer in enumerate(peers):
+            _progress(start, i * len(peers) + j, len(tasks) * len(peers), f"{problem.name}, {which}, {peer}")
+            row["peers"][peer] = _one(args.suite, problem, peer, which)
+        rows.append(row)
+    _progress(start, 1, 1, "done")
+    print(file=sys.stderr)
+    facts = machine()
+    command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
+    print(report.markdown(rows, peers, facts, command))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(dict(machine=facts, command=command, rows=rows), file, indent=1)
+    if args.plot:
+        report.plot(rows, peers, facts, args.plot)
+    complaints = report.wrong(rows, max((ALLOWED_ERROR[p.dtype] for p in problems), default=0.0))
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def _one(suite: str, problem: Problem, peer: str, which: str) -> dict[str, Any]:
+    reason = dict(problem.skip).get(peer)
+    return dict(skipped=reason) if reason else measure_apart(suite, problem, peer, which)
+
+
+def _progress(start: float, done: int, of: int, now: str) -> None:
+    """A bar on the terminal; nothing when the output is a file."""
+    if sys.stderr.isatty():
+        filled = 30 * done // max(of, 1)
+        clock = time.monotonic() - start
+        bar = "#" * filled + "." * (30 - filled)
+        print(f"\r[{bar}] {done}/{of} {clock:5.0f} s  {now:60.60}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

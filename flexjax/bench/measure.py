@@ -1,0 +1,155 @@
+"""One measurement: a problem, a peer, a pass.  Run in a process of its own by `measure_apart`.
+
+Each call is waited for.  The first one compiles, two more warm up, then calls are timed one by one until the
+budget is spent, at least five of them.  Beside the times come the peak memory of the process (of the device,
+where it counts its own) and the error of the results at a sample of rows against float64 numpy.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.bench.peers import PEERS
+from flexjax.bench.suites import SUITES, Problem
+
+SAMPLE_ROWS = 16
+
+
+def measure_apart(
+    suite: str, problem: Problem, peer: str, which: str, timeout: float = 1800
+) -> dict[str, Any]:
+    """The result of `measure` from a child process, or {"failed": why}."""
+    task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
+    command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return dict(failed=f"not done after {timeout:.0f} s")
+    if child.returncode == 0:
+        return json.loads(child.stdout.splitlines()[-1])
+    if child.returncode < 0:
+        return dict(failed=f"ended by signal {-child.returncode}, as when memory runs out")
+    return dict(failed=(child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1])
+
+
+def measure(problem: Problem, peer: str, which: str) -> dict[str, Any]:
+    """Times in seconds, memory in bytes, error relative to the largest value; see the module."""
+    attend = PEERS[peer](problem)
+    arrays = {name: jnp.asarray(x, problem.dtype) for name, x in problem.arrays().items()}
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+        return (attend(q, k, v),)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(attend, q, k, v)
+        return (out, *pull(d_out))
+
+    step = jax.jit(forward if which == "forward" else both)
+    call = lambda: jax.block_until_ready(step(**arrays))  # noqa: E731
+    start = time.perf_counter()
+    results = call()
+    compiled = time.perf_counter() - start
+    times = _timed(call, problem.seconds)
+    return dict(
+        median=float(np.median(times)),
+        fastest=min(times),
+        calls=len(times),
+        first_call=compiled,
+        peak_bytes=_peak_bytes(),
+        error=_error(problem, results),
+    )
+
+
+def _timed(call: Any, seconds: float) -> list[float]:
+    for _ in range(2):
+        call()
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times) < 5 or (time.perf_counter() < until and len(times) < 200):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _peak_bytes() -> int:
+    """Of the device if it keeps count, else of this process, interpreter and compiler included."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _error(problem: Problem, results: tuple[jax.Array, ...]) -> float:
+    """Largest relative error of out (and the gradient of q) at some rows; those need no other row."""
+    rows = np.linspace(0, problem.length - 1, min(SAMPLE_ROWS, problem.length)).astype(int)
+    want = rows_by_numpy(problem, rows)
+    worst = 0.0
+    for got, expected in zip(results[:2], want, strict=False):
+        x = np.asarray(got[:, rows].astype(jnp.float32), np.float64)
+        if not np.isfinite(x).all():
+            return math.inf
+        worst = max(worst, float(np.abs(x - expected).max() / np.abs(expected).max()))
+    return worst
+
+
+def rows_by_numpy(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 out and gradient of q at `rows`, [B, rows, N, D] each."""
+    stored = {name: jnp.asarray(x, problem.dtype).astype(jnp.float32) for name, x in problem.arrays().items()}
+    q, k, v, d_out = (np.asarray(stored[name], np.float64) for name in ("q", "k", "v", "d_out"))
+    q, d_out = q[:, rows], d_out[:, rows]
+    k, v = (np.repeat(x, problem.heads // problem.kv_heads, axis=2) for x in (k, v))
+    mask = problem.allowed()(rows[:, None], np.arange(problem.length)[None, :])
+    scale = 1 / math.sqrt(problem.dim)
+    scores = np.where(mask, np.einsum("bqhd,bkhd->bhqk", q, k, optimize=True) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probs = weights / weights.sum(axis=-1, keepdims=True)
+    out = np.einsum("bhqk,bkhd->bqhd", probs, v, optimize=True)
+    d_probs = np.einsum("bqhd,bkhd->bhqk", d_out, v, optimize=True)
+    delta = np.einsum("bqhd,bqhd->bhq", out, d_out)[..., None]
+    d_q = np.einsum("bhqk,bkhd->bqhd", probs * (d_probs - delta) * scale, k, optimize=True)
+    return out, d_q
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were taken on."""
+    device = jax.devices()[0]
+    return dict(
+        device=device.device_kind if device.platform != "cpu" else cpu_name(),
+        cores=str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        python=platform.python_version(),
+        jax=jax.__version__,
+        numpy=np.__version__,
+    )
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main(argument: str) -> None:
+    task = json.loads(argument)
+    problem = next(p for p in SUITES[task["suite"]] if p.name == task["problem"])
+    problem = dataclasses.replace(problem, seconds=task["seconds"])
+    print(json.dumps(measure(problem, task["peer"], task["which"])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

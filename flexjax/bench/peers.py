@@ -1,0 +1,57 @@
+"""Who is measured: a peer turns a problem into a function of q, k, v; what is static is made beforehand."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.bench.suites import Problem
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v [B, T, N, D] -> out [B, T, N, D]
+
+
+def dense(problem: Problem) -> Attention:
+    """What one writes by hand: all scores, a boolean mask made beforehand, softmax, all probabilities."""
+    mask = _dense_mask(problem)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(mask, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", probs, v)
+
+    return attend
+
+
+def jax_nn(problem: Problem) -> Attention:
+    """`jax.nn.dot_product_attention` with its own words for the mask where it has them."""
+    if problem.mask == "causal":
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    if problem.mask == "window":
+        width = (problem.parameter - 1, 0)
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, local_window_size=width)
+    mask = None if problem.mask == "full" else _dense_mask(problem)[None, None]
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def flexjax(problem: Problem) -> Attention:
+    """`flexjax.flex_attention` with a block mask made beforehand."""
+    import flexjax as package
+
+    if problem.mask == "full":
+        return package.flex_attention
+    allowed, length = problem.allowed(), problem.length
+    block_mask = package.create_block_mask(lambda b, h, q, kv: allowed(q, kv), None, None, length, length)
+    return lambda q, k, v: package.flex_attention(q, k, v, block_mask=block_mask)
+
+
+def _dense_mask(problem: Problem) -> jax.Array:
+    index = np.arange(problem.length)
+    return jnp.asarray(problem.allowed()(index[:, None], index[None, :]))
+
+
+# in the order of the table; ratios are against flexjax, the last
+PEERS: dict[str, Callable[[Problem], Attention]] = {"dense": dense, "jax.nn": jax_nn, "flexjax": flexjax}
