@@ -1,0 +1,39 @@
+"""Causal between blocks, open inside them."""
+
+from jax import Array
+
+from flexjax.masks.check_arguments import whole
+from flexjax.masks.mask_mod import MaskMod, named
+
+
+def block_causal(block: int) -> MaskMod:
+    """mask = q_idx // block >= kv_idx // block
+
+    block:  int of at least 1: tokens in a block (a video frame, a block of a diffusion model); the last one
+            may be shorter.
+
+    A query sees its whole block, later tokens of it included, and all earlier blocks.  `block_causal(1)`
+    equals `causal`.
+
+    Source: Arriola et al., "Block Diffusion", arXiv:2503.09573, the mask of its clean tokens.
+
+    Raises ValueError if `block` is less than 1 or not an int.
+
+    Picture of `block_causal(3)`, 8 x 8:
+
+        # # # . . . . .
+        # # # . . . . .
+        # # # . . . . .
+        # # # # # # . .
+        # # # # # # . .
+        # # # # # # . .
+        # # # # # # # #
+        # # # # # # # #
+    """
+    block = whole("block_causal", "block", block, 1, "It counts the tokens of a block.")
+
+    @named(f"block_causal_{block}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return q_idx // block >= kv_idx // block
+
+    return mask_mod

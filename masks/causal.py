@@ -1,0 +1,58 @@
+"""Masks that hide the future."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import count
+from flexjax.masks.mask_mod import MaskMod, named, pick
+
+
+def causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    """mask = q_idx >= kv_idx
+
+    Query `q` sees the keys `0 .. q`, itself included.  Queries and keys are both counted from the start;
+    when there are more keys than queries and the last query belongs to the last key, take
+    `causal_offset(kv_len - q_len)`.
+
+    Source: Vaswani et al., "Attention Is All You Need", arXiv:1706.03762, section 3.2.3.
+
+    Picture of `causal`, 8 x 8:
+
+        # . . . . . . .
+        # # . . . . . .
+        # # # . . . . .
+        # # # # . . . .
+        # # # # # . . .
+        # # # # # # . .
+        # # # # # # # .
+        # # # # # # # #
+    """
+    return q_idx >= kv_idx
+
+
+def causal_offset(offset: ArrayLike) -> MaskMod:
+    """mask = q_idx + offset >= kv_idx
+
+    offset:  int, or int32 `[]` or `[B]`: position, among the keys, of query 0.  It may be traced.
+
+    Query `q` sees `q + offset + 1` keys.  With a cache of `kv_len` keys whose last `q_len` belong to the
+    queries, `offset = kv_len - q_len`; in decoding it is the number of tokens already cached.  A negative
+    offset leaves the first `-offset` queries without any key.
+
+    Raises ValueError if `offset` is not integer or has more than one axis.
+
+    Picture of `causal_offset(3)`, 5 x 8:
+
+        # # # # . . . .
+        # # # # # . . .
+        # # # # # # . .
+        # # # # # # # .
+        # # # # # # # #
+    """
+    shift = count("causal_offset", "offset", offset, "[B]", None, "Pass one int, or one per batch entry.")
+
+    @named(f"causal_offset_{shift}" if isinstance(shift, int) else "causal_offset")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return q_idx + pick(shift, b) >= kv_idx
+
+    return mask_mod

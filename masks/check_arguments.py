@@ -1,0 +1,80 @@
+"""Checks of what factories are given.  Each returns the value in the form that the mask uses.
+
+Every message names the factory and the argument, says what it got, what was expected and what to do.
+Only what is known before running is looked at (types, ranks, dtypes), so traced arrays pass through.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+
+def whole(call: str, name: str, value: object, least: int, advice: str) -> int:
+    """`value` as an int of at least `least`."""
+    number = _as_int(value)
+    if number is None or number < least:
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of at least {least}. {advice}")
+    return number
+
+
+def count(call: str, name: str, value: ArrayLike, axis: str, least: int | None, advice: str) -> int | Array:
+    """`value` as an int of at least `least` (None: any), or as int32 `[]` or with the one axis `axis`."""
+    if isinstance(value, int | np.integer):
+        smallest = int(value) if least is None else least
+        return whole(call, name, value, smallest, advice)
+    return integers(call, name, value, {0: "[]", 1: axis}, advice).astype(jnp.int32)
+
+
+def sizes(call: str, name: str, value: object, axes: tuple[str, ...], advice: str) -> tuple[int, ...]:
+    """`value` as a tuple of one int of at least 1 for each of `axes`."""
+    numbers = [_as_int(v) for v in value] if isinstance(value, Sequence) else []
+    checked = tuple(n for n in numbers if n is not None and n >= 1)
+    if len(numbers) != len(axes) or len(checked) != len(axes):
+        wanted = f"({', '.join(axes)}), ints of at least 1"
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
+    return checked
+
+
+def integers(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as an integer array whose rank is a key of `shapes`, and its value there a spelling."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def flags(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as a boolean array whose rank is a key of `shapes`."""
+    array = jnp.asarray(value)
+    if array.dtype != jnp.bool_:
+        raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected bool. {advice}")
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def floats(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as a floating array whose rank is a key of `shapes`; gradients pass through it."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected floating. {advice}")
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def _as_int(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a tracer, an array of floats or of several numbers
+        return None
+
+
+def _of_rank(call: str, name: str, array: Array, shapes: dict[int, str], advice: str) -> Array:
+    if array.ndim not in shapes or 0 in array.shape:
+        wanted = f"{' or '.join(shapes.values())}, not empty"
+        raise ValueError(f"`{call}`: `{name}` has shape {array.shape}; expected {wanted}. {advice}")
+    return array

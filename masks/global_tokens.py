@@ -1,0 +1,51 @@
+"""Tokens that see, and are seen by, everyone."""
+
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import flags, whole
+from flexjax.masks.mask_mod import MaskMod, named, of_token
+
+
+def global_tokens(tokens: ArrayLike) -> MaskMod:
+    """mask = is_global(q_idx) | is_global(kv_idx)
+
+    tokens:  int of at least 0: the first `tokens` positions are global; or bool `[T]` or `[B, T]`: which
+             positions are, for as many queries as keys.  The array may be traced.
+
+    Alone it hides every pair of ordinary tokens; it is meant to be joined by `|` to a local mask.
+
+    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 ("global attention").
+
+    Raises ValueError if a number is negative, or an array is not boolean or has other than one or two axes.
+
+    Picture of `global_tokens(2)`, 8 x 8:
+
+        # # # # # # # #
+        # # # # # # # #
+        # # . . . . . .
+        # # . . . . . .
+        # # . . . . . .
+        # # . . . . . .
+        # # . . . . . .
+        # # . . . . . .
+    """
+    advice = "Pass how many tokens at the start are global, or a bool for each token."
+    if isinstance(tokens, int | float | np.number):
+        return _first_tokens(whole("global_tokens", "tokens", tokens, 0, advice))
+    is_global = flags("global_tokens", "tokens", tokens, {1: "[T]", 2: "[B, T]"}, advice)
+
+    @named("global_tokens")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return of_token(is_global, b, q_idx) | of_token(is_global, b, kv_idx)
+
+    return mask_mod
+
+
+def _first_tokens(count: int) -> MaskMod:
+    @named(f"global_tokens_{count}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return (q_idx < count) | (kv_idx < count)
+
+    return mask_mod

@@ -1,0 +1,41 @@
+"""A window for everyone and a few global tokens."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import whole
+from flexjax.masks.global_tokens import global_tokens
+from flexjax.masks.mask_mod import MaskMod, named
+
+
+def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
+    """mask = (abs(q_idx - kv_idx) <= reach) | is_global(q_idx) | is_global(kv_idx)
+
+    reach:   int of at least 0: how many keys a query sees on each side, `2 * reach + 1` with its own.
+    tokens:  int of at least 0: the first `tokens` positions are global; or bool `[T]` or `[B, T]`: which
+             positions are.
+
+    Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1; its window `w` has `reach = w // 2`.
+
+    Raises ValueError if `reach` is negative or not an int, or `tokens` is refused by `global_tokens`.
+
+    Picture of `local_global(1, 1)`, 8 x 8:
+
+        # # # # # # # #
+        # # # . . . . .
+        # # # # . . . .
+        # . # # # . . .
+        # . . # # # . .
+        # . . . # # # .
+        # . . . . # # #
+        # . . . . . # #
+    """
+    reach = whole("local_global", "reach", reach, 0, "It counts the keys on each side of the query's own.")
+    everywhere = global_tokens(tokens)
+
+    @named(f"local_global_{reach}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        near = (q_idx - kv_idx <= reach) & (kv_idx - q_idx <= reach)
+        return near | everywhere(b, h, q_idx, kv_idx)
+
+    return mask_mod

@@ -1,0 +1,93 @@
+"""Cross-attention of a text to the images, or other media, interleaved with it."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import flags, integers, whole
+from flexjax.masks.mask_mod import MaskMod, named, of_token
+
+
+def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest: bool = True) -> MaskMod:
+    """mask = kv_idx // tokens_per_media == latest[b, q_idx]     (`<=` if not `only_latest`)
+
+        latest = cumsum(is_media) - 1
+
+    is_media:          bool `[T]` or `[B, T]`: the places of the text where a medium stands.  May be traced.
+    tokens_per_media:  int of at least 1: keys are the media in order, each this many tokens.
+    only_latest:       a text token sees the last medium at or before it; if False, that one and all before.
+
+    Queries are text tokens, keys are media tokens.  Text before the first medium sees nothing, and its output
+    is zero.
+
+    Source: Alayrac et al., "Flamingo: a Visual Language Model for Few-Shot Learning",
+    arXiv:2204.14198, section 2.3.
+
+    Raises ValueError if `is_media` is not boolean or has other than one or two axes, or `tokens_per_media` is
+    less than 1 or not an int.
+
+    Picture of `interleaved_media(np.array([0, 1, 0, 0, 1, 0, 1, 0], bool), 2)`, 8 x 6:
+
+        . . . . . .
+        # # . . . .
+        # # . . . .
+        # # . . . .
+        . . # # . .
+        . . # # . .
+        . . . . # #
+        . . . . # #
+    """
+    call = "interleaved_media"
+    advice = "Pass True where the text has a medium."
+    places = flags(call, "is_media", is_media, {1: "[T]", 2: "[B, T]"}, advice)
+    tokens = whole(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
+    latest = jnp.cumsum(places, axis=-1, dtype=jnp.int32) - 1
+
+    @named(f"interleaved_media_{tokens}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        medium, last = kv_idx // tokens, of_token(latest, b, q_idx)
+        return medium == last if only_latest else medium <= last
+
+    return mask_mod
+
+
+def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
+    """mask = (q_idx >= intervals[m, 0]) & (q_idx < intervals[m, 1]),  m = kv_idx // tokens_per_media
+
+    intervals:         integer `[M, 2]` or `[B, M, 2]`: for each medium, the first text token that sees it and
+                       one past the last.  Intervals may overlap; an empty one hides its medium.
+    tokens_per_media:  int of at least 1: keys are the media in order, each this many tokens.
+
+    For texts in which several images stand side by side, or an image is referred to later on.
+
+    Source: Grattafiori et al., "The Llama 3 Herd of Models", arXiv:2407.21783, section 7.
+
+    Raises ValueError if `intervals` is not integer or of another shape, or `tokens_per_media` is less than 1
+    or not an int.
+
+    Picture of `media_intervals(np.array([[0, 5], [1, 5], [5, 8]]), 2)`, 8 x 6:
+
+        # # . . . .
+        # # # # . .
+        # # # # . .
+        # # # # . .
+        # # # # . .
+        . . . . # #
+        . . . . # #
+        . . . . # #
+    """
+    call = "media_intervals"
+    advice = "Pass the first text token and one past the last for each medium."
+    spans = integers(call, "intervals", intervals, {2: "[M, 2]", 3: "[B, M, 2]"}, advice).astype(jnp.int32)
+    if spans.shape[-1] != 2:
+        wanted = "[M, 2] or [B, M, 2]"
+        raise ValueError(f"`{call}`: `intervals` has shape {spans.shape}; expected {wanted}. {advice}")
+    tokens = whole(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
+    first, end = spans[..., 0], spans[..., 1]
+
+    @named(f"media_intervals_{tokens}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        medium = kv_idx // tokens
+        return (q_idx >= of_token(first, b, medium)) & (q_idx < of_token(end, b, medium))
+
+    return mask_mod

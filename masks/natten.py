@@ -1,0 +1,183 @@
+"""Neighbourhoods on a 2-D canvas, for three orders in which the canvas may be laid out."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from flexjax.masks.check_arguments import sizes
+from flexjax.masks.mask_mod import MaskMod, named
+
+Pair = tuple[int, int]
+
+
+def natten_2d(canvas: Pair, kernel: Pair) -> MaskMod:
+    """mask = within(q_y, kv_y, height, kernel_y) & within(q_x, kv_x, width, kernel_x)
+
+        within(q, kv, size, kernel) = start <= kv < start + kernel
+        start = clip(q - kernel // 2, 0, size - kernel)
+        y, x = index // width, index % width
+
+    canvas:  (height, width): tokens are its points, row by row.
+    kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas.
+
+    Every query sees exactly `kernel_y * kernel_x` keys: at an edge the neighbourhood stops moving instead of
+    shrinking.  An even kernel reaches one further to the left than to the right.
+
+    Source: Hassani et al., "Neighborhood Attention Transformer", arXiv:2204.07143.
+
+    Raises ValueError if the sizes are not pairs of positive ints or the kernel exceeds the canvas.
+
+    Picture of `natten_2d((3, 4), (2, 3))`, 12 x 12:
+
+        # # # . # # # . . . . .
+        # # # . # # # . . . . .
+        . # # # . # # # . . . .
+        . # # # . # # # . . . .
+        # # # . # # # . . . . .
+        # # # . # # # . . . . .
+        . # # # . # # # . . . .
+        . # # # . # # # . . . .
+        . . . . # # # . # # # .
+        . . . . # # # . # # # .
+        . . . . . # # # . # # #
+        . . . . . # # # . # # #
+    """
+    (height, width), (kernel_y, kernel_x) = _checked("natten_2d", canvas, kernel)
+
+    @named(f"natten_2d_{height}x{width}_{kernel_y}x{kernel_x}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        in_y = within(q_idx // width, kv_idx // width, height, kernel_y)
+        return in_y & within(q_idx % width, kv_idx % width, width, kernel_x)
+
+    return mask_mod
+
+
+def natten_2d_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
+    """mask = that of `natten_2d`, for tokens laid out tile by tile
+
+        y = index // (tile_y * width) * tile_y + index % (tile_y * tile_x) // tile_x
+        x = index // (tile_y * tile_x) % (width // tile_x) * tile_x + index % tile_x
+
+    canvas:  (height, width).
+    kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas.
+    tile:    (tile_y, tile_x): divides the canvas.  Tiles follow each other row by row, and so do the tokens
+             in a tile; neighbours on the canvas are then mostly neighbours in the sequence, and more
+             blocks are skipped.
+
+    Source: Hassani et al., "Generalized Neighborhood Attention", arXiv:2504.16922 (token permutation).
+
+    Raises ValueError as `natten_2d` does, and if the tile does not divide the canvas.
+
+    Picture of `natten_2d_tiled((4, 4), (3, 3), (4, 2))`, 16 x 16:
+
+        # # # # # # . . # . # . # . . .
+        # # # # # # . . # . # . # . . .
+        # # # # # # . . # . # . # . . .
+        # # # # # # . . # . # . # . . .
+        . . # # # # # # . . # . # . # .
+        . . # # # # # # . . # . # . # .
+        . . # # # # # # . . # . # . # .
+        . . # # # # # # . . # . # . # .
+        . # . # . # . . # # # # # # . .
+        . # . # . # . . # # # # # # . .
+        . # . # . # . . # # # # # # . .
+        . # . # . # . . # # # # # # . .
+        . . . # . # . # . . # # # # # #
+        . . . # . # . # . . # # # # # #
+        . . . # . # . # . . # # # # # #
+        . . . # . # . # . . # # # # # #
+    """
+    (height, width), (kernel_y, kernel_x) = _checked("natten_2d_tiled", canvas, kernel)
+    advice = "Pass a pair such as (8, 8)."
+    tile_y, tile_x = sizes("natten_2d_tiled", "tile", tile, ("tile_y", "tile_x"), advice)
+    if height % tile_y or width % tile_x:
+        raise ValueError(
+            f"`natten_2d_tiled`: `tile` is {(tile_y, tile_x)}; expected a divisor of `canvas`, which is "
+            f"{(height, width)}. Pad the canvas or choose another tile."
+        )
+
+    def position(index: Array) -> tuple[Array, Array]:
+        across = index // (tile_y * tile_x) % (width // tile_x)
+        down = index // (tile_y * width)
+        return down * tile_y + index % (tile_y * tile_x) // tile_x, across * tile_x + index % tile_x
+
+    @named(f"natten_2d_tiled_{height}x{width}_{kernel_y}x{kernel_x}_{tile_y}x{tile_x}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        (q_y, q_x), (kv_y, kv_x) = position(q_idx), position(kv_idx)
+        return within(q_y, kv_y, height, kernel_y) & within(q_x, kv_x, width, kernel_x)
+
+    return mask_mod
+
+
+def natten_2d_morton(canvas: Pair, kernel: Pair) -> MaskMod:
+    """mask = that of `natten_2d`, for tokens laid out along the Morton (Z-order) curve
+
+        x = bits 0, 2, 4, .. of the index,  y = bits 1, 3, 5, .. of the index
+
+    canvas:  (height, width): equal, and a power of two, for the curve to fill the canvas.
+    kernel:  (kernel_y, kernel_x): size of the neighbourhood, no larger than the canvas.
+
+    Any aligned block of `4 ** n` tokens is a square of the canvas.  The coordinates are captured as two int32
+    arrays `[height * width]`.
+
+    Source: Morton, "A Computer Oriented Geodetic Data Base and a New Technique in File Sequencing", IBM,
+    1966, for the order; arXiv:2204.07143 for the neighbourhood.
+
+    Raises ValueError as `natten_2d` does, and if the canvas is not square with a power of two as its side.
+
+    Picture of `natten_2d_morton((4, 4), (3, 3))`, 16 x 16:
+
+        # # # # # . # . # # . . # . . .
+        # # # # # . # . # # . . # . . .
+        # # # # # . # . # # . . # . . .
+        # # # # # . # . # # . . # . . .
+        . # . # # # # # . # . . # # . .
+        . # . # # # # # . # . . # # . .
+        . # . # # # # # . # . . # # . .
+        . # . # # # # # . # . . # # . .
+        . . # # . . # . # # # # # . # .
+        . . # # . . # . # # # # # . # .
+        . . # # . . # . # # # # # . # .
+        . . # # . . # . # # # # # . # .
+        . . . # . . # # . # . # # # # #
+        . . . # . . # # . # . # # # # #
+        . . . # . . # # . # . # # # # #
+        . . . # . . # # . # . # # # # #
+    """
+    (height, width), (kernel_y, kernel_x) = _checked("natten_2d_morton", canvas, kernel)
+    if height != width or height & (height - 1):
+        raise ValueError(
+            f"`natten_2d_morton`: `canvas` is {(height, width)}; expected a square whose side is a power of "
+            "two. Pad the canvas, or use `natten_2d_tiled`."
+        )
+    index = np.arange(height * width)
+    x, y = (jnp.asarray(_every_other_bit(shifted), jnp.int32) for shifted in (index, index >> 1))
+
+    @named(f"natten_2d_morton_{height}x{width}_{kernel_y}x{kernel_x}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        in_y = within(y[q_idx], y[kv_idx], height, kernel_y)
+        return in_y & within(x[q_idx], x[kv_idx], width, kernel_x)
+
+    return mask_mod
+
+
+def within(q: Array, kv: Array, size: int, kernel: int) -> Array:
+    """Whether `kv` is among the `kernel` points around `q`, on a line of `size` points that is not left."""
+    start = jnp.clip(q - kernel // 2, 0, size - kernel)
+    return (kv >= start) & (kv - start < kernel)
+
+
+def _checked(call: str, canvas: Pair, kernel: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    sides = sizes(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
+    reach = sizes(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
+    if any(k > s for k, s in zip(reach, sides, strict=True)):
+        raise ValueError(
+            f"`{call}`: `kernel` is {reach}; expected no more than `canvas`, which is {sides}. "
+            "Use the canvas itself for attention to everything."
+        )
+    return sides, reach
+
+
+def _every_other_bit(codes: np.ndarray) -> np.ndarray:
+    """The number made of bits 0, 2, 4, .. of each code."""
+    return sum((codes >> 2 * bit & 1) << bit for bit in range(16)) + np.zeros_like(codes)

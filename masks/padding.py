@@ -1,0 +1,91 @@
+"""Batches whose entries have different lengths."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import count
+from flexjax.masks.mask_mod import MaskMod, named, pick
+
+
+def padding(lengths: ArrayLike) -> MaskMod:
+    """mask = kv_idx < lengths[b]
+
+    lengths:  int32 `[B]` (or `[]`, or an int, for all entries alike): how many keys of the entry are real.
+              It may be traced; 0 hides all.
+
+    Hides the keys that pad an entry at its end.  Rows of padding queries keep their real keys; combine with
+    `query_padding` to empty them too.
+
+    Raises ValueError if `lengths` is negative, is not integer or has more than one axis.
+
+    Picture of `padding(np.array([5]))`, 4 x 8:
+
+        # # # # # . . .
+        # # # # # . . .
+        # # # # # . . .
+        # # # # # . . .
+    """
+    advice = "Pass the number of real keys per batch entry."
+    kv_lengths = count("padding", "lengths", lengths, "[B]", 0, advice)
+
+    @named("padding")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return kv_idx < pick(kv_lengths, b)
+
+    return mask_mod
+
+
+def query_padding(lengths: ArrayLike) -> MaskMod:
+    """mask = q_idx < lengths[b]
+
+    lengths:  int32 `[B]` (or `[]`, or an int): how many queries of the entry are real.  It may be traced.
+
+    Empties the rows of the queries that pad an entry at its end, so that their output is zero.
+
+    Raises ValueError if `lengths` is negative, is not integer or has more than one axis.
+
+    Picture of `query_padding(np.array([5]))`, 8 x 4:
+
+        # # # #
+        # # # #
+        # # # #
+        # # # #
+        # # # #
+        . . . .
+        . . . .
+        . . . .
+    """
+    advice = "Pass the number of real queries per batch entry."
+    q_lengths = count("query_padding", "lengths", lengths, "[B]", 0, advice)
+
+    @named("query_padding")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return q_idx < pick(q_lengths, b)
+
+    return mask_mod
+
+
+def left_padding(starts: ArrayLike) -> MaskMod:
+    """mask = kv_idx >= starts[b]
+
+    starts:  int32 `[B]` (or `[]`, or an int): position of the first real key of the entry.  It may be traced.
+
+    Hides the keys that pad an entry at its beginning, as batches for generation often do.
+
+    Raises ValueError if `starts` is negative, is not integer or has more than one axis.
+
+    Picture of `left_padding(np.array([3]))`, 4 x 8:
+
+        . . . # # # # #
+        . . . # # # # #
+        . . . # # # # #
+        . . . # # # # #
+    """
+    advice = "Pass the position of the first real key per batch entry."
+    first = count("left_padding", "starts", starts, "[B]", 0, advice)
+
+    @named("left_padding")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return kv_idx >= pick(first, b)
+
+    return mask_mod

@@ -1,0 +1,38 @@
+"""Causal after a prefix that everyone sees."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import count
+from flexjax.masks.mask_mod import MaskMod, named, pick
+
+
+def prefix_lm(prefix: ArrayLike) -> MaskMod:
+    """mask = (kv_idx < prefix) | (q_idx >= kv_idx)
+
+    prefix:  int, or int32 `[]` or `[B]`: number of tokens at the start that every query sees, the earlier
+             ones of the prefix included.  0 gives `causal`.  It may be traced.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer", arXiv:1910.10683, section 3.2.1 ("causal with prefix").
+
+    Raises ValueError if `prefix` is negative, is not integer or has more than one axis.
+
+    Picture of `prefix_lm(3)`, 8 x 8:
+
+        # # # . . . . .
+        # # # . . . . .
+        # # # . . . . .
+        # # # # . . . .
+        # # # # # . . .
+        # # # # # # . .
+        # # # # # # # .
+        # # # # # # # #
+    """
+    length = count("prefix_lm", "prefix", prefix, "[B]", 0, "Pass one length, or one per batch entry.")
+
+    @named(f"prefix_lm_{length}" if isinstance(length, int) else "prefix_lm")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return (kv_idx < pick(length, b)) | (q_idx >= kv_idx)
+
+    return mask_mod

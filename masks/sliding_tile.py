@@ -1,0 +1,147 @@
+"""Sliding tile attention: neighbourhoods whose unit is a tile of the canvas, not a point."""
+
+import math
+
+from jax import Array
+
+from flexjax.masks.check_arguments import sizes, whole
+from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.masks.natten import within
+
+
+def sliding_tile_2d(
+    canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int], text: int = 0
+) -> MaskMod:
+    """mask = (both on the canvas and, on each axis, within(q_tile, kv_tile, tiles, kernel_tiles)) | text
+
+        within(q, kv, size, kernel) = start <= kv < start + kernel
+        start = clip(q - kernel // 2, 0, size - kernel)
+        text = one of the two on the canvas or after it, the other a text token after it
+
+    canvas:  (height, width): tokens, tile by tile; tiles follow each other row by row.
+    kernel:  (kernel_y, kernel_x): size of the neighbourhood in tokens, a multiple of the tile.
+    tile:    (tile_y, tile_x): divides the canvas.
+    text:    int of at least 0: text tokens that follow the canvas and see, and are seen by, everyone.  What
+             comes after them is hidden.
+
+    Every query of the canvas sees exactly `kernel_y * kernel_x + text` keys, and all queries of a tile the
+    same ones: with a tile as block, no block is partial.
+
+    Source: Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507.
+
+    Raises ValueError if a size is not a pair of positive ints, the tile does not divide canvas and kernel,
+    the kernel exceeds the canvas, or `text` is negative.
+
+    Picture of `sliding_tile_2d((4, 4), (2, 2), (2, 1), text=1)`, 17 x 17:
+
+        # # # # . . . . . . . . . . . . #
+        # # # # . . . . . . . . . . . . #
+        # # # # . . . . . . . . . . . . #
+        # # # # . . . . . . . . . . . . #
+        . . # # # # . . . . . . . . . . #
+        . . # # # # . . . . . . . . . . #
+        . . . . # # # # . . . . . . . . #
+        . . . . # # # # . . . . . . . . #
+        . . . . . . . . # # # # . . . . #
+        . . . . . . . . # # # # . . . . #
+        . . . . . . . . # # # # . . . . #
+        . . . . . . . . # # # # . . . . #
+        . . . . . . . . . . # # # # . . #
+        . . . . . . . . . . # # # # . . #
+        . . . . . . . . . . . . # # # # #
+        . . . . . . . . . . . . # # # # #
+        # # # # # # # # # # # # # # # # #
+    """
+    return _sliding_tile("sliding_tile_2d", ("y", "x"), canvas, kernel, tile, text)
+
+
+def sliding_tile_3d(
+    canvas: tuple[int, int, int], kernel: tuple[int, int, int], tile: tuple[int, int, int], text: int = 0
+) -> MaskMod:
+    """mask = that of `sliding_tile_2d`, with a third axis, time, before the two
+
+    canvas:  (frames, height, width): tokens, tile by tile; tiles go frame by frame, row by row.
+    kernel:  (kernel_t, kernel_y, kernel_x): size of the neighbourhood in tokens, a multiple of the tile.
+    tile:    (tile_t, tile_y, tile_x): divides the canvas.
+    text:    int of at least 0: text tokens that follow the canvas and see, and are seen by, everyone.  What
+             comes after them is hidden.
+
+    Every query of the canvas sees exactly `kernel_t * kernel_y * kernel_x + text` keys.
+
+    Source: Zhang et al., "Fast Video Generation with Sliding Tile Attention", arXiv:2502.04507.
+
+    Raises ValueError if a size is not a triple of positive ints, the tile does not divide canvas and kernel,
+    the kernel exceeds the canvas, or `text` is negative.
+
+    Picture of `sliding_tile_3d((2, 2, 4), (2, 1, 2), (1, 1, 2))`, 16 x 16:
+
+        # # . . . . . . # # . . . . . .
+        # # . . . . . . # # . . . . . .
+        . . # # . . . . . . # # . . . .
+        . . # # . . . . . . # # . . . .
+        . . . . # # . . . . . . # # . .
+        . . . . # # . . . . . . # # . .
+        . . . . . . # # . . . . . . # #
+        . . . . . . # # . . . . . . # #
+        # # . . . . . . # # . . . . . .
+        # # . . . . . . # # . . . . . .
+        . . # # . . . . . . # # . . . .
+        . . # # . . . . . . # # . . . .
+        . . . . # # . . . . . . # # . .
+        . . . . # # . . . . . . # # . .
+        . . . . . . # # . . . . . . # #
+        . . . . . . # # . . . . . . # #
+    """
+    return _sliding_tile("sliding_tile_3d", ("t", "y", "x"), canvas, kernel, tile, text)
+
+
+def _sliding_tile(
+    call: str,
+    axes: tuple[str, ...],
+    canvas: tuple[int, ...],
+    kernel: tuple[int, ...],
+    tile: tuple[int, ...],
+    text: int,
+) -> MaskMod:
+    canvas = sizes(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
+    kernel = sizes(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")
+    tile = sizes(call, "tile", tile, axes, "Pass the size of a tile in tokens.")
+    text = whole(call, "text", text, 0, "It counts the text tokens after the canvas.")
+    _check_division(call, canvas, kernel, tile)
+    tiles = tuple(c // t for c, t in zip(canvas, tile, strict=True))
+    reach = tuple(k // t for k, t in zip(kernel, tile, strict=True))
+    tile_tokens, canvas_tokens = math.prod(tile), math.prod(canvas)
+
+    @named(f"{call}_{_times(canvas)}_{_times(kernel)}_{_times(tile)}")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        near = (q_idx < canvas_tokens) & (kv_idx < canvas_tokens)
+        q_tile, kv_tile = q_idx // tile_tokens, kv_idx // tile_tokens
+        for axis, (size, width) in enumerate(zip(tiles, reach, strict=True)):
+            step = math.prod(tiles[axis + 1 :])
+            near = near & within(q_tile // step % size, kv_tile // step % size, size, width)
+        if text == 0:
+            return near
+        real = (q_idx < canvas_tokens + text) & (kv_idx < canvas_tokens + text)
+        return near | (real & ((q_idx >= canvas_tokens) | (kv_idx >= canvas_tokens)))
+
+    return mask_mod
+
+
+def _check_division(
+    call: str, canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]
+) -> None:
+    for name, size in (("canvas", canvas), ("kernel", kernel)):
+        if any(s % t for s, t in zip(size, tile, strict=True)):
+            raise ValueError(
+                f"`{call}`: `{name}` is {size}; expected a multiple of `tile`, which is {tile}. "
+                "Pad the canvas or choose another tile."
+            )
+    if any(k > c for k, c in zip(kernel, canvas, strict=True)):
+        raise ValueError(
+            f"`{call}`: `kernel` is {kernel}; expected no more than `canvas`, which is {canvas}. "
+            "Use the canvas itself for attention to everything."
+        )
+
+
+def _times(size: tuple[int, ...]) -> str:
+    return "x".join(map(str, size))

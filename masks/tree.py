@@ -1,0 +1,93 @@
+"""A tree of candidate tokens, as speculative decoding checks them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.errors import TracerArrayConversionError
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import count, integers
+from flexjax.masks.mask_mod import MaskMod, named, of_token, pick
+
+
+def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
+    """mask = (kv_idx < context) | (node kv_idx - context is node q_idx or an ancestor of it)
+
+    parents:  integer `[T]` or `[B, T]`: parent of each node, an earlier node, or -1 for a root.
+    context:  int, or int32 `[]` or `[B]`: keys before the tree, which every node sees.
+
+    Queries are the `T` nodes; keys are `context` tokens and then the `T` nodes, later keys are hidden.  Both
+    arrays may be traced.  Nodes are renumbered in depth-first order, in which a subtree is an interval:
+    `a` is `n` or above it if `enter[a] <= enter[n] < leave[a]`.  Two arrays `[T]` are captured, not `[T, T]`.
+
+    Source: Miao et al., "SpecInfer", arXiv:2305.09781; Cai et al., "Medusa", arXiv:2401.10774, section 2.1.
+
+    Raises ValueError if an array is not integer, its rank is another, `context` is a negative int, or, where
+    the values are known, a parent does not come before its child.
+
+    Picture of `tree(np.array([-1, 0, 0, 1, 1, 2, 5]), context=1)`, 7 x 8:
+
+        # # . . . . . .
+        # # # . . . . .
+        # # . # . . . .
+        # # # . # . . .
+        # # # . . # . .
+        # # . # . . # .
+        # # . # . . # #
+    """
+    advice = "Pass the parent of each node, -1 for a root."
+    above = integers("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice).astype(jnp.int32)
+    _check_order(parents)
+    before = count("tree", "context", context, "[B]", 0, "Pass the number of keys before the tree.")
+    enter, leave = _intervals(above) if above.ndim == 1 else jax.vmap(_intervals)(above)
+    last = above.shape[-1] - 1
+
+    @named("tree")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        node = kv_idx - pick(before, b)
+        inside = jnp.clip(node, 0, last)
+        at = of_token(enter, b, q_idx)
+        is_above = (of_token(enter, b, inside) <= at) & (at < of_token(leave, b, inside))
+        return (node < 0) | ((node <= last) & is_above)
+
+    return mask_mod
+
+
+def _check_order(parents: ArrayLike) -> None:
+    try:
+        known = np.asarray(parents)
+    except TracerArrayConversionError:
+        return
+    nodes = np.arange(known.shape[-1])
+    wrong = np.argwhere((known < -1) | (known >= nodes))
+    if wrong.size:
+        place = tuple(wrong[0].tolist())
+        which = ", ".join(map(str, place))
+        raise ValueError(
+            f"`tree`: `parents[{which}]` is {known[place]}; expected -1 or an earlier node. "
+            "Number the nodes so that each comes after its parent."
+        )
+
+
+@jax.jit
+def _intervals(parents: Array) -> tuple[Array, Array]:
+    """`enter` and `leave`, int32 `[T]`: depth-first numbers of a subtree are `enter .. leave - 1`."""
+    nodes = parents.shape[0]
+    above = jnp.where(parents < 0, nodes, parents)  # roots hang from one more node
+
+    def add_to_parent(i: Array, size: Array) -> Array:
+        node = nodes - 1 - i
+        return size.at[above[node]].add(size[node])
+
+    size = jax.lax.fori_loop(0, nodes, add_to_parent, jnp.ones(nodes + 1, jnp.int32))
+
+    def place(node: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        enter, free = state  # free[n]: first number not yet given away below n
+        start = free[above[node]]
+        free = free.at[above[node]].add(size[node]).at[node].set(start + 1)
+        return enter.at[node].set(start), free
+
+    start = (jnp.zeros(nodes, jnp.int32), jnp.zeros(nodes + 1, jnp.int32))
+    enter, _ = jax.lax.fori_loop(0, nodes, place, start)
+    return enter, enter + size[:nodes]
