@@ -1,0 +1,70 @@
+"""Biases read from arrays: by distance, or by the pair of query and key."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import floats
+from flexjax.masks.mask_mod import named
+from flexjax.mods.score_mod import ScoreMod
+
+
+def relative_table(table: ArrayLike) -> ScoreMod:
+    """score + table[h, q_idx - kv_idx + T - 1]
+
+    table:  floating `[2T-1]`, or `[N, 2T-1]` with one row per query head: a learned bias for each distance.
+            Differentiable.
+
+    Entry `T - 1` is for the query's own key, larger ones are for earlier keys.  `T` must be no less than the
+    number of queries and the number of keys: distances beyond the table are not checked for.
+
+    Source: the form of Liu et al., "Swin Transformer", arXiv:2103.14030, section 3.2, on a line; the idea
+    is in Shaw et al., "Self-Attention with Relative Position Representations", arXiv:1803.02155.
+
+    Raises ValueError if `table` is not floating, has other than one or two axes, or its last size is even.
+    """
+    advice = "Pass a bias for each distance -(T - 1) .. T - 1."
+    by_distance = floats("relative_table", "table", table, {1: "[2T-1]", 2: "[N, 2T-1]"}, advice)
+    if by_distance.shape[-1] % 2 == 0:
+        raise ValueError(
+            f"`relative_table`: `table` has shape {by_distance.shape}; expected an odd last size, 2T-1. "
+            f"{advice}"
+        )
+    middle = by_distance.shape[-1] // 2
+    one_row = by_distance.ndim == 2 and by_distance.shape[0] == 1
+    rows = by_distance[0] if one_row else by_distance
+
+    @named("relative_table")
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        place = q_idx - kv_idx + middle
+        entry = rows[place] if rows.ndim == 1 else rows[h, place]
+        return score + entry.astype(score.dtype)
+
+    return score_mod
+
+
+def pair_bias(bias: ArrayLike) -> ScoreMod:
+    """score + bias[b, h, q_idx, kv_idx]
+
+    bias:  floating `[T, S]`, `[N, T, S]` or `[B, N, T, S]`, for `N` query heads, `T` queries and `S` keys.
+           Leading axes of size 1 serve every index: one bias per batch entry is `[B, 1, T, S]`.
+           Differentiable.
+
+    Source: Jumper et al., "Highly accurate protein structure prediction with AlphaFold", Nature 596, 2021,
+    supplementary algorithm 7, among many.
+
+    Raises ValueError if `bias` is not floating or has another number of axes.
+    """
+    advice = "Pass one number for each query and key, with axes for heads and batch in front if they differ."
+    shapes = {2: "[T, S]", 3: "[N, T, S]", 4: "[B, N, T, S]"}
+    array = floats("pair_bias", "bias", bias, shapes, advice)
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    by_batch, by_head = array.shape[0] > 1, array.shape[1] > 1
+    kept = jnp.squeeze(array, tuple(axis for axis, used in enumerate((by_batch, by_head)) if not used))
+
+    @named("pair_bias")
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        leading = ((b,) if by_batch else ()) + ((h,) if by_head else ())
+        return score + kept[(*leading, q_idx, kv_idx)].astype(score.dtype)
+
+    return score_mod

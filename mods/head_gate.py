@@ -1,0 +1,32 @@
+"""Heads that learn how sharply they attend."""
+
+import jax
+from jax import Array
+from jax.typing import ArrayLike
+
+from flexjax.masks.check_arguments import floats
+from flexjax.masks.mask_mod import named, of_token
+from flexjax.mods.score_mod import ScoreMod
+
+
+def head_gate(gate: ArrayLike) -> ScoreMod:
+    """score * sigmoid(gate[h])
+
+    gate:  floating `[N]`, or `[B, N]` if it depends on the input: one logit per query head.  Differentiable.
+
+    A gate near 0 flattens the head towards an average of what it sees, a gate near 1 leaves it as it is.  To
+    switch a head off instead, scale its output after attention.
+
+    Source: the learnable biases of the PyTorch FlexAttention examples; no paper known.
+
+    Raises ValueError if `gate` is not floating or has other than one or two axes.
+    """
+    advice = "Pass one logit per query head."
+    logits = floats("head_gate", "gate", gate, {1: "[N]", 2: "[B, N]"}, advice)
+    factor = jax.nn.sigmoid(logits)
+
+    @named("head_gate")
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return score * of_token(factor, b, h).astype(score.dtype)
+
+    return score_mod
