@@ -74,7 +74,10 @@ def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> No
 def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) -> None:
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(mod):
-        advice = "Leave it out." if mod is None else "Pass the function itself."
+        if isinstance(mod, list | tuple):
+            advice = "Pass its functions one by one."
+        else:
+            advice = "Leave it out." if mod is None else "Pass the function itself."
         raise ValueError(f"`{call}`: `{name}` is {mod!r}; expected {wanted}. {advice}")
     try:
         signature = inspect.signature(mod)
