@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("bench",),
     ("door",),
-    ("attention", "dot_product_attention", "explain", "autotune", "dispatch"),
+    ("attention", "dot_product_attention", "explain", "autotune", "dispatch", "autodiff", "fold_batch"),
     ("parallel", "serving"),
     ("backends",),
     ("plan",),

@@ -24,17 +24,17 @@ import pytest
 
 import flexjax
 from tests import oracle
-from tests.cases import ALL, CASES, Case
+from tests.cases import CASES, Case
 from tests.compare import assert_close
 
 Arrays = dict[str, Any]
 
 
-def _every_case(everyday: frozenset[str] | None) -> list[Any]:
-    """The table, each case in each dtype; what a row does not name in `dtypes` is left to the slow run."""
+def _every_case(everyday: frozenset[str] | None, extra_dtypes: tuple[str, ...]) -> list[Any]:
+    """(case, dtype): the dtypes that a row names, and beyond them `extra_dtypes`, in the slow run only."""
     rows = []
     for case in CASES.values():
-        for dtype in ALL:
+        for dtype in dict.fromkeys((*case.dtypes, *extra_dtypes)):
             slow = (
                 case.slow or dtype not in case.dtypes or (everyday is not None and case.name not in everyday)
             )
@@ -147,11 +147,12 @@ class Conformance:
     export = True
     deterministic = True
     everyday: frozenset[str] | None = None  # names of the cases outside the slow run; None: as the table says
+    extra_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float64")  # for every case, in the slow run
     loosen = 1.0  # factor on the float32 tolerance, for hardware that multiplies in less
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
-            metafunc.parametrize(("case", "dtype"), _every_case(self.everyday))
+            metafunc.parametrize(("case", "dtype"), _every_case(self.everyday, self.extra_dtypes))
 
     def refuses(self, case: Case, dtype: str) -> bool:
         """Whether this backend says that it cannot run the case; it must then raise NotImplementedError."""

@@ -19,6 +19,7 @@ SAMPLE = [
 
 class TestReference(Conformance):
     implementation = "reference"
+    extra_dtypes = ()
     everyday = frozenset(
         {"plain", "window", "packed", "poison_root", "sinks", "dropout", "everything_at_once"}
     )

@@ -1,0 +1,317 @@
+"""Trains a small language model on Python's own standard library, documents packed into fixed rows.
+
+    python examples/train_packed_lm.py                 # about two minutes on two CPU cores
+    python examples/train_packed_lm.py --steps 2000 --width 256
+
+Bytes are the tokens; byte 0, which no source file contains, starts every document.  Files are packed into
+rows of a fixed length: a file that does not fit is cut, and its rest goes on in the next row as a document
+of its own.  Inside the jitted step the block mask `causal & document` is rebuilt from the segment ids of the
+batch, so each document sees itself alone, and each head of each layer learns a bias by distance, whose
+gradient comes through the array that `score_mod` captures.
+"""
+
+import argparse
+import functools
+import math
+import pathlib
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flexjax
+from flexjax import masks
+
+VOCABULARY = 256
+START = 0
+PADDING = -1  # segment id of what belongs to no document
+Params = dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """tokens, segments: int32 [B, T]; segments numbers the documents of a row from 0."""
+
+    tokens: np.ndarray
+    segments: np.ndarray
+
+
+# --------------------------------------------------------------------------------------------- corpus
+
+
+def source_files(limit: int | None = None) -> list[bytes]:
+    """The standard library's own sources, installed packages left out, in a fixed order."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in sorted(root.rglob("*.py")) if "site-packages" not in p.parts]
+    files = (path.read_bytes() for path in paths[:: max(1, len(paths) // limit) if limit else 1])
+    return [text for text in files if text and START not in text]
+
+
+def documents(files: list[bytes], seed: int) -> Iterator[np.ndarray]:
+    """Endless: the files in ever new orders, each as START and its bytes."""
+    rng = np.random.default_rng(seed)
+    while True:
+        for i in rng.permutation(len(files)):
+            yield np.concatenate([[START], np.frombuffer(files[i], np.uint8)]).astype(np.int32)
+
+
+def rows(files: list[bytes], length: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Endless (tokens, segments), int32 [length] each, filled to the end."""
+    tokens, segments = np.zeros(length, np.int32), np.full(length, PADDING, np.int32)
+    used = document = 0
+    for text in documents(files, seed):
+        while len(text) > 1:
+            piece = text[: length - used]
+            tokens[used : used + len(piece)] = piece
+            segments[used : used + len(piece)] = document
+            used, document = used + len(piece), document + 1
+            text = np.concatenate([[START], text[len(piece) :]]).astype(np.int32)
+            if used == length:
+                yield tokens.copy(), segments.copy()
+                used = document = 0
+
+
+def batches(files: list[bytes], batch: int, length: int, seed: int) -> Iterator[Batch]:
+    stream = rows(files, length, seed)
+    while True:
+        tokens, segments = zip(*(next(stream) for _ in range(batch)), strict=True)
+        yield Batch(np.stack(tokens), np.stack(segments))
+
+
+def unigram_entropy(files: list[bytes]) -> float:
+    """Nats a byte, of a model that knows nothing but how frequent each byte is."""
+    counts = np.bincount(np.frombuffer(b"".join(files), np.uint8), minlength=VOCABULARY)
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+def init(key: jax.Array, layers: int, width: int, heads: int, reach: int) -> Params:
+    """Parameters of a pre-norm transformer; layers are stacked along axis 0.
+
+    distance  float32 [layers, heads, reach]: the learned bias by distance, the last entry for all beyond
+    """
+    keys = iter(jax.random.split(key, 5))
+
+    def matrix(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) / math.sqrt(shape[-2])
+
+    return dict(
+        embedding=jax.random.normal(next(keys), (VOCABULARY, width)) * 0.02,
+        layers=dict(
+            qkv=matrix(layers, width, 3 * width),
+            out=matrix(layers, width, width) / math.sqrt(2 * layers),
+            up=matrix(layers, width, 4 * width),
+            down=matrix(layers, 4 * width, width) / math.sqrt(2 * layers),
+            norms=jnp.ones((layers, 2, width)),
+            distance=jnp.zeros((layers, heads, reach)),
+        ),
+        norm=jnp.ones(width),
+    )
+
+
+def normalised(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * gain
+
+
+def logits(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+    """float32 [B, T, VOCABULARY] for the token after each."""
+    B, T = tokens.shape
+    mask_mod = flexjax.and_masks(masks.causal, masks.document(segments))
+    block_mask = flexjax.create_block_mask(mask_mod, B, None, T, T)
+
+    def layer(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
+        heads, reach = p["distance"].shape
+
+        def by_distance(score, b, h, q, kv):
+            return score + p["distance"][h, jnp.clip(q - kv, 0, reach - 1)]
+
+        q, k, v = jnp.split((normalised(x, p["norms"][0]) @ p["qkv"]).reshape(B, T, 3 * heads, -1), 3, axis=2)
+        attended = flexjax.flex_attention(q, k, v, score_mod=by_distance, block_mask=block_mask)
+        x = x + attended.reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(normalised(x, p["norms"][1]) @ p["up"]) @ p["down"], None
+
+    x, _ = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
+    return normalised(x, params["norm"]) @ params["embedding"].T
+
+
+def loss(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+    """Mean nats a byte, over the tokens whose successor is of the same document."""
+    scores = jax.nn.log_softmax(logits(params, tokens, segments)[:, :-1])
+    nats = -jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+    counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != PADDING)
+    return jnp.sum(nats * counts) / jnp.maximum(jnp.sum(counts), 1)
+
+
+# ------------------------------------------------------------------------------------------- training
+
+
+class Adam(NamedTuple):
+    """First and second moments, and how many steps were taken."""
+
+    mean: Params
+    square: Params
+    count: jax.Array
+
+
+def start(params: Params) -> Adam:
+    return Adam(jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params), jnp.int32(0))
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def train_step(
+    params: Params, adam: Adam, tokens: jax.Array, segments: jax.Array, rate: jax.Array
+) -> tuple[Params, Adam, jax.Array]:
+    """One Adam step with the gradient clipped to norm 1."""
+    value, slope = jax.value_and_grad(loss)(params, tokens, segments)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(slope)))
+    slope = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), slope)
+    count = adam.count + 1
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam.mean, slope)
+    square = jax.tree.map(lambda s, g: 0.98 * s + 0.02 * g * g, adam.square, slope)
+    grown = rate * jnp.sqrt(1 - 0.98**count) / (1 - 0.9**count)
+    params = jax.tree.map(lambda p, m, s: p - grown * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+    return params, Adam(mean, square, count), value
+
+
+class Progress:
+    """A bar on stderr: loss, tokens a second, time left; a line now and then where that is no terminal."""
+
+    def __init__(self, steps: int, seconds: float):
+        self.steps, self.seconds, self.began, self.told = steps, seconds, time.monotonic(), 0.0
+
+    def share(self, step: int) -> float:
+        """0 to 1, by whichever of steps and seconds ends first."""
+        return min(1.0, max(step / self.steps, self.elapsed() / self.seconds))
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def show(self, step: int, value: float, tokens: int) -> None:
+        terminal, now = sys.stderr.isatty(), self.elapsed()
+        share = self.share(step)
+        if now - self.told < (0.2 if terminal else 10.0) and share < 1:
+            return
+        self.told = now
+        filled = int(30 * share)
+        left = now / max(share, 1e-9) * (1 - share)
+        text = f"[{'#' * filled}{'.' * (30 - filled)}] step {step}  loss {value:.3f}  "
+        text += f"{tokens / now:,.0f} tokens/s  {left:.0f} s left"
+        print(
+            f"\r{text:100}" if terminal else text, end="" if terminal and share < 1 else "\n", file=sys.stderr
+        )
+
+
+def train(args: argparse.Namespace, files: list[bytes]) -> tuple[Params, list[float], float]:
+    """Parameters, the loss of every step, and tokens a second."""
+    params = init(jax.random.key(args.seed), args.layers, args.width, args.heads, args.reach)
+    adam, progress, losses = start(params), Progress(args.steps, args.seconds), []
+    for step, batch in enumerate(batches(files, args.batch, args.length, args.seed), 1):
+        cosine = 0.5 + 0.5 * math.cos(math.pi * progress.share(step - 1))
+        rate = args.rate * min(1.0, step / 30) * (0.05 + 0.95 * cosine)
+        params, adam, value = train_step(params, adam, *map(jnp.asarray, batch), jnp.float32(rate))
+        losses.append(float(value))
+        progress.show(step, losses[-1], step * args.batch * args.length)
+        if progress.share(step) >= 1:
+            break
+    return params, losses, len(losses) * args.batch * args.length / progress.elapsed()
+
+
+# ------------------------------------------------------------------------------------- after training
+
+
+def leak(params: Params, batch: Batch) -> tuple[float, int]:
+    """Largest difference of the logits of a document packed and alone, and how many were compared."""
+    run = jax.jit(logits)
+    packed = np.asarray(run(params, *map(jnp.asarray, batch)))
+    worst, compared = 0.0, 0
+    for row, (tokens, segments) in enumerate(zip(*batch, strict=True)):
+        for document in range(segments.max() + 1):
+            place = np.flatnonzero(segments == document)
+            alone = Batch(np.zeros_like(batch.tokens), np.full_like(batch.segments, PADDING))
+            alone.tokens[0, : len(place)] = tokens[place]
+            alone.segments[0, : len(place)] = 0
+            got = np.asarray(run(params, *map(jnp.asarray, alone)))[0, : len(place)]
+            worst, compared = max(worst, float(np.abs(got - packed[row, place]).max())), compared + 1
+            if compared == 12:
+                return worst, compared
+    return worst, compared
+
+
+def most_packed(files: list[bytes], batch: int, length: int, seed: int) -> Batch:
+    """Of a few hundred rows those with the most documents."""
+    stream = rows(files, length, seed)
+    best = sorted((next(stream) for _ in range(300)), key=lambda row: -row[1].max())[:batch]
+    return Batch(np.stack([row[0] for row in best]), np.stack([row[1] for row in best]))
+
+
+def sample(params: Params, prompt: str, length: int, key: jax.Array, temperature: float = 0.6) -> str:
+    """`prompt` continued to `length` bytes, every byte drawn from the model."""
+    text = jnp.asarray([START, *prompt.encode()], jnp.int32)
+    tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(text)].set(text)
+    segments = jnp.zeros((1, length), jnp.int32)
+
+    @jax.jit
+    def grow(tokens: jax.Array) -> jax.Array:
+        def one(i: int, tokens: jax.Array) -> jax.Array:
+            scores = logits(params, tokens, segments)[0, i - 1] / temperature
+            return tokens.at[0, i].set(jax.random.categorical(jax.random.fold_in(key, i), scores))
+
+        return jax.lax.fori_loop(len(text), length, one, tokens)
+
+    return bytes(np.asarray(grow(tokens))[0, 1:].astype(np.uint8)).decode("utf-8", "replace")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A byte-level language model of packed documents.")
+    parser.add_argument("--steps", type=int, default=100_000, help="stop after so many steps")
+    parser.add_argument("--seconds", type=float, default=110.0, help="or after so many seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=4, help="rows a step")
+    parser.add_argument("--length", type=int, default=1024, help="tokens a row")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--reach", type=int, default=128, help="distances with a bias of their own")
+    parser.add_argument("--rate", type=float, default=4e-3, help="largest learning rate")
+    parser.add_argument("--sample", type=int, default=240, help="bytes of the sample at the end")
+    parser.add_argument("--files", type=int, help="use only about so many files")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = parse(argv)
+    files = source_files(args.files)
+    sizes = sorted(map(len, files))
+    entropy = unigram_entropy(files)
+    print(
+        f"{len(files)} files of {sizes[0]} to {sizes[-1]:,} bytes; unigram entropy {entropy:.3f} nats a byte"
+    )
+    params, losses, speed = train(args, files)
+    last = float(np.mean(losses[-10:]))
+    print(f"{len(losses)} steps, {speed:,.0f} tokens/s; loss {losses[0]:.3f} -> {last:.3f} nats a byte")
+    difference, compared = leak(params, most_packed(files, args.batch, args.length, args.seed))
+    print(
+        f"leak check: the logits of {compared} documents alone and packed differ by at most {difference:.1e}"
+    )
+    text = sample(params, "def ", args.sample, jax.random.key(args.seed + 1))
+    print(f"sample:\n{text}")
+    return dict(
+        losses=losses,
+        final=last,
+        entropy=entropy,
+        leak=difference,
+        compared=compared,
+        sample=text,
+        params=params,
+    )
+
+
+if __name__ == "__main__":
+    main()

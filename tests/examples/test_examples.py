@@ -1,0 +1,84 @@
+"""Every example runs, small, and what it shows is true."""
+
+import importlib.util
+import pathlib
+import types
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples.{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TINY = ["--batch=2", "--length=128", "--layers=2", "--width=32", "--heads=2", "--reach=32", "--files=60"]
+TINY += ["--sample=24", "--steps=25", "--seconds=60"]
+
+
+def test_every_example_is_tested():
+    tested = {"train_packed_lm", "alibi_window", "pair_bias_gradient", "block_diffusion", "topk_blocks"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_train_packed_lm(capsys):
+    results = load("train_packed_lm").main(TINY)
+    assert len(results["losses"]) <= 25
+    assert results["final"] < results["losses"][0] - 0.3
+    assert results["leak"] < 1e-4
+    assert results["compared"] >= 4
+    assert results["sample"].startswith("def ")
+    distance = results["params"]["layers"]["distance"]
+    assert (abs(distance) > 0).any()  # its gradient came through the captured array
+    printed = capsys.readouterr()
+    assert "documents alone and packed differ by at most" in printed.out
+    assert "tokens/s" in printed.err
+
+
+def test_packing_keeps_every_byte():
+    example = load("train_packed_lm")
+    files = [bytes([i]) * n for i, n in ((65, 5), (66, 300), (67, 1), (68, 40))]
+    stream = example.rows(files, 64, seed=0)
+    tokens, segments = next(stream)
+    seen = b""
+    for _ in range(5):
+        assert (segments >= 0).all()
+        for document in range(segments.max() + 1):
+            piece = tokens[segments == document]
+            assert piece[0] == example.START
+            assert len(set(piece[1:].tolist())) == 1  # of one file alone
+        seen += bytes(tokens[tokens != example.START].astype("uint8"))
+        tokens, segments = next(stream)
+    assert seen.count(b"C") == 1
+    assert seen.count(b"A") == 5
+
+
+def test_unigram_entropy():
+    assert load("train_packed_lm").unigram_entropy([b"aabb"]) == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_alibi_window():
+    results = load("alibi_window").main(length=700, window=100)
+    assert results["error"] < 1e-5
+    assert results["sparsity"] > 50
+
+
+def test_pair_bias_gradient():
+    results = load("pair_bias_gradient").main(length=70)
+    assert max(results.values()) < 1e-4
+
+
+def test_block_diffusion():
+    results = load("block_diffusion").main(length=128, block=16)
+    assert results["error"] < 1e-5
+
+
+def test_topk_blocks():
+    results = load("topk_blocks").main(length=256, block=32, keep=3)
+    assert max(results.values()) < 1e-4
