@@ -43,7 +43,7 @@ def reference_attention(
     score_mod:    (score, b, h, q, kv) -> score, on scalars; `h` is the query head.
     mask_mod:     (b, h, q, kv) -> bool, on scalars; True keeps the entry.
     mask:         bool, broadcastable to [B, N, T, S]; kept entries satisfy it and `mask_mod`.
-    scale:        factor on the dot products; `1 / sqrt(D)` if None.
+    scale:        factor on the dot products; `1 / sqrt(D)` if None, `1 / sqrt(D + R)` with extra features.
     sinks:        [N] logits of a column without a value behind it.
     query_extra:  [B, T, N, R] and key_extra [B, S, M', R], `M'` divides `N`: a second dot product, added
                   to the first before scaling.
@@ -58,11 +58,12 @@ def reference_attention(
     q, k, v = (_heads_first(x, head_first).astype(wide) for x in (query, key, value))
     batch, heads, _, dim = q.shape
     k, v = (_per_query_head(x, batch, heads) for x in (k, v))
-    scores = _dot(q, k)
+    scores, width = _dot(q, k), dim
     if query_extra is not None and key_extra is not None:
         extra = (_heads_first(x, head_first).astype(wide) for x in (query_extra, key_extra))
+        width = dim + query_extra.shape[-1]
         scores = scores + _dot(*(_per_query_head(x, batch, heads) for x in extra))
-    scores = scores * (1.0 / math.sqrt(dim) if scale is None else scale)
+    scores = scores * (1.0 / math.sqrt(max(width, 1)) if scale is None else scale)
 
     on = _mask_everywhere(mask_mod, mask, scores.shape)
     if score_mod is not None and scores.size:
@@ -99,9 +100,7 @@ def _indices(shape: tuple[int, ...]) -> list[jax.Array]:
     return [jnp.arange(n, dtype=jnp.int32) for n in shape]
 
 
-def _mask_everywhere(
-    mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...]
-) -> jax.Array | None:
+def _mask_everywhere(mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     """bool [B, N, T, S], or None where every entry is kept."""
     on = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
     if mask_mod is None:

@@ -28,9 +28,7 @@ def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Arr
     return new, total * factor + exponentials.sum(-1, keepdims=True), factor, exponentials
 
 
-def finalise(
-    maximum: Array, total: Array, accumulated: Array, sinks: Array | None
-) -> tuple[Array, Array]:
+def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | None) -> tuple[Array, Array]:
     """(output, lse) of a row: accumulated / total, and the logarithm of the denominator, the sink included."""
     if sinks is not None:
         new = jnp.maximum(maximum, sinks)

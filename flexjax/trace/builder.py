@@ -13,24 +13,26 @@ import numpy as np
 
 from flexjax.trace.mod_ir import (
     FIRST_FREE_ID,
+    KV,
+    SCORE,
     UNIFORM,
     ArrayType,
     Atom,
     Axes,
     B,
     H,
-    KV,
     Linear,
     Lit,
     Load,
     Op,
     Program,
     Q,
-    SCORE,
     Step,
     Val,
     axes_of,
     uses,
+)
+from flexjax.trace.mod_ir import (
     range_of_val as range_of,
 )
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from flexjax.trace.mod_ir import AXES, Call, Lit, Load, Op, Program, Val, axes_of
 from flexjax.trace.builder import is_integer, mixed_axes
+from flexjax.trace.mod_ir import AXES, Call, Lit, Op, Program, Val, axes_of
 
 
 class IllegalProgram(AssertionError):

@@ -135,6 +135,5 @@ def evaluate_scalars(program: Program, known: dict[int, jax.Array]) -> jax.Array
     return read(program.results[0])
 
 
-
 def _joined(shape: tuple[int, ...], scalars: list[jax.Array]) -> jax.Array:
     return jnp.stack(scalars).reshape(shape) if shape else scalars[0]

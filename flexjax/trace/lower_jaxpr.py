@@ -27,26 +27,127 @@ MAX_UNROLL = 64
 """Longest loop that is unrolled."""
 
 COLLECTIVES = frozenset(
-    "psum psum_invariant pmax pmin ppermute pbroadcast all_gather all_to_all reduce_scatter axis_index pvary "
-    "all_gather_invariant psum_scatter".split()
+    [
+        "psum",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "pbroadcast",
+        "all_gather",
+        "all_to_all",
+        "reduce_scatter",
+        "axis_index",
+        "pvary",
+        "all_gather_invariant",
+        "psum_scatter",
+    ]
 )
-CALLBACKS = frozenset("pure_callback io_callback debug_callback debug_print outside_call infeed outfeed".split())
-INLINED = frozenset("jit pjit closed_call core_call remat2 remat checkpoint custom_lin core_closed_call".split())
-CUSTOM = frozenset("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split())
+CALLBACKS = frozenset(
+    ["pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "infeed", "outfeed"]
+)
+INLINED = frozenset(
+    [
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat2",
+        "remat",
+        "checkpoint",
+        "custom_lin",
+        "core_closed_call",
+    ]
+)
+CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 
 ELEMENTWISE = frozenset(
-    "abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac "
-    "imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma "
-    "population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta add_any mulhi "
-    "optimization_barrier".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "bitcast_convert_type",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "clz",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "polygamma",
+        "population_count",
+        "pow",
+        "real",
+        "reduce_precision",
+        "regularized_incomplete_beta",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "zeta",
+        "add_any",
+        "mulhi",
+        "optimization_barrier",
+    ]
 )
 
 # What an elementwise primitive keeps of its parameters: sharding and accuracy hints say nothing about a scalar.
-KEPT_PARAMS = frozenset(
-    {"y", "new_dtype", "rounding_method", "exponent_bits", "mantissa_bits"}
-)
+KEPT_PARAMS = frozenset({"y", "new_dtype", "rounding_method", "exponent_bits", "mantissa_bits"})
 
 Value = object  # a JAX value (depends on captures alone) or an object array of atoms
 
@@ -82,11 +183,13 @@ class Lowering:
     def equation(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         if name in COLLECTIVES:
-            raise ModError(f"it uses the collective `{name}`; a mod must be a function of its scalars and captured arrays.")
+            raise ModError(
+                f"it uses the collective `{name}`; a mod must be a function of its scalars and captured arrays."
+            )
         if name in CALLBACKS:
             raise ModError(f"it calls back into Python (`{name}`); a mod must have no side effects.")
         held = [a for a in args if not is_atoms(a)]
-        if all(not is_atoms(a) or a.size == 1 and isinstance(a.item(), Lit) for a in args):
+        if all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args):
             if held or any(v.aval.shape != () for v in eqn.outvars):
                 return self.outside(eqn, args)
         if name in ELEMENTWISE:
@@ -117,7 +220,12 @@ class Lowering:
         jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
         prim = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         out = eqn.outvars[0].aval
-        if prim and len(args) == 2 and jnp.issubdtype(out.dtype, jnp.integer) and divides_like_python(prim, jaxpr, consts):
+        if (
+            prim
+            and len(args) == 2
+            and jnp.issubdtype(out.dtype, jnp.integer)
+            and divides_like_python(prim, jaxpr, consts)
+        ):
             pair = [self.as_atoms(a) for a in args]
             make = lambda x, y: self.builder.op(prim, (x, self.builder.convert(y, x.dtype)), out.dtype)
             return [map_elements(make, pair, out.shape)]
@@ -174,7 +282,9 @@ class Lowering:
         for var in eqn.outvars:
             size = math.prod(var.aval.shape)
             if size > MAX_ELEMENTS:
-                raise ModError(f"`{eqn.primitive.name}` inside it makes an array of shape {var.aval.shape}; too large a mod.")
+                raise ModError(
+                    f"`{eqn.primitive.name}` inside it makes an array of shape {var.aval.shape}; too large a mod."
+                )
             results.append((var.aval.shape, tuple(self.builder.fresh(var.aval.dtype.name, axes) for _ in range(size))))
         inner = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr") if eqn.primitive.name in CUSTOM else None
         bind = equation_function(eqn)
@@ -200,7 +310,9 @@ def object_array(atoms: Sequence[Atom]) -> np.ndarray:
 
 def map_elements(make: Callable[..., Atom], args: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     if math.prod(shape) > MAX_ELEMENTS:
-        raise ModError(f"it computes an array of shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
+        raise ModError(
+            f"it computes an array of shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements."
+        )
     out = np.empty(shape, object)
     full = [np.broadcast_to(a, shape) for a in args]
     for place in np.ndindex(*shape):
@@ -318,7 +430,9 @@ def _pad(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.n
     atoms, fill = self.as_atoms(args[0]), self.as_atoms(args[1]).item()
     out = np.empty(eqn.outvars[0].aval.shape, object)
     out.fill(fill)
-    places = [slice(low, low + (n - 1) * (gap + 1) + 1, gap + 1) for (low, _, gap), n in zip(config, atoms.shape, strict=True)]
+    places = [
+        slice(low, low + (n - 1) * (gap + 1) + 1, gap + 1) for (low, _, gap), n in zip(config, atoms.shape, strict=True)
+    ]
     if atoms.size:
         out[tuple(places)] = atoms
     return [out]

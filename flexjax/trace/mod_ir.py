@@ -45,16 +45,19 @@ class Linear:
             terms[ident] = terms.get(ident, 0) + coefficient
         kept = tuple(sorted((i, c) for i, c in terms.items() if c))
         return Linear(
-            self.b + other.b, self.h + other.h, self.q + other.q, self.kv + other.kv, self.const + other.const, kept
+            self.b + other.b,
+            self.h + other.h,
+            self.q + other.q,
+            self.kv + other.kv,
+            self.const + other.const,
+            kept,
         )
 
     def times(self, factor: int) -> "Linear":
         if factor == 0:
             return Linear()
         terms = tuple((i, c * factor) for i, c in self.uniform)
-        return Linear(
-            self.b * factor, self.h * factor, self.q * factor, self.kv * factor, self.const * factor, terms
-        )
+        return Linear(self.b * factor, self.h * factor, self.q * factor, self.kv * factor, self.const * factor, terms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +318,13 @@ def classify_load(load: Load) -> LoadClass:
         kind = DIAGONAL
     else:
         kind = TILE
-    plain = {SCALAR: [[]], ROW: [["q"]], COLUMN: [["kv"]], DIAGONAL: [["delta"], ["-delta"]], TILE: [["kv", "q"]]}
+    plain = {
+        SCALAR: [[]],
+        ROW: [["q"]],
+        COLUMN: [["kv"]],
+        DIAGONAL: [["delta"], ["-delta"]],
+        TILE: [["kv", "q"]],
+    }
     return LoadClass(kind, sorted(moving) in plain[kind], dims)
 
 

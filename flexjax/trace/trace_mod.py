@@ -73,6 +73,14 @@ def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
     return TracedMod(inline_custom(source, sizes), arrays)
 
 
+def trace_multiplier(name: str, function: Callable, sizes: Sizes) -> TracedMod:
+    """Traces `function(b, h, q_idx, kv_idx) -> float`, a factor for each probability."""
+    closed, lowering = _trace(name, function, MASK_ARGUMENTS, sizes, "float32")
+    (result,) = lowering.run(closed.jaxpr, closed.consts, [scalar(v) for v in lowering.builder.inputs[1:]])
+    program, arrays = _finish(lowering, lowering.as_atoms(result).item())
+    return TracedMod(program, arrays)
+
+
 def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
     """The checked program and the captured arrays that its live steps read."""
     program = lowering.builder.finish([result])
@@ -121,9 +129,13 @@ def _trace(
         ) from error
     if len(closed.out_avals) != 1 or closed.out_avals[0].shape != ():
         got = ", ".join(f"{a.dtype.name}{list(a.shape)}" for a in closed.out_avals) or "nothing"
-        raise ModError(f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time.")
+        raise ModError(
+            f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time."
+        )
     if closed.effects:
-        raise ModError(f"`{name}` has side effects ({', '.join(map(str, closed.effects))}); a mod must be a pure function.")
+        raise ModError(
+            f"`{name}` has side effects ({', '.join(map(str, closed.effects))}); a mod must be a pure function."
+        )
     lowering = Lowering(Builder(sizes, score_dtype), keep_custom=True)
     return closed, _naming_errors(name, lowering)
 

@@ -48,9 +48,7 @@ def backward(
     lse = wide(results.lse)
     # An empty row got lse -inf, which no score depends on.
     delta = jnp.where(jnp.isneginf(lse), jnp.zeros_like(delta), delta)
-    row_data = RowData(
-        problem.rows(d_out), *(pad_to(x, 2, s.padded_q)[..., None] for x in (delta, lse))
-    )
+    row_data = RowData(problem.rows(d_out), *(pad_to(x, 2, s.padded_q)[..., None] for x in (delta, lse)))
     captured = CaptureGradients(problem, derivative, wanted.score_captures)
 
     def one_row(carry: tuple, step: Array) -> tuple[tuple, tuple]:
@@ -176,6 +174,4 @@ def _zeros(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: Kernel
     if sinks is not None and d_lse is not None:
         sinks = heads_first(d_lse, plan).sum((0, 2)).astype(sinks.dtype)
     captures = tuple(map(zero, operands.score_captures, wanted.score_captures))
-    return Gradients(
-        *(zero(x, w) for x, w in zip(operands[:5], wanted[:5], strict=True)), sinks, captures
-    )
+    return Gradients(*(zero(x, w) for x, w in zip(operands[:5], wanted[:5], strict=True)), sinks, captures)

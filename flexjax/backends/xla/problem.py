@@ -162,7 +162,10 @@ class Problem:
         results: Sequence[Array | Lit] = [raw]
         if program is not None:
             full = program.inputs[0].axes
-            want = [full, *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} - {"delta"} for r in program.results[1:])]
+            want = [
+                full,
+                *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} - {"delta"} for r in program.results[1:]),
+            ]
             want = [frozenset(w) - {"delta"} for w in want]
             values = evaluate(program, tile, want)
             results = [r if isinstance(r, Lit) else v for r, v in zip(program.results, values, strict=True)]

@@ -153,9 +153,7 @@ def region_of(schedule: Schedule, row: Row, blocks: Array) -> Region:
     )
 
 
-def walk(
-    plan: KernelPlan, schedule: Schedule, row: Row, body: Callable[[Carry, Visit], Carry], carry: Carry
-) -> Carry:
+def walk(plan: KernelPlan, schedule: Schedule, row: Row, body: Callable[[Carry, Visit], Carry], carry: Carry) -> Carry:
     """Folds `body` over the visits of a row."""
     if plan.blocks is None:
         visit = lambda t: Visit(jnp.asarray(t, jnp.int32)[None], None, None)
@@ -181,11 +179,15 @@ def walk(
             blocks = jnp.where(whole, full, blocks)
         return Visit(blocks, place < total, whole)
 
-    widest = (plan.blocks.partial if row.partial_index is not None else 0) + (chunk - 1 if row.full_index is not None else 0)
+    widest = (plan.blocks.partial if row.partial_index is not None else 0) + (
+        chunk - 1 if row.full_index is not None else 0
+    )
     return _loop(plan, -(-total // chunk), -(-widest // chunk), lambda t, c: body(c, remaining(t)), carry)
 
 
-def _loop(plan: KernelPlan, count: Array | int, most: int, body: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
+def _loop(
+    plan: KernelPlan, count: Array | int, most: int, body: Callable[[Array, Carry], Carry], carry: Carry
+) -> Carry:
     """`count` rounds of at most `most`. Reverse mode needs a loop of known length: rounds past `count` do nothing."""
     if most == 0:
         return carry

@@ -1,7 +1,7 @@
 """Forward mode in XLA: the tangents of out and lse by the same walk over tiles.
 
-    ts' = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
-    tout = sum p r (ts' v + tv) - out sum p ts'     tlse = sum p ts'      (the sink's term is in both sums over p ts')
+ts' = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
+tout = sum p r (ts' v + tv) - out sum p ts'     tlse = sum p ts'      (the sink's term is in both sums over p ts')
 """
 
 import jax
@@ -52,8 +52,10 @@ class Moving:
             maybe(problem.columns, x) for x in (tangents.key, tangents.value, tangents.key_extra)
         )
         self.sinks = maybe(lambda x: x.astype(problem.compute), tangents.sinks)
-        zeros = [jnp.zeros((), c.dtype) if t is None else t
-                 for c, t in zip(problem.score_captures, tangents.score_captures, strict=True)]
+        zeros = [
+            jnp.zeros((), c.dtype) if t is None else t
+            for c, t in zip(problem.score_captures, tangents.score_captures, strict=True)
+        ]
         moved = [t is not None for t in tangents.score_captures]
         filled = [z if m else c for z, m, c in zip(zeros, moved, problem.score_captures, strict=True)]
         padded = pad_captures(problem.plan.score, filled, problem.schedule) if any(moved) else filled

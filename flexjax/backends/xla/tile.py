@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.trace.mod_ir import (
+    INPUT_NAMES,
+    KV,
     TILE,
     ArrayType,
     Atom,
@@ -22,8 +24,6 @@ from flexjax.trace.mod_ir import (
     B,
     Call,
     H,
-    INPUT_NAMES,
-    KV,
     Lit,
     Load,
     Op,
@@ -127,9 +127,14 @@ class XlaTile:
 
     def _read_slices(self, plan: "SlicePlan", array: Array) -> Array:
         """A tile load as slices: one for each key block. The array is padded where a tile hangs over its end."""
-        return jnp.concatenate(
-            [lax.dynamic_slice(array, *plan.window(self.region, j)) for j in range(self.region.blocks)], plan.kv_dim
-        ).transpose(plan.order).reshape(plan.shape(self.region))
+        return (
+            jnp.concatenate(
+                [lax.dynamic_slice(array, *plan.window(self.region, j)) for j in range(self.region.blocks)],
+                plan.kv_dim,
+            )
+            .transpose(plan.order)
+            .reshape(plan.shape(self.region))
+        )
 
     def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
         """The equation mapped over every position that its operands distinguish."""
@@ -237,7 +242,7 @@ def slice_plan(load: Load, array: ArrayType) -> SlicePlan | None:
     walks: list[tuple[str, int]] = []
     for atom, size in zip(load.index, array.shape, strict=True):
         walk = _walk(atom, size)
-        if walk is None or walk[0] != "at" and walk[0] in {w for w, _ in walks}:
+        if walk is None or (walk[0] != "at" and walk[0] in {w for w, _ in walks}):
             return None
         walks.append(walk)
     return SlicePlan(tuple(walks))

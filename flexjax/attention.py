@@ -1,0 +1,254 @@
+"""The door: checks a call, makes its plan and operands, runs it, and puts the user's call in front of any error.
+
+The order of the work: check the arrays, trace the mods, build or check the block mask, write the plan, choose a backend, run
+the primitives of autodiff.py.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+
+from flexjax import dispatch
+from flexjax.autodiff import Problem, attention
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.build import from_traced
+from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
+from flexjax.dropout import dense_keep, dropout_program
+from flexjax.errors import bad_argument
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
+from flexjax.reference import reference_attention
+from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
+from flexjax.types import AuxOutput, AuxRequest, KernelOptions
+
+Array = jax.Array
+
+DEFAULT_BLOCK = 128
+
+
+def flex_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    sinks: Array | None = None,
+    layout: str = "BTNH",
+    return_aux: AuxRequest | None = None,
+    implementation: str | Sequence[str] | None = None,
+    kernel_options: KernelOptions | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    query_extra: Array | None = None,
+    key_extra: Array | None = None,
+) -> Array | tuple[Array, AuxOutput]:
+    """Attention with a score function and a mask written in plain JAX.
+
+        p = softmax(where(mask, score_mod(scale * query . key), -inf));  out = p . value
+
+    query        [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH"); float64, float32, bfloat16 or float16
+    key, value   [B, S, M, D] and [B, S, M, E], same dtype; M divides N, query head n reads head n // (N // M)
+    score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
+    mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars; its block mask is built on the way
+    block_mask   instead of mask_mod: a block mask made before (create_block_mask)
+    scale        multiplies the dot product; default 1 / sqrt(D)
+    sinks        [N] logits: one more column of the softmax, without a value behind it; lse includes it
+    return_aux   AuxRequest(lse=, max_scores=): also returns AuxOutput
+    implementation  None, "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several, tried in order
+    kernel_options  KernelOptions: tiles and the like
+    dropout_rate, dropout_key  drops each probability with that chance; the same mask in the backward pass
+    query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
+
+    Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput).
+
+    Rows in which nothing is on give 0, lse -inf and zero gradients. Gradients reach query, key, value, sinks, the extra
+    features and every floating array that score_mod captured. Scores are float32 (float64 for float64 inputs).
+
+    Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
+    """
+    call = prepare(
+        query, key, value, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks,
+        layout=layout, return_aux=return_aux, kernel_options=kernel_options, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, query_extra=query_extra, key_extra=key_extra,
+    )  # fmt: skip
+    choice = dispatch.choose(call.plan, implementation)
+    if choice.name == dispatch.REFERENCE:
+        results = _reference(call, score_mod, mask_mod, block_mask, dropout_rate)
+    else:
+        results = attention(call.problem(choice.name), call.operands)
+    if return_aux is None:
+        return results.out
+    return results.out, AuxOutput(
+        results.lse if return_aux.lse else None, results.max_scores if return_aux.max_scores else None
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call: its plan, its operands and the traced score_mod."""
+
+    plan: KernelPlan
+    operands: Operands
+    score: TracedMod | None
+
+    def problem(self, backend: str) -> Problem:
+        derivative, why_not = (None, "") if self.score is None else (self.score.derivative, self.score.why_not)
+        return Problem(self.plan, derivative, why_not, backend, jax.tree.structure(self.operands))
+
+
+class Arguments(typing.TypedDict):
+    """What `prepare` takes of flex_attention's keywords."""
+
+    score_mod: Callable | None
+    mask_mod: Callable | None
+    block_mask: BlockMask | None
+    scale: float | None
+    sinks: Array | None
+    layout: str
+    return_aux: AuxRequest | None
+    kernel_options: KernelOptions | None
+    dropout_rate: float
+    dropout_key: Array | None
+    query_extra: Array | None
+    key_extra: Array | None
+
+
+def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[Arguments]) -> Call:
+    """Checks the arguments of flex_attention and writes the plan and the operands."""
+    a = arguments
+    options = check_options(a["return_aux"], a["kernel_options"])
+    inputs = check_inputs(query, key, value, a["sinks"], a["layout"], a["query_extra"], a["key_extra"])
+    scale = _scale(a["scale"], inputs)
+    sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
+    score_dtype = "float64" if inputs.dtype == "float64" else "float32"
+    score = None if a["score_mod"] is None else trace_score_mod(a["score_mod"], sizes, score_dtype)
+    block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs)
+    dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes)
+    plan = KernelPlan(
+        batch=inputs.batch,
+        q_heads=inputs.q_heads,
+        kv_heads=inputs.kv_heads,
+        q_len=inputs.q_len,
+        kv_len=inputs.kv_len,
+        head_dim=inputs.head_dim,
+        value_dim=inputs.value_dim,
+        dtype=inputs.dtype,
+        layout=a["layout"],
+        scale=scale,
+        score=None if score is None or _is_identity(score) else score.program,
+        mask=None if block_mask is None else block_mask.program,
+        dropout=None if dropout is None else dropout.program,
+        blocks=None if block_mask is None else _layout(block_mask),
+        has_sinks=a["sinks"] is not None,
+        extra_dim=inputs.extra_dim,
+        extra_heads=inputs.extra_heads,
+        max_scores=a["return_aux"] is not None and a["return_aux"].max_scores,
+        options=options,
+    )
+    score = None if plan.score is None else score
+    operands = Operands(
+        query=inputs.query,
+        key=inputs.key,
+        value=inputs.value,
+        query_extra=inputs.query_extra,
+        key_extra=inputs.key_extra,
+        sinks=inputs.sinks,
+        score_captures=() if score is None else score.arrays,
+        mask_captures=() if block_mask is None else block_mask.captures,
+        dropout_captures=() if dropout is None else dropout.arrays,
+        lists=None if block_mask is None else _lists(block_mask),
+    )
+    return Call(plan, operands, score)
+
+
+def _is_identity(score: TracedMod) -> bool:
+    program = score.program
+    return program.results[0] == program.inputs[0]
+
+
+def _scale(scale: object, inputs: Inputs) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(max(inputs.head_dim, 1))
+    if isinstance(scale, jax.core.Tracer):
+        raise bad_argument(
+            "scale", "traced", "a Python float", "Multiply query by it, or use a score_mod that captures it."
+        )
+    try:
+        value = float(scale)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise bad_argument("scale", repr(scale), "a finite float", "None means 1 / sqrt(head dim).")
+    return value
+
+
+def _block_mask(mask_mod: Callable | None, block_mask: BlockMask | None, inputs: Inputs) -> BlockMask | None:
+    if mask_mod is not None and block_mask is not None:
+        raise ValueError(
+            "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
+            "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
+        )
+    if block_mask is not None:
+        check_block_mask(block_mask, inputs)
+        return block_mask
+    if mask_mod is None:
+        return None
+    sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
+    traced = trace_mask_mod(mask_mod, sizes)
+    heads = (
+        inputs.batch if traced.program.reads("b") else 1,
+        inputs.q_heads if traced.program.reads("h") else 1,
+    )
+    return from_traced(traced, heads, (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK))
+
+
+def _layout(mask: BlockMask) -> BlockLayout:
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    widths = (x.shape[-1] for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices))
+    return BlockLayout(batch, heads, *mask.block_size, *widths)
+
+
+def _lists(mask: BlockMask) -> BlockLists:
+    pairs = (
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+        (mask.q_num_blocks, mask.q_indices),
+        (mask.full_q_num_blocks, mask.full_q_indices),
+    )
+    return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
+
+
+def _reference(
+    call: Call,
+    score_mod: Callable | None,
+    mask_mod: Callable | None,
+    block_mask: BlockMask | None,
+    rate: float,
+) -> Results:
+    """The dense implementation on the mods as they were given."""
+    plan, operands = call.plan, call.operands
+    keep = None
+    if plan.dropout is not None:
+        keep = dense_keep(operands.dropout_captures[0], rate, (plan.batch, plan.q_heads, plan.q_len, plan.kv_len))
+    out, lse, top = reference_attention(
+        operands.query,
+        operands.key,
+        operands.value,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        mask=None if block_mask is None else block_mask.to_mask(),
+        scale=plan.scale,
+        sinks=operands.sinks,
+        layout=plan.layout,
+        query_extra=operands.query_extra,
+        key_extra=operands.key_extra,
+        dropout_rate=rate,
+        dropout_keep=keep,
+    )
+    dtype = plan.score_dtype
+    return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)

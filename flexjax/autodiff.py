@@ -1,0 +1,228 @@
+"""Attention as three JAX primitives: forward, backward, and the tangent that joins them.
+
+Why primitives rather than custom_vjp: forward mode, reverse mode and their compositions must all work, and a mapped axis must
+fold into the batch (one launch) rather than into a loop.
+
+    forward    plan, operands                         -> out, lse, max_scores
+    tangent    plan, operands, results, tangents      -> tangents of out and lse; linear in the tangents
+    backward   plan, operands, results, cotangents    -> cotangents of the wanted operands; the transpose of tangent
+
+jvp of forward is tangent; the transpose of tangent is backward; jvp of tangent and backward goes through their XLA code, with
+loops that reverse mode can cross. Named residuals for jax.checkpoint policies: "flexjax_out" and "flexjax_lse".
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from flexjax import dispatch
+from flexjax.fold_batch import batch_rule
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.trace.mod_ir import Program
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static side of a call: what the primitives carry as their parameter.
+
+    derivative   score_mod's derivative program, None where there is no score_mod or it has none; then `why_not` says why
+    structure    tree of the operands
+    """
+
+    plan: KernelPlan
+    derivative: Program | None
+    why_not: str
+    backend: str
+    structure: jax.tree_util.PyTreeDef
+
+    def operands(self, flat: Sequence[Array]) -> Operands:
+        return jax.tree.unflatten(self.structure, flat)
+
+    def differentiable(self) -> "Problem":
+        """The same on xla, with loops of known length."""
+        plan = dataclasses.replace(self.plan, differentiable=True)
+        return dataclasses.replace(self, plan=plan, backend="xla")
+
+    def needed_derivative(self) -> Program | None:
+        if self.plan.score is not None and self.derivative is None:
+            raise ValueError(self.why_not)
+        return self.derivative
+
+
+def attention(problem: Problem, operands: Operands) -> Results:
+    """Runs the forward pass of a problem; differentiable and mappable."""
+    out, lse, *top = forward_p.bind(*jax.tree.leaves(operands), problem=problem)
+    return Results(out, lse, top[0] if top else None)
+
+
+# ------------------------------------------------------------------- what each primitive computes
+
+
+def _forward(*flat: Array, problem: Problem) -> list[Array]:
+    results = dispatch.backend(problem.backend).forward(problem.plan, problem.operands(flat))
+    return [x for x in results if x is not None]
+
+
+def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
+    """Operands, out and lse, and the rest of a flat argument list."""
+    n = problem.structure.num_leaves
+    return problem.operands(flat[:n]), Results(flat[n], flat[n + 1], None), list(flat[n + 2 :])
+
+
+def _tangent(*flat: Array, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
+    operands, results, tangents = _split(problem, flat)
+    spread = _spread(tangents, moving)
+    moved = Gradients(*spread[:6], tuple(spread[6:]))
+    xla = dispatch.backend("xla")
+    return list(xla.tangent(problem.plan, operands, results, moved, problem.needed_derivative()))
+
+
+def _backward(*flat: Array, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
+    operands, results, cotangents = _split(problem, flat)
+    asked = Wanted(*wanted[:6], wanted[6:])
+    run = dispatch.backend(problem.backend).backward
+    d_lse = cotangents[1] if has_lse else None
+    gradients = run(problem.plan, operands, results, cotangents[0], d_lse, asked, problem.needed_derivative())
+    return [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
+
+
+def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | None]:
+    """Values in order where `present`, None elsewhere."""
+    rest = iter(values)
+    return [next(rest) if p else None for p in present]
+
+
+def movable(operands: Operands) -> list[Array | None]:
+    """The operands that may have a tangent, in the order of Gradients and Wanted."""
+    return [*operands[:6], *operands.score_captures]
+
+
+# ------------------------------------------------------------------- primitives
+
+
+def _primitive(name: str, function: Callable[..., list[Array]]) -> Primitive:
+    """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @functools.lru_cache(maxsize=512)
+    def compiled(**params: object) -> Callable[..., list[Array]]:
+        return jax.jit(functools.partial(function, **params))
+
+    @primitive.def_impl
+    def run(*flat: Array, **params: object) -> list[Array]:
+        return compiled(**params)(*flat)
+
+    @primitive.def_abstract_eval
+    def shapes(*avals: object, **params: object) -> list[object]:
+        outs = _shapes(function, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
+        return [aval_like(shape, dtype) for shape, dtype in outs]
+
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
+    return primitive
+
+
+def aval_like(shape: tuple[int, ...], dtype: jnp.dtype) -> object:
+    return jax.core.ShapedArray(shape, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(function: Callable, avals: tuple, params: tuple) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    return [(o.shape, o.dtype) for o in jax.eval_shape(functools.partial(function, **dict(params)), *structs)]
+
+
+forward_p = _primitive("flexjax_forward", _forward)
+tangent_p = _primitive("flexjax_tangent", _tangent)
+backward_p = _primitive("flexjax_backward", _backward)
+
+
+# ------------------------------------------------------------------- differentiation
+
+
+def _is_zero(tangent: object) -> bool:
+    if isinstance(tangent, ad.Zero):
+        return True
+    return getattr(tangent, "dtype", None) == jax.dtypes.float0
+
+
+def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
+    out, lse, *top = forward_p.bind(*primals, problem=problem)
+    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
+    places = jax.tree.unflatten(problem.structure, range(len(primals)))
+    moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in movable(places)]
+    present = tuple(m is not None for m in moving)
+    given = [ad.instantiate_zeros(m) for m in moving if m is not None]
+    if given:
+        moved = tangent_p.bind(*primals, out, lse, *given, problem=problem, moving=present)
+    else:
+        moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
+    return [out, lse, *top], [*moved, *(ad.Zero.from_primal_value(t) for t in top)]
+
+
+def _tangent_transpose(cotangents: Sequence[object], *flat: object, problem: Problem, moving: tuple[bool, ...]) -> list:
+    n = problem.structure.num_leaves + 2
+    fixed = flat[:n]
+    d_out, d_lse = cotangents
+    nothing: list = [None] * n
+    if _is_zero(d_out) and _is_zero(d_lse):
+        return nothing + [ad.Zero(x.aval) for x in flat[n:]]
+    like = fixed[problem.structure.num_leaves]
+    d_out = jnp.zeros_like(like) if _is_zero(d_out) else d_out
+    has_lse = not _is_zero(d_lse)
+    given = [d_out, *([d_lse] if has_lse else [])]
+    grads = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
+    return nothing + list(grads)
+
+
+def _through_xla(function: Callable) -> Callable:
+    """jvp rule of tangent and backward: differentiate their XLA code."""
+
+    def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
+        plain = functools.partial(function, problem=problem.differentiable(), **params)
+        moved = [_instantiate(p, t) for p, t in zip(primals, tangents, strict=True)]
+        return jax.jvp(plain, list(primals), moved)
+
+    return rule
+
+
+def _instantiate(primal: Array, tangent: object) -> object:
+    if not _is_zero(tangent):
+        return tangent
+    if jnp.issubdtype(primal.dtype, jnp.inexact):
+        return jnp.zeros_like(primal)
+    return np.zeros(primal.shape, jax.dtypes.float0)
+
+
+ad.primitive_jvps[forward_p] = _forward_jvp
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_jvps[tangent_p] = _through_xla(_tangent)
+ad.primitive_jvps[backward_p] = _through_xla(_backward)
+
+
+# ------------------------------------------------------------------- mapping
+
+
+def _batch_rule(primitive: Primitive) -> Callable:
+    """A mapped axis becomes part of the batch."""
+
+    def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
+        mapped = [d is not batching.not_mapped for d in dims]
+        front = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(flat, dims, mapped, strict=True)]
+        outs = batch_rule(primitive, problem, front, mapped, params)
+        return outs, [0] * len(outs)
+
+    return rule
+
+
+for _p in (forward_p, tangent_p, backward_p):
+    batching.primitive_batchers[_p] = _batch_rule(_p)

@@ -1,0 +1,239 @@
+"""Making block masks: from a mask_mod, from lists, from classes.
+
+A mask whose arrays are all known is classified in chunks and its lists are as narrow as the widest row. One that depends on
+traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.block_mask import transpose
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.classify import blocks_along, classify_on_host, classify_traced
+from flexjax.block_mask.transpose import FULL, PARTIAL
+from flexjax.errors import bad_argument
+from flexjax.trace.mod_ir import Program
+from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
+
+Array = jax.Array
+
+BROADCAST = 1 << 20
+"""Stands for an unknown number of batch entries or heads while a broadcast mask is traced."""
+
+
+def create_block_mask(
+    mask_mod: Callable,
+    batch: int | None,
+    heads: int | None,
+    q_len: int,
+    kv_len: int,
+    *,
+    block_size: int | tuple[int, int] = 128,
+    exact: bool | None = None,
+) -> BlockMask:
+    """The blocks that `mask_mod(b, h, q_idx, kv_idx) -> bool` leaves to visit.
+
+    batch, heads   None: the mask does not depend on it and is shared by all
+    q_len, kv_len  lengths in tokens, any (blocks may hang over the end)
+    block_size     tokens of a block, one number or (queries, keys)
+    exact          the analysis is sound but may call a full or empty block partial, which costs time and never correctness.
+                   True: evaluate such blocks entry by entry. None: do so where the captured arrays are known and the work is
+                   small. False: never.
+
+    Costs O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and on captured arrays that are traced.
+    Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` or `h` when that is None.
+    """
+    sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
+    counts = (_count("batch", batch), _count("heads", heads))
+    traced = trace_mask_mod(mask_mod, (counts[0] or BROADCAST, counts[1] or BROADCAST, q_len, kv_len))
+    for name, axis, count in (("batch", "b", batch), ("heads", "h", heads)):
+        if count is None and traced.program.reads(axis):
+            raise ValueError(
+                f"`{name}` is None but `mask_mod` depends on `{axis}`; expected the number of {name if name == 'heads' else 'batch entries'}. "
+                f"Pass {name}=... so that each gets its own blocks."
+            )
+    return from_traced(traced, (counts[0] or 1, counts[1] or 1), sizes, exact)
+
+
+def from_traced(
+    traced: TracedMod, heads: tuple[int, int], sizes: tuple[int, int, int, int], exact: bool | None = None
+) -> BlockMask:
+    """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
+    if any(isinstance(a, jax.core.Tracer) for a in traced.arrays):
+        classes = classify_traced(traced.program, traced.arrays, heads, sizes, bool(exact))
+        return from_classes(classes, traced.program, traced.arrays, sizes)
+    with jax.ensure_compile_time_eval():
+        partial, full = classify_on_host(traced.program, traced.arrays, heads, sizes, exact)
+        rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+        lists = []
+        for places in (partial, full):
+            lists += transpose.lists_of_places(places, (*heads, rows))
+        for places in (partial, full):
+            lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
+        arrays = tuple(jnp.asarray(x) for x in lists)
+    return BlockMask(*arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+
+
+def from_classes(
+    classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
+) -> BlockMask:
+    """Block mask of int8 classes [B, H, q blocks, kv blocks], on device."""
+    lists: list[Array] = []
+    for view in (classes, jnp.swapaxes(classes, 2, 3)):
+        for kind in (PARTIAL, FULL):
+            lists += transpose.lists_of(view == kind)
+    return BlockMask(*lists, tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+
+
+# ------------------------------------------------------------------- from lists
+
+
+def from_lists(
+    lists: tuple[Array, Array, Array | None, Array | None],
+    block_size: int | tuple[int, int],
+    mask_mod: Callable | None,
+    q_len: int | None,
+    kv_len: int | None,
+) -> BlockMask:
+    """See BlockMask.from_kv_blocks."""
+    num, index, full_num, full_index = lists
+    if (full_num is None) != (full_index is None):
+        raise bad_argument(
+            "full_kv_indices" if full_index is None else "full_kv_num_blocks",
+            "None",
+            "both of full_kv_num_blocks and full_kv_indices, or neither",
+            "Pass the other one too.",
+        )
+    num, index = _checked_pair("kv", num, index)
+    if full_num is None or full_index is None:
+        full_num, full_index = jnp.zeros_like(num), jnp.zeros((*num.shape, 0), jnp.int32)
+    full_num, full_index = _checked_pair("full_kv", full_num, full_index)
+    if full_num.shape != num.shape:
+        raise bad_argument(
+            "full_kv_num_blocks",
+            f"of shape {full_num.shape}",
+            f"{num.shape}, that of kv_num_blocks",
+            "Make them agree.",
+        )
+    block_q, block_kv = block_sizes(block_size)
+    q_len = num.shape[2] * block_q if q_len is None else _length("q_len", q_len)
+    if blocks_along(q_len, block_q) != num.shape[2]:
+        raise bad_argument(
+            "q_len",
+            str(q_len),
+            f"a length of {num.shape[2]} blocks of {block_q} queries, the third dim of kv_num_blocks",
+            "Pass the number of queries that the lists were made for.",
+        )
+    kv_len = _kv_len(lists, block_kv) if kv_len is None else _length("kv_len", kv_len)
+    columns = blocks_along(kv_len, block_kv)
+    _check_columns((num, index, full_num, full_index), columns)
+    traced = TracedMod(None, ())  # type: ignore[arg-type]
+    if mask_mod is not None:
+        traced = trace_mask_mod(mask_mod, (num.shape[0], num.shape[1], q_len, kv_len))
+    back: list[Array] = []
+    for n, i in ((num, index), (full_num, full_index)):
+        flags = transpose.flags_of_lists(n, i, columns)
+        back += transpose.lists_of(jnp.swapaxes(flags, 2, 3))
+    arrays = (num, index, full_num, full_index, *back)
+    return BlockMask(*arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
+
+
+def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
+    num, index = jnp.asarray(num), jnp.asarray(index)
+    for suffix, array, rank in (("num_blocks", num, 3), ("indices", index, 4)):
+        if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise bad_argument(
+                f"{name}_{suffix}",
+                f"{array.dtype.name}{list(array.shape)}",
+                "int32 [B, H, q_blocks]" if rank == 3 else "int32 [B, H, q_blocks, width]",
+                "Pass the lists as documented.",
+            )
+    if index.shape[:3] != num.shape:
+        raise bad_argument(
+            f"{name}_indices",
+            f"of shape {index.shape}",
+            f"({', '.join(map(str, num.shape))}, width)",
+            "Make them agree.",
+        )
+    return num.astype(jnp.int32), index.astype(jnp.int32)
+
+
+def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
+    if any(isinstance(x, jax.core.Tracer) for x in lists):
+        raise bad_argument(
+            "kv_len", "None", "the number of keys, since the lists are traced", "Pass kv_len=key.shape[1]."
+        )
+    largest = 0
+    for num, index in (lists[:2], lists[2:]):
+        if num is not None and index is not None:
+            places = transpose.places_of_lists(np.asarray(num), np.asarray(index))
+            largest = max(largest, int(places[:, 3].max()) + 1 if len(places) else 0)
+    return largest * block_kv
+
+
+def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
+    """Block numbers in range, none twice; only where the lists are known."""
+    if any(isinstance(x, jax.core.Tracer) for x in lists):
+        return
+    seen = []
+    for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
+        num, index = np.asarray(num), np.asarray(index)
+        if num.size and (num.min() < 0 or num.max() > index.shape[-1]):
+            raise bad_argument(
+                f"{name}_num_blocks",
+                f"between {num.min()} and {num.max()}",
+                f"counts of 0 to {index.shape[-1]}, the width of {name}_indices",
+                "Widen the index array or lower the counts.",
+            )
+        places = transpose.places_of_lists(num, index)
+        if len(places) and (places[:, 3].min() < 0 or places[:, 3].max() >= columns):
+            raise bad_argument(
+                f"{name}_indices",
+                f"between {places[:, 3].min()} and {places[:, 3].max()}",
+                f"block numbers of 0 to {columns - 1}",
+                "Check kv_len and the block size.",
+            )
+        seen.append(places)
+    both = np.concatenate(seen)
+    if len(np.unique(both, axis=0)) != len(both):
+        raise bad_argument(
+            "kv_indices",
+            "listing a block twice",
+            "each block at most once in a row, in one of the two lists",
+            "Remove it.",
+        )
+
+
+# ------------------------------------------------------------------- arguments
+
+
+def block_sizes(block_size: object) -> tuple[int, int]:
+    """(queries, keys) of a block from one number or two."""
+    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(pair) != 2 or not all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0 for x in pair):
+        raise bad_argument(
+            "block_size",
+            repr(block_size),
+            "a positive int, or two: (queries, keys)",
+            "128 suits every backend.",
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def _length(name: str, value: object) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
+        raise bad_argument(name, repr(value), "a length in tokens, an int of at least 0", "Pass a static int.")
+    return int(value)
+
+
+def _count(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise bad_argument(
+            name, repr(value), "a positive int, or None for one mask shared by all", "Pass a static int."
+        )
+    return int(value)

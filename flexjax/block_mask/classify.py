@@ -1,0 +1,143 @@
+"""The class of every block: empty, partial or full.
+
+Interval analysis decides most blocks for the price of one evaluation a block. Where it cannot tell whether a block is mixed,
+the block may be evaluated entry by entry, in bounded chunks, if the caller wants exactness and pays for it.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.trace.intervals import Truth, block_grid, decide
+from flexjax.trace.mod_ir import Program
+from flexjax.trace.on_scalars import call_program
+
+Array = jax.Array
+
+CHUNK_BLOCKS = 1 << 22
+"""Blocks classified at once: bounds the memory of the analysis."""
+CHUNK_ENTRIES = 1 << 21
+"""Mask entries evaluated at once by the exact check."""
+EXACT_BUDGET = 1 << 27
+"""Mask entries that the exact check may evaluate without being asked: about a second on a CPU core."""
+
+Sizes = tuple[int, int, int, int]
+"""q_len, kv_len, block_q, block_kv."""
+
+
+def blocks_along(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """(class, whether the class is certain) of blocks; an uncertain one is called partial."""
+    full, empty = ~truth.can_false, ~truth.can_true
+    found = jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int8)
+    certain = empty | full | (truth.sure_true & truth.sure_false)
+    return jnp.broadcast_to(found, shape), jnp.broadcast_to(certain, shape)
+
+
+def classify_rows(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, q_blocks: Array
+) -> tuple[Array, Array]:
+    """(class int8, certain bool), each [batch, heads, len(q_blocks), kv blocks]."""
+    columns = blocks_along(sizes[1], sizes[3])
+    grid = block_grid(*heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), sizes)
+    return classes_of(decide(program, captures, grid), (*heads, q_blocks.shape[0], columns))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes) -> object:
+    return jax.jit(lambda captures, q_blocks: classify_rows(program, captures, heads, sizes, q_blocks))
+
+
+def classify_on_host(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates [n, 4] of the partial and of the full blocks, for a mask whose arrays are known.
+
+    exact: True checks every uncertain block, None those that fit the budget, False none.
+    """
+    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    run = _compiled_rows(program, heads, sizes)
+    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
+    partial, full, unsure = [], [], []
+    for first in range(0, rows, at_once):
+        numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
+        found, certain = (np.asarray(x)[:, :, : rows - first] for x in run(tuple(captures), jnp.asarray(numbers)))
+        shift = np.array([0, 0, first, 0])
+        partial.append(np.argwhere((found == PARTIAL) & certain) + shift)
+        full.append(np.argwhere(found == FULL) + shift)
+        unsure.append(np.argwhere((found == PARTIAL) & ~certain) + shift)
+    join = lambda parts: np.concatenate(parts) if parts else np.zeros((0, 4), int)
+    partial, full, unsure = join(partial), join(full), join(unsure)
+    affordable = len(unsure) * sizes[2] * sizes[3] <= EXACT_BUDGET
+    if exact or (exact is None and affordable):
+        found = check_exactly(program, captures, unsure, sizes)
+        partial, full = join([partial, unsure[found == PARTIAL]]), join([full, unsure[found == FULL]])
+    else:
+        partial = join([partial, unsure])
+    return partial, full
+
+
+def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """Classes of the blocks at `places` [n, 4], by evaluating every entry."""
+    run = _compiled_entries(program, sizes)
+    at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
+    at_once = min(at_once, 1 << max(0, len(places) - 1).bit_length())
+    out = []
+    for first in range(0, len(places), at_once):
+        part = places[first : first + at_once]
+        short = at_once - len(part)
+        padded = np.concatenate([part, np.repeat(part[-1:], short, 0)]).astype(np.int32)
+        out.append(np.asarray(run(tuple(captures), jnp.asarray(padded)))[: len(part)])
+    return np.concatenate(out) if out else np.zeros(0, np.int8)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_entries(program: Program, sizes: Sizes) -> object:
+    return jax.jit(lambda captures, places: classes_of_entries(program, captures, places, sizes))
+
+
+def classes_of_entries(program: Program, captures: Sequence[Array], places: Array, sizes: Sizes) -> Array:
+    """int8 [n]: the exact class of each block; entries beyond the matrix do not count."""
+    q_len, kv_len, block_q, block_kv = sizes
+
+    def one_block(place: Array) -> Array:
+        q = place[2] * block_q + jnp.arange(block_q, dtype=jnp.int32)
+        kv = place[3] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        entry = lambda i, j: call_program(program, captures, (place[0], place[1], i, j))
+        on = jax.vmap(lambda i: jax.vmap(lambda j: entry(i, j))(kv))(q)
+        inside = (q < q_len)[:, None] & (kv < kv_len)[None, :]
+        some, all_ = jnp.any(on & inside), jnp.all(on | ~inside)
+        return jnp.where(all_, FULL, jnp.where(some, PARTIAL, EMPTY)).astype(jnp.int8)
+
+    return jax.vmap(one_block)(places)
+
+
+def classify_traced(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+) -> Array:
+    """int8 [batch, heads, q blocks, kv blocks] on device, inside jit."""
+    rows = blocks_along(sizes[0], sizes[2])
+    found, certain = classify_rows(program, captures, heads, sizes, jnp.arange(rows, dtype=jnp.int32))
+    if not exact:
+        return found
+    flat, unsure = found.reshape(-1), ~certain.reshape(-1)
+    at_once = max(1, min(flat.size, CHUNK_ENTRIES // (sizes[2] * sizes[3])))
+    order = jnp.nonzero(unsure, size=flat.size, fill_value=flat.size)[0].astype(jnp.int32)
+    order = jnp.concatenate([order, jnp.full(at_once, flat.size, jnp.int32)])
+
+    def chunk(t: Array, classes: Array) -> Array:
+        numbers = lax.dynamic_slice(order, (t * at_once,), (at_once,))
+        places = jnp.stack(jnp.unravel_index(jnp.minimum(numbers, flat.size - 1), found.shape), -1).astype(jnp.int32)
+        exact_classes = classes_of_entries(program, captures, places, sizes)
+        return classes.at[numbers].set(exact_classes, mode="drop")
+
+    rounds = -(-jnp.sum(unsure, dtype=jnp.int32) // at_once)
+    return lax.fori_loop(jnp.int32(0), rounds, chunk, flat).reshape(found.shape)

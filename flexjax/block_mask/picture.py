@@ -1,0 +1,81 @@
+"""Pictures of a block mask: text, HTML and matplotlib. They need concrete lists."""
+
+import html as html_text
+
+import jax
+import numpy as np
+
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL, places_of_lists
+from flexjax.errors import bad_argument
+
+SHADES = {EMPTY: " ", PARTIAL: "░", FULL: "█"}
+COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
+
+
+def classes(mask: BlockMask, batch: int, head: int) -> np.ndarray:
+    """int8 [q blocks, kv blocks] of one batch entry and head."""
+    if isinstance(mask.kv_num_blocks, jax.core.Tracer):
+        raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
+    out = np.zeros(mask.blocks, np.int8)
+    for kind, num, index in (
+        (PARTIAL, mask.kv_num_blocks, mask.kv_indices),
+        (FULL, mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
+        one = (slice(batch, batch + 1), slice(head, head + 1))
+        places = places_of_lists(np.asarray(num[one]), np.asarray(index[one]))
+        out[places[:, 2], places[:, 3]] = kind
+    return out
+
+
+def shrink(grid: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` rows and columns: a cell is full or empty if all its blocks are, else partial."""
+    for axis in (0, 1):
+        group = -(-grid.shape[axis] // most) if grid.shape[axis] else 1
+        if group > 1:
+            cuts = np.arange(0, grid.shape[axis], group)
+            low, high = np.minimum.reduceat(grid, cuts, axis), np.maximum.reduceat(grid, cuts, axis)
+            grid = np.where(low == high, low, PARTIAL).astype(np.int8)
+    return grid
+
+
+def picture(mask: BlockMask, width: int) -> str:
+    """All (b, h), each in a frame under a heading."""
+    batches, heads = mask.kv_num_blocks.shape[:2]
+    parts = [repr(mask)]
+    for b in range(batches):
+        for h in range(heads):
+            grid = shrink(classes(mask, b, h), width)
+            rule = "─" * grid.shape[1]
+            rows = ["│" + "".join(SHADES[int(c)] for c in row) + "│" for row in grid]
+            parts.append("\n".join([f"b={b} h={h}", f"┌{rule}┐", *rows, f"└{rule}┘"]))
+    return "\n".join(parts)
+
+
+def html(mask: BlockMask) -> str:
+    """The first (b, h) as a table of coloured cells, at most 64 by 64."""
+    title = html_text.escape(repr(mask))
+    if isinstance(mask.kv_num_blocks, jax.core.Tracer) or not mask.kv_num_blocks.size:
+        return f"<code>{title}</code>"
+    cell = '<td style="width:6px;height:6px;padding:0;background:{}"></td>'
+    rows = [
+        "<tr>" + "".join(cell.format(COLORS[int(c)]) for c in row) + "</tr>" for row in shrink(classes(mask, 0, 0), 64)
+    ]
+    return f'<code>{title}</code><table style="border:1px solid #888;border-collapse:collapse">{"".join(rows)}</table>'
+
+
+def plot(mask: BlockMask, batch: int, head: int, axes: object) -> object:
+    """matplotlib image of one (batch, head); returns the Axes."""
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import ListedColormap
+    except ImportError as error:
+        raise ImportError("BlockMask.plot needs matplotlib: pip install 'flexjax[plot]'") from error
+    axes = axes if axes is not None else plt.subplots()[1]
+    axes.imshow(classes(mask, batch, head), cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=2, aspect="auto")
+    axes.set(
+        xlabel=f"key block of {mask.block_size[1]}",
+        ylabel=f"query block of {mask.block_size[0]}",
+        title=repr(mask),
+    )
+    return axes

@@ -1,0 +1,87 @@
+"""Selecting part of a block mask, with a mask_mod that still answers for the right positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.block_mask import transpose
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.errors import bad_argument
+from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
+
+Array = jax.Array
+
+
+def take(mask: BlockMask, index: object) -> BlockMask:
+    """See BlockMask.__getitem__."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in [p for p in parts if p is Ellipsis]:
+        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+        parts = (*parts[:at], *(slice(None),) * (4 - len(parts)), *parts[at + 1 :])
+    if len(parts) > 3:
+        raise bad_argument(
+            "index", f"{len(parts)} indices", "at most 3: batch, head, query block", "Keys are not sliced."
+        )
+    sizes = (*mask.kv_num_blocks.shape[:2], mask.blocks[0])
+    parts = (*parts, *(slice(None),) * (3 - len(parts)))
+    picked = [_numbers(p, n, name) for p, n, name in zip(parts, sizes, ("batch", "head", "query block"), strict=True)]
+    cut = lambda x: x[jnp.ix_(*(jnp.asarray(p) for p in picked))] if x.ndim == 3 else _cut4(x, picked)
+    lists = [cut(x) for x in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
+    columns = mask.blocks[1]
+    back: list[Array] = []
+    for num, entries in (lists[:2], lists[2:]):
+        back += transpose.lists_of(jnp.swapaxes(transpose.flags_of_lists(num, entries, columns), 2, 3))
+    q_len = _queries(mask, picked[2])
+    traced = _shifted(mask, picked, q_len)
+    return BlockMask(*lists, *back, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
+
+
+def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
+    return x[np.ix_(*picked)]
+
+
+def _numbers(part: object, size: int, name: str) -> np.ndarray:
+    """The selected positions along an axis."""
+    if isinstance(part, slice):
+        return np.arange(size)[part]
+    numbers = np.atleast_1d(np.asarray(part))
+    if not np.issubdtype(numbers.dtype, np.integer) or numbers.ndim != 1:
+        raise bad_argument(
+            "index", repr(part), f"an int, a slice or a 1-D array of {name} numbers", "Select with those."
+        )
+    if numbers.size and (numbers.min() < -size or numbers.max() >= size):
+        raise bad_argument("index", repr(part), f"{name} numbers of {-size} to {size - 1}", "Select what is there.")
+    return numbers % size
+
+
+def _queries(mask: BlockMask, blocks: np.ndarray) -> int:
+    """How many queries the selected blocks have; only the matrix's own last block may hang over, and only at the end."""
+    size, last = mask.block_size[0], mask.blocks[0] - 1
+    if len(blocks) and last in blocks[:-1] and mask.q_len % size:
+        raise bad_argument(
+            "index",
+            "query blocks with the incomplete last block before others",
+            "that block last",
+            "Reorder them.",
+        )
+    short = len(blocks) > 0 and blocks[-1] == last
+    return len(blocks) * size - ((last + 1) * size - mask.q_len if short else 0)
+
+
+def _shifted(mask: BlockMask, picked: list[np.ndarray], q_len: int) -> TracedMod:
+    """The mask in the coordinates of the selection."""
+    if mask.program is None:
+        return TracedMod(None, ())  # type: ignore[arg-type]
+    batch, heads, blocks = (jnp.asarray(p, jnp.int32) for p in picked)
+    size = mask.block_size[0]
+    inner = mask.mask_mod
+    in_order = len(picked[2]) == 0 or np.array_equal(picked[2], picked[2][0] + np.arange(len(picked[2])))
+    offset = jnp.asarray(int(picked[2][0]) * size if len(picked[2]) else 0, jnp.int32)
+    shared = [mask.kv_num_blocks.shape[i] == 1 for i in (0, 1)]
+
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        query = q_idx + offset if in_order else blocks[q_idx // size] * size + q_idx % size
+        return inner(b if shared[0] else batch[b], h if shared[1] else heads[h], query, kv_idx)
+
+    counts = tuple((1 << 20) if s else len(p) for s, p in zip(shared, picked[:2], strict=True))
+    return trace_mask_mod(mask_mod, (*counts, q_len, mask.kv_len))

@@ -1,0 +1,242 @@
+"""Checks of the arrays of a call. Every message names the argument, what it got, what was expected and what to do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.errors import bad_argument
+from flexjax.types import AuxRequest, KernelOptions
+
+Array = jax.Array
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+LAYOUTS = ("BTNH", "BNTH")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The checked arrays, the batch of key and value broadcast, and their sizes (shape letters of kernel_plan.py)."""
+
+    query: Array
+    key: Array
+    value: Array
+    sinks: Array | None
+    query_extra: Array | None
+    key_extra: Array | None
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    extra_dim: int
+    extra_heads: int
+    dtype: str
+
+
+def check_options(return_aux: object, options: object) -> KernelOptions:
+    """The kernel options, defaults filled in."""
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise bad_argument(
+            "return_aux",
+            repr(return_aux),
+            "None or flexjax.AuxRequest(...)",
+            "For example AuxRequest(lse=True).",
+        )
+    if options is None:
+        return KernelOptions()
+    if not isinstance(options, KernelOptions):
+        raise bad_argument(
+            "kernel_options",
+            repr(options),
+            "None or flexjax.KernelOptions(...)",
+            f"Its fields are {', '.join(f.name for f in dataclasses.fields(KernelOptions))}.",
+        )
+    return options
+
+
+def check_inputs(
+    query: object,
+    key: object,
+    value: object,
+    sinks: object,
+    layout: object,
+    query_extra: object,
+    key_extra: object,
+) -> Inputs:
+    """Shapes, dtypes and layout of everything that is not a mod or a mask."""
+    if layout not in LAYOUTS:
+        raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
+    q, k, v = (_array(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
+    dtype = q.dtype.name
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.dtype.name not in DTYPES:
+            raise bad_argument(
+                name,
+                f"{x.dtype.name}{list(x.shape)}",
+                f"one of {', '.join(DTYPES)}",
+                "Cast it, for example x.astype(jnp.float32).",
+            )
+        if x.dtype.name != dtype:
+            raise bad_argument(name, f"of dtype {x.dtype.name}", f"{dtype}, that of query", "Cast them to one dtype.")
+        if x.ndim != 4:
+            raise bad_argument(
+                name,
+                f"of shape {x.shape}",
+                f"4 dims, {_letters(name, str(layout))}",
+                "Add a batch axis with x[None] or use jax.vmap.",
+            )
+    tokens, heads = (1, 2) if layout == "BTNH" else (2, 1)
+    _check_batch("key", k, q)
+    _check_batch("value", v, q)
+    sizes = {
+        "q_len": q.shape[tokens], "q_heads": q.shape[heads], "head_dim": q.shape[3],
+        "kv_len": k.shape[tokens], "kv_heads": k.shape[heads], "value_dim": v.shape[3],
+    }  # fmt: skip
+    _check_key_value(q, k, v, str(layout), sizes)
+    batch = q.shape[0]
+    spread = lambda x: x if x.shape[0] == batch else jnp.broadcast_to(x, (batch, *x.shape[1:]))
+    qx, kx = _check_extra(query_extra, key_extra, q, k, tokens, heads)
+    return Inputs(
+        query=q,
+        key=spread(k),
+        value=spread(v),
+        sinks=_check_sinks(sinks, sizes["q_heads"], dtype),
+        query_extra=qx,
+        key_extra=None if kx is None else spread(kx),
+        batch=batch,
+        extra_dim=0 if qx is None else qx.shape[3],
+        extra_heads=0 if kx is None else kx.shape[heads],
+        dtype=dtype,
+        **sizes,
+    )
+
+
+def _array(name: str, x: object) -> Array:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise bad_argument(name, f"a {type(x).__name__}", "an array", "Pass a jax.Array or a numpy array.")
+    return jnp.asarray(x)
+
+
+def _letters(name: str, layout: str) -> str:
+    dims = {"query": "TND", "key": "SMD", "value": "SME"}[name]
+    order = dims if layout == "BTNH" else dims[1] + dims[0] + dims[2]
+    return "[B, " + ", ".join(order) + "]"
+
+
+def _check_batch(name: str, x: Array, query: Array) -> None:
+    if x.shape[0] not in (1, query.shape[0]):
+        raise bad_argument(
+            name,
+            f"of shape {x.shape}",
+            f"a batch of {query.shape[0]} like query's, or 1",
+            "Repeat or slice it.",
+        )
+
+
+def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str, int]) -> None:
+    mixed = f" Both are read in layout {layout}; is one of them in the other?"
+    if k.shape[3] != q.shape[3]:
+        raise bad_argument(
+            "key",
+            f"of shape {k.shape}",
+            f"a last dim of {q.shape[3]}, query's head dim",
+            "Project both to one head dim.",
+        )
+    if v.shape[1:3] != k.shape[1:3]:
+        raise bad_argument(
+            "value",
+            f"of shape {v.shape}",
+            f"the tokens and heads of key, {k.shape[1:3]}",
+            "Make them agree." + mixed,
+        )
+    n, m = sizes["q_heads"], sizes["kv_heads"]
+    if m == 0 or n % m:
+        raise bad_argument(
+            "key", f"of shape {k.shape}, {m} heads,", f"a number of heads that divides query's {n}",
+            f"In layout {layout} dim {2 if layout == 'BTNH' else 1} counts heads; pass layout= if yours is the other.",
+        )  # fmt: skip
+
+
+def _check_sinks(sinks: object, heads: int, dtype: str) -> Array | None:
+    if sinks is None:
+        return None
+    s = _array("sinks", sinks)
+    if s.shape != (heads,) or not jnp.issubdtype(s.dtype, jnp.floating):
+        raise bad_argument(
+            "sinks",
+            f"{s.dtype.name}{list(s.shape)}",
+            f"float32[{heads}], a logit for each query head",
+            "Reshape it.",
+        )
+    return s
+
+
+def _check_extra(
+    query_extra: object, key_extra: object, q: Array, k: Array, tokens: int, heads: int
+) -> tuple[Array | None, Array | None]:
+    if query_extra is None and key_extra is None:
+        return None, None
+    if query_extra is None or key_extra is None:
+        missing, given = ("key_extra", "query_extra") if key_extra is None else ("query_extra", "key_extra")
+        raise bad_argument(missing, "None", f"an array, since {given} is given", "Pass both or neither.")
+    qx, kx = _array("query_extra", query_extra), _array("key_extra", key_extra)
+    for name, x, like in (("query_extra", qx, q), ("key_extra", kx, k)):
+        fits = x.ndim == 4 and x.dtype == q.dtype and x.shape[tokens] == like.shape[tokens]
+        fits = fits and x.shape[0] in ((like.shape[0],) if name == "query_extra" else (1, q.shape[0]))
+        fits = fits and (x.shape[heads] == q.shape[heads] if name == "query_extra" else True)
+        if not fits:
+            raise bad_argument(
+                name, f"{x.dtype.name}{list(x.shape)}",
+                f"{q.dtype.name} of {4} dims with the batch, tokens{' and heads' if name == 'query_extra' else ''} of {name[:-6]}, {like.shape}",
+                "Make them agree.",
+            )  # fmt: skip
+    if qx.shape[3] != kx.shape[3]:
+        raise bad_argument(
+            "key_extra",
+            f"of shape {kx.shape}",
+            f"a last dim of {qx.shape[3]}, that of query_extra",
+            "Make them agree.",
+        )
+    if kx.shape[heads] == 0 or q.shape[heads] % kx.shape[heads]:
+        raise bad_argument(
+            "key_extra",
+            f"of shape {kx.shape}",
+            f"a number of heads that divides query's {q.shape[heads]}",
+            "One head serves all.",
+        )
+    return qx, kx
+
+
+def check_block_mask(mask: object, inputs: Inputs) -> None:
+    """A block mask that was made for these lengths, batch and heads."""
+    if not isinstance(mask, BlockMask):
+        raise bad_argument(
+            "block_mask",
+            f"a {type(mask).__name__}",
+            "a flexjax.BlockMask",
+            "A plain mask function goes to mask_mod=.",
+        )
+    batch, heads, q_len, kv_len = mask.shape
+    if (q_len, kv_len) != (inputs.q_len, inputs.kv_len):
+        raise bad_argument(
+            "block_mask", f"made for q_len={q_len}, kv_len={kv_len}", f"q_len={inputs.q_len}, kv_len={inputs.kv_len}",
+            "Build it for these lengths with create_block_mask, or slice it.",
+        )  # fmt: skip
+    for name, axis, got, want in (("batch", "b", batch, inputs.batch), ("heads", "h", heads, inputs.q_heads)):
+        if got not in (1, want):
+            raise bad_argument(
+                "block_mask",
+                f"made for {name}={got}",
+                f"{name}={want} or 1",
+                f"Build it with {name}={want}, or None to share it.",
+            )
+        if got == 1 and want > 1 and mask.program is not None and mask.program.reads(axis):
+            raise bad_argument(
+                "block_mask", f"made for {name}=1 by a mask_mod that depends on `{axis}`", f"{name}={want}",
+                f"Build it with {name}={want}.",
+            )  # fmt: skip

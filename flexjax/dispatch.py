@@ -1,0 +1,93 @@
+"""Which backend runs a plan: an ordered table, the first that accepts, and every refusal kept as a sentence."""
+
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+
+from flexjax.backends.base import Backend
+from flexjax.errors import bad_argument
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+def _mosaic_gpu() -> Backend:
+    from flexjax.backends.mosaic_gpu.support import MosaicGpuBackend
+
+    return MosaicGpuBackend()
+
+
+def _mosaic_tpu() -> Backend:
+    from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
+
+    return MosaicTpuBackend()
+
+
+def _xla() -> Backend:
+    from flexjax.backends.xla.support import XlaBackend
+
+    return XlaBackend()
+
+
+TABLE: dict[str, typing.Callable[[], Backend]] = {
+    "mosaic_gpu": _mosaic_gpu,
+    "mosaic_tpu": _mosaic_tpu,
+    "xla": _xla,
+}
+"""Backends by name, in the order in which the default dispatch asks them."""
+
+REFERENCE = "reference"
+"""The dense implementation: not a backend, it takes the mods as they are."""
+
+NAMES = (*TABLE, REFERENCE)
+
+
+@functools.cache
+def backend(name: str) -> Backend:
+    return TABLE[name]()
+
+
+class Choice(typing.NamedTuple):
+    """The backend that runs and (name, sentence) of those asked before it."""
+
+    name: str
+    refusals: tuple[tuple[str, str], ...]
+
+
+def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Names to ask, in order. Raises ValueError for a name that is none."""
+    if implementation is None:
+        return tuple(TABLE)
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    unknown = [n for n in names if n not in NAMES]
+    if unknown or not names:
+        raise bad_argument(
+            "implementation",
+            repr(implementation),
+            "None, or one or several of " + ", ".join(map(repr, NAMES)),
+            "None picks the best one that accepts.",
+        )
+    return names
+
+
+def choose(plan: KernelPlan, implementation: str | Sequence[str] | None) -> Choice:
+    """The first candidate that accepts the plan. Raises NotImplementedError with every refusal if none does."""
+    refusals: list[tuple[str, str]] = []
+    for name in candidates(implementation):
+        why = None if name == REFERENCE else _refusal(name, plan, named=implementation is not None)
+        if why is None:
+            return Choice(name, tuple(refusals))
+        refusals.append((name, why))
+    raise NotImplementedError("No implementation accepts this call: " + " ".join(f"{n}: {why}" for n, why in refusals))
+
+
+def _refusal(name: str, plan: KernelPlan, named: bool) -> str | None:
+    """The backend's own sentence; by default a backend is also left alone where its hardware is not."""
+    platform = jax.default_backend()
+    home = {"mosaic_gpu": ("gpu", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}.get(name)
+    if home and platform != home[0] and not plan.options.interpret:
+        advice = "" if not named else " Pass kernel_options=KernelOptions(interpret=True) to simulate it."
+        return f"{name} runs on {home[1]}; the default device is a {platform}.{advice}"
+    if home and plan.options.interpret and not named:
+        return f"{name} is simulated only where implementation names it."
+    return backend(name).refuses(plan)

@@ -1,0 +1,71 @@
+"""Dropout of attention probabilities from a key, as a program of positions.
+
+Whether (b, h, q, kv) is kept is a hash of the position and the key: nothing is stored, and the backward pass asks the same
+question again. Two words of the key seed a hash of (b, h); rows and columns are hashed apart and joined, so that only the last
+mixing runs for every element. The mixer is the 32-bit finaliser "lowbias32" (C. Wellons, Hash Prospector, 2018).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.errors import bad_argument
+from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
+
+Array = jax.Array
+
+
+def mix(x: Array) -> Array:
+    """Scrambles uint32."""
+    x = x ^ (x >> jnp.uint32(16))
+    x = x * jnp.uint32(0x7FEB352D)
+    x = x ^ (x >> jnp.uint32(15))
+    x = x * jnp.uint32(0x846CA68B)
+    return x ^ (x >> jnp.uint32(16))
+
+
+def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    """bool: whether the probability at a position survives. words: uint32 [2]."""
+    u = lambda i: jnp.asarray(i).astype(jnp.uint32)
+    program = mix(words[0] ^ mix(u(b) * jnp.uint32(0x9E3779B9) + u(h) + jnp.uint32(1)))
+    row = mix(program ^ mix(u(q_idx) + words[1]))
+    column = mix(program + mix(u(kv_idx) ^ jnp.uint32(0x85EBCA6B)))
+    return mix(row ^ column) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+
+
+def dropout_program(rate: object, key: Array | None, sizes: Sizes) -> TracedMod | None:
+    """The multiplier of each probability: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
+
+    Raises ValueError for a rate outside [0, 1) or a missing or malformed key.
+    """
+    if isinstance(rate, jax.core.Tracer) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise bad_argument("dropout_rate", repr(rate), "a Python float in [0, 1)", "0.0 means no dropout.")
+    if rate == 0:
+        return None
+    words = key_words(key)
+    multiplier = float(1.0 / (1.0 - rate))
+
+    def dropout(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return jnp.where(kept(words, float(rate), b, h, q_idx, kv_idx), jnp.float32(multiplier), jnp.float32(0))
+
+    return trace_multiplier("dropout", dropout, sizes)
+
+
+def key_words(key: Array | None) -> Array:
+    """uint32 [2] of a typed or raw key."""
+    if key is None:
+        raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
+    if data.dtype != jnp.uint32 or data.ndim != 1 or data.shape[0] < 2:
+        raise bad_argument(
+            "dropout_key",
+            f"{key.dtype}{list(key.shape)}",
+            "one key",
+            "Pass jax.random.key(seed), not a batch of keys.",
+        )
+    return jnp.stack([data[0] ^ mix(data[2]), data[1] ^ mix(data[3])]) if data.shape[0] >= 4 else data[:2]
+
+
+def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int]) -> Array:
+    """bool [B, N, T, S] of `kept` everywhere, for the dense reference."""
+    at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
+    return kept(words, float(rate), *at)
