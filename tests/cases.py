@@ -69,7 +69,7 @@ class Case:
     w, u      whether the loss weighs out / lse
     sinks     whether there are learned sinks
     dropout   dropout rate
-    extra     (M', R): heads and width of the extra features
+    extra     (M', R): heads and width of the extra features; such rows name their scale
     loosen    factor on the float32 tolerance, with the reason in a comment at the row
     slow      left to the slow run
     """
@@ -304,15 +304,17 @@ _TABLE = (
     Case("dropout", (2, 4, 2, 65, 129, 16, 16), mask="causal", dropout=0.3),
     Case("dropout_bias", (1, 2, 2, 129, 129, 16, 16), score="distance_bias", mask="window", block=Block(64),
          dropout=0.5, captures=(("bias", normal(129)),)),
-    Case("extra", (2, 4, 2, 65, 65, 16, 16), mask="causal", extra=(1, 8), dtypes=TWO),
-    Case("extra_bnth", (1, 4, 2, 37, 129, 16, 24), score="softcap", extra=(2, 12), layout="BNTH", slow=True),
+    Case("extra", (2, 4, 2, 65, 65, 16, 16), mask="causal", extra=(1, 8), scale=0.2, dtypes=TWO),
+    Case("extra_bnth", (1, 4, 2, 37, 129, 16, 24), score="softcap", extra=(2, 12), scale=0.2, layout="BNTH",
+         slow=True),
     Case("lse_only", (1, 2, 2, 65, 129, 16, 16), score="column_bias", mask="prefix", w=False,
          captures=(("bias", normal(2, 129)),)),
     Case("lse_only_short", (2, 2, 2, 7, 129, 16, 16), w=False, layout="BNTH", slow=True),
     Case("out_only", (1, 2, 2, 65, 65, 16, 16), score="row_bias", mask="causal", u=False,
          captures=(("bias", normal(65)),)),
     Case("everything_at_once", (2, 4, 2, 129, 129, 16, 24), score="relative_bias", mask="causal_documents",
-         block=Block(32, batch=True), traced=True, sinks=True, extra=(1, 8), layout="BNTH", dropout=0.2,
+         block=Block(32, batch=True), traced=True, sinks=True, extra=(1, 8), scale=0.2, layout="BNTH",
+         dropout=0.2,
          captures=(("bias", normal(4, 257)), ("doc", documents(3, 2, 129)))),
 )
 # fmt: on

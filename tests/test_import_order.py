@@ -12,7 +12,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("bench",),
     ("door",),
-    ("attention", "dot_product_attention", "explain", "autotune", "dispatch", "autodiff", "fold_batch"),
+    (
+        "attention",
+        "dot_product_attention",
+        "explain",
+        "autotune",
+        "dispatch",
+        "autodiff",
+        "fold_batch",
+        "check_arguments",
+        "dropout",
+    ),
     ("parallel", "serving"),
     ("backends",),
     ("plan",),

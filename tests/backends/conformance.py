@@ -335,6 +335,19 @@ class Conformance:
             exported = jax.export.deserialize(exported.serialize())
         np.testing.assert_allclose(exported.call(*_small()), attend(*_small()), rtol=1e-6, atol=1e-6)
 
+    def test_extra_features_equal_longer_heads(self):
+        """With the default scale too: features of all heads and those of one, side by side or apart."""
+        q, k, v = _small()
+        more_q, more_k = jnp.sin(3 * q), jnp.cos(2 * k[:, :, :1])
+        apart = self._attention(mask_mod=_causal)(q, k, v, query_extra=more_q, key_extra=more_k)
+        side_by_side = (
+            jnp.concatenate([q, more_q], -1),
+            jnp.concatenate([k, jnp.repeat(more_k, 2, axis=2)], -1),
+        )
+        np.testing.assert_allclose(
+            apart, self._attention(mask_mod=_causal)(*side_by_side, v), rtol=1e-5, atol=1e-6
+        )
+
     def test_zero_cotangent_gives_zero_gradients(self):
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
         out, pull = jax.vjp(attend, *_small())
