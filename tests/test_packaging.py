@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -13,9 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 def python(*arguments: str, **options) -> str:
     """Output of a fresh interpreter; its stderr is in the failure."""
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, **options
-    )
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -28,10 +27,13 @@ def test_import_pulls_in_no_extra():
 
 def test_import_initialises_no_device():
     """A program that sets its platform after `import flexjax` must get it."""
-    code = (
-        "import flexjax, jax; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    )
+    code = "import flexjax, jax; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     assert python("-c", code, cwd=ROOT) == "False"
+
+
+def test_version_is_that_of_the_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert python("-c", "import flexjax; print(flexjax.__version__)", cwd=ROOT) == declared
 
 
 def test_masks_and_mods_are_the_folders_at_the_top():
