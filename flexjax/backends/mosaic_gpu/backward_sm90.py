@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv, dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq, dq_tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused, fused_tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide, wide_tiles
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
@@ -38,6 +40,11 @@ def refuses(plan: KernelPlan) -> str | None:
     return None
 
 
+def choose_fused(plan: KernelPlan) -> bool:
+    """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements."""
+    return not plan.options.deterministic
+
+
 def backward(
     plan: KernelPlan,
     operands: Operands,
@@ -54,12 +61,20 @@ def backward(
     captures = captures_of(operands)
 
     d_query = d_key = d_value = None
-    if wanted.query or wanted.query_extra:
-        lists = common.walk_arrays(plan, operands.lists, transposed=False)
-        d_query = backward_dq(joined_plan, derivative, given, lists, captures, dq_tiles(joined_plan))
-    if wanted.key or wanted.value or wanted.key_extra:
-        lists = common.walk_arrays(plan, operands.lists, transposed=True)
-        d_key, d_value = backward_dkv(joined_plan, derivative, given, lists, captures, dkv_tiles(joined_plan))
+    want_query, want_keys = wanted.query or wanted.query_extra, wanted.key or wanted.value or wanted.key_extra
+    by_query = common.walk_arrays(plan, operands.lists, transposed=False)
+    by_key = common.walk_arrays(plan, operands.lists, transposed=True)
+    common_arguments = (joined_plan, derivative, given)
+    fused = fused_tiles(joined_plan) if want_query and want_keys and choose_fused(joined_plan) else None
+    if fused is not None:
+        d_query, d_key, d_value = backward_fused(*common_arguments, by_key, captures, fused)
+    else:
+        if want_query:
+            d_query = backward_dq(*common_arguments, by_query, captures, dq_tiles(joined_plan))
+        if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > 128:
+            d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
+        elif want_keys:
+            d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv_tiles(joined_plan))
 
     d_query, d_query_extra = _split(plan, d_query, plan.q_len)
     d_key, d_key_extra = _split(plan, d_key, plan.kv_len)

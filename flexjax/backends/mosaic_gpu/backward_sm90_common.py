@@ -24,7 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 
@@ -70,6 +73,7 @@ def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
 def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
     """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse."""
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
+    delta = lax.optimization_barrier(delta)  # or XLA recomputes the sum in a strided order, five times slower
     lse = results.lse.astype(jnp.float32)
     dead = jnp.isneginf(lse)
     if d_lse is not None:
@@ -96,10 +100,10 @@ def rows_of(ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
 
 
-def tile_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> typing.Any:
-    """Shared memory laid out for the matrix instructions: rows of 8, swizzled."""
+def tile_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, swizzle: int = 128) -> typing.Any:
+    """Shared memory laid out for the matrix instructions: rows of 8, swizzled over at most `swizzle` bytes."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
+    swizzle = next(s for s in (128, 64, 32) if s <= swizzle and row_bytes % s == 0)
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -139,6 +143,13 @@ class Products:
         """Calls body with zeroed float32 accumulators."""
         return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))
 
+    def start(self, acc: typing.Any, value: jax.Array) -> None:
+        """acc = value, before the first product into it."""
+        if self.simulated:
+            jax.ref.swap(acc, ..., value)
+        else:
+            acc[...] = value
+
     def add(self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False) -> None:
         """acc += a @ b; `a` is a tile in registers or in shared memory, `_t` transposes."""
         if not self.simulated:
@@ -163,6 +174,41 @@ class Products:
         if self.simulated:
             plgpu.commit_smem()  # the stand-in read it through the generic proxy
         plgpu.barrier_arrive(barrier)
+
+
+def slot_of(number: jax.Array, slots: int) -> jax.Array:
+    """Ring slot of the number-th tile."""
+    if slots & (slots - 1) == 0:
+        return number & jnp.int32(slots - 1)
+    return lax.rem(number, jnp.int32(slots))
+
+
+def not_hoisted(index: jax.Array, interpret: bool) -> jax.Array:
+    """`index`, in a way that hides from the compiler that it does not change in a loop.
+
+    Otherwise the addresses of all slices of a tile that stays in shared memory are computed before the loop and kept in
+    registers, two for each slice of 16 columns, which at large head dims spills.
+    """
+    if interpret:
+        return index
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(splat,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
+    def opaque(_: typing.Any, value: typing.Any) -> typing.Any:
+        i32 = ir.IntegerType.get_signless(32)
+        moved = mgpu_utils.inline_ptx(
+            "mov.b32 $0, $1;", value.registers.flat[0], result_types=i32, has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
+
+    return opaque(index)
+
+
+def drain(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:
+    """The copying warpgroup waits until every slot of (free barriers, slots) was read for the last time."""
+    for free, slots in rings:
+        for slot in range(slots):
+            pl.when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 # ------------------------------------------------------------------- the walk over the lists
@@ -237,6 +283,40 @@ def walk_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: boo
     return Walk(
         own // own_tile, visited // visited_tile, tiles, lists=True, mask_all=False, batch=blocks.batch, heads=blocks.heads
     )
+
+
+def each_visit(
+    begin: typing.Callable[[jax.Array], typing.Any],
+    step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, bool], None],
+    *,
+    plan: KernelPlan,
+    walk: Walk,
+    lists: "WalkRefs",
+    b: jax.Array,
+    h_kv: jax.Array,
+    tile: jax.Array,
+    size: int,
+) -> jax.Array:
+    """For a tile of keys: calls step(begin(head), head, first query, running number, masked) for every tile of `size`
+    queries that reads it, over the query heads of the group; returns how many."""
+
+    def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
+        h = h_kv * plan.group + g
+        counts = walk.counts(lists, b, h, tile)
+        between = before + counts.plain
+        state = begin(h)
+
+        def one(i: jax.Array, start: jax.Array, masked: bool) -> None:
+            step(state, h, walk.tile(lists, b, h, tile, i, masked) * size, start + i, masked)
+
+        pl.loop(0, counts.plain)(lambda i: one(i, before, False))
+        if plan.mask is not None or plan.blocks is not None:
+            pl.loop(0, counts.masked)(lambda i: one(i, between, True))
+        return between + counts.masked
+
+    if plan.group == 1:
+        return one_head(jnp.int32(0), jnp.int32(0))
+    return lax.fori_loop(0, plan.group, one_head, jnp.int32(0))
 
 
 def walk_arrays(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> WalkRefs:

@@ -40,9 +40,9 @@ def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int) -> int:
 
 def dkv_tiles(plan: KernelPlan) -> DkvTiles:
     """Largest tiles that fit registers and shared memory, for head dims up to 128."""
-    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
     keys = common.own_tile(plan.blocks, "kv", (128, 64))
-    queries = common.own_tile(plan.blocks, "q", (128, 64)) if max(dim, value_dim) <= 64 else 64
+    narrow = max(plan.head_dim, plan.value_dim) <= 64 and plan.score is None and plan.dropout is None
+    queries = common.own_tile(plan.blocks, "q", (128, 64)) if narrow else 64
     return DkvTiles(64, keys // 64, queries, 2, 2)
 
 
@@ -98,30 +98,9 @@ def backward_dkv(
             first = h_kv * plan.group
             tile = order_ref[b if walk.batch > 1 else 0, first if walk.heads > 1 else 0, rank]
 
-        def each_head(
-            begin: typing.Callable[[jax.Array], typing.Any],
-            step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, bool], None],
-        ) -> jax.Array:
-            """Calls step(begin(head), head, first query, running number, masked) over the lists; returns the total."""
-
-            def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
-                h = h_kv * plan.group + g
-                counts = walk.counts(lists, b, h, tile)
-                between = before + counts.plain
-                state = begin(h)
-
-                def one(i: jax.Array, start: jax.Array, masked: bool) -> None:
-                    q0 = walk.tile(lists, b, h, tile, i, masked) * tiles.queries
-                    step(state, h, q0, start + i, masked)
-
-                pl.loop(0, counts.plain)(lambda i: one(i, before, False))
-                if plan.mask is not None or plan.blocks is not None:
-                    pl.loop(0, counts.masked)(lambda i: one(i, between, True))
-                return between + counts.masked
-
-            if plan.group == 1:
-                return one_head(jnp.int32(0), jnp.int32(0))
-            return lax.fori_loop(0, plan.group, one_head, jnp.int32(0))
+        each_head = functools.partial(
+            common.each_visit, plan=plan, walk=walk, lists=lists, b=b, h_kv=h_kv, tile=tile, size=tiles.queries
+        )
 
         def compute() -> None:
             common.take_registers(tiles.groups)
@@ -133,21 +112,26 @@ def backward_dkv(
 
             def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
                 def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
-                    q_slot, do_slot = lax.rem(at, tiles.query_slots), lax.rem(at, tiles.out_slots)
+                    q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
                     q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
+
+                    here = common.not_hoisted(group, plan.options.interpret)
+                    own_k, own_v = k_smem.at[here], v_smem.at[here]
 
                     def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_tile, b_t=True)
+                        delta = math.spread(plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q")
+                        if math.delta_first:
+                            products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_tile, b_t=True)
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
                         s = products.read(s_acc, 1)
                         found = rows.probabilities(s, lse2, q0, masked=masked)
                         products.add(dv_acc, found.weights().astype(dtype), do_tile)
-                        delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)
                         dp = products.read(dp_acc, 1)
-                        return found.d_score(found.d_program(dp, math.spread(delta, "q")))
+                        return found.d_score(found.d_program(dp, None if math.delta_first else delta))
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dk_acc, ds.astype(dtype), q_tile)
@@ -171,7 +155,7 @@ def backward_dkv(
             common.leave_registers(tiles.groups)
 
             def step(_: None, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
-                q_slot, do_slot = lax.rem(at, tiles.query_slots), lax.rem(at, tiles.out_slots)
+                q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
                 pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 queries = pl.ds(q0, tiles.queries)
                 plgpu.copy_gmem_to_smem(
@@ -184,9 +168,7 @@ def backward_dkv(
                 )
 
             total = each_head(lambda h: None, step)
-            for free, slots in ((q_free, tiles.query_slots), (do_free, tiles.out_slots)):
-                for slot in range(slots):
-                    pl.when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+            common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
         pl.when(group < tiles.groups)(compute)
         pl.when(group == tiles.groups)(copy)

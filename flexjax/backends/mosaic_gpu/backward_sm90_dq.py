@@ -118,18 +118,23 @@ def backward_dq(
                 def step(i: jax.Array, masked: bool) -> None:
                     at = i + counts.plain if masked else i
                     kv0 = walk.tile(lists, b, h, tile, i, masked) * tiles.keys
-                    k_slot, v_slot = lax.rem(at, tiles.key_slots), lax.rem(at, tiles.value_slots)
+                    k_slot, v_slot = common.slot_of(at, tiles.key_slots), common.slot_of(at, tiles.value_slots)
+
+                    here = common.not_hoisted(group, plan.options.interpret)
+                    own_q, own_do = q_smem.at[here], do_smem.at[here]
 
                     def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(k_full.at[k_slot])
                         products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
+                        if math.delta_first:
+                            products.start(dp_acc, -math.spread(delta, "q"))
                         plgpu.barrier_wait(v_full.at[v_slot])
                         products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
                         s = products.read(s_acc, 1)
                         found = rows.probabilities(s, lse2, kv0, masked=masked)
                         dp = products.read(dp_acc, 0)
                         products.release(v_free.at[v_slot])
-                        return found.d_score(found.d_program(dp, math.spread(delta, "q")))
+                        return found.d_score(found.d_program(dp, None if math.delta_first else math.spread(delta, "q")))
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])
@@ -157,16 +162,14 @@ def backward_dq(
                     (k_ref, k_smem, k_full, k_free, tiles.key_slots),
                     (v_ref, v_smem, v_full, v_free, tiles.value_slots),
                 ):
-                    slot = lax.rem(at, slots)
+                    slot = common.slot_of(at, slots)
                     pl.when(at >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
                     source = rows_of(ref, b=b, h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
                     plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
 
             pl.loop(0, counts.plain)(functools.partial(step, masked=False))
             pl.loop(0, counts.masked)(functools.partial(step, masked=True))
-            for free, slots in ((k_free, tiles.key_slots), (v_free, tiles.value_slots)):
-                for slot in range(slots):
-                    pl.when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+            common.drain(total, (k_free, tiles.key_slots), (v_free, tiles.value_slots))
 
         pl.when(group < tiles.groups)(compute)
         pl.when(group == tiles.groups)(copy)

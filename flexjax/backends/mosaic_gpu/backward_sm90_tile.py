@@ -51,8 +51,10 @@ class Probabilities(typing.NamedTuple):
         """What multiplied V in the forward pass."""
         return self.p if self.keep is None else self.p * self.keep
 
-    def d_program(self, dp: jax.Array, delta: jax.Array) -> jax.Array:
-        """Cotangent of the scores after the mod; `dp` = dO V^T, `delta` already spread to the tile."""
+    def d_program(self, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
+        """Cotangent of the scores after the mod; `dp` = dO V^T, `delta` spread to the tile (None: dp began at -delta)."""
+        if delta is None:
+            return self.p * dp
         return self.p * ((dp if self.keep is None else dp * self.keep) - delta)
 
     def d_score(self, dsp: jax.Array) -> jax.Array:
@@ -84,6 +86,11 @@ class TileMath:
     @property
     def hangs(self) -> bool:
         return bool(self.plan.q_len % self.queries or self.plan.kv_len % self.keys)
+
+    @property
+    def delta_first(self) -> bool:
+        """Whether the product dO V^T may start from -delta instead of 0, which saves the subtraction and its registers."""
+        return self.plan.dropout is None
 
     @property
     def slope_is_one(self) -> bool:
@@ -136,7 +143,7 @@ class RowMath:
     mask: TileProgram | None
     dropout: TileProgram | None
 
-    def probabilities(self, s: jax.Array, lse2: jax.Array, col0: jax.Array, *, masked: bool) -> Probabilities:
+    def probabilities(self, s: jax.Array, lse2: jax.Array, col0: jax.Array, *, masked: typing.Any) -> Probabilities:
         """From raw products q . k and the base-2 lse of the queries (a vector) for the tile whose columns begin at col0."""
         math = self.math
         plan = math.plan
@@ -151,11 +158,20 @@ class RowMath:
             if not math.slope_is_one:
                 slope, *rest = rest
             others = tuple(rest)
-        if masked and self.mask is not None:
-            p = jnp.where(self.mask.at_cols(col0, s)[0], p, 0.0)
+        if self.mask is not None and masked is not False:
+            mask = self.mask
+            if masked is True:
+                p = jnp.where(mask.at_cols(col0, p)[0], p, 0.0)
+            else:
+                p = lax.cond(masked, lambda p: jnp.where(mask.at_cols(col0, p)[0], p, 0.0), lambda p: p, p)
         p = self._inside(p, col0)
-        keep = None if self.dropout is None else self.dropout.at_cols(col0, s)[0]
+        keep = None if self.dropout is None else self.keep(col0, p)
         return Probabilities(p, slope, keep, others)
+
+    def keep(self, col0: jax.Array, like: jax.Array) -> jax.Array:
+        """The dropout multiplier of the tile."""
+        assert self.dropout is not None
+        return self.dropout.at_cols(col0, like)[0]
 
     def _inside(self, p: jax.Array, col0: jax.Array) -> jax.Array:
         """Zero past the last key; past the last query too where a mod was evaluated there (otherwise lse2 = inf does it)."""

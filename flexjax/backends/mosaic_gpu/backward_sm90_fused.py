@@ -1,0 +1,428 @@
+"""All three gradients in one kernel on Hopper: the dK/dV kernel with a fifth product for dQ.
+
+    S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ_tile = dS K, added to dQ in memory
+
+Separate kernels need seven products a tile, this one five, at the price of adding every [queries, D] tile of dQ to float32
+memory once for each tile of keys. Two compute warpgroups own 64 keys each. dQ sums over all keys of the block, so both put
+their dS^T in shared memory, meet at a barrier, and each multiplies one half of the columns of K. A third warpgroup copies
+tiles in, a fourth adds dQ tiles to memory with the copy engine, which takes no time from the others.
+
+Order of the additions. With `deterministic=False` each tile is added when it is ready. Otherwise every query tile has a
+ticket in memory: the block that owns key tile n may add when all blocks before it have, in a fixed order. Blocks start in
+that order, so a block only waits for blocks that already run, and each walks its queries upwards from its own diagonal
+(from a start rotated by its number where the matrix is full), so that neighbours reach a query tile one after another and
+seldom wait. See `tickets`.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace import mod_ir
+
+GROUPS = 2
+ROWS = 64
+KV_TILE = GROUPS * ROWS
+QUERIES = 64
+FAR = 1 << 30
+COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
+
+
+class FusedTiles(typing.NamedTuple):
+    """Slots for query tiles, for d_out tiles and for finished dQ tiles."""
+
+    query_slots: int
+    out_slots: int
+    dq_slots: int
+
+
+def fused_smem_bytes(tiles: FusedTiles, dim: int, value_dim: int) -> int:
+    own = 2 * KV_TILE * (dim + value_dim)
+    ring = 2 * QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return own + ring + 2 * 2 * KV_TILE * QUERIES + 4 * tiles.dq_slots * QUERIES * dim + 1024
+
+
+def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
+    """Slots that fit, None where this kernel does not apply."""
+    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
+    blocks = plan.blocks
+    if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % KV_TILE):
+        return None
+    for tiles in (FusedTiles(2, 2, 2), FusedTiles(2, 2, 1), FusedTiles(2, 1, 1)):
+        if fused_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
+            return tiles
+    return None
+
+
+# ------------------------------------------------------------------- who visits what, and in which order
+
+
+class Schedule(typing.NamedTuple):
+    """Arrays over [batch or 1, heads or 1, key tiles, ...] (references inside the kernel).
+
+    num     how many query tiles a key tile visits (None: all)
+    steps   query tile * 2 + (1 where the mask applies), ascending (None: all, rotated where ordered)
+    ticket  [.., key tiles, query tiles] position of the key tile among those that add to the query tile (None: unordered)
+    order   [.., key tiles] key tile of each rank of the launch (None: see the kernel)
+    """
+
+    num: typing.Any
+    steps: typing.Any
+    ticket: typing.Any
+    order: typing.Any
+
+
+def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int) -> Schedule:
+    walk = common.walk_for(plan, KV_TILE, QUERIES, transposed=True)
+    ordered = plan.options.deterministic
+    if not walk.lists:
+        return Schedule(None, None, tickets_of_full(kv_tiles, q_tiles) if ordered else None, None)
+    parts, nums = [], []
+    for num, index, flag in ((arrays.full_num, arrays.full_index, 0), (arrays.partial_num, arrays.partial_index, 1)):
+        if num is None or index is None:
+            continue
+        valid = jnp.arange(index.shape[-1]) < num[..., None]
+        parts.append(jnp.where(valid, index * 2 + flag, FAR))
+        nums.append(num)
+    if not parts:
+        shape = (1, 1, kv_tiles)
+        return Schedule(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), None, None)
+    blocks = jnp.sort(jnp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
+    num = sum(nums[1:], start=nums[0])
+    inside = jnp.arange(walk.per_block)
+    steps = (blocks[..., None] // 2 * walk.per_block + inside) * 2 + (blocks[..., None] & 1)
+    steps = jnp.where(blocks[..., None] == FAR, 0, steps).reshape(*blocks.shape[:-1], -1)
+    spread = lambda x: jnp.repeat(x, walk.own_per_block, axis=2)[:, :, :kv_tiles]  # noqa: E731
+    num, steps = spread(num * walk.per_block), spread(steps)
+    if not ordered:
+        return Schedule(num, steps, None, jnp.argsort(-num, axis=-1, stable=True).astype(jnp.int32))
+    width = -(-q_tiles // walk.per_block) * walk.per_block
+    visits = jnp.where(jnp.arange(steps.shape[-1]) < num[..., None], steps // 2, width)
+    batch, heads = num.shape[:2]
+    at = (jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[:, None, None], jnp.arange(kv_tiles)[:, None], visits)
+    active = jnp.zeros((batch, heads, kv_tiles, width + 1), jnp.int32).at[at].set(1)[..., :width]
+    after = jnp.flip(jnp.cumsum(jnp.flip(active, 2), 2), 2) - active
+    return Schedule(num, steps, after, None)
+
+
+def tickets_of_full(kv_tiles: int, q_tiles: int) -> jax.Array:
+    """Key tile n visits query tile m at time (m - start(n)) mod q_tiles; earlier times add first, then higher numbers.
+
+    At most 128 key tiles rotate among themselves: they must run at the same time, or they would wait for each other forever.
+    """
+    n, m = jnp.arange(kv_tiles)[:, None], jnp.arange(q_tiles)[None, :]
+    round_, start = _rotation(n, kv_tiles, q_tiles)
+    time = (round_ * q_tiles + (m - start) % q_tiles) * kv_tiles + (kv_tiles - 1 - n)
+    return jnp.argsort(jnp.argsort(time, axis=0), axis=0).astype(jnp.int32)[None, None]
+
+
+def _rotation(n: typing.Any, kv_tiles: int, q_tiles: int) -> tuple[typing.Any, typing.Any]:
+    """(round, first query tile) of key tile n."""
+    size = min(kv_tiles, 128)
+    return (kv_tiles - 1 - n) // size, (n % size) * max(q_tiles // size, 1) % q_tiles
+
+
+# ------------------------------------------------------------------- tickets in memory
+
+
+def _ticket_wait(ref: typing.Any, index: jax.Array, value: jax.Array) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def wait(_: typing.Any, memory: typing.Any, turn: typing.Any) -> None:
+        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(memory))
+        semaphore.wait(turn.registers.flat[0], decrement=False, memory_scope="gpu")
+
+    wait(ref.at[pl.ds(index, 1)], value)
+
+
+def _ticket_pass(ref: typing.Any, index: jax.Array) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_: typing.Any, memory: typing.Any) -> None:
+        semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(memory))
+        semaphore.signal(1, memory_scope="gpu")
+
+    signal(ref.at[pl.ds(index, 1)])
+
+
+# ------------------------------------------------------------------- the kernel
+
+
+def backward_fused(
+    plan: KernelPlan,
+    derivative: mod_ir.Program | None,
+    given: common.Prepared,
+    walk_arrays: common.WalkRefs,
+    captures: Captures,
+    tiles: FusedTiles,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dQ, dK, dV) in the shapes of `given`."""
+    dtype = given.key.dtype
+    dim, value_dim = given.key.shape[-1], given.value.shape[-1]
+    kv_tiles, q_tiles = -(-plan.kv_len // KV_TILE), -(-plan.q_len // QUERIES)
+    if plan.blocks is not None:
+        per_block = plan.blocks.block_q // QUERIES
+        q_tiles = -(-q_tiles // per_block) * per_block
+    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles)
+    simulated, ordered = plan.options.interpret, schedule.ticket is not None
+    math = TileMath(plan, derivative, (ROWS, QUERIES), "kv")
+    products = common.Products(simulated)
+    heads = plan.batch * plan.kv_heads
+    rows_of = functools.partial(common.rows_of, layout=plan.layout)
+    half = dim // GROUPS
+    per_head = plan.blocks is not None and plan.blocks.heads > 1
+    per_batch = plan.blocks is not None and plan.blocks.batch > 1
+
+    def kernel(
+        q_ref: typing.Any,
+        k_ref: typing.Any,
+        v_ref: typing.Any,
+        do_ref: typing.Any,
+        stats_ref: typing.Any,
+        plan_of: Schedule,
+        captured: Captures,
+        dq_ref: typing.Any,
+        turn_ref: typing.Any,
+        dk_ref: typing.Any,
+        dv_ref: typing.Any,
+        q_smem: typing.Any,
+        do_smem: typing.Any,
+        stats_smem: typing.Any,
+        k_smem: typing.Any,
+        v_smem: typing.Any,
+        ds_smem: typing.Any,
+        dq_smem: typing.Any,
+        q_full: typing.Any,
+        do_full: typing.Any,
+        kv_full: typing.Any,
+        q_free: typing.Any,
+        do_free: typing.Any,
+        ds_ready: typing.Any,
+        dq_full: typing.Any,
+        dq_free: typing.Any,
+    ) -> None:
+        group = lax.axis_index("wg")
+        program = lax.axis_index("program")
+        zero = jnp.int32(0)
+        if ordered:
+            head_index = lax.div(program, jnp.int32(kv_tiles))
+            rank = kv_tiles - 1 - lax.rem(program, jnp.int32(kv_tiles))
+        else:
+            rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+        b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
+        mask_b = b if per_batch else zero
+        tile = rank
+        if plan_of.order is not None:
+            tile = plan_of.order[mask_b, h_kv * plan.group if per_head else 0, rank]
+
+        def each_step(
+            begin: typing.Callable[[jax.Array], typing.Any],
+            step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, typing.Any], None],
+        ) -> jax.Array:
+            """Calls step(begin(head), head, query tile, running number, masked) for all visits; returns their number."""
+
+            def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
+                h = h_kv * plan.group + g
+                mask_h = h if per_head else zero
+                state = begin(h)
+                count = jnp.int32(q_tiles) if plan_of.num is None else plan_of.num[mask_b, mask_h, tile]
+
+                @pl.loop(0, count)
+                def _(i: jax.Array) -> None:
+                    if plan_of.steps is None:
+                        first = _rotation(tile, kv_tiles, q_tiles)[1] if ordered else zero
+                        at, masked = lax.rem(i + first, jnp.int32(q_tiles)), plan.mask is not None
+                    else:
+                        entry = plan_of.steps[mask_b, mask_h, tile, i]
+                        at, masked = lax.shift_right_logical(entry, jnp.int32(1)), (entry & 1) == 1
+                    step(state, h, at, before + i, masked)
+
+                return before + count
+
+            if plan.group == 1:
+                return one_head(zero, zero)
+            return lax.fori_loop(0, plan.group, one_head, zero)
+
+        def compute() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            kv0 = tile * KV_TILE + group * ROWS
+            mine = pl.ds(group * ROWS, ROWS)
+            own_k, own_v = k_smem.at[mine], v_smem.at[mine]
+            plgpu.barrier_wait(kv_full)
+
+            def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
+                def step(rows: RowMath, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
+                    q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
+                    dq_slot, ds_slot = common.slot_of(at, tiles.dq_slots), common.slot_of(at, 2)
+                    q_now, do_now = q_smem.at[q_slot], do_smem.at[do_slot]
+
+                    here = common.not_hoisted(group, plan.options.interpret)
+                    mine, columns = pl.ds(here * ROWS, ROWS), pl.ds(here * half, half)
+                    own_k, own_v = k_smem.at[mine], v_smem.at[mine]
+
+                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
+                        plgpu.barrier_wait(q_full.at[q_slot])
+                        products.add(s_acc, own_k, q_now, b_t=True)
+                        delta = math.spread(plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q")
+                        if math.delta_first:
+                            products.start(dp_acc, -delta)
+                        plgpu.barrier_wait(do_full.at[do_slot])
+                        products.add(dp_acc, own_v, do_now, b_t=True)
+                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
+                        s = products.read(s_acc, 1)
+                        found = rows.probabilities(s, lse2, q_tile * QUERIES, masked=masked)
+                        products.add(dv_acc, found.weights().astype(dtype), do_now)
+                        dp = products.read(dp_acc, 1)
+                        dsp = found.d_program(dp, None if math.delta_first else delta)
+                        return found.d_score(dsp).astype(dtype)
+
+                    ds = products.accumulators(scores, math.shape, math.shape)
+                    ds_smem.at[ds_slot, mine][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ds_ready)
+                    products.add(dk_acc, ds, q_now)
+                    products.wait(1)
+                    products.release(do_free.at[do_slot])
+                    plgpu.barrier_wait(ds_ready)
+
+                    def queries(dq_acc: typing.Any) -> jax.Array:
+                        products.add(dq_acc, ds_smem.at[ds_slot], k_smem.at[:, columns], a_t=True)
+                        products.wait(1)
+                        products.release(q_free.at[q_slot])
+                        return products.read(dq_acc)
+
+                    dq = products.accumulators(queries, (QUERIES, half))
+                    pl.when(at >= tiles.dq_slots)(lambda: plgpu.barrier_wait(dq_free.at[dq_slot]))
+                    dq_smem.at[dq_slot, pl.ds(group * QUERIES, QUERIES)][...] = dq
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(dq_full.at[dq_slot])
+
+                total = each_step(lambda h: math.at_rows(b, h, kv0, captured), step)
+                if simulated:  # which wants every barrier observed to the end
+                    common.drain(total, (dq_free, tiles.dq_slots))
+                return products.read(dk_acc) * plan.scale, products.read(dv_acc)
+
+            dk, dv = products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
+            plgpu.barrier_arrive(ds_ready)  # the other warpgroup reads all keys in its last product
+            plgpu.barrier_wait(ds_ready)
+            own_k[...] = dk.astype(dtype)
+            own_v[...] = dv.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own_k, rows_of(dk_ref, b=b, h=h_kv, start=kv0, size=ROWS))
+            plgpu.copy_smem_to_gmem(own_v, rows_of(dv_ref, b=b, h=h_kv, start=kv0, size=ROWS))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def copy_in() -> None:
+            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+            kv0 = tile * KV_TILE
+            plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=KV_TILE), k_smem, kv_full)
+            plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=KV_TILE), v_smem, kv_full)
+
+            def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
+                q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
+                q0 = q_tile * QUERIES
+                pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+                source = rows_of(q_ref, b=b, h=h, start=q0, size=QUERIES)
+                plgpu.copy_gmem_to_smem(source, q_smem.at[q_slot], q_full.at[q_slot])
+                stats = stats_ref.at[b, h, :, pl.ds(q0, QUERIES)]
+                plgpu.copy_gmem_to_smem(stats, stats_smem.at[q_slot], q_full.at[q_slot])
+                pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
+                source = rows_of(do_ref, b=b, h=h, start=q0, size=QUERIES)
+                plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
+
+            total = each_step(lambda h: None, step)
+            common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
+
+        def add_out() -> None:
+            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+
+            def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
+                slot = common.slot_of(at, tiles.dq_slots)
+                number = (b * plan.q_heads + h) * q_tiles + q_tile
+                target = dq_ref.at[pl.ds(number * (GROUPS * QUERIES), GROUPS * QUERIES)]
+                plgpu.barrier_wait(dq_full.at[slot])
+                if simulated:
+                    target[...] = target[...] + dq_smem[slot]
+                    plgpu.barrier_arrive(dq_free.at[slot])
+                    return
+                if ordered:
+                    turn = plan_of.ticket[mask_b, h if per_head else zero, tile, q_tile]
+                    _ticket_wait(turn_ref, number, turn)
+                plgpu.copy_smem_to_gmem(dq_smem.at[slot], target, reduction_op="add")
+                plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
+                plgpu.barrier_arrive(dq_free.at[slot])
+                if ordered:
+                    _ticket_pass(turn_ref, number)
+
+            total = each_step(lambda h: None, step)
+            if not simulated:
+                plgpu.wait_smem_to_gmem(0)
+            del total
+
+        pl.when(group < GROUPS)(compute)
+        pl.when(group == GROUPS)(copy_in)
+        pl.when(group == GROUPS + 1)(add_out)
+
+    swizzle = min(128, 2 * half)  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
+    scratch = (
+        common.tile_smem((tiles.query_slots, QUERIES, dim), dtype, swizzle),
+        common.tile_smem((tiles.out_slots, QUERIES, value_dim), dtype),
+        plgpu.SMEM((tiles.query_slots, 2, QUERIES), jnp.float32),
+        common.tile_smem((KV_TILE, dim), dtype, swizzle),
+        common.tile_smem((KV_TILE, value_dim), dtype),
+        common.tile_smem((2, KV_TILE, QUERIES), dtype, swizzle),
+        common.tile_smem((tiles.dq_slots, GROUPS * QUERIES, half), jnp.float32),
+        plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2),
+        plgpu.Barrier(num_barriers=tiles.out_slots),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=GROUPS),
+        plgpu.Barrier(num_barriers=tiles.out_slots, num_arrivals=GROUPS),
+        plgpu.Barrier(num_arrivals=GROUPS),
+        plgpu.Barrier(num_barriers=tiles.dq_slots, num_arrivals=GROUPS),
+        plgpu.Barrier(num_barriers=tiles.dq_slots),
+    )
+    tile_count = plan.batch * plan.q_heads * q_tiles
+    run = pl.kernel(
+        lambda *refs: pl.run_scoped(functools.partial(kernel, *refs), *scratch, collective_axes="wg"),
+        out_type=(
+            jax.ShapeDtypeStruct(given.key.shape, dtype),
+            jax.ShapeDtypeStruct(given.value.shape, dtype),
+        ),
+        mesh=plgpu.Mesh(
+            grid=(kv_tiles * heads,), grid_names=("program",), num_threads=GROUPS + 2, thread_name="wg"
+        ),
+        compiler_params=common.compiler_params(),
+        interpret=plgpu.InterpretGPUParams() if simulated else False,
+        name="flexjax_backward_fused",
+    )
+    dq_sum = jax.new_ref(jnp.zeros((tile_count * GROUPS * QUERIES, half), jnp.float32))
+    turns = jax.new_ref(jnp.zeros((tile_count,), jnp.int32))
+    dk, dv = run(*given, schedule, captures, dq_sum, turns)
+    return _gather_dq(plan, jax.freeze(dq_sum), given.query, q_tiles), dk, dv
+
+
+def _gather_dq(plan: KernelPlan, total: jax.Array, query: jax.Array, q_tiles: int) -> jax.Array:
+    """[B * N * tiles * halves * queries, D / 2] float32 to the layout and dtype of the queries, scaled."""
+    half = total.shape[1]
+    total = (total * plan.scale).astype(query.dtype).reshape(plan.batch, plan.q_heads, q_tiles, GROUPS, QUERIES, half)
+    if plan.layout == "BTNH":
+        total = total.transpose(0, 2, 4, 1, 3, 5).reshape(plan.batch, q_tiles * QUERIES, plan.q_heads, GROUPS * half)
+        return _fit(total, query.shape[1], 1)
+    total = total.transpose(0, 1, 2, 4, 3, 5).reshape(plan.batch, plan.q_heads, q_tiles * QUERIES, GROUPS * half)
+    return _fit(total, query.shape[2], 2)
+
+
+def _fit(x: jax.Array, length: int, axis: int) -> jax.Array:
+    have = x.shape[axis]
+    if have >= length:
+        return lax.slice_in_dim(x, 0, length, axis=axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - have)
+    return jnp.pad(x, widths)
