@@ -12,9 +12,7 @@ from flexjax import masks, mods
 
 def main(length: int = 4096, window: int = 256) -> dict[str, float]:
     heads, dim = 4, 32
-    q, k, v = (
-        jax.random.normal(key, (1, length, heads, dim)) for key in jax.random.split(jax.random.key(0), 3)
-    )
+    q, k, v = (jax.random.normal(key, (1, length, heads, dim)) for key in jax.random.split(jax.random.key(0), 3))
     block_mask = flexjax.create_block_mask(masks.sliding_window(window), None, None, length, length)
     attend = jax.jit(
         lambda q, k, v: flexjax.flex_attention(q, k, v, score_mod=mods.alibi(heads), block_mask=block_mask)

@@ -16,9 +16,7 @@ from flexjax import masks
 
 def main(length: int = 512, block: int = 32) -> dict[str, float]:
     heads, dim = 4, 32
-    q, k, v = (
-        jax.random.normal(key, (1, 2 * length, heads, dim)) for key in jax.random.split(jax.random.key(0), 3)
-    )
+    q, k, v = (jax.random.normal(key, (1, 2 * length, heads, dim)) for key in jax.random.split(jax.random.key(0), 3))
     block_mask = flexjax.create_block_mask(
         masks.block_diffusion(length, block), None, None, 2 * length, 2 * length, block_size=block
     )

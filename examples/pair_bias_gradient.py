@@ -15,9 +15,7 @@ import flexjax
 from flexjax import masks
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, pair: jax.Array, w: jax.Array, lengths: jax.Array
-) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, pair: jax.Array, w: jax.Array, lengths: jax.Array) -> jax.Array:
     """q, k, v [B, T, N, D]; pair [T, T, C]; w [C, N]; lengths [B], residues beyond them are padding."""
     bias = jnp.einsum("qkc,cn->nqk", pair, w)
 
@@ -47,14 +45,9 @@ def main(length: int = 200) -> dict[str, float]:
     def loss(attention, pair, w):
         return jnp.sum(attention(q, k, v, pair, w, lengths) ** 2)
 
-    slopes = [
-        jax.jit(jax.grad(lambda *x, f=f: loss(f, *x), argnums=(0, 1)))(pair, w)
-        for f in (attend, attend_dense)
-    ]
+    slopes = [jax.jit(jax.grad(lambda *x, f=f: loss(f, *x), argnums=(0, 1)))(pair, w) for f in (attend, attend_dense)]
     errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*slopes, strict=True)]
-    print(
-        f"gradient of the pair representation {pair.shape}: relative error {errors[0]:.1e} to dense attention"
-    )
+    print(f"gradient of the pair representation {pair.shape}: relative error {errors[0]:.1e} to dense attention")
     print(f"gradient of the weights {w.shape}: relative error {errors[1]:.1e}")
     return dict(pair=errors[0], weights=errors[1])
 

@@ -55,7 +55,7 @@ def main(length: int = 1024, block: int = 64, keep: int = 4) -> dict[str, float]
     q, k, v = (jax.random.normal(key, (2, length, 2, 32)) for key in jax.random.split(jax.random.key(0), 3))
 
     def value_and_slope(attention):
-        total = lambda q, k, v: jnp.sum(attention(q, k, v, block, keep) ** 2)  # noqa: E731
+        total = lambda q, k, v: jnp.sum(attention(q, k, v, block, keep) ** 2)
         return jax.jit(jax.value_and_grad(total, argnums=2))(q, k, v)
 
     (got, got_slope), (want, want_slope) = value_and_slope(attend), value_and_slope(attend_dense)

@@ -203,9 +203,7 @@ class Progress:
         left = now / max(share, 1e-9) * (1 - share)
         text = f"[{'#' * filled}{'.' * (30 - filled)}] step {step}  loss {value:.3f}  "
         text += f"{tokens / now:,.0f} tokens/s  {left:.0f} s left"
-        print(
-            f"\r{text:100}" if terminal else text, end="" if terminal and share < 1 else "\n", file=sys.stderr
-        )
+        print(f"\r{text:100}" if terminal else text, end="" if terminal and share < 1 else "\n", file=sys.stderr)
 
 
 def train(args: argparse.Namespace, files: list[bytes]) -> tuple[Params, list[float], float]:
@@ -290,16 +288,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     files = source_files(args.files)
     sizes = sorted(map(len, files))
     entropy = unigram_entropy(files)
-    print(
-        f"{len(files)} files of {sizes[0]} to {sizes[-1]:,} bytes; unigram entropy {entropy:.3f} nats a byte"
-    )
+    print(f"{len(files)} files of {sizes[0]} to {sizes[-1]:,} bytes; unigram entropy {entropy:.3f} nats a byte")
     params, losses, speed = train(args, files)
     last = float(np.mean(losses[-10:]))
     print(f"{len(losses)} steps, {speed:,.0f} tokens/s; loss {losses[0]:.3f} -> {last:.3f} nats a byte")
     difference, compared = leak(params, most_packed(files, args.batch, args.length, args.seed))
-    print(
-        f"leak check: the logits of {compared} documents alone and packed differ by at most {difference:.1e}"
-    )
+    print(f"leak check: the logits of {compared} documents alone and packed differ by at most {difference:.1e}")
     text = sample(params, "def ", args.sample, jax.random.key(args.seed + 1))
     print(f"sample:\n{text}")
     return dict(

@@ -43,7 +43,7 @@ def reference_attention(
     score_mod:    (score, b, h, q, kv) -> score, on scalars; `h` is the query head.
     mask_mod:     (b, h, q, kv) -> bool, on scalars; True keeps the entry.
     mask:         bool, broadcastable to [B, N, T, S]; kept entries satisfy it and `mask_mod`.
-    scale:        factor on the dot products; `1 / sqrt(D)` if None, `1 / sqrt(D + R)` with extra features.
+    scale:        factor on the dot products; `1 / sqrt(D)` if None.
     sinks:        [N] logits of a column without a value behind it.
     query_extra:  [B, T, N, R] and key_extra [B, S, M', R], `M'` divides `N`: a second dot product, added
                   to the first before scaling.
@@ -58,12 +58,11 @@ def reference_attention(
     q, k, v = (_heads_first(x, head_first).astype(wide) for x in (query, key, value))
     batch, heads, _, dim = q.shape
     k, v = (_per_query_head(x, batch, heads) for x in (k, v))
-    scores, width = _dot(q, k), dim
+    scores = _dot(q, k)
     if query_extra is not None and key_extra is not None:
         extra = (_heads_first(x, head_first).astype(wide) for x in (query_extra, key_extra))
-        width = dim + query_extra.shape[-1]
         scores = scores + _dot(*(_per_query_head(x, batch, heads) for x in extra))
-    scores = scores * (1.0 / math.sqrt(max(width, 1)) if scale is None else scale)
+    scores = scores * (1.0 / math.sqrt(max(dim, 1)) if scale is None else scale)
 
     on = _mask_everywhere(mask_mod, mask, scores.shape)
     if score_mod is not None and scores.size:

@@ -204,7 +204,7 @@ def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str
     """Heads-first float32 arrays that hold `dtype` values; see `plain_low_precision`."""
     B, N, _, T, S, D, _ = case.shape
     narrow = {name: x if name == "sinks" else _through(x, dtype, dtype) for name, x in inputs.items()}
-    repeat = lambda x: jnp.repeat(x, N // x.shape[1], axis=1)  # noqa: E731
+    repeat = lambda x: jnp.repeat(x, N // x.shape[1], axis=1)
     scores = jnp.einsum("bhqe,bhke->bhqk", narrow["q"], repeat(narrow["k"]))
     if case.extra:
         scores += jnp.einsum("bhqe,bhke->bhqk", narrow["query_extra"], repeat(narrow["key_extra"]))

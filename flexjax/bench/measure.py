@@ -26,9 +26,7 @@ from flexjax.bench.suites import SUITES, Problem
 SAMPLE_ROWS = 16
 
 
-def measure_apart(
-    suite: str, problem: Problem, peer: str, which: str, timeout: float = 1800
-) -> dict[str, Any]:
+def measure_apart(suite: str, problem: Problem, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
     """The result of `measure` from a child process, or {"failed": why}."""
     task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
     command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
@@ -56,7 +54,7 @@ def measure(problem: Problem, peer: str, which: str) -> dict[str, Any]:
         return (out, *pull(d_out))
 
     step = jax.jit(forward if which == "forward" else both)
-    call = lambda: jax.block_until_ready(step(**arrays))  # noqa: E731
+    call = lambda: jax.block_until_ready(step(**arrays))
     start = time.perf_counter()
     results = call()
     compiled = time.perf_counter() - start

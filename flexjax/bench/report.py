@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-Row = dict[
-    str, Any
-]  # problem, which, flops, and per peer a dict of `measure` or {"failed": why} or {"skipped": why}
+Row = dict[str, Any]  # problem, which, flops, and per peer a dict of `measure` or {"failed": why} or {"skipped": why}
 
 OWN = "flexjax"
 
@@ -30,9 +28,7 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
         lines.append("| " + " | ".join(cells) + " |")
     about = ", ".join(f"{name} {value}" for name, value in facts.items() if name not in ("device", "cores"))
     lines += ["", f"{facts['device']}, {facts['cores']} cores; {about}. Medians. `{command}`"]
-    reasons = {
-        f"{p}, {row['problem']}: {_reason(r)}" for row in rows for p, r in row["peers"].items() if _reason(r)
-    }
+    reasons = {f"{p}, {row['problem']}: {_reason(r)}" for row in rows for p, r in row["peers"].items() if _reason(r)}
     return "\n".join(lines + [f"- {reason}" for reason in sorted(reasons)])
 
 

@@ -36,8 +36,7 @@ class Problem:
         rng = np.random.default_rng(0)
         heads = dict(q=self.heads, k=self.kv_heads, v=self.kv_heads, d_out=self.heads)
         return {
-            name: rng.standard_normal((self.batch, self.length, n, self.dim), np.float32)
-            for name, n in heads.items()
+            name: rng.standard_normal((self.batch, self.length, n, self.dim), np.float32) for name, n in heads.items()
         }
 
     def allowed(self) -> Callable[[Any, Any], Any]:
@@ -98,8 +97,6 @@ SUITES: dict[str, tuple[Problem, ...]] = {
     # a few seconds in all: for tests and for trying the harness
     "tiny": (
         Problem("causal 64", "causal", 0, 64, dim=16, seconds=0.2),
-        Problem(
-            "3 documents in 96", "documents", 3, 96, dim=16, kv_heads=2, seconds=0.2, passes=("forward",)
-        ),
+        Problem("3 documents in 96", "documents", 3, 96, dim=16, kv_heads=2, seconds=0.2, passes=("forward",)),
     ),
 }

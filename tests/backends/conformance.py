@@ -32,8 +32,8 @@ Arrays = dict[str, Any]
 
 # The gradient pass runs the forward pass too; these are run forward alone besides, outside the slow run.
 FORWARD_ALONE = frozenset(
-    ["plain", "no_keys", "one_query", "mqa", "window", "packed", "padded", "some_rows_off", "nothing", "pair_bias"]
-    + ["relative_bias", "bucket_bias", "poison_root", "sinks", "extra", "softcap"]
+    "plain no_keys one_query mqa window packed padded some_rows_off nothing pair_bias relative_bias bucket_bias "
+    "poison_root sinks extra softcap".split()
 )
 
 
@@ -245,22 +245,22 @@ class Conformance:
     def test_vmap_over_captures(self):
         q, k, v = _small()
         bias = jnp.stack([_bias(), 2 * _bias(), -_bias()])
-        attend = lambda bias: self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v)  # noqa: E731
+        attend = lambda bias: self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v)
         _same_as_loop(jax.vmap(attend), attend, (bias,))
-        slope = lambda bias: jax.grad(lambda b: jnp.sum(attend(b) ** 2))(bias)  # noqa: E731
+        slope = lambda bias: jax.grad(lambda b: jnp.sum(attend(b) ** 2))(bias)
         _same_as_loop(jax.vmap(slope), slope, (bias,))
 
     def test_vmap_over_captures_of_the_mask(self):
         q, k, v = _small()
         ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
-        attend = lambda ids: self._attention(mask_mod=_document(ids))(q, k, v)  # noqa: E731
+        attend = lambda ids: self._attention(mask_mod=_document(ids))(q, k, v)
         _same_as_loop(jax.vmap(attend), attend, (ids,))
 
     def test_vmap_over_block_masks(self):
         q, k, v = _small()
         ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
-        build = lambda ids: flexjax.create_block_mask(_document(ids), None, None, 20, 20, block_size=8)  # noqa: E731
-        attend = lambda block_mask: self._attention(block_mask=block_mask)(q, k, v)  # noqa: E731
+        build = lambda ids: flexjax.create_block_mask(_document(ids), None, None, 20, 20, block_size=8)
+        attend = lambda block_mask: self._attention(block_mask=block_mask)(q, k, v)
         stacked = jax.vmap(build)(ids)
         want = jnp.stack([attend(build(one)) for one in ids])
         np.testing.assert_allclose(jax.vmap(attend)(stacked), want, rtol=1e-5, atol=1e-6)
@@ -268,7 +268,7 @@ class Conformance:
     def test_gradient_of_vmap(self):
         q, k, v = (jnp.stack([x, x + 1]) for x in _small())
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
-        loss = lambda q, k, v: jnp.sum(attend(q, k, v) ** 2)  # noqa: E731
+        loss = lambda q, k, v: jnp.sum(attend(q, k, v) ** 2)
         slopes = jax.grad(lambda *x: jnp.sum(jax.vmap(loss)(*x)), argnums=(0, 1, 2))(q, k, v)
         for i in range(2):
             for got, want in zip(slopes, jax.grad(loss, argnums=(0, 1, 2))(q[i], k[i], v[i]), strict=True):
@@ -276,7 +276,7 @@ class Conformance:
 
     def test_checkpoint(self):
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
-        loss = lambda f: lambda q, k, v: jnp.sum(f(q, k, v) ** 2)  # noqa: E731
+        loss = lambda f: lambda q, k, v: jnp.sum(f(q, k, v) ** 2)
         slopes = [jax.grad(loss(f), argnums=(0, 1, 2))(*_small()) for f in (attend, jax.checkpoint(attend))]
         for got, want in zip(*slopes, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -322,7 +322,7 @@ class Conformance:
         if not self.second_order:
             pytest.skip("no second order")
         q, k, v = _small()
-        attend = lambda name, q: flexjax.flex_attention(q, k, v, mask_mod=_causal, implementation=name)  # noqa: E731
+        attend = lambda name, q: flexjax.flex_attention(q, k, v, mask_mod=_causal, implementation=name)
 
         def penalty(name, q):
             return jnp.sum(jax.grad(lambda q: jnp.sum(attend(name, q) ** 2))(q) ** 2)
@@ -340,7 +340,7 @@ class Conformance:
         np.testing.assert_allclose(exported.call(*_small()), attend(*_small()), rtol=1e-6, atol=1e-6)
 
     def test_extra_features_equal_longer_heads(self):
-        """With the default scale too: features of all heads and those of one, side by side or apart."""
+        """Features side by side or apart; the default scale is that of D alone."""
         q, k, v = _small()
         more_q, more_k = jnp.sin(3 * q), jnp.cos(2 * k[:, :, :1])
         apart = self._attention(mask_mod=_causal)(q, k, v, query_extra=more_q, key_extra=more_k)
@@ -348,7 +348,9 @@ class Conformance:
             jnp.concatenate([q, more_q], -1),
             jnp.concatenate([k, jnp.repeat(more_k, 2, axis=2)], -1),
         )
-        np.testing.assert_allclose(apart, self._attention(mask_mod=_causal)(*side_by_side, v), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            apart, self._attention(mask_mod=_causal, scale=8**-0.5)(*side_by_side, v), rtol=1e-5, atol=1e-6
+        )
 
     def test_zero_cotangent_gives_zero_gradients(self):
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
@@ -376,7 +378,7 @@ class Conformance:
 
     def test_dropout_follows_its_key(self):
         q, k, v = _small()
-        attend = lambda seed: self._attention(dropout_rate=0.5, dropout_key=jax.random.key(seed))(q, k, v)  # noqa: E731
+        attend = lambda seed: self._attention(dropout_rate=0.5, dropout_key=jax.random.key(seed))(q, k, v)
         np.testing.assert_array_equal(attend(1), attend(1))
         assert not np.array_equal(attend(1), attend(2))
 

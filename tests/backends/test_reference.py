@@ -12,17 +12,14 @@ from tests.cases import CASES, Case
 SAMPLE = [
     pytest.param(case, id=name, marks=[pytest.mark.slow] if case.slow else [])
     for name, case in CASES.items()
-    if not case.dropout
-    and case.score != "custom_rule"  # its rule is not the derivative of its value, by design
+    if not case.dropout and case.score != "custom_rule"  # its rule is not the derivative of its value, by design
 ]
 
 
 class TestReference(Conformance):
     implementation = "reference"
     extra_dtypes = ()
-    everyday = frozenset(
-        {"plain", "window", "packed", "poison_root", "sinks", "dropout", "everything_at_once"}
-    )
+    everyday = frozenset({"plain", "window", "packed", "poison_root", "sinks", "dropout", "everything_at_once"})
 
 
 @pytest.mark.parametrize("case", SAMPLE)
@@ -72,7 +69,7 @@ def test_keep_array_drops_and_rescales():
 def test_a_dense_mask_joins_the_mask_mod():
     x = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
     causal, allowed = lambda b, h, q, k: q >= k, np.random.default_rng(0).integers(0, 2, (1, 1, 5, 5)) > 0
-    both = lambda b, h, q, k: causal(b, h, q, k) & jnp.asarray(allowed)[0, 0, q, k]  # noqa: E731
+    both = lambda b, h, q, k: causal(b, h, q, k) & jnp.asarray(allowed)[0, 0, q, k]
     got = oracle.reference_attention(x, x, x, mask_mod=causal, mask=allowed)
     want = oracle.reference_attention(x, x, x, mask_mod=both)
     for a, b in zip(got, want, strict=True):
