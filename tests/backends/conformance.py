@@ -31,10 +31,12 @@ Arrays = dict[str, Any]
 
 
 # The gradient pass runs the forward pass too; these are run forward alone besides, outside the slow run.
-FORWARD_ALONE = frozenset(
-    "plain no_keys one_query mqa window packed padded some_rows_off nothing pair_bias relative_bias bucket_bias "
-    "poison_root sinks extra softcap".split()
-)
+# fmt: off
+FORWARD_ALONE = frozenset({
+    "plain", "no_keys", "one_query", "mqa", "window", "packed", "padded", "some_rows_off", "nothing",
+    "pair_bias", "relative_bias", "bucket_bias", "poison_root", "sinks", "extra", "softcap",
+})
+# fmt: on
 
 
 def _every_case(everyday: frozenset[str] | None, extra_dtypes: tuple[str, ...]) -> list[Any]:
