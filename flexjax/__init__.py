@@ -4,7 +4,7 @@ from flexjax import masks as masks
 from flexjax import mods as mods
 from flexjax.attention import flex_attention as flex_attention
 from flexjax.block_mask.block_mask import BlockMask as BlockMask
-from flexjax.block_mask.build import create_block_mask as create_block_mask
+from flexjax.block_mask.block_mask import create_block_mask as create_block_mask
 from flexjax.combine import and_masks as and_masks
 from flexjax.combine import chain_mods as chain_mods
 from flexjax.combine import not_mask as not_mask

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 import jax
 
 from flexjax import dispatch
-from flexjax.autodiff import Problem, attention
+from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced
 from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
 from flexjax.dropout import dense_keep, dropout_program
 from flexjax.errors import bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
+from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
@@ -204,7 +205,7 @@ def _block_mask(mask_mod: Callable | None, block_mask: BlockMask | None, inputs:
         inputs.batch if traced.program.reads("b") else 1,
         inputs.q_heads if traced.program.reads("h") else 1,
     )
-    return from_traced(traced, heads, (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK))
+    return BlockMask.of(from_traced(traced, heads, (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)))
 
 
 def _layout(mask: BlockMask) -> BlockLayout:

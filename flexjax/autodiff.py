@@ -11,7 +11,6 @@ jvp of forward is tangent; the transpose of tangent is backward; jvp of tangent 
 loops that reverse mode can cross. Named residuals for jax.checkpoint policies: "flexjax_out" and "flexjax_lse".
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -24,38 +23,10 @@ from jax.interpreters import ad, batching, mlir
 
 from flexjax import dispatch
 from flexjax.fold_batch import batch_rule
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace.mod_ir import Program
+from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
+from flexjax.plan.problem import Problem
 
 Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The static side of a call: what the primitives carry as their parameter.
-
-    derivative   score_mod's derivative program, None where there is no score_mod or it has none; then `why_not` says why
-    structure    tree of the operands
-    """
-
-    plan: KernelPlan
-    derivative: Program | None
-    why_not: str
-    backend: str
-    structure: jax.tree_util.PyTreeDef
-
-    def operands(self, flat: Sequence[Array]) -> Operands:
-        return jax.tree.unflatten(self.structure, flat)
-
-    def differentiable(self) -> "Problem":
-        """The same on xla, with loops of known length."""
-        plan = dataclasses.replace(self.plan, differentiable=True)
-        return dataclasses.replace(self, plan=plan, backend="xla")
-
-    def needed_derivative(self) -> Program | None:
-        if self.plan.score is not None and self.derivative is None:
-            raise ValueError(self.why_not)
-        return self.derivative
 
 
 def attention(problem: Problem, operands: Operands) -> Results:
@@ -166,7 +137,7 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
         moved = tangent_p.bind(*primals, out, lse, *given, problem=problem, moving=present)
     else:
         moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
-    return [out, lse, *top], [*moved, *(ad.Zero.from_primal_value(t) for t in top)]
+    return [out, lse, *top], [*moved, *map(jnp.zeros_like, top)]
 
 
 def _tangent_transpose(cotangents: Sequence[object], *flat: object, problem: Problem, moving: tuple[bool, ...]) -> list:

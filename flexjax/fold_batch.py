@@ -14,11 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace import rewrite
+from flexjax.plan.problem import Problem
+from flexjax.trace.fold import fold_batch
 from flexjax.trace.mod_ir import Program
-
-if typing.TYPE_CHECKING:
-    from flexjax.autodiff import Problem
 
 Array = jax.Array
 
@@ -27,7 +25,7 @@ class Folded(typing.NamedTuple):
     """Arguments, static side and parameters of the folded call, and how to take its results apart."""
 
     arguments: list[Array]
-    problem: "Problem"
+    problem: Problem
     unfold: Callable[[Sequence[Array]], list[Array]]
 
 
@@ -36,7 +34,7 @@ class CannotFold(Exception):
 
 
 def batch_rule(
-    primitive: object, problem: "Problem", flat: Sequence[Array], mapped: Sequence[bool], params: dict
+    primitive: object, problem: Problem, flat: Sequence[Array], mapped: Sequence[bool], params: dict
 ) -> list:
     """Results with the mapped axis in front; `flat` has it in front where `mapped`."""
     size = next(x.shape[0] for x, m in zip(flat, mapped, strict=True) if m)
@@ -47,7 +45,7 @@ def batch_rule(
     return folded.unfold(primitive.bind(*folded.arguments, problem=folded.problem, **params))
 
 
-def _loop(primitive: object, problem: "Problem", flat: Sequence[Array], mapped: Sequence[bool], params: dict) -> list:
+def _loop(primitive: object, problem: Problem, flat: Sequence[Array], mapped: Sequence[bool], params: dict) -> list:
     def one(parts: list[Array]) -> list[Array]:
         rest = iter(parts)
         whole = [next(rest) if m else x for x, m in zip(flat, mapped, strict=True)]
@@ -57,7 +55,7 @@ def _loop(primitive: object, problem: "Problem", flat: Sequence[Array], mapped: 
 
 
 def fold(
-    problem: "Problem", flat: list[Array], mapped: list[bool], size: int, wanted: tuple[bool, ...] | None
+    problem: Problem, flat: list[Array], mapped: list[bool], size: int, wanted: tuple[bool, ...] | None
 ) -> Folded:
     """Folds an axis of `size`. `flat` are the operands, then (tangent, backward) arrays that all move with an operand.
 
@@ -114,7 +112,7 @@ def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bo
         return program
     if any(isinstance(a, int) and mapped[a] for call in program.calls for a in call.arguments):
         raise CannotFold
-    return rewrite.fold_batch(program, size, batch, mapped)
+    return fold_batch(program, size, batch, mapped)
 
 
 def _lead(x: Array, mapped: bool, size: int) -> Array:

@@ -11,56 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.block_mask import transpose
-from flexjax.trace.mod_ir import Program
+from flexjax.block_mask import build, picture, transpose
+from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
+from flexjax.block_mask.slice import take
 from flexjax.trace.on_scalars import as_mask_mod
 
 Array = jax.Array
 
-ARRAY_FIELDS = (
-    "kv_num_blocks",
-    "kv_indices",
-    "full_kv_num_blocks",
-    "full_kv_indices",
-    "q_num_blocks",
-    "q_indices",
-    "full_q_num_blocks",
-    "full_q_indices",
-    "captures",
-)
-STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size")
 
+class BlockMask(Parts):
+    """Block lists of a mask over [B, H, q_len, kv_len]; the fields are those of Parts.
 
-@dataclasses.dataclass(frozen=True)
-class BlockMask:
-    """Block lists of a mask over [B, H, q_len, kv_len]; B and H are 1 where the mask does not depend on them.
-
-    kv_num_blocks        int32 [B, H, q_blocks]         how many key blocks of a query block are partly on
-    kv_indices           int32 [B, H, q_blocks, width]  which, ascending; entries past the count mean nothing
-    full_kv_num_blocks   int32 [B, H, q_blocks]         how many are on everywhere: the mask is not evaluated there
-    full_kv_indices      int32 [B, H, q_blocks, width]  which
-    q_num_blocks ..      the same lists by key block, for the backward pass: [B, H, kv_blocks], [B, H, kv_blocks, width]
-    captures             arrays that the mask program reads
-    program              the traced mask_mod, None if every entry of a listed block is on
-    q_len, kv_len        lengths in tokens; the last block may hang over
-    block_size           (queries, keys) of a block
-
-    Blocks in neither list are off. `create_block_mask` and `from_kv_blocks` make one.
+    `create_block_mask` and `BlockMask.from_kv_blocks` make one.
     """
 
-    kv_num_blocks: Array
-    kv_indices: Array
-    full_kv_num_blocks: Array
-    full_kv_indices: Array
-    q_num_blocks: Array
-    q_indices: Array
-    full_q_num_blocks: Array
-    full_q_indices: Array
-    captures: tuple[Array, ...]
-    program: Program | None
-    q_len: int
-    kv_len: int
-    block_size: tuple[int, int]
+    @classmethod
+    def of(cls, parts: Parts) -> "BlockMask":
+        return cls(**{f.name: getattr(parts, f.name) for f in dataclasses.fields(parts)})
 
     # ------------------------------------------------------------------ shape and meaning
 
@@ -68,11 +35,6 @@ class BlockMask:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, q_len, kv_len)."""
         return (*self.kv_num_blocks.shape[-3:-1], self.q_len, self.kv_len)
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """(query blocks, key blocks)."""
-        return (-(-self.q_len // self.block_size[0]), -(-self.kv_len // self.block_size[1]))
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
@@ -132,10 +94,8 @@ class BlockMask:
 
         Raises ValueError for shapes, dtypes, block numbers or lengths that do not fit.
         """
-        from flexjax.block_mask.build import from_lists
-
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        return from_lists(lists, block_size, mask_mod, q_len, kv_len)
+        return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))
 
     def __getitem__(self, index: object) -> "BlockMask":
         """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays.
@@ -143,28 +103,20 @@ class BlockMask:
         An int keeps its axis with size 1. The mask_mod of the result is shifted, so that its query 0 is the first query
         selected: what decoding and chunked prefill need. Query blocks selected out of order keep their own positions.
         """
-        from flexjax.block_mask.slice import take
-
-        return take(self, index)
+        return BlockMask.of(take(self, index, self.mask_mod))
 
     # ------------------------------------------------------------------ pictures
 
     def to_string(self, width: int = 64) -> str:
         """A picture of each (b, h): `█` full, `░` partial, ` ` empty; several blocks share a character past `width`."""
-        from flexjax.block_mask.picture import picture
-
-        return picture(self, width)
+        return picture.text(self, repr(self), width)
 
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
         """Draws one (batch, head) with matplotlib (the `plot` extra); returns its Axes."""
-        from flexjax.block_mask.picture import plot
-
-        return plot(self, batch, head, axes)
+        return picture.plot(self, repr(self), batch, head, axes)
 
     def _repr_html_(self) -> str:
-        from flexjax.block_mask.picture import html
-
-        return html(self)
+        return picture.html(self, repr(self))
 
     def __repr__(self) -> str:
         b, h, q, kv = self.shape
@@ -192,3 +144,28 @@ def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
 
 
 jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatten, _flatten)
+
+
+def create_block_mask(
+    mask_mod: Callable,
+    batch: int | None,
+    heads: int | None,
+    q_len: int,
+    kv_len: int,
+    *,
+    block_size: int | tuple[int, int] = 128,
+    exact: bool | None = None,
+) -> BlockMask:
+    """The blocks that `mask_mod(b, h, q_idx, kv_idx) -> bool` leaves to visit.
+
+    batch, heads   None: the mask does not depend on it and is shared by all
+    q_len, kv_len  lengths in tokens, any (blocks may hang over the end)
+    block_size     tokens of a block, one number or (queries, keys)
+    exact          the analysis is sound but may call a full or empty block partial, which costs time and never correctness.
+                   True: evaluate such blocks entry by entry. None: do so where the captured arrays are known and the work is
+                   small. False: never.
+
+    Costs O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and on captured arrays that are traced.
+    Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` or `h` when that is None.
+    """
+    return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact))

@@ -1,4 +1,4 @@
-"""Making block masks: from a mask_mod, from lists, from classes.
+"""Making the parts of block masks: from a mask_mod, from lists, from classes.
 
 A mask whose arrays are all known is classified in chunks and its lists are as narrow as the widest row. One that depends on
 traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.classify import blocks_along, classify_on_host, classify_traced
+from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.errors import bad_argument
 from flexjax.trace.mod_ir import Program
@@ -24,28 +24,14 @@ BROADCAST = 1 << 20
 """Stands for an unknown number of batch entries or heads while a broadcast mask is traced."""
 
 
-def create_block_mask(
+def from_mask_mod(
     mask_mod: Callable,
-    batch: int | None,
-    heads: int | None,
-    q_len: int,
-    kv_len: int,
-    *,
-    block_size: int | tuple[int, int] = 128,
-    exact: bool | None = None,
-) -> BlockMask:
-    """The blocks that `mask_mod(b, h, q_idx, kv_idx) -> bool` leaves to visit.
-
-    batch, heads   None: the mask does not depend on it and is shared by all
-    q_len, kv_len  lengths in tokens, any (blocks may hang over the end)
-    block_size     tokens of a block, one number or (queries, keys)
-    exact          the analysis is sound but may call a full or empty block partial, which costs time and never correctness.
-                   True: evaluate such blocks entry by entry. None: do so where the captured arrays are known and the work is
-                   small. False: never.
-
-    Costs O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and on captured arrays that are traced.
-    Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` or `h` when that is None.
-    """
+    dims: tuple[int | None, int | None, int, int],
+    block_size: int | tuple[int, int],
+    exact: bool | None,
+) -> Parts:
+    """See create_block_mask; dims: batch, heads, q_len, kv_len."""
+    batch, heads, q_len, kv_len = dims
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))
     traced = trace_mask_mod(mask_mod, (counts[0] or BROADCAST, counts[1] or BROADCAST, q_len, kv_len))
@@ -60,7 +46,7 @@ def create_block_mask(
 
 def from_traced(
     traced: TracedMod, heads: tuple[int, int], sizes: tuple[int, int, int, int], exact: bool | None = None
-) -> BlockMask:
+) -> Parts:
     """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
     if any(isinstance(a, jax.core.Tracer) for a in traced.arrays):
         classes = classify_traced(traced.program, traced.arrays, heads, sizes, bool(exact))
@@ -74,18 +60,18 @@ def from_traced(
         for places in (partial, full):
             lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
         arrays = tuple(jnp.asarray(x) for x in lists)
-    return BlockMask(*arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return Parts(*arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
 
 
 def from_classes(
     classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
-) -> BlockMask:
+) -> Parts:
     """Block mask of int8 classes [B, H, q blocks, kv blocks], on device."""
     lists: list[Array] = []
     for view in (classes, jnp.swapaxes(classes, 2, 3)):
         for kind in (PARTIAL, FULL):
             lists += transpose.lists_of(view == kind)
-    return BlockMask(*lists, tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return Parts(*lists, tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
 
 
 # ------------------------------------------------------------------- from lists
@@ -97,7 +83,7 @@ def from_lists(
     mask_mod: Callable | None,
     q_len: int | None,
     kv_len: int | None,
-) -> BlockMask:
+) -> Parts:
     """See BlockMask.from_kv_blocks."""
     num, index, full_num, full_index = lists
     if (full_num is None) != (full_index is None):
@@ -138,7 +124,7 @@ def from_lists(
         flags = transpose.flags_of_lists(n, i, columns)
         back += transpose.lists_of(jnp.swapaxes(flags, 2, 3))
     arrays = (num, index, full_num, full_index, *back)
-    return BlockMask(*arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
+    return Parts(*arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ import html as html_text
 import jax
 import numpy as np
 
-from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL, places_of_lists
 from flexjax.errors import bad_argument
 
@@ -13,7 +13,7 @@ SHADES = {EMPTY: " ", PARTIAL: "░", FULL: "█"}
 COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 
-def classes(mask: BlockMask, batch: int, head: int) -> np.ndarray:
+def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
     """int8 [q blocks, kv blocks] of one batch entry and head."""
     if isinstance(mask.kv_num_blocks, jax.core.Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
@@ -39,10 +39,10 @@ def shrink(grid: np.ndarray, most: int) -> np.ndarray:
     return grid
 
 
-def picture(mask: BlockMask, width: int) -> str:
+def text(mask: Parts, title: str, width: int) -> str:
     """All (b, h), each in a frame under a heading."""
     batches, heads = mask.kv_num_blocks.shape[:2]
-    parts = [repr(mask)]
+    parts = [title]
     for b in range(batches):
         for h in range(heads):
             grid = shrink(classes(mask, b, h), width)
@@ -52,9 +52,9 @@ def picture(mask: BlockMask, width: int) -> str:
     return "\n".join(parts)
 
 
-def html(mask: BlockMask) -> str:
+def html(mask: Parts, title: str) -> str:
     """The first (b, h) as a table of coloured cells, at most 64 by 64."""
-    title = html_text.escape(repr(mask))
+    title = html_text.escape(title)
     if isinstance(mask.kv_num_blocks, jax.core.Tracer) or not mask.kv_num_blocks.size:
         return f"<code>{title}</code>"
     cell = '<td style="width:6px;height:6px;padding:0;background:{}"></td>'
@@ -64,7 +64,7 @@ def html(mask: BlockMask) -> str:
     return f'<code>{title}</code><table style="border:1px solid #888;border-collapse:collapse">{"".join(rows)}</table>'
 
 
-def plot(mask: BlockMask, batch: int, head: int, axes: object) -> object:
+def plot(mask: Parts, title: str, batch: int, head: int, axes: object) -> object:
     """matplotlib image of one (batch, head); returns the Axes."""
     try:
         import matplotlib.pyplot as plt
@@ -76,6 +76,6 @@ def plot(mask: BlockMask, batch: int, head: int, axes: object) -> object:
     axes.set(
         xlabel=f"key block of {mask.block_size[1]}",
         ylabel=f"query block of {mask.block_size[0]}",
-        title=repr(mask),
+        title=title,
     )
     return axes

@@ -1,19 +1,21 @@
 """Selecting part of a block mask, with a mask_mod that still answers for the right positions."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.parts import Parts
 from flexjax.errors import bad_argument
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
 Array = jax.Array
 
 
-def take(mask: BlockMask, index: object) -> BlockMask:
-    """See BlockMask.__getitem__."""
+def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
+    """See BlockMask.__getitem__; `mask_mod` is the mask's own, on scalars."""
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:
         at = next(i for i, p in enumerate(parts) if p is Ellipsis)
@@ -32,8 +34,8 @@ def take(mask: BlockMask, index: object) -> BlockMask:
     for num, entries in (lists[:2], lists[2:]):
         back += transpose.lists_of(jnp.swapaxes(transpose.flags_of_lists(num, entries, columns), 2, 3))
     q_len = _queries(mask, picked[2])
-    traced = _shifted(mask, picked, q_len)
-    return BlockMask(*lists, *back, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
+    traced = _shifted(mask, picked, q_len, mask_mod)
+    return Parts(*lists, *back, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
@@ -54,7 +56,7 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
     return numbers % size
 
 
-def _queries(mask: BlockMask, blocks: np.ndarray) -> int:
+def _queries(mask: Parts, blocks: np.ndarray) -> int:
     """How many queries the selected blocks have; only the matrix's own last block may hang over, and only at the end."""
     size, last = mask.block_size[0], mask.blocks[0] - 1
     if len(blocks) and last in blocks[:-1] and mask.q_len % size:
@@ -68,13 +70,12 @@ def _queries(mask: BlockMask, blocks: np.ndarray) -> int:
     return len(blocks) * size - ((last + 1) * size - mask.q_len if short else 0)
 
 
-def _shifted(mask: BlockMask, picked: list[np.ndarray], q_len: int) -> TracedMod:
+def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable) -> TracedMod:
     """The mask in the coordinates of the selection."""
     if mask.program is None:
         return TracedMod(None, ())  # type: ignore[arg-type]
     batch, heads, blocks = (jnp.asarray(p, jnp.int32) for p in picked)
     size = mask.block_size[0]
-    inner = mask.mask_mod
     in_order = len(picked[2]) == 0 or np.array_equal(picked[2], picked[2][0] + np.arange(len(picked[2])))
     offset = jnp.asarray(int(picked[2][0]) * size if len(picked[2]) else 0, jnp.int32)
     shared = [mask.kv_num_blocks.shape[i] == 1 for i in (0, 1)]

@@ -35,6 +35,7 @@ from flexjax.trace.mod_ir import (
 from flexjax.trace.mod_ir import (
     range_of_val as range_of,
 )
+from flexjax.trace.rewrite import rename_steps
 
 Range = tuple[int, int] | None
 
@@ -411,8 +412,6 @@ def _renumber(
     gradients: Sequence[Load],
 ) -> Program:
     """The same program with ids in order of appearance, so that equal programs print alike."""
-    from flexjax.trace.rewrite import rename_steps
-
     fresh = {v.id: v.id for v in inputs}
     for step in steps:
         for out in step.outs:

@@ -26,6 +26,11 @@ def heads_first(x: Array, plan: KernelPlan) -> Array:
     return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x
 
 
+def int32s(numbers: Sequence[Array | int]) -> list[Array]:
+    """Slice starts of one dtype, whatever the default int is."""
+    return [jnp.asarray(n, jnp.int32) for n in numbers]
+
+
 def pad_to(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
     short = size - x.shape[axis]
     if short == 0:
@@ -105,7 +110,7 @@ class Problem:
         s = self.schedule
         rest = (0,) * (x.ndim - 3)
         start = (row.b0, row.h0, row.row * s.block_q, *rest)
-        return lax.dynamic_slice(x, start, (s.batch, s.heads, s.block_q, *x.shape[3:]))
+        return lax.dynamic_slice(x, int32s(start), (s.batch, s.heads, s.block_q, *x.shape[3:]))
 
     def key_group(self, heads: int, row: Row) -> tuple[Array | int, int]:
         """(first head, how many) of a key-like operand with `heads` heads that the row's query heads read."""
@@ -117,7 +122,7 @@ class Problem:
         s = self.schedule
         m0, nm = self.key_group(x.shape[1], row)
         part = lambda j: lax.dynamic_slice(
-            x, (row.b0, m0, blocks[j] * s.block_kv, 0), (s.batch, nm, s.block_kv, x.shape[3])
+            x, int32s((row.b0, m0, blocks[j] * s.block_kv, 0)), (s.batch, nm, s.block_kv, x.shape[3])
         )
         parts = [part(j) for j in range(blocks.shape[0])]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)

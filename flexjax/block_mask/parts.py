@@ -1,0 +1,59 @@
+"""The fields of a block mask: what build.py and slice.py make, and what a BlockMask is made of."""
+
+import dataclasses
+
+import jax
+
+from flexjax.trace.mod_ir import Program
+
+Array = jax.Array
+
+ARRAY_FIELDS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+    "captures",
+)
+STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Block lists of a mask over [B, H, q_len, kv_len]; B and H are 1 where the mask does not depend on them.
+
+    kv_num_blocks        int32 [B, H, q_blocks]         how many key blocks of a query block are partly on
+    kv_indices           int32 [B, H, q_blocks, width]  which, ascending; entries past the count mean nothing
+    full_kv_num_blocks   int32 [B, H, q_blocks]         how many are on everywhere: the mask is not evaluated there
+    full_kv_indices      int32 [B, H, q_blocks, width]  which
+    q_num_blocks ..      the same lists by key block, for the backward pass: [B, H, kv_blocks], [B, H, kv_blocks, width]
+    captures             arrays that the mask program reads
+    program              the traced mask_mod, None if every entry of a listed block is on
+    q_len, kv_len        lengths in tokens; the last block may hang over
+    block_size           (queries, keys) of a block
+
+    Blocks in neither list are off.
+    """
+
+    kv_num_blocks: Array
+    kv_indices: Array
+    full_kv_num_blocks: Array
+    full_kv_indices: Array
+    q_num_blocks: Array
+    q_indices: Array
+    full_q_num_blocks: Array
+    full_q_indices: Array
+    captures: tuple[Array, ...]
+    program: Program | None
+    q_len: int
+    kv_len: int
+    block_size: tuple[int, int]
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(query blocks, key blocks)."""
+        return (-(-self.q_len // self.block_size[0]), -(-self.kv_len // self.block_size[1]))
