@@ -5,7 +5,8 @@
     ds  = dsp * ds'/ds                        cotangent of the scaled score
     dload_n = dsp * ds'/dload_n               cotangent of each read of a captured array, per entry
 
-Entries that are off are set to 0 after all products, whatever a mod made of them.
+Entries that are off are set to 0 after all products, whatever a mod made of them. Where nothing but finite numbers can turn
+up in them (no ragged end, and a program that cannot make others: tile_programs.stays_finite) one select before exp does.
 """
 
 import dataclasses
@@ -46,16 +47,19 @@ def tile_gradients(
     plan = modded.plan
     identity = modded.score is None
     valid = modded.valid(refs, visit, part) if checked else None
+    early = valid if modded.gentle else None
+    valid = None if modded.gentle else valid
 
     def on(values: jax.Array) -> jax.Array:
         return values if valid is None else jnp.where(valid, values, 0.0)
 
     if identity:
-        p = jnp.exp2(qk * np.float32(plan.scale * LOG2E) - lse)
+        exponent = qk * np.float32(plan.scale * LOG2E) - lse
         results: list[jax.Array] = []
     else:
         score, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
-        p = jnp.exp2(score * np.float32(LOG2E) - lse)
+        exponent = score * np.float32(LOG2E) - lse
+    p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))
     r = modded.dropout(refs, visit, part)
     if r is not None:
         dp = dp * r

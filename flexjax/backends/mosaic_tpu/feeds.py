@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_tpu import outside, tile_programs
@@ -70,10 +71,13 @@ class Geometry:
 
     def window_start(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """First lane of the window of tile (q tile i, kv tile j)."""
-        rows_total = self.q_tiles * self.block_q if self.q_axis == 0 else self.kv_tiles * self.block_kv
-        q0, k0 = i * np.int32(self.block_q), j * np.int32(self.block_kv)
+        q_step = self.block_q // LANES if self.q_tiles > 1 else 0
+        kv_step = self.block_kv // LANES if self.kv_tiles > 1 else 0
+        q0, k0 = i * np.int32(q_step), j * np.int32(kv_step)
         ahead = k0 - q0 if self.q_axis == 0 else q0 - k0
-        return ahead + np.int32(rows_total - self.row_block)
+        before = (self.q_tiles - 1) * q_step if self.q_axis == 0 else (self.kv_tiles - 1) * kv_step
+        # Written as a multiple of the lanes, for the compiler to see that it is one.
+        return (ahead + np.int32(before)) * np.int32(LANES)
 
     def lay_diagonals(self, values: jax.Array) -> jax.Array:
         """[..., kv_len + q_len - 1] by ascending q - kv -> [..., diagonals] in the kernel's order.
@@ -130,7 +134,7 @@ class Feeds:
             pile = floats if dtype == "float32" else ints
             kind = 0 if dtype == "float32" else 1
             wide = jnp.broadcast_to(values, (geometry.batch, geometry.heads, 1, 1)).reshape(flat)
-            pile.append(wide.astype(dtype))
+            pile.append(_travelling(wide, dtype))
             return kind, len(pile) - 1
 
         for number, (parts, captures) in enumerate(programs):
@@ -143,7 +147,7 @@ class Feeds:
                     self._add_direct(key, parts, feed.direct, captures, scalar)
                 else:
                     self._slot[key] = len(self.operands)
-                    self.operands.append(self._operand(feed, values[feed.val.id].astype(feed.dtype)))
+                    self.operands.append(self._operand(feed, _travelling(values[feed.val.id], feed.dtype)))
             for load in parts.gathers:
                 self._slot[(number, load.out.id)] = len(self.operands)
                 self.operands.append(_table(captures[load.capture]))
@@ -281,6 +285,13 @@ class Feeds:
 def _stand(line: jax.Array) -> jax.Array:
     """(1, n) -> (n, 1)."""
     return line.reshape(line.shape[1], 1)
+
+
+def _travelling(values: jax.Array, dtype: str) -> jax.Array:
+    """float32 or int32; uint32 keeps its bits."""
+    if values.dtype == jnp.uint32:
+        return lax.bitcast_convert_type(values, jnp.int32)
+    return values.astype(dtype)
 
 
 def _turn(block: jax.Array) -> jax.Array:

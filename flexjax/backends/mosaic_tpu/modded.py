@@ -53,6 +53,14 @@ class Modded:
         self.feeds = Feeds(self.geometry, programs, self.order.where, self.order.prefetch)
         self.feeds.set_prefetched(prefetch_count(self.order, self.extra_prefetch))
 
+    @functools.cached_property
+    def gentle(self) -> bool:
+        """Whether entries that are off hold finite numbers all the way, so that p = 0 makes every product 0."""
+        g = self.geometry
+        ragged = g.q_len % g.block_q or g.kv_len % g.block_kv
+        finite = self.score is None or tile_programs.stays_finite(self.score)
+        return not ragged and finite and self.plan.dropout is None
+
     def _run(self, which: int, refs: Refs, visit: Visit, part: Part, score: jax.Array | None) -> list[jax.Array] | None:
         number = self._numbers[which]
         if number is None:

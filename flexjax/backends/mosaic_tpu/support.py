@@ -168,11 +168,13 @@ def _backward(
     dq = dk = dv = None
     sums: dict[int, jax.Array] = {}
     want_query = wanted.query or wanted.query_extra
-    if want_query or others:
-        dq, sums = dq_kernel(plan, operands, saved, derivative, others, want_query, tiles, chip)
     want_kv = wanted.key or wanted.key_extra or wanted.value
+    fused = want_query and want_kv and not others and vmem.fuses(plan, tiles, derivative, chip)
+    if others or (want_query and not fused):
+        dq, sums = dq_kernel(plan, operands, saved, derivative, others, want_query, tiles, chip)
     if want_kv or columns:
-        dk, dv, more = dkv_kernel(plan, operands, saved, derivative, columns, want_kv, tiles, chip)
+        made, dk, dv, more = dkv_kernel(plan, operands, saved, derivative, columns, want_kv, fused, tiles, chip)
+        dq = made if fused else dq
         sums |= more
     captures = captured.gather_gradients(plan, derivative, operands.score_captures, wanted.score_captures, sums)
     return _gradients(plan, operands, wanted, dq, dk, dv, _sinks(plan, operands, results, shift, wanted), captures)

@@ -14,16 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.trace import mod_ir
-from flexjax.trace.mod_ir import Lit, Op, Val
+from flexjax.trace.mod_ir import Call, Lit, Op, Val
 
 Rule = Callable[..., jax.Array]
 
 # Same name, same meaning, known to compile on float32 and int32 tiles.
 PLAIN = frozenset(
-    "abs add sub mul neg max min exp exp2 log log1p tanh logistic sqrt rsqrt erf erf_inv sin cos tan floor ceil atan2 "
-    "square sign eq ne lt le gt ge is_finite shift_left shift_right_arithmetic shift_right_logical population_count clz "
-    "rem clamp".split()
+    ["abs", "add", "sub", "mul", "neg", "max", "min", "exp", "exp2", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt", "erf", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "atan2", "square", "sign", "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "shift_left", "shift_right_arithmetic", "shift_right_logical", "population_count", "clz", "rem", "clamp"]
 )
 
 KERNEL_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "int8", "uint8", "int16", "uint16"})
@@ -60,6 +57,16 @@ def apply(op: Op, args: Sequence[jax.Array]) -> jax.Array:
     return getattr(lax, op.prim)(*broadcast(args))
 
 
+CALLS: dict[str, Callable[[jax.Array], jax.Array]] = {"one_minus_square": lambda x: (1.0 - x) * (1.0 + x)}
+"""Whole equations of one float scalar that have a form on tiles, by name."""
+
+
+def unary_call(step: Call) -> bool:
+    """Whether a Call is one of CALLS, on a float32 scalar."""
+    one = len(step.arguments) == 1 and len(step.outs) == 1 and len(step.inputs) == 1
+    return step.name in CALLS and one and step.outs[0].dtype == "float32"
+
+
 def cost(op: Op) -> int:
     """Rough number of vector operations."""
     if op.prim in ("floordiv", "floormod", "rem", "div"):
@@ -69,7 +76,7 @@ def cost(op: Op) -> int:
     return 20 if op.prim in SLOW else 1
 
 
-SLOW = frozenset("erf erf_inv sin cos tan atan2 pow asin acos atan asinh acosh atanh erfc expm1 cbrt".split())
+SLOW = frozenset(["erf", "erf_inv", "sin", "cos", "tan", "atan2", "pow", "asin", "acos", "atan", "asinh", "acosh", "atanh", "erfc", "expm1", "cbrt"])
 
 
 # ------------------------------------------------------------------- rewrites

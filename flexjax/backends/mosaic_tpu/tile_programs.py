@@ -90,6 +90,36 @@ class Split:
         return tuple(f for f in self.feeds if f.place in places)
 
 
+FINITE_OPS = frozenset(
+    ["add", "sub", "neg", "abs", "max", "min", "tanh", "logistic", "select_n", "convert_element_type", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "copy", "clamp", "erf", "floordiv", "floormod"]
+)
+
+
+def stays_finite(program: Program) -> bool:
+    """Whether every result is finite wherever the score is, by the operations it is made of."""
+    good: set[int] = set(range(mod_ir.FIRST_FREE_ID))
+
+    def fine(atom: Atom) -> bool:
+        return math.isfinite(float(atom.value)) if isinstance(atom, Lit) else atom.id in good
+
+    def bounded(step: Step) -> bool:
+        if isinstance(step, Call):
+            return step.name in tile_ops.CALLS
+        if isinstance(step, Load):
+            return False
+        if place_of(step.out.axes) == UNIFORM or not jnp.issubdtype(jnp.dtype(step.out.dtype), jnp.floating):
+            return True
+        if step.prim == "mul":
+            return not all("score" in mod_ir.axes_of(a) for a in step.inputs)
+        by_number = step.prim == "div" and isinstance(step.inputs[1], Lit) and step.inputs[1].value != 0
+        return step.prim in FINITE_OPS or by_number
+
+    for step in program.steps:
+        if bounded(step) and all(fine(a) for a in step.inputs):
+            good |= {o.id for o in step.outs}
+    return all(fine(a) for a in program.results)
+
+
 def table_size(program: Program, load: Load) -> int:
     return math.prod(program.captures[load.capture].shape)
 
@@ -119,7 +149,7 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
         for out in step.outs:
             place = place_of(out.axes)
             same = [a.id for a in step.inputs if isinstance(a, Val) and a.id in maker and place_of(a.axes) == place]
-            awkward = not isinstance(step, Op) or tile_ops.refusal(step) is not None
+            awkward = not _runs_inside(step)
             spreads = place in (ROW, COLUMN, DELTA)
             heavy[out.id] = awkward or (spreads and any(heavy[i] for i in same))
             cost[out.id] = (tile_ops.cost(step) if isinstance(step, Op) else 1) + sum(cost[i] for i in same)
@@ -151,7 +181,7 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
                 continue
             capture = program.captures[step.capture]
             small = 0 < table_size(program, step) <= SMALL_TABLE and val.dtype in ("float32", "int32", "bfloat16", "bool")
-            if small and _cheap_index(step, maker):
+            if small and place in (TILE, SCORE):
                 inside.add(val.id)
                 gathers.add(val.id)
                 pending += [a for a in step.index if isinstance(a, Val)]
@@ -162,6 +192,10 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
                     f"only from tables of up to {SMALL_TABLE} elements"
                 )
         elif isinstance(step, Call):
+            if tile_ops.unary_call(step):
+                inside.add(val.id)
+                pending += [a for a in step.inputs if isinstance(a, Val)]
+                continue
             if place == SCORE:
                 raise Unsupported(f"it runs `{step.name}` on the score, which could not be unrolled")
         else:
@@ -185,9 +219,10 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
     return Split(program, tuple(feeds.values()), steps, program.results, loads)
 
 
-def _cheap_index(load: Load, maker: dict[int, Step]) -> bool:
-    """Whether the index of a gather can be computed inside from a few operations or the score."""
-    return place_of(load.out.axes) in (TILE, SCORE)
+def _runs_inside(step: Step) -> bool:
+    if isinstance(step, Call):
+        return tile_ops.unary_call(step)
+    return isinstance(step, Op) and tile_ops.refusal(step) is None
 
 
 # ------------------------------------------------------------------- evaluation inside a kernel
@@ -247,6 +282,8 @@ def run(parts: Split, view: View, score: jax.Array | None) -> list[jax.Array]:
     for step in parts.steps:
         if isinstance(step, Op):
             env[step.out.id] = tile_ops.apply(step, [read(a) for a in step.inputs])
+        elif isinstance(step, Call):
+            env[step.outs[0].id] = tile_ops.CALLS[step.name](read(step.inputs[0]))
         else:
             assert isinstance(step, Load)
             capture = parts.program.captures[step.capture]

@@ -59,6 +59,11 @@ class Tiles:
     kv: int
     part: int
 
+    @property
+    def part_step(self) -> int:
+        """What the start of every part of the queries is a multiple of, up to a register's worth."""
+        return math.gcd(self.q, self.part, LANES) if self.q % 8 == 0 else 1
+
 
 class NoTile(Exception):
     """No tile suits; the message is a clause."""
@@ -158,6 +163,15 @@ def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int
     grads_out = gradients * (tiles.q * tiles.kv + 8 * (tiles.q + tiles.kv + LANES)) * 4
     work = part * 4 * (temporaries(plan, score) + 3) + max(tiles.q, tiles.kv) * (dim + value_dim) * 4
     return 2 * (blocks * item + fed + grads_out + 2 * 8 * tiles.q * 4) + scratch + work
+
+
+def fuses(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
+    """Whether the sums of dq of a whole key head fit beside the dk/dv kernel."""
+    item = 4 if plan.dtype == "float32" else 2
+    heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
+    rows = plan.q_heads // heads * _up(plan.q_len, tiles.q)
+    sums = rows * _up(plan.head_dim + plan.extra_dim, LANES) * (4 + 2 * item)
+    return backward_bytes(plan, tiles, score) + sums <= chip.budget
 
 
 FORWARD_CHOICES = ((1024, 1024, 512), (512, 1024, 512), (512, 512, 512), (256, 512, 512), (256, 256, 256), (128, 128, 128))

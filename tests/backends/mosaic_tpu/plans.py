@@ -1,0 +1,162 @@
+"""Plans and operands of the table of cases, made without the front door: block lists are read off the dense mask."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
+from flexjax.trace.mod_ir import Program
+from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
+from flexjax.types import KernelOptions
+from tests import oracle
+from tests.cases import Case
+
+
+class Problem(typing.NamedTuple):
+    """What a backend gets for a case; `learn` names the captured array behind each score capture (None: not one of ours)."""
+
+    plan: KernelPlan
+    operands: Operands
+    derivative: Program | None
+    learn: tuple[str | None, ...]
+
+
+def block_lists(kinds: np.ndarray, layout_of: BlockLayout | None = None) -> tuple[BlockLists, tuple[int, int, int, int]]:
+    """Lists of a [batch, heads, q blocks, kv blocks] array of kinds (0 empty, 1 partial, 2 full), and their widths."""
+
+    def lists(mark: int, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        hit = array == mark
+        num = hit.sum(-1).astype(np.int32)
+        index = np.argsort(~hit, axis=-1, kind="stable").astype(np.int32)
+        return num, index[..., : max(1, num.max())]
+
+    turned = np.swapaxes(kinds, -1, -2)
+    parts = [x for array in (kinds, turned) for mark in (1, 2) for x in lists(mark, array)]
+    widths = tuple(parts[n].shape[-1] for n in (1, 3, 5, 7))
+    return BlockLists(*[jnp.asarray(x) for x in parts]), widths
+
+
+def kinds_of(on: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
+    """Kinds of the blocks of a dense mask [batch, heads, T, S]."""
+    b, n, t, s = on.shape
+    tq, tk = -(-t // block_q), -(-s // block_kv)
+    some = np.zeros((b, n, tq * block_q, tk * block_kv), bool)
+    every = np.ones_like(some)
+    some[:, :, :t, :s] = on
+    every[:, :, :t, :s] = on
+    shape = (b, n, tq, block_q, tk, block_kv)
+    return some.reshape(shape).any((3, 5)).astype(int) + every.reshape(shape).all((3, 5))
+
+
+def dropout_mod(rate: float):
+    """A hash of the position that keeps about 1 - rate."""
+
+    def mod(s, b, h, q, k):
+        x = (b.astype(jnp.uint32) * 7 + h.astype(jnp.uint32)) * np.uint32(0x9E3779B1)
+        x = (x ^ q.astype(jnp.uint32)) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13) ^ k.astype(jnp.uint32)) * np.uint32(0xC2B2AE35)
+        x = x ^ (x >> 16)
+        keep = (x & 0xFFFF) >= np.uint32(int(rate * 65536))
+        return jnp.where(keep, 1.0 / (1.0 - rate), 0.0).astype(jnp.float32)
+
+    return mod
+
+
+def dropout_keep(case: Case) -> np.ndarray | None:
+    if not case.dropout:
+        return None
+    B, N, _, T, S, _, _ = case.shape
+    mod = dropout_mod(case.dropout)
+    at = jnp.indices((B, N, T, S), dtype=jnp.int32)
+    return np.asarray(mod(None, *at) > 0)
+
+
+def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> Problem:
+    B, N, M, T, S, D, E = case.shape
+    sizes = (B, N, T, S)
+    captured = {name: jnp.asarray(x) for name, x in case.captured().items()}
+    score_mod, mask_mod = case.mods(captured)
+    score = None if score_mod is None else trace_score_mod(score_mod, sizes, "float32")
+    mask = None if mask_mod is None else trace_mask_mod(mask_mod, sizes)
+    drop = trace_score_mod(dropout_mod(case.dropout), sizes, "float32") if case.dropout else None
+    tokens_first = case.layout == "BTNH"
+    inputs = case.inputs()
+    turn = lambda x: np.swapaxes(x, 1, 2) if tokens_first else x
+    arrays = {n: jnp.asarray(turn(x), dtype) for n, x in inputs.items() if n not in ("sinks", "u")}
+    lists = layout = None
+    if case.block is not None:
+        size = case.block.size
+        block_q, block_kv = (size, size) if isinstance(size, int) else size
+        at = jnp.indices(sizes, dtype=jnp.int32)
+        on = np.asarray(jax.vmap(mask_mod)(*[a.ravel() for a in at])).reshape(sizes)
+        on = on[: B if case.block.batch else 1, : N if case.block.heads else 1]
+        lists, widths = block_lists(kinds_of(on, block_q, block_kv))
+        layout = BlockLayout(on.shape[0], on.shape[1], block_q, block_kv, *widths)
+    extra_heads, extra_dim = case.extra or (0, 0)
+    plan = KernelPlan(
+        B, N, M, T, S, D, E, dtype, case.layout, D**-0.5 if case.scale is None else case.scale,
+        score=score.program if score else None,
+        mask=mask.program if mask else None,
+        dropout=drop.program if drop else None,
+        blocks=layout, has_sinks=case.sinks, extra_dim=extra_dim, extra_heads=extra_heads, max_scores=True,
+        options=options or KernelOptions(interpret=True),
+    )
+    operands = Operands(
+        arrays["q"], arrays["k"], arrays["v"], arrays.get("query_extra"), arrays.get("key_extra"),
+        jnp.asarray(inputs["sinks"]) if case.sinks else None,
+        score.arrays if score else (), mask.arrays if mask else (), drop.arrays if drop else (), lists,
+    )
+    learned = oracle.learned(case, captured)
+    names = []
+    for array in operands.score_captures:
+        names.append(next((n for n, x in learned.items() if x is array or _same(x, array)), None))
+    return Problem(plan, operands, score.derivative if score else None, tuple(names))
+
+
+def _same(x: jax.Array, y: jax.Array) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)
+
+
+def wanted_of(problem: Problem) -> Wanted:
+    plan = problem.plan
+    floats = tuple(jnp.issubdtype(a.dtype, jnp.floating) and n is not None for a, n in zip(problem.operands.score_captures, problem.learn))
+    extra = plan.extra_dim > 0
+    return Wanted(True, True, True, extra, extra, plan.has_sinks, floats)
+
+
+def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[str, np.ndarray]:
+    """Results and gradients by name, heads first, as the oracle has them."""
+    plan = problem.plan
+    weights = case.inputs()
+    tokens_first = case.layout == "BTNH"
+    turn = lambda x: jnp.swapaxes(x, 1, 2) if tokens_first else x
+    w = turn(jnp.asarray(weights["w"], plan.dtype))
+    u = turn(jnp.asarray(weights["u"], jnp.float32))
+    wanted = wanted_of(problem)
+
+    @jax.jit
+    def step(operands: Operands):
+        results = backend.forward(plan, operands)
+        if not backward:
+            return results, None
+        d_lse = jnp.where(jnp.isfinite(results.lse), u, 0.0)
+        return results, backend.backward(plan, operands, results, w, d_lse, wanted, problem.derivative)
+
+    results, grads = step(problem.operands)
+    found = {"out": turn(results.out), "lse": turn(results.lse), "max_scores": turn(results.max_scores)}
+    if grads is not None:
+        named = dict(q=grads.query, k=grads.key, v=grads.value, query_extra=grads.query_extra, key_extra=grads.key_extra)
+        found |= {"d:" + n: turn(x) for n, x in named.items() if x is not None}
+        if grads.sinks is not None:
+            found["d:sinks"] = grads.sinks
+        for name, grad in zip(problem.learn, grads.score_captures, strict=True):
+            if name is not None and grad is not None:
+                key = "d:" + name
+                found[key] = found[key] + grad if key in found else grad
+    return found
+
+
+__all__ = ["Problem", "block_lists", "dataclasses", "dropout_keep", "kinds_of", "problem_of", "run", "wanted_of"]
