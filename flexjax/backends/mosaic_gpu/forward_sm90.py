@@ -8,8 +8,9 @@ keys and values of every visited tile, each through its own ring of shared-memor
     online softmax          base 2, running maximum and sum per row
     out += P V              tensor cores, P from registers
 
-Two computing warpgroups take turns: one has the tensor cores (its P V and its next Q K^T) while the other does softmax.
-A tile of queries first walks the blocks of the full list, where no mask is evaluated, then those of the partial list.
+A step issues Q K^T of its tile and P V of the tile before, and does its softmax while P V and the other warpgroup's
+products run; two computing warpgroups take turns at issuing. A tile of queries first walks the blocks of the full list,
+where no mask is evaluated, then those of the partial list.
 
 Hand-over of slots and turns uses hardware named barriers on the device. The simulator knows neither those nor products
 with an operand in registers, so there (`interpret`) ordinary barriers and plain dots stand in, and lengths are padded.
@@ -35,7 +36,6 @@ from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 WARPGROUP = 128
-FIRST_NAMED_BARRIER = 6  # lower ones belong to the compiler
 Scalar = typing.Any
 Ref = typing.Any
 f32 = np.float32
@@ -86,6 +86,23 @@ class Item(typing.NamedTuple):
     total: Scalar
 
 
+class Programs(typing.NamedTuple):
+    """The traced programs of the plan at one tile of queries."""
+
+    score: TileProgram | None
+    mask: TileProgram | None
+    dropout: TileProgram | None
+
+
+class Place(typing.NamedTuple):
+    """First key of a visited tile, and the programs with what they read of its columns."""
+
+    start: Scalar
+    score: TileProgram | None
+    mask: TileProgram | None
+    dropout: TileProgram | None
+
+
 # ------------------------------------------------------------------- synchronisation
 
 
@@ -120,8 +137,8 @@ class Signals:
 
     def _number(self, what: str, slot: typing.Any) -> typing.Any:
         stages = self.tile.stages
-        start = FIRST_NAMED_BARRIER + {"turn": 0, "key": 3, "value": 3 + stages, "query": 3 + 2 * stages}[what]
-        return start + slot
+        first = {"turn": 0, "key": 2, "value": 2 + stages, "query": 2 + 2 * stages}[what]
+        return self.tile.first_named_barrier + first + slot
 
     def release(self, what: str, barrier: Ref | None, slot: typing.Any) -> None:
         """A computing warpgroup has read the slot."""
@@ -138,8 +155,8 @@ class Signals:
         else:
             self._named("sync", self._number(what, slot), self._slot_threads)
 
-    # Turns. Warpgroup g waits for its turn at barrier g and gives the turn at barrier 1 - g. The third barrier keeps
-    # warpgroup 0 from giving a turn of the next tile before 1 has taken the last one of this tile.
+    # Turns. Warpgroup g takes its turn at barrier g and gives the turn at barrier 1 - g. Both take as many turns, so they
+    # alternate strictly from the first tile to the last.
 
     @property
     def taking_turns(self) -> bool:
@@ -147,23 +164,15 @@ class Signals:
 
     def give_turn(self, group: typing.Any) -> None:
         if self.taking_turns:
-            self._named("arrive", FIRST_NAMED_BARRIER + 1 - group, 2 * WARPGROUP)
+            self._named("arrive", self._number("turn", 1 - group), 2 * WARPGROUP)
 
     def take_turn(self, group: typing.Any) -> None:
         if self.taking_turns:
-            self._named("sync", FIRST_NAMED_BARRIER + group, 2 * WARPGROUP)
+            self._named("sync", self._number("turn", group), 2 * WARPGROUP)
 
-    def begin_tile(self, group: typing.Any, first: typing.Any) -> None:
-        if not self.taking_turns:
-            return
-        pl.when(group == 1)(lambda: self.take_turn(1))
-        pl.when((group == 0) & ~first)(lambda: self._named("sync", FIRST_NAMED_BARRIER + 2, 2 * WARPGROUP))
-
-    def end_tile(self, group: typing.Any) -> None:
-        if not self.taking_turns:
-            return
-        pl.when(group == 0)(lambda: self.give_turn(0))
-        pl.when(group == 1)(lambda: self._named("arrive", FIRST_NAMED_BARRIER + 2, 2 * WARPGROUP))
+    def first_turn(self, group: typing.Any) -> None:
+        if self.taking_turns:
+            pl.when(group == 1)(lambda: self.give_turn(1))
 
 
 # ------------------------------------------------------------------- the work
@@ -178,7 +187,9 @@ class Schedule:
 
     @property
     def q_tiles(self) -> int:
-        return -(-self.plan.q_len // self.tile.block_q)
+        """Tiles of queries; whole rows of the block mask, so some may lie wholly past the end."""
+        whole = self.tile.block_q if self.plan.blocks is None else self.plan.blocks.block_q
+        return -(-self.plan.q_len // whole) * (whole // self.tile.block_q)
 
     @property
     def items(self) -> int:
@@ -346,6 +357,7 @@ class Kernel:
         for slot in range(tile.stages):
             signals.release("key", shared.key_free, slot)
             signals.release("value", shared.value_free, slot)
+        signals.first_turn(group)
 
         def one_item(turn: Scalar, step: Scalar) -> Scalar:
             item = self.schedule.item(arrays, turn)
@@ -353,6 +365,7 @@ class Kernel:
             return step + item.total
 
         lax.fori_loop(i32(0), self.schedule.turns(), one_item, i32(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _program(self, program: typing.Any, refs: tuple[Ref, ...], item: Item, q_start: Scalar) -> TileProgram | None:
         if program is None:
@@ -388,47 +401,104 @@ class Kernel:
         q_slot = lax.rem(turn, i32(tile.query_slots))
         queries = shared.query.at[q_slot, pl.ds(group * tile.rows, tile.rows)]
         plgpu.barrier_wait(shared.query_full.at[q_slot])
-        signals.begin_tile(group, turn == 0)
 
         def row(value: float) -> jax.Array:
             return plgpu.layout_cast(jnp.full((tile.rows,), value, jnp.float32), memory.ROW)
 
-        out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), memory.TILE)
+        empty = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), memory.TILE)
+        programs = Programs(score, mask, dropout)
 
-        def one_step(n: Scalar, carry: tuple, plain: bool) -> tuple:
-            out, top, total = carry
-            slot = lax.rem(first_step + n, i32(tile.stages))
-            needs_place = score is not None or dropout is not None or not plain
-            kv_start = self.schedule.kv_start(arrays, item, n, in_full=plain or None) if needs_place else None
+        def slot_of(n: Scalar) -> Scalar:
+            return lax.rem(first_step + n, i32(tile.stages))
+
+        def one_step(n: Scalar, carry: tuple, mode: str) -> tuple:
+            """Q K^T and softmax of step n; P V of the step before, but for the first."""
+            out, weights, top, total = carry
+            slot, before = slot_of(n), slot_of(n - 1)
+            first = mode == "first"
+            at = self._place(arrays, item, n, mode, programs)
             plgpu.barrier_wait(shared.key_full.at[slot])
+            if not first:
+                plgpu.barrier_wait(shared.value_full.at[before])
+            keys = shared.key.at[slot].transpose((1, 0))
 
-            def products(acc: Ref) -> jax.Array:
-                plgpu.wgmma(acc, queries, plgpu.transpose_ref(shared.key.at[slot], (1, 0)))
+            def after_scores(s: jax.Array) -> tuple:
+                signals.release("key", shared.key_free, slot)
+                s = self._scores(s, item, n, at, mode)
+                p, shrink, new_top, new_total = self._softmax(s, top, total)
+                if at.dropout is not None:
+                    p = p * at.dropout.tile(s)[0]
+                return p, shrink, new_top, new_total
+
+            if self.interpret or first:
+
+                def scores_alone(acc: Ref) -> jax.Array:
+                    plgpu.wgmma(acc, queries, keys)
+                    return acc[...]
+
+                signals.take_turn(group)
+                s = pl.run_scoped(scores_alone, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))
                 signals.give_turn(group)
-                return acc[...]
+                p, shrink, top, total = after_scores(s)
+                if not first:
+                    out = out + jnp.dot(weights.astype(jnp.float32), shared.value[before].astype(jnp.float32))
+            else:
 
-            s = pl.run_scoped(products, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))
-            signals.release("key", shared.key_free, slot)
-            s = self._scores(s, item, n, kv_start, plain, score, mask)
-            p, out, top, total = self._softmax(s, out, top, total)
-            if dropout is not None:
-                p = p * dropout.at_cols(kv_start)[0]
-            weights = p.astype(plan.dtype)
-            if not self.interpret:
-                out, weights, top, total = lax.optimization_barrier((out, weights, top, total))
-            plgpu.barrier_wait(shared.value_full.at[slot])
+                def products(refs: tuple) -> None:
+                    acc, acc_s, *others = refs
+                    signals.take_turn(group)
+                    plgpu.wgmma(acc_s, queries, keys)
+                    plgpu.wgmma(acc, weights, shared.value.at[before])
+                    signals.give_turn(group)
+                    s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=1))
+                    for ref, value in zip(others, after_scores(s), strict=True):
+                        ref[...] = value
+
+                # Their registers are settled here: moving them between the two products would serialise these.
+                out, weights = lax.optimization_barrier((out, weights))
+                zeros = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), jnp.float32), memory.TILE)
+                start = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), zeros, top, top, total)
+                out, _, p, shrink, top, total = pl.run_state(products)(start)
+                # P V reads the registers of `weights` until here: the new ones may not take their place before.
+                p = lax.optimization_barrier(p)
+            if not first:
+                signals.release("value", shared.value_free, before)
+                out = out * memory.stretch(shrink, "row", out.shape)
+            return out, p.astype(plan.dtype), top, total
+
+        def all_steps() -> tuple:
+            nothing = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), plan.dtype), memory.TILE)
+            carry = (empty, nothing, row(-math.inf), row(0.0))
+            carry = one_step(i32(0), carry, "first")
+            plain_from, masked_from = i32(1), lax.max(item.plain, i32(1))
+            carry = lax.fori_loop(plain_from, masked_from, functools.partial(one_step, mode="plain"), carry)
+            if self._has_masked_steps:
+                carry = lax.fori_loop(masked_from, item.total, functools.partial(one_step, mode="masked"), carry)
+            signals.release("query", shared.query_free, q_slot)
+            out, weights, top, total = carry
+            last = slot_of(item.total - 1)
+            plgpu.barrier_wait(shared.value_full.at[last])
             signals.take_turn(group)
-            out = self._accumulate(out, weights, shared.value.at[slot])
-            signals.release("value", shared.value_free, slot)
+            out = self._accumulate(out, weights, shared.value.at[last])
+            signals.give_turn(group)
+            signals.release("value", shared.value_free, last)
             return out, top, total
 
-        carry = (out, row(-math.inf), row(0.0))
-        carry = lax.fori_loop(i32(0), item.plain, functools.partial(one_step, plain=True), carry)
-        if self._has_masked_steps:
-            carry = lax.fori_loop(item.plain, item.total, functools.partial(one_step, plain=False), carry)
-        signals.release("query", shared.query_free, q_slot)
-        signals.end_tile(group)
+        def no_steps() -> tuple:
+            signals.release("query", shared.query_free, q_slot)
+            return empty, row(-math.inf), row(0.0)
+
+        carry = all_steps() if plan.blocks is None else lax.cond(item.total > 0, all_steps, no_steps)
         self._finish(shared, outs, item, group, q_start, arrays.sinks, *carry)
+
+    def _place(self, arrays: Arrays, item: Item, step: Scalar, mode: str, programs: Programs) -> Place:
+        """Where the tile of `step` lies, with the programs that run on it: their column vectors are read already."""
+        masked = mode != "plain" and self._has_masked_steps
+        if programs.score is None and programs.dropout is None and not masked:
+            return Place(None, None, None, None)
+        start = self.schedule.kv_start(arrays, item, step, in_full=mode == "plain" or None)
+        score, mask, dropout = (None if p is None else p.columns(start) for p in programs)
+        return Place(start, score, mask if masked else None, dropout)
 
     @property
     def _has_masked_steps(self) -> bool:
@@ -437,44 +507,37 @@ class Kernel:
             return True
         return plan.blocks is not None and (plan.blocks.partial > 0 or plan.kv_len % plan.blocks.block_kv > 0)
 
-    def _scores(
-        self,
-        s: jax.Array,
-        item: Item,
-        step: Scalar,
-        kv_start: Scalar,
-        plain: bool,
-        score: TileProgram | None,
-        mask: TileProgram | None,
-    ) -> jax.Array:
+    def _scores(self, s: jax.Array, item: Item, step: Scalar, at: Place, mode: str) -> jax.Array:
         """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
         plan, tile = self.plan, self.tile
         if not self.fold_scale and plan.scale != 1.0:
             s = s * f32(plan.scale)
-        if score is not None:
-            (s,) = score.at_cols(kv_start, s)
-        if plain:
+        if at.score is not None:
+            (s,) = at.score.tile(s)
+        if mode == "plain" or not self._has_masked_steps:
             return s
-        if mask is not None:
-            (on,) = mask.at_cols(kv_start)
-            if plan.blocks is not None and plan.kv_len % plan.blocks.block_kv:
+        if at.mask is not None:
+            (on,) = at.mask.tile()
+            if plan.blocks is not None and plan.blocks.full:
                 on = on | memory.splat(step < item.full, "tile", s.shape, self.interpret)
             s = jnp.where(on, s, f32(-math.inf))
         if plan.kv_len % tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv):
-            inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - kv_start
+            inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
             s = jnp.where(memory.stretch(inside, "column", s.shape), s, f32(-math.inf))
         return s
 
     def _softmax(
-        self, s: jax.Array, out: jax.Array, top: jax.Array, total: jax.Array
+        self, s: jax.Array, top: jax.Array, total: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """One step of the running softmax; `top` is in base-2 units, like the exponents."""
+        """One step of the running softmax: exponentials, the factor for what came before, maximum and sum so far.
+
+        Maxima are in base-2 units, like the exponents.
+        """
         new_top = jnp.maximum(top, s.max(axis=1) * f32(self.folded))
         base = jnp.where(new_top == f32(-math.inf), f32(0), new_top)
         shrink = jnp.exp2(top - base)
         p = jnp.exp2(s * f32(self.folded) - memory.stretch(base, "row", s.shape))
-        out = out * memory.stretch(shrink, "row", out.shape)
-        return p, out, new_top, total * shrink + p.sum(axis=1)
+        return p, shrink, new_top, total * shrink + p.sum(axis=1)
 
     def _accumulate(self, out: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:
         if self.interpret:
@@ -525,6 +588,10 @@ class Kernel:
 
 
 # ------------------------------------------------------------------- the call
+
+
+def simulator() -> typing.Any:
+    return plgpu.InterpretGPUParams()
 
 
 def _padded(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
@@ -608,7 +675,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        interpret=simulator() if interpret else False,
     )(arrays)
     out, lse, *rest = results
     return Results(_trim_out(out, plan), _trim_stats(lse, plan), _trim_stats(rest[0], plan) if rest else None)

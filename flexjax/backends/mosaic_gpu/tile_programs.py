@@ -9,7 +9,7 @@ axis of the rows a row vector, on the other a column vector, the rest a tile. Us
 
     program = TileProgram(plan.score, refs, (64, 128), batch=b, head=h)       # scalars, once
     program = program.at_rows(q_start)                                        # row vectors, once a row of tiles
-    scores, = program.at_cols(kv_start, scores)                               # the rest, once a tile
+    scores, = program.at_cols(kv_start, scores)                               # column vectors and tiles, once a tile
 
 `refs` are the captured arrays passed through `memory.kernel_operand`. `edge=(rows, cols)` gives the extent of the
 attention matrix along the tile's axes where a tile may hang over it: indices of loads are then clamped into their arrays.
@@ -203,11 +203,7 @@ BOOL_COMPARE: dict[str, Callable[[Value, Value], Value]] = {
 COMPARE = {"eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge}
 BITS = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
 ARITHMETIC = {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min}
-OTHER = (
-    "not neg abs sign square integer_pow pow div rem floordiv floormod atan2 clamp select_n convert_element_type "
-    "reduce_precision bitcast_convert_type round shift_left shift_right_logical shift_right_arithmetic clz "
-    "population_count copy copy_p stop_gradient add_any max_any"
-).split()
+OTHER = ["not", "neg", "abs", "sign", "square", "integer_pow", "pow", "div", "rem", "floordiv", "floormod", "atan2", "clamp", "select_n", "convert_element_type", "reduce_precision", "bitcast_convert_type", "round", "shift_left", "shift_right_logical", "shift_right_arithmetic", "clz", "population_count", "copy", "copy_p", "stop_gradient", "add_any", "max_any"]
 SUPPORTED = frozenset({*FLOAT_UNARY, *COMPARE, *BITS, *ARITHMETIC, *OTHER})
 
 
@@ -467,15 +463,8 @@ class TileProgram:
         new._run(ROW)
         return new
 
-    def at_cols(self, start: Value, score: Value = None) -> tuple[jax.Array, ...]:
-        """The results on the tile whose columns begin at `start`, each stretched to a whole tile."""
-        return tuple(self._as_tile(s) for s in self._finish(start, score))
-
-    def own_ranks(self, start: Value, score: Value = None) -> tuple[tuple[str, Value], ...]:
-        """As `at_cols`, each result at its own rank: pairs of "scalar", "row", "column" or "tile" and the value."""
-        return tuple((s.kind, s.value) for s in self._finish(start, score))
-
-    def _finish(self, start: Value, score: Value) -> list[_Slot]:
+    def columns(self, start: Value) -> "TileProgram":
+        """The program with its column vectors computed, for the columns from `start`: reads that `tile` need not wait for."""
         from flexjax.backends.mosaic_gpu import memory
 
         new = self._copy()
@@ -483,6 +472,23 @@ class TileProgram:
         column = mod_ir.KV if self.row_axis == "q" else mod_ir.Q
         if column in new.live:
             new.env[column] = _Slot(COLUMN, memory.column_iota(self.shape[1]) + new.col_start)
+        new._run(COLUMN)
+        return new
+
+    def tile(self, score: Value = None) -> tuple[jax.Array, ...]:
+        """The results on the tile at `at_rows` and `columns`, each stretched to a whole tile."""
+        return tuple(self._as_tile(s) for s in self._results(score))
+
+    def at_cols(self, start: Value, score: Value = None) -> tuple[jax.Array, ...]:
+        """`columns` and `tile` in one."""
+        return self.columns(start).tile(score)
+
+    def own_ranks(self, start: Value, score: Value = None) -> tuple[tuple[str, Value], ...]:
+        """As `at_cols`, each result at its own rank: pairs of "scalar", "row", "column" or "tile" and the value."""
+        return tuple((s.kind, s.value) for s in self.columns(start)._results(score))
+
+    def _results(self, score: Value) -> list[_Slot]:
+        new = self._copy()
         if score is not None:
             new.env[mod_ir.SCORE] = _Slot(TILE, score)
         new._run(TILE)
@@ -506,8 +512,13 @@ class TileProgram:
 
     def _run(self, stage: str) -> None:
         """Computes every live step whose kind the stage allows and that is not known yet."""
-        allowed = {SCALAR: {SCALAR}, ROW: {SCALAR, ROW}, TILE: {SCALAR, ROW, COLUMN, TILE}}[stage]
-        needed = self._needed() if stage == TILE else None
+        allowed = {
+            SCALAR: {SCALAR},
+            ROW: {SCALAR, ROW},
+            COLUMN: {SCALAR, ROW, COLUMN},
+            TILE: {SCALAR, ROW, COLUMN, TILE},
+        }[stage]
+        needed = self._needed() if stage in (COLUMN, TILE) else None
         for step in self.program.steps:
             out = step.outs[0]
             if out.id not in self.live or out.id in self.env or self._kind(out.axes) not in allowed:

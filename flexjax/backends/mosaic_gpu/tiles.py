@@ -7,6 +7,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024  # and alignment
 MULTIPROCESSORS = 132
+NAMED_BARRIERS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,11 @@ class ForwardTile:
 
     @property
     def compute_registers(self) -> int:
-        return {2: 232, 3: 160}[self.groups]
+        return {2: 240, 3: 160}[self.groups]
 
     @property
     def copy_registers(self) -> int:
-        return {2: 40, 3: 32}[self.groups]
+        return {2: 24, 3: 32}[self.groups]
 
     @property
     def shared_bytes(self) -> int:
@@ -54,8 +55,14 @@ class ForwardTile:
         return 2 * (queries + ring + out) + BARRIERS + 2048
 
     @property
+    def first_named_barrier(self) -> int:
+        """Lower ones belong to the compiler: one for the block, one a warpgroup."""
+        return self.groups + 2
+
+    @property
     def fits(self) -> bool:
-        return self.shared_bytes <= SHARED_MEMORY
+        named = self.first_named_barrier + 2 + 2 * self.stages + self.query_slots
+        return self.shared_bytes <= SHARED_MEMORY and named <= NAMED_BARRIERS
 
 
 def padded_dim(dim: int) -> int:

@@ -1,0 +1,124 @@
+"""What the Mosaic GPU backend takes and what it refuses; its door to the kernels.
+
+`refuses` reads the plan and a few facts about the process (jax version, device). The kernels themselves are imported
+when they first run: the package imports on every jax it supports, the kernels only on those that have what they need.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from flexjax.backends.mosaic_gpu import tile_programs, tiles
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.trace.mod_ir import Program
+
+OLDEST_JAX = (0, 11, 0)
+LARGEST_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The process that the plan would run in."""
+
+    jax_version: tuple[int, ...]
+    platform: str
+    capability: str | None
+
+
+@functools.cache
+def facts() -> Facts:
+    device = jax.devices()[0]
+    platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
+    return Facts(jax.__version_info__[:3], platform, getattr(device, "compute_capability", None))
+
+
+def refuses(plan: KernelPlan, where: Facts | None = None) -> str | None:
+    """A sentence that says why the kernels cannot run this plan, None if they can."""
+    version = jax.__version_info__[:3] if where is None else where.jax_version
+    if version < OLDEST_JAX:
+        have = ".".join(map(str, version))
+        return f"The GPU kernels need jax 0.11 or later (this is {have}): `pip install -U 'jax[cuda13]'`."
+    if not plan.options.interpret:
+        here = where or facts()
+        if here.platform != "gpu":
+            return f"The GPU kernels need an NVIDIA GPU; the default device is a {here.platform}."
+        if here.capability is not None and here.capability.split(".")[0] != "9":
+            return f"The GPU kernels are for compute capability 9.0 (Hopper); this device has {here.capability}."
+    return _refuses_arrays(plan) or _refuses_programs(plan) or _refuses_tiles(plan)
+
+
+def _refuses_arrays(plan: KernelPlan) -> str | None:
+    if plan.dtype == "float32":
+        return "float32 inputs would be rounded to tensor-float 32 on the matrix units; they run on xla."
+    if plan.dtype not in ("bfloat16", "float16"):
+        return f"The GPU kernels take bfloat16 and float16 inputs, not {plan.dtype}."
+    for name, dim in (("query and key", plan.head_dim), ("value", plan.value_dim)):
+        if dim > LARGEST_DIM:
+            return f"The head dim of {name} is {dim}; the GPU kernels go up to {LARGEST_DIM}."
+    if min(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, plan.head_dim, plan.value_dim) == 0:
+        return "The GPU kernels do not take empty arrays."
+    if plan.extra_dim:
+        return "Extra query and key features (`extra_dim`) are not fused into the GPU kernels."
+    if plan.differentiable:
+        return "The GPU kernels cannot be differentiated by jax itself (second order, forward mode)."
+    return None
+
+
+def _refuses_programs(plan: KernelPlan) -> str | None:
+    for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("The dropout mod", plan.dropout)):
+        reason = None if program is None else tile_programs.unsupported(program)
+        if reason:
+            return f"{name} {reason}."
+    return None
+
+
+def _refuses_tiles(plan: KernelPlan) -> str | None:
+    blocks, options = plan.blocks, plan.options
+    if blocks is not None and (blocks.block_q % 64 or blocks.block_kv % 64):
+        return (
+            f"The GPU kernels walk mask blocks in multiples of 64; this mask has {blocks.block_q} x {blocks.block_kv}."
+        )
+    if not tiles.forward_candidates(plan):
+        asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
+        return (
+            f"No tile fits head dims {plan.head_dim} and {plan.value_dim}"
+            + (f" with {', '.join(asked)}" if asked else "")
+            + ": the GPU kernels take block_q 64, 128 or 192, block_kv 64 or 128, num_stages 2 to 4, dividing the mask's blocks."
+        )
+    return None
+
+
+class MosaicGpu:
+    """The backend; see backends/base.py."""
+
+    name = "mosaic_gpu"
+
+    def refuses(self, plan: KernelPlan) -> str | None:
+        return refuses(plan)
+
+    def tile_candidates(self, plan: KernelPlan) -> tuple[tiles.ForwardTile, ...]:
+        """Tiles of the forward kernel that fit, the expected best first."""
+        return tiles.forward_candidates(plan)
+
+    def forward(self, plan: KernelPlan, operands: Operands, tile: tiles.ForwardTile | None = None) -> Results:
+        from flexjax.backends.mosaic_gpu import forward_sm90
+
+        return forward_sm90.forward(plan, operands, tile or tiles.forward_tile(plan))
+
+    def backward(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        d_out: jax.Array,
+        d_lse: jax.Array | None,
+        wanted: Wanted,
+        derivative: Program | None,
+    ) -> Gradients:
+        from flexjax.backends.mosaic_gpu import backward_sm90
+
+        return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
+
+
+BACKEND = MosaicGpu()

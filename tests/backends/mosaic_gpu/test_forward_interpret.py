@@ -1,0 +1,93 @@
+"""The forward kernel in the simulator, against dense numpy: every feature on a small problem, and data races."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+from flexjax.backends.mosaic_gpu import forward_sm90, tiles  # noqa: E402
+from flexjax.plan.kernel_plan import Results  # noqa: E402
+from tests.backends.mosaic_gpu.forward_problems import Problem, problem  # noqa: E402
+
+RNG = np.random.default_rng(7)
+TABLE = jnp.asarray(RNG.normal(size=(4, 640)), jnp.float32)
+PAIR = jnp.asarray(RNG.normal(size=(2, 256, 256)), jnp.bfloat16)
+SEGMENTS = jnp.asarray(np.sort(RNG.integers(0, 4, (2, 256)), axis=1), jnp.int32)
+FLAGS = jnp.asarray(RNG.normal(size=(256, 256)) > 0)
+
+
+def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return q >= k
+
+
+CASES: dict[str, dict[str, typing.Any]] = {
+    "full": {},
+    "causal, two batches, grouped heads": {"mask": causal, "batch": 2, "heads": 4, "kv_heads": 2},
+    "mask without lists": {"mask": causal, "block": None},
+    "odd lengths and dims": {"mask": causal, "q_len": 200, "kv_len": 237, "dim": 40, "value_dim": 24},
+    "one query": {"q_len": 1, "kv_len": 130},
+    "wide head": {"dim": 256, "value_dim": 64, "heads": 1, "kv_len": 128},
+    "BNTH, float16, sinks, largest scores": {
+        "mask": causal, "layout": "BNTH", "dtype": "float16", "sinks": True, "max_scores": True,
+    },
+    "relative table": {"score": lambda s, b, h, q, k: s + TABLE[h, q - k + 300], "mask": causal},
+    "relative table, odd": {"score": lambda s, b, h, q, k: s + TABLE[h, q - k + 300], "q_len": 130, "kv_len": 70},
+    "pair bias": {"score": lambda s, b, h, q, k: s + PAIR[h, q, k]},
+    "soft cap": {"score": lambda s, b, h, q, k: 5.0 * jnp.tanh(s / 5.0)},
+    "documents": {
+        "mask": lambda b, h, q, k: (q >= k) & (SEGMENTS[b, q] == SEGMENTS[b, k]), "batch": 2, "mask_batch": 2,
+    },
+    "bool array": {"mask": lambda b, h, q, k: FLAGS[q, k]},
+    "dead rows": {
+        "mask": lambda b, h, q, k: (q >= k) & (k > 100),
+        "score": lambda s, b, h, q, k: jnp.where(q % 5 == 0, -jnp.inf, s),
+    },
+    "nan where the mask is off": {
+        "mask": causal, "score": lambda s, b, h, q, k: s + jnp.sqrt((q - k).astype(jnp.float32)),
+    },
+    "dropout": {
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+    },
+    "blocks of 64": {"mask": causal, "block": (64, 64)},
+    "blocks of 256, odd": {"mask": causal, "block": (256, 256), "q_len": 300, "kv_len": 290},
+    "mask of each head": {"mask": lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0), "mask_heads": 2},
+    "negative scale": {"scale": -0.1},
+}  # fmt: skip
+
+
+def run(made: Problem, programs: int = 3) -> Results:
+    tile = dataclasses.replace(tiles.forward_tile(made.plan), programs=programs)
+    return jax.jit(lambda operands: forward_sm90.forward(made.plan, operands, tile))(made.operands)
+
+
+def assert_matches(made: Problem, got: Results) -> None:
+    out = np.asarray(got.out.astype(jnp.float32))
+    assert np.isfinite(out).all()
+    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
+    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
+    np.testing.assert_allclose(got.lse, made.lse, rtol=0, atol=2e-5)
+    if got.max_scores is not None:
+        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense(name: str) -> None:
+    made = problem(**CASES[name])
+    assert_matches(made, run(made))
+
+
+def test_no_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(forward_sm90, "simulator", lambda: params)
+    made = problem(mask=causal, heads=1, q_len=256, kv_len=384)
+    assert_matches(made, run(made, programs=1))
+    assert not interpret_pallas_call.get_races().races_found
