@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv, dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide, wide_tiles
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq, dq_tiles
 from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused, fused_tiles
-from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide, wide_tiles
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir

@@ -90,7 +90,7 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
 
 def prepare(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Prepared:
     interpret = plan.options.interpret
-    pad = lambda x: _pad(x, plan.layout, interpret)  # noqa: E731
+    pad = lambda x: _pad(x, plan.layout, interpret)
     return Prepared(pad(operands.query), pad(operands.key), pad(operands.value), pad(d_out), stats)
 
 
@@ -236,7 +236,7 @@ class Walk:
             zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
             return Counts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
         at = self._at(b, h, own)
-        number = lambda ref: jnp.int32(0) if ref is None else ref[at] * self.per_block  # noqa: E731
+        number = lambda ref: jnp.int32(0) if ref is None else ref[at] * self.per_block
         return Counts(number(refs.full_num), number(refs.partial_num))
 
     def tile(

@@ -101,7 +101,7 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
     inside = jnp.arange(walk.per_block)
     steps = (blocks[..., None] // 2 * walk.per_block + inside) * 2 + (blocks[..., None] & 1)
     steps = jnp.where(blocks[..., None] == FAR, 0, steps).reshape(*blocks.shape[:-1], -1)
-    spread = lambda x: jnp.repeat(x, walk.own_per_block, axis=2)[:, :, :kv_tiles]  # noqa: E731
+    spread = lambda x: jnp.repeat(x, walk.own_per_block, axis=2)[:, :, :kv_tiles]
     num, steps = spread(num * walk.per_block), spread(steps)
     if not ordered:
         return Schedule(num, steps, None, jnp.argsort(-num, axis=-1, stable=True).astype(jnp.int32))
