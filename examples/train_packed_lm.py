@@ -5,7 +5,7 @@
 
 Bytes are the tokens; byte 0, which no source file contains, starts every document.  Files are packed into
 rows of a fixed length: a file that does not fit is cut, and its rest goes on in the next row as a document
-of its own.  Inside the jitted step the block mask `causal & document` is rebuilt from the segment ids of the
+of its own.  One file in twenty is kept for the end, to measure the loss on unseen text.  Inside the jitted step the block mask `causal & document` is rebuilt from the segment ids of the
 batch, so each document sees itself alone, and each head of each layer learns a bias by distance, whose
 gradient comes through the array that `score_mod` captures.
 """
@@ -51,35 +51,34 @@ def source_files(limit: int | None = None) -> list[bytes]:
     return [text for text in files if text and START not in text]
 
 
-def documents(files: list[bytes], seed: int) -> Iterator[np.ndarray]:
-    """Endless: the files in ever new orders, each as START and its bytes."""
+def pack(files: list[bytes], length: int) -> Batch:
+    """All files in rows of `length` [R, T]: a row is filled to its end, what does not fit goes on in the next.
+
+    Every piece begins with START and has a segment id of its own in its row; the end of the last row is padding.
+    """
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    used = length
+    for file in files:
+        text, done = np.frombuffer(file, np.uint8), 0
+        while done < len(text):
+            if length - used < 2:  # no room for START and a byte
+                rows.append((np.full(length, START, np.int32), np.full(length, PADDING, np.int32)))
+                used = segment = 0
+            piece = text[done : done + length - used - 1]
+            tokens, segments = rows[-1]
+            tokens[used + 1 : used + 1 + len(piece)] = piece
+            segments[used : used + 1 + len(piece)] = segment
+            used, segment, done = used + 1 + len(piece), segment + 1, done + len(piece)
+    return Batch(np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows]))
+
+
+def batches(packed: Batch, batch: int, seed: int) -> Iterator[Batch]:
+    """Endless: the rows in ever new orders."""
     rng = np.random.default_rng(seed)
     while True:
-        for i in rng.permutation(len(files)):
-            yield np.concatenate([[START], np.frombuffer(files[i], np.uint8)]).astype(np.int32)
-
-
-def rows(files: list[bytes], length: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Endless (tokens, segments), int32 [length] each, filled to the end."""
-    tokens, segments = np.zeros(length, np.int32), np.full(length, PADDING, np.int32)
-    used = document = 0
-    for text in documents(files, seed):
-        while len(text) > 1:
-            piece = text[: length - used]
-            tokens[used : used + len(piece)] = piece
-            segments[used : used + len(piece)] = document
-            used, document = used + len(piece), document + 1
-            text = np.concatenate([[START], text[len(piece) :]]).astype(np.int32)
-            if used == length:
-                yield tokens.copy(), segments.copy()
-                used = document = 0
-
-
-def batches(files: list[bytes], batch: int, length: int, seed: int) -> Iterator[Batch]:
-    stream = rows(files, length, seed)
-    while True:
-        tokens, segments = zip(*(next(stream) for _ in range(batch)), strict=True)
-        yield Batch(np.stack(tokens), np.stack(segments))
+        order = rng.permutation(len(packed.tokens))
+        for chosen in order[: len(order) // batch * batch].reshape(-1, batch):
+            yield Batch(packed.tokens[chosen], packed.segments[chosen])
 
 
 def unigram_entropy(files: list[bytes]) -> float:
@@ -206,11 +205,11 @@ class Progress:
         print(f"\r{text:100}" if terminal else text, end="" if terminal and share < 1 else "\n", file=sys.stderr)
 
 
-def train(args: argparse.Namespace, files: list[bytes]) -> tuple[Params, list[float], float]:
+def train(args: argparse.Namespace, packed: Batch) -> tuple[Params, list[float], float]:
     """Parameters, the loss of every step, and tokens a second."""
     params = init(jax.random.key(args.seed), args.layers, args.width, args.heads, args.reach)
     adam, progress, losses = start(params), Progress(args.steps, args.seconds), []
-    for step, batch in enumerate(batches(files, args.batch, args.length, args.seed), 1):
+    for step, batch in enumerate(batches(packed, args.batch, args.seed), 1):
         cosine = 0.5 + 0.5 * math.cos(math.pi * progress.share(step - 1))
         rate = args.rate * min(1.0, step / 30) * (0.05 + 0.95 * cosine)
         params, adam, value = train_step(params, adam, *map(jnp.asarray, batch), jnp.float32(rate))
@@ -242,11 +241,17 @@ def leak(params: Params, batch: Batch) -> tuple[float, int]:
     return worst, compared
 
 
-def most_packed(files: list[bytes], batch: int, length: int, seed: int) -> Batch:
-    """Of a few hundred rows those with the most documents."""
-    stream = rows(files, length, seed)
-    best = sorted((next(stream) for _ in range(300)), key=lambda row: -row[1].max())[:batch]
-    return Batch(np.stack([row[0] for row in best]), np.stack([row[1] for row in best]))
+def most_packed(packed: Batch, batch: int) -> Batch:
+    """The rows with the most documents."""
+    best = np.argsort(-packed.segments.max(axis=1), kind="stable")[:batch]
+    return Batch(packed.tokens[best], packed.segments[best])
+
+
+def held_out_loss(params: Params, packed: Batch, batch: int, number: int) -> float:
+    """Nats a byte, over the first `number` batches of rows that were not trained on."""
+    run = jax.jit(loss)
+    some = zip(range(number), batches(packed, batch, seed=0), strict=False)
+    return float(np.mean([run(params, *map(jnp.asarray, rows)) for _, rows in some]))
 
 
 def sample(params: Params, prompt: str, length: int, key: jax.Array, temperature: float = 0.6) -> str:
@@ -271,7 +276,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100_000, help="stop after so many steps")
     parser.add_argument("--seconds", type=float, default=110.0, help="or after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=4, help="rows a step")
+    parser.add_argument("--batch", type=int, default=2, help="rows a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens a row")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
@@ -286,25 +291,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     files = source_files(args.files)
-    sizes = sorted(map(len, files))
-    entropy = unigram_entropy(files)
+    np.random.default_rng(args.seed).shuffle(files)
+    sizes, entropy = sorted(map(len, files)), unigram_entropy(files)
     print(f"{len(files)} files of {sizes[0]} to {sizes[-1]:,} bytes; unigram entropy {entropy:.3f} nats a byte")
-    params, losses, speed = train(args, files)
-    last = float(np.mean(losses[-10:]))
-    print(f"{len(losses)} steps, {speed:,.0f} tokens/s; loss {losses[0]:.3f} -> {last:.3f} nats a byte")
-    difference, compared = leak(params, most_packed(files, args.batch, args.length, args.seed))
+    cut = max(1, len(files) // 20)
+    held_out, packed = pack(files[:cut], args.length), pack(files[cut:], args.length)
+    print(
+        f"packed into {len(packed.tokens):,} rows of {args.length} tokens, up to {packed.segments.max() + 1} documents each"
+    )
+    params, losses, speed = train(args, packed)
+    last, unseen = float(np.mean(losses[-10:])), held_out_loss(params, held_out, args.batch, 16)
+    print(
+        f"{len(losses)} steps, {speed:,.0f} tokens/s; loss {losses[0]:.3f} -> {last:.3f}, on unseen files {unseen:.3f}"
+    )
+    difference, compared = leak(params, most_packed(packed, args.batch))
     print(f"leak check: the logits of {compared} documents alone and packed differ by at most {difference:.1e}")
     text = sample(params, "def ", args.sample, jax.random.key(args.seed + 1))
     print(f"sample:\n{text}")
     return dict(
-        losses=losses,
-        final=last,
-        entropy=entropy,
-        leak=difference,
-        compared=compared,
-        sample=text,
+        losses=losses, final=last, held_out=unseen, entropy=entropy, leak=difference, compared=compared, sample=text,
         params=params,
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     start = time.monotonic()
     for i, (problem, which) in enumerate(tasks):
-        row = dict(problem=problem.name, which=which, flops=problem.flops(which), peers={})
+        row: dict[str, Any] = dict(problem=problem.name, which=which, flops=problem.flops(which), peers={})
         for j, peer in enumerate(peers):
             _progress(start, i * len(peers) + j, len(tasks) * len(peers), f"{problem.name}, {which}, {peer}")
             row["peers"][peer] = _one(args.suite, problem, peer, which)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +42,11 @@ def flexjax(problem: Problem) -> Attention:
     """`flexjax.flex_attention` with a block mask made beforehand."""
     import flexjax as package
 
-    if problem.mask == "full":
-        return package.flex_attention
-    allowed, length = problem.allowed(), problem.length
-    block_mask = package.create_block_mask(lambda b, h, q, kv: allowed(q, kv), None, None, length, length)
-    return lambda q, k, v: package.flex_attention(q, k, v, block_mask=block_mask)
+    block_mask = None
+    if problem.mask != "full":
+        allowed, length = problem.allowed(), problem.length
+        block_mask = package.create_block_mask(lambda b, h, q, kv: allowed(q, kv), None, None, length, length)
+    return lambda q, k, v: cast(jax.Array, package.flex_attention(q, k, v, block_mask=block_mask))
 
 
 def _dense_mask(problem: Problem) -> jax.Array:
