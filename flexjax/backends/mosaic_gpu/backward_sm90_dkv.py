@@ -129,9 +129,10 @@ def backward_dkv(
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
                         s = products.read(s_acc, 1)
                         found = rows.probabilities(s, lse2, q0, masked=masked)
-                        products.add(dv_acc, found.weights().astype(dtype), do_tile)
+                        weights, factor = found.weights().astype(dtype), found.factor()
+                        products.add(dv_acc, weights, do_tile)
                         dp = products.read(dp_acc, 1)
-                        return found.d_score(found.d_program(dp, None if math.delta_first else delta))
+                        return found.cotangent(factor, dp, None if math.delta_first else delta)
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dk_acc, ds.astype(dtype), q_tile)

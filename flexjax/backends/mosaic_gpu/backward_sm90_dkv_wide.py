@@ -123,7 +123,7 @@ def backward_dkv_wide(
                         products.release(q_free.at[q_slot])
                         found = rows.probabilities(s, lse2, q0, masked=masked)
                         pl.when(at >= tiles.hand_slots)(lambda: plgpu.barrier_wait(hand_free.at[hand_slot]))
-                        hand_smem.at[hand_slot][...] = found.d_score(found.p)
+                        hand_smem.at[hand_slot][...] = found.factor()
                         plgpu.barrier_arrive(hand_full.at[hand_slot])
                         return found.weights().astype(dtype)
 

@@ -41,7 +41,8 @@ def dq_tiles(plan: KernelPlan) -> DqTiles:
     """Largest tiles that fit registers and shared memory."""
     dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
     q_tile = common.own_tile(plan.blocks, "q", (128, 64))
-    widest = 128 if dim <= 128 else 64
+    light = plan.score is None and plan.dropout is None
+    widest = 128 if dim <= 128 and light else 64
     keys = common.own_tile(plan.blocks, "kv", (128, 64) if widest == 128 else (64,))
     for slots in ((2, 2), (2, 1), (1, 1)):
         tiles = DqTiles(64, q_tile // 64, keys, *slots)
@@ -132,9 +133,10 @@ def backward_dq(
                         products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
                         s = products.read(s_acc, 1)
                         found = rows.probabilities(s, lse2, kv0, masked=masked)
+                        factor = found.factor()
                         dp = products.read(dp_acc, 0)
                         products.release(v_free.at[v_slot])
-                        return found.d_score(found.d_program(dp, None if math.delta_first else math.spread(delta, "q")))
+                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])

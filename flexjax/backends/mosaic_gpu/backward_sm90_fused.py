@@ -278,10 +278,10 @@ def backward_fused(
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
                         s = products.read(s_acc, 1)
                         found = rows.probabilities(s, lse2, q_tile * QUERIES, masked=masked)
-                        products.add(dv_acc, found.weights().astype(dtype), do_now)
+                        weights, factor = found.weights().astype(dtype), found.factor()
+                        products.add(dv_acc, weights, do_now)
                         dp = products.read(dp_acc, 1)
-                        dsp = found.d_program(dp, None if math.delta_first else delta)
-                        return found.d_score(dsp).astype(dtype)
+                        return found.cotangent(factor, dp, None if math.delta_first else delta).astype(dtype)
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     ds_smem.at[ds_slot, mine][...] = ds

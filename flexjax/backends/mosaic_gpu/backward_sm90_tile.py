@@ -75,22 +75,27 @@ class Probabilities(typing.NamedTuple):
         """What multiplied V in the forward pass."""
         return self.p if self.keep is None else self.p * self.keep
 
-    def d_program(self, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
-        """Cotangent of the scores after the mod; `dp` = dO V^T, `delta` spread to the tile (None: dp began at -delta)."""
-        if delta is None:
-            return self.p * dp
-        return self.p * ((dp if self.keep is None else dp * self.keep) - delta)
+    def factor(self) -> jax.Array:
+        """ds = factor * (dP - delta): p times the mod's derivative, 0 wherever p is 0."""
+        return self.p if self.slope is None else jnp.where(self.p > 0.0, self.p * self.slope, 0.0)
 
-    def d_score(self, dsp: jax.Array) -> jax.Array:
-        """Cotangent of the scores before the mod, 0 wherever p is 0."""
-        return dsp if self.slope is None else jnp.where(self.p > 0.0, dsp * self.slope, 0.0)
+    def factors_of_loads(self) -> tuple[jax.Array, ...]:
+        """The same for the derivatives with respect to loads."""
+        return tuple(jnp.where(self.p > 0.0, self.p * other, 0.0) for other in self.others)
+
+    def cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
+        """factor * (dP - delta); `delta` spread to the tile, None where dp began at -delta."""
+        if delta is None:
+            return factor * dp
+        return factor * ((dp if self.keep is None else dp * self.keep) - delta)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileMath:
     """The mathematics of a tile for one plan. `derivative` is the score program with its derivatives, None: identity.
 
-    gradients   which of the derivatives with respect to loads to compute: results[2 + i] of `derivative`
+    gradients   which of the derivatives with respect to loads to compute, instead of that with respect to the score:
+                results[2 + i] of `derivative`
     """
 
     plan: KernelPlan
@@ -142,7 +147,7 @@ class TileMath:
                 interpret=plan.options.interpret,
             ).at_rows(row0)
 
-        wanted = (0,) if self.slope_is_one else (0, 1)
+        wanted = (0,) if self.slope_is_one or self.gradients else (0, 1)
         wanted += tuple(2 + i for i in self.gradients)
         return RowMath(
             self,
@@ -179,7 +184,7 @@ class RowMath:
         else:
             score, *rest = self.score.at_cols(col0, s * plan.scale)
             p = jnp.exp2(score * LOG2E - lse2)
-            if not math.slope_is_one:
+            if not (math.slope_is_one or math.gradients):
                 slope, *rest = rest
             others = tuple(rest)
         if self.mask is not None and masked is not False:

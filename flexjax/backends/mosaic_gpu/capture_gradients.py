@@ -258,9 +258,9 @@ def _summed_tiles(
                         products.add(dp_acc, do_smem.at[here], v_smem.at[keys], b_t=True)
                         s = products.read(s_acc, 1)
                         found = rows_math.probabilities(s, lse2, kv0 + part * ROWS, masked=masked)
+                        (factor,) = found.factors_of_loads()
                         dp = products.read(dp_acc)
-                        dsp = found.d_program(dp, None if math.delta_first else math.spread(delta, "q"))
-                        return jnp.where(found.p > 0.0, dsp * found.others[0], 0.0)
+                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
 
                     new.append(total + products.accumulators(g, math.shape, math.shape))
                 products.release(score_free)
