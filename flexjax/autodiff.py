@@ -60,9 +60,10 @@ def _tangent(*flat: Array, problem: Problem, moving: tuple[bool, ...]) -> list[A
 def _backward(*flat: Array, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
     operands, results, cotangents = _split(problem, flat)
     asked = Wanted(*wanted[:6], wanted[6:])
-    run = dispatch.backend(problem.backend).backward
+    derivative = problem.needed_derivative()
+    run = dispatch.backward_backend(problem.backend, problem.plan, asked, derivative).backward
     d_lse = cotangents[1] if has_lse else None
-    gradients = run(problem.plan, operands, results, cotangents[0], d_lse, asked, problem.needed_derivative())
+    gradients = run(problem.plan, operands, results, cotangents[0], d_lse, asked, derivative)
     return [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
 
 

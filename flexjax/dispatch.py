@@ -8,13 +8,14 @@ import jax
 
 from flexjax.backends.base import Backend
 from flexjax.errors import bad_argument
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import KernelPlan, Wanted
+from flexjax.trace.mod_ir import Program
 
 
 def _mosaic_gpu() -> Backend:
-    from flexjax.backends.mosaic_gpu.support import MosaicGpuBackend
+    from flexjax.backends.mosaic_gpu.support import BACKEND
 
-    return MosaicGpuBackend()
+    return BACKEND
 
 
 def _mosaic_tpu() -> Backend:
@@ -91,3 +92,9 @@ def _refusal(name: str, plan: KernelPlan, named: bool) -> str | None:
     if home and plan.options.interpret and not named:
         return f"{name} is simulated only where implementation names it."
     return backend(name).refuses(plan)
+
+
+def backward_backend(name: str, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> Backend:
+    """The backend of the backward pass: the one that ran forward, or xla where that one refuses this gradient."""
+    chosen = backend(name)
+    return backend("xla") if chosen.refuses_backward(plan, wanted, derivative) is not None else chosen

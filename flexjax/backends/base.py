@@ -25,6 +25,10 @@ class Backend(typing.Protocol):
         """A sentence that says why this backend cannot run the plan, None if it can. Pure."""
         ...
 
+    def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
+        """A sentence that says why it cannot compute these gradients, None if it can; xla then does. Pure."""
+        ...
+
     def forward(self, plan: KernelPlan, operands: Operands) -> Results: ...
 
     def backward(

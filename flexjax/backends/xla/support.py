@@ -29,6 +29,9 @@ class XlaBackend:
             )
         return None
 
+    def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
+        return None
+
     def schedule(self, plan: KernelPlan) -> Schedule:
         """The tiles it will use."""
         return choose(plan)
