@@ -97,6 +97,11 @@ class MosaicGpu:
     def refuses(self, plan: KernelPlan) -> str | None:
         return refuses(plan)
 
+    def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
+        from flexjax.backends.mosaic_gpu import backward_sm90
+
+        return backward_sm90.refuses(plan)
+
     def tile_candidates(self, plan: KernelPlan) -> tuple[tiles.ForwardTile, ...]:
         """Tiles of the forward kernel that fit, the expected best first."""
         return tiles.forward_candidates(plan)
