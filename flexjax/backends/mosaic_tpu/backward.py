@@ -63,7 +63,7 @@ def dq_kernel(
     slants = [n for n, kind in wanted.items() if kind == mod_ir.DIAGONAL]
     spread = [n for n, kind in wanted.items() if kind == mod_ir.TILE]
     numbers = (*rows, *slants, *spread)
-    modded = Modded(plan, geometry, order, operands, derivative, bound_q=bool(slants or spread))
+    modded = Modded(plan, geometry, order, operands, derivative, bound_q=bool(slants or spread), wanted_loads=bool(numbers))
     group = np.int32(problem.group)
     ragged_kv = plan.kv_len % tiles.kv != 0
 

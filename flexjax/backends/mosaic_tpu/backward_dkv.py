@@ -48,7 +48,7 @@ def dkv_kernel(
     geometry = Geometry(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis=1)
     order = make_order(plan, geometry, problem.group, True, operands.lists)
     ragged_q = plan.q_len % tiles.q != 0
-    modded = Modded(plan, geometry, order, operands, derivative, bound_q=ragged_q)
+    modded = Modded(plan, geometry, order, operands, derivative, bound_q=ragged_q, wanted_loads=bool(columns))
     group = np.int32(problem.group)
     ragged_kv = plan.kv_len % tiles.kv != 0
     first_sum = (2 if want_kv else 0) + int(with_query)

@@ -53,19 +53,27 @@ def tile_gradients(
     def on(values: jax.Array) -> jax.Array:
         return values if valid is None else jnp.where(valid, values, 0.0)
 
+    results: list[jax.Array] = []
+    slope: jax.Array | None = None
     if identity:
         exponent = qk * np.float32(plan.scale * LOG2E) - lse
-        results: list[jax.Array] = []
+    elif modded.separated is not None:
+        bias = modded.bias(refs, visit, part)
+        scale = modded.separated.scale
+        exponent = qk * np.float32(plan.scale * scale * LOG2E)
+        exponent = exponent if bias.tile is None else exponent + bias.tile
+        exponent = exponent - (lse if bias.q_line is None else lse - bias.q_line)
+        slope = None if scale == 1.0 else jnp.float32(scale)
     else:
-        score, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
+        score, slope, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
         exponent = score * np.float32(LOG2E) - lse
     p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))
     r = modded.dropout(refs, visit, part)
     if r is not None:
         dp = dp * r
     dsp = p * (dp - shift)
-    ds = on(dsp if identity else dsp * results[0])
-    loads = {n: on(jnp.broadcast_to(dsp * results[1 + n], qk.shape)) for n in wanted}
+    ds = on(dsp if slope is None else dsp * slope)
+    loads = {n: on(jnp.broadcast_to(dsp * results[n], qk.shape)) for n in wanted}
     return TileGradients(on(p if r is None else p * r), ds, loads)
 
 

@@ -79,7 +79,10 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
     modded = Modded(plan, geometry, order, operands, plan.score, extra_prefetch=int(plan.has_sinks))
     group = np.int32(problem.group)
     raw = plan.score is None and plan.scale > 0
-    factor = np.float32(plan.scale * LOG2E if raw else LOG2E)
+    biased = modded.separated is not None
+    # What the running maximum is multiplied by to be in base 2; a separated score is in base 2 already.
+    factor = np.float32(1.0 if biased else plan.scale * LOG2E if raw else LOG2E)
+    natural = np.float32(math.log(2.0) if biased else plan.scale if raw else 1.0)
     ragged_kv = plan.kv_len % tiles.kv != 0
     guarded = plan.score is not None
 
@@ -101,17 +104,27 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         _, _, col0, cols = part
         keys, values = k_ref[col0 : col0 + cols, :], v_ref[col0 : col0 + cols, :]
         x = dot(q_ref[...], keys, NT)
-        if not raw:
+        row = None
+        if biased:
+            assert modded.separated is not None
+            bias = modded.bias(refs, visit, part)
+            x = x * np.float32(plan.scale * modded.separated.scale * LOG2E)
+            x, row = (x if bias.tile is None else x + bias.tile), bias.q_line
+        elif not raw:
             x = modded.scores(refs, visit, part, x * np.float32(plan.scale))[0]
         valid = modded.valid(refs, visit, part) if checked else None
         if valid is not None:
             x = jnp.where(valid, x, -jnp.inf)
         m_before = m_ref[...]
-        m = jnp.maximum(m_before, jnp.max(x, axis=1, keepdims=True))
+        top = jnp.max(x, axis=1, keepdims=True)
+        if row is not None:  # a row without an entry that is on stays at -inf whatever the row's bias is
+            top = jnp.where(top == -jnp.inf, -jnp.inf, top + row)
+        m = jnp.maximum(m_before, top)
         shift = m * factor
         if valid is not None or guarded:
             shift = jnp.where(m == -jnp.inf, 0.0, shift)
-        p = jnp.exp2(x * factor - widen(shift, cols))
+        exponent = x if biased else x * factor
+        p = jnp.exp2(exponent - widen(shift if row is None else jnp.where(m == -jnp.inf, 0.0, shift - row), cols))
         alpha = jnp.exp2(m_before * factor - shift)
         l_ref[...] = l_ref[...] * alpha + lane_sums(p)
         m_ref[...] = m
@@ -141,7 +154,7 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         @pl.when(visit.last)
         def _() -> None:
             out_ref, lse_ref = refs.outputs[:2]
-            m = m_ref[...] * np.float32(plan.scale) if raw else m_ref[...]
+            m = m_ref[...] * natural
             total = jnp.broadcast_to(jnp.sum(l_ref[...], axis=1, keepdims=True), m.shape)
             if plan.max_scores:
                 refs.outputs[2][...] = m[:, :1].reshape(1, tiles.q)

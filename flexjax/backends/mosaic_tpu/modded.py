@@ -11,9 +11,10 @@ import numpy as np
 from flexjax.backends.mosaic_tpu import tile_programs
 from flexjax.backends.mosaic_tpu.feeds import Feeds, Geometry
 from flexjax.backends.mosaic_tpu.launch import Refs, prefetch_count
+from flexjax.backends.mosaic_tpu.separate import Bias, bias_on, separate
 from flexjax.backends.mosaic_tpu.tables import EDGE, DenseOrder, ListedOrder, Visit
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.mod_ir import Program
+from flexjax.trace.mod_ir import Lit, Program
 
 Part = tuple[int, int, int, int]
 """Row offset, rows, column offset, columns of a part of a tile."""
@@ -25,7 +26,11 @@ def split_for(program: Program, plan: KernelPlan) -> tile_programs.Split:
 
 @dataclasses.dataclass
 class Modded:
-    """Programs of a kernel with their feeds. `score` is score_mod's program, or that of its derivatives."""
+    """Programs of a kernel with their feeds. `score` is score_mod's program, or that of its derivatives.
+
+    wanted_loads   whether the kernel needs derivatives with respect to captured reads
+    separated      the score as c * s + bias, where it is one and nothing else is needed: then `bias` serves, not `scores`
+    """
 
     plan: KernelPlan
     geometry: Geometry
@@ -34,10 +39,15 @@ class Modded:
     score: Program | None
     extra_prefetch: int = 0
     bound_q: bool = False
+    wanted_loads: bool = False
 
     def __post_init__(self) -> None:
+        self.separated = None if self.score is None else separate(self.score)
+        if self.separated is not None and not self._bias_alone():
+            self.separated = None
+        score = self.score if self.separated is None else self.separated.program
         named = (
-            (self.score, self.operands.score_captures),
+            (score, self.operands.score_captures),
             (self.plan.mask, self.operands.mask_captures),
             (self.plan.dropout, self.operands.dropout_captures),
         )
@@ -53,6 +63,21 @@ class Modded:
         self.feeds = Feeds(self.geometry, programs, self.order.where, self.order.prefetch)
         self.feeds.set_prefetched(prefetch_count(self.order, self.extra_prefetch))
 
+    def _bias_alone(self) -> bool:
+        """Whether the score is all that is asked of the program: its derivative is the constant c."""
+        assert self.score is not None and self.separated is not None
+        if len(self.score.results) == 1:
+            return True
+        slope = self.score.results[1]
+        return not self.wanted_loads and isinstance(slope, Lit) and float(slope.value) == self.separated.scale
+
+    def bias(self, refs: Refs, visit: Visit, part: Part) -> Bias:
+        """For a separated score: what is added to it."""
+        assert self.separated is not None
+        values = self._run(0, refs, visit, part, None)
+        assert values is not None
+        return bias_on(self.separated, values, self._view(0, refs, visit, part))
+
     @functools.cached_property
     def gentle(self) -> bool:
         """Whether entries that are off hold finite numbers all the way, so that p = 0 makes every product 0."""
@@ -65,9 +90,10 @@ class Modded:
         number = self._numbers[which]
         if number is None:
             return None
-        at = (visit.b, visit.h, visit.i, visit.j)
-        view = self.feeds.view(number, refs.scalars, refs.feeds, at, part)
-        return tile_programs.run(self._splits[number], view, score)
+        return tile_programs.run(self._splits[number], self._view(number, refs, visit, part), score)
+
+    def _view(self, number: int, refs: Refs, visit: Visit, part: Part) -> tile_programs.View:
+        return self.feeds.view(number, refs.scalars, refs.feeds, (visit.b, visit.h, visit.i, visit.j), part)
 
     def scores(self, refs: Refs, visit: Visit, part: Part, score: jax.Array) -> list[jax.Array]:
         """Results of the score program: [s'], or [s', ds'/ds, ds'/dload...]; the first of full size."""
@@ -94,7 +120,7 @@ class Modded:
         elif masked is not None:
             conditions.append(masked[0])
         row0, rows, col0, cols = part
-        view = self.feeds.view(0, (), (), (visit.b, visit.h, visit.i, visit.j), part)
+        view = self._view(0, refs, visit, part)
         if g.kv_len % g.block_kv:
             conditions.append(view.kv < np.int32(g.kv_len))
         if self.bound_q and g.q_len % g.block_q:

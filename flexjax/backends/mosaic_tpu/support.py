@@ -12,6 +12,7 @@ from flexjax.backends.mosaic_tpu.backward import Saved, dq_kernel
 from flexjax.backends.mosaic_tpu.backward_dkv import dkv_kernel
 from flexjax.backends.mosaic_tpu.feeds import Geometry
 from flexjax.backends.mosaic_tpu.forward import LOG2E, forward
+from flexjax.backends.mosaic_tpu.tables import list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Unsupported
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
@@ -127,6 +128,13 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
                 f"mosaic_tpu sums the gradient of a captured array ({shown}) read at q - kv in VMEM, "
                 f"{32 * geometry.diagonals >> 20} MiB for these lengths, more than {DIAGONAL_BYTES >> 20} MiB."
             )
+        if kind == mod_ir.DIAGONAL and plan.blocks is not None:
+            group = layouts.problem_of(plan).group
+            if not list_shape(plan, geometry, group, False).whole_heads:
+                return (
+                    f"mosaic_tpu splits the block lists of a head for this many blocks, and so cannot sum the gradient of a "
+                    f"captured array ({shown}) read at q - kv."
+                )
         size = 4 * plan.batch * plan.q_heads * plan.q_len * plan.kv_len
         if kind == mod_ir.TILE and size > tile_programs.DENSE_LIMIT:
             return (
@@ -169,7 +177,9 @@ def _backward(
     sums: dict[int, jax.Array] = {}
     want_query = wanted.query or wanted.query_extra
     want_kv = wanted.key or wanted.key_extra or wanted.value
-    fused = want_query and want_kv and not others and vmem.fuses(plan, tiles, derivative, chip)
+    geometry = Geometry(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, 1)
+    whole = plan.blocks is None or list_shape(plan, geometry, problem.group, True).whole_heads
+    fused = want_query and want_kv and not others and whole and vmem.fuses(plan, tiles, derivative, chip)
     if others or (want_query and not fused):
         dq, sums = dq_kernel(plan, operands, saved, derivative, others, want_query, tiles, chip)
     if want_kv or columns:

@@ -139,11 +139,10 @@ class ListedOrder(Order):
         self.list_batch, self.list_heads = blocks.batch, blocks.heads
         self.ragged = bool(g.kv_len % g.block_kv or g.q_len % g.block_q)
         self.kinds = frozenset({IDLE, FULL, PARTIAL, EDGE})
-        r, c = max(1, g.block_q // blocks.block_q), max(1, g.block_kv // blocks.block_kv)
-        self.sub_blocks = (r, c)
+        self.shape = list_shape(plan, geometry, group, by_keys)
+        self.sub_blocks, self.words = self.shape.sub_blocks, self.shape.words
+        self.rows_a_word = max(1, 32 // self.sub_blocks[1])
         self.block_sizes = (min(blocks.block_q, g.block_q), min(blocks.block_kv, g.block_kv))
-        self.rows_a_word = max(1, 32 // c)
-        self.words = 0 if r * c == 1 else -(-r // self.rows_a_word)
 
         state, on, full = self._tile_states(plan, lists)
         if by_keys:
@@ -152,37 +151,13 @@ class ListedOrder(Order):
         self.columns = columns
         self.tile_rows = state.shape[2]
         self.row_heads = state.shape[1]
-        rows = state.shape[0] * state.shape[1] * state.shape[2]
-        widest = self._widest(plan)
-        self.wide = min(columns, widest)
-        entry = 4 * (2 + 2 * self.words)
-        fit = max(1, TABLE_BYTES // (entry * self.wide))
-        if fit >= rows:
-            self.rows_a_chunk, self.chunks = rows, 1
-        else:
-            if fit >= self.tile_rows:  # whole heads, so that what a head accumulates is finished in one launch
-                fit = fit // self.tile_rows * self.tile_rows
-            self.rows_a_chunk = fit
-            self.chunks = -(-rows // fit)
-        self.whole_heads = self.chunks == 1 or self.rows_a_chunk % self.tile_rows == 0
+        rows = self.shape.rows
+        self.wide, self.rows_a_chunk, self.chunks = self.shape.wide, self.shape.rows_a_chunk, self.shape.chunks
         self.rows = rows
         pad = self.chunks * self.rows_a_chunk - rows
         self._state = jnp.pad(state.reshape(rows, columns), ((0, pad), (0, 0)))
         self._on = [jnp.pad(w.reshape(rows, columns), ((0, pad), (0, 0))) for w in jnp.moveaxis(on, -1, 0)]
         self._full = [jnp.pad(w.reshape(rows, columns), ((0, pad), (0, 0))) for w in jnp.moveaxis(full, -1, 0)]
-
-    def _widest(self, plan: KernelPlan) -> int:
-        """Most tiles a row can have, from the widths of the lists."""
-        blocks = plan.blocks
-        assert blocks is not None
-        r, c = self.sub_blocks
-        g = self.geometry
-        if self.by_keys:
-            each = max(1, blocks.block_q // g.block_q)
-            width = c * (blocks.partial_t + blocks.full_t) * each
-            return max(1, width * (self.group if self.list_heads > 1 else 1))
-        each = max(1, blocks.block_kv // g.block_kv)
-        return max(1, r * (blocks.partial + blocks.full) * each)
 
     def _tile_states(self, plan: KernelPlan, lists: BlockLists) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[list batch, list heads, q tiles, kv tiles] kinds, and the two bit sets with a last dimension of words."""
@@ -356,6 +331,51 @@ class ListedOrder(Order):
             bits = mine if bits is None else jnp.where(inside >= 0, mine, bits)
         assert bits is not None
         return bits
+
+
+@dataclasses.dataclass(frozen=True)
+class ListShape:
+    """Static shape of the lists of a kernel.
+
+    sub_blocks    blocks of the mask in a tile, (query, key)
+    words         int32 words of each of the two bit sets, 0 where a tile is inside one block
+    rows, wide    tile rows in all, and the most tiles that one can have
+    rows_a_chunk  tile rows of one launch; whole_heads: no head is split between launches
+    """
+
+    sub_blocks: tuple[int, int]
+    words: int
+    rows: int
+    wide: int
+    rows_a_chunk: int
+    whole_heads: bool
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.rows_a_chunk)
+
+
+def list_shape(plan: KernelPlan, geometry: Geometry, group: int, by_keys: bool) -> ListShape:
+    blocks, g = plan.blocks, geometry
+    assert blocks is not None
+    r, c = max(1, g.block_q // blocks.block_q), max(1, g.block_kv // blocks.block_kv)
+    words = 0 if r * c == 1 else -(-r // max(1, 32 // c))
+    members = group if by_keys and blocks.heads > 1 else 1
+    if by_keys:
+        head_rows, columns = g.kv_tiles, g.q_tiles * members
+        listed = c * (blocks.partial_t + blocks.full_t) * max(1, blocks.block_q // g.block_q) * members
+    else:
+        head_rows, columns = g.q_tiles, g.kv_tiles
+        listed = r * (blocks.partial + blocks.full) * max(1, blocks.block_kv // g.block_kv)
+    rows = blocks.batch * blocks.heads // members * head_rows
+    wide = min(columns, max(1, listed))
+    # All rows that fit; whole heads where one fits, so that what a head sums up ends in one launch.
+    fit = max(1, TABLE_BYTES // (4 * (2 + 2 * words) * wide))
+    if fit >= rows:
+        fit = rows
+    elif fit >= head_rows:
+        fit = fit // head_rows * head_rows
+    return ListShape((r, c), words, rows, wide, fit, fit % head_rows == 0)
 
 
 def _mark(fine: jax.Array, count: jax.Array, index: jax.Array, mark: int) -> jax.Array:

@@ -254,6 +254,11 @@ class View:
         shape = (self.rows, 1) if dim == 0 else (1, self.cols)
         return start + lax.broadcasted_iota(jnp.int32, shape, dim)
 
+    def local(self, dim: int) -> jax.Array:
+        """float32 0, 1, ... along a dimension of the part."""
+        shape = (self.rows, 1) if dim == 0 else (1, self.cols)
+        return lax.broadcasted_iota(jnp.int32, shape, dim).astype(jnp.float32)
+
     @functools.cached_property
     def q(self) -> jax.Array:
         return self.positions(self.q_axis, self.q_start)
