@@ -35,6 +35,7 @@ from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+SLACK = 8.0
 WARPGROUP = 128
 Scalar = typing.Any
 Ref = typing.Any
@@ -103,6 +104,14 @@ class Place(typing.NamedTuple):
     dropout: TileProgram | None
 
 
+class Scores(typing.NamedTuple):
+    """Scores in the form `factor * tile + row[:, None]`, the factor positive."""
+
+    tile: jax.Array
+    factor: float
+    row: jax.Array | None
+
+
 # ------------------------------------------------------------------- synchronisation
 
 
@@ -125,9 +134,7 @@ class Signals:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
         def moving(_: typing.Any, which: typing.Any) -> None:
-            mgpu.utils.inline_ptx(
-                f"bar.{operation} $0, {threads};", which.registers.flat[0], has_side_effects=True
-            )
+            mgpu.utils.inline_ptx(f"bar.{operation} $0, {threads};", which.registers.flat[0], has_side_effects=True)
 
         moving(i32(number))
 
@@ -136,8 +143,8 @@ class Signals:
         return (self.tile.groups + 1) * WARPGROUP
 
     def _number(self, what: str, slot: typing.Any) -> typing.Any:
-        stages = self.tile.stages
-        first = {"turn": 0, "key": 2, "value": 2 + stages, "query": 2 + 2 * stages}[what]
+        keys, values = self.tile.stages, self.tile.value_stages
+        first = {"turn": 0, "key": 3, "value": 3 + keys, "query": 3 + keys + values}[what]
         return self.tile.first_named_barrier + first + slot
 
     def release(self, what: str, barrier: Ref | None, slot: typing.Any) -> None:
@@ -155,8 +162,10 @@ class Signals:
         else:
             self._named("sync", self._number(what, slot), self._slot_threads)
 
-    # Turns. Warpgroup g takes its turn at barrier g and gives the turn at barrier 1 - g. Both take as many turns, so they
-    # alternate strictly from the first tile to the last.
+    # Turns. Warpgroup g takes its turn at barrier g and gives the turn at barrier 1 - g. With staggered steps both take as
+    # many turns as they give and alternate strictly from the first tile to the last. With whole steps a turn begins at
+    # P V and ends after the next Q K^T, so each tile of queries begins with a turn of warpgroup 0; the third barrier keeps
+    # it from giving a turn of the next tile before warpgroup 1 has taken the last of this one.
 
     @property
     def taking_turns(self) -> bool:
@@ -171,8 +180,20 @@ class Signals:
             self._named("sync", self._number("turn", group), 2 * WARPGROUP)
 
     def first_turn(self, group: typing.Any) -> None:
-        if self.taking_turns:
+        if self.taking_turns and self.tile.overlap:
             pl.when(group == 1)(lambda: self.give_turn(1))
+
+    def begin_tile(self, group: typing.Any, first: typing.Any) -> None:
+        if self.taking_turns:
+            third = self._number("turn", 2)
+            pl.when(group == 1)(lambda: self.take_turn(1))
+            pl.when((group == 0) & ~first)(lambda: self._named("sync", third, 2 * WARPGROUP))
+
+    def end_tile(self, group: typing.Any) -> None:
+        if self.taking_turns:
+            third = self._number("turn", 2)
+            pl.when(group == 0)(lambda: self.give_turn(0))
+            pl.when(group == 1)(lambda: self._named("arrive", third, 2 * WARPGROUP))
 
 
 # ------------------------------------------------------------------- the work
@@ -259,24 +280,27 @@ class Schedule:
         return Item(b, h, q_tile, at, plain, full * per_block, (full + partial) * per_block)
 
     def kv_start(self, arrays: Arrays, item: Item, step: Scalar, in_full: bool | None = None) -> Scalar:
-        """First key of the tile visited at `step`."""
+        """First key of the tile visited at `step`; `in_full` says which list that is in, where the caller knows.
+
+        A step outside of that list reads some legal place of it.
+        """
         if self.plan.blocks is None:
             return step * self.tile.block_kv
         blocks, lists = self.plan.blocks, arrays.lists
         per_block = blocks.block_kv // self.tile.block_kv
 
         def read(index: Ref, place: Scalar) -> Scalar:
-            if per_block == 1:
-                return index[(*item.row, place)] * blocks.block_kv
-            block = index[(*item.row, lax.div(place, i32(per_block)))]
-            return block * blocks.block_kv + lax.rem(place, i32(per_block)) * self.tile.block_kv
+            block = place if per_block == 1 else lax.div(place, i32(per_block))
+            block = lax.min(lax.max(block, i32(0)), i32(index.shape[-1] - 1))
+            start = index[(*item.row, block)] * blocks.block_kv
+            return start if per_block == 1 else start + lax.rem(place, i32(per_block)) * self.tile.block_kv
 
         if lists.full_index is None and lists.partial_index is None:
             return step
-        if lists.full_index is None:
-            return read(lists.partial_index, step)
-        if lists.partial_index is None or in_full:
+        if lists.partial_index is None or (in_full and lists.full_index is not None):
             return read(lists.full_index, step)
+        if lists.full_index is None or in_full is False:
+            return read(lists.partial_index, step - item.full)
         return lax.cond(
             step < item.full,
             lambda: read(lists.full_index, step),
@@ -302,15 +326,6 @@ class Kernel:
     signals: Signals
     interpret: bool
 
-    @property
-    def folded(self) -> float:
-        """Factor from the numbers that the softmax sees to base-2 exponents."""
-        return LOG2E * (self.plan.scale if self.fold_scale else 1.0)
-
-    @property
-    def fold_scale(self) -> bool:
-        return self.plan.score is None and self.plan.scale > 0
-
     def copy(self, arrays: Arrays, shared: Shared) -> None:
         """The copying warpgroup: queries, keys and values of every item in turn."""
         plan, tile, signals = self.plan, self.tile, self.signals
@@ -326,14 +341,14 @@ class Kernel:
             plgpu.copy_gmem_to_smem(rows, shared.query.at[q_slot], shared.query_full.at[q_slot])
 
             def one_step(n: Scalar, at: Scalar) -> Scalar:
-                slot = lax.rem(at, i32(tile.stages))
+                key_slot, value_slot = lax.rem(at, i32(tile.stages)), lax.rem(at, i32(tile.value_stages))
                 start = self.schedule.kv_start(arrays, item, n)
                 keys = rows_of(arrays.key, plan.layout, item.b, kv_head, start, tile.block_kv)
                 values = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
-                signals.acquire("key", shared.key_free, slot)
-                plgpu.copy_gmem_to_smem(keys, shared.key.at[slot], shared.key_full.at[slot])
-                signals.acquire("value", shared.value_free, slot)
-                plgpu.copy_gmem_to_smem(values, shared.value.at[slot], shared.value_full.at[slot])
+                signals.acquire("key", shared.key_free, key_slot)
+                plgpu.copy_gmem_to_smem(keys, shared.key.at[key_slot], shared.key_full.at[key_slot])
+                signals.acquire("value", shared.value_free, value_slot)
+                plgpu.copy_gmem_to_smem(values, shared.value.at[value_slot], shared.value_full.at[value_slot])
                 return at + 1
 
             return lax.fori_loop(i32(0), item.total, one_step, step)
@@ -344,6 +359,7 @@ class Kernel:
                 signals.acquire("query", shared.query_free, slot)
             for slot in range(tile.stages):
                 signals.acquire("key", shared.key_free, slot)
+            for slot in range(tile.value_stages):
                 signals.acquire("value", shared.value_free, slot)
 
     def compute(self, arrays: Arrays, shared: Shared, outs: tuple[Ref, Ref, Ref | None]) -> None:
@@ -356,6 +372,7 @@ class Kernel:
             signals.release("query", shared.query_free, slot)
         for slot in range(tile.stages):
             signals.release("key", shared.key_free, slot)
+        for slot in range(tile.value_stages):
             signals.release("value", shared.value_free, slot)
         signals.first_turn(group)
 
@@ -408,97 +425,147 @@ class Kernel:
         empty = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), memory.TILE)
         programs = Programs(score, mask, dropout)
 
-        def slot_of(n: Scalar) -> Scalar:
+        def key_slot(n: Scalar) -> Scalar:
             return lax.rem(first_step + n, i32(tile.stages))
 
-        def one_step(n: Scalar, carry: tuple, mode: str) -> tuple:
-            """Q K^T and softmax of step n; P V of the step before, but for the first."""
-            out, weights, top, total = carry
-            slot, before = slot_of(n), slot_of(n - 1)
-            first = mode == "first"
-            at = self._place(arrays, item, n, mode, programs)
-            plgpu.barrier_wait(shared.key_full.at[slot])
-            if not first:
-                plgpu.barrier_wait(shared.value_full.at[before])
-            keys = shared.key.at[slot].transpose((1, 0))
+        def value_slot(n: Scalar) -> Scalar:
+            return lax.rem(first_step + n, i32(tile.value_stages))
 
-            def after_scores(s: jax.Array) -> tuple:
-                signals.release("key", shared.key_free, slot)
-                s = self._scores(s, item, n, at, mode)
-                p, shrink, new_top, new_total = self._softmax(s, top, total)
-                if at.dropout is not None:
-                    p = p * at.dropout.tile(s)[0]
-                return p, shrink, new_top, new_total
+        def next_start(n: Scalar, mode: str) -> Scalar:
+            """First key of the step after n, read a step ahead: its address is known before the products are issued."""
+            return self._start(arrays, item, lax.min(n + 1, item.total - 1), mode, programs)
 
-            if self.interpret or first:
+        def softmax(s: jax.Array, n: Scalar, at: Place, mode: str, base: jax.Array, total: jax.Array) -> tuple:
+            scores = self._scores(s, item, n, at, mode)
+            p, shrink, base, total = self._softmax(scores, base, total)
+            if at.dropout is not None:
+                p = p * at.dropout.tile(scores.tile)[0]
+            return p, shrink, base, total
 
-                def scores_alone(acc: Ref) -> jax.Array:
-                    plgpu.wgmma(acc, queries, keys)
-                    return acc[...]
-
-                signals.take_turn(group)
-                s = pl.run_scoped(scores_alone, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))
+        def scores_alone(slot: Scalar) -> jax.Array:
+            def product(acc: Ref) -> jax.Array:
+                plgpu.wgmma(acc, queries, shared.key.at[slot].transpose((1, 0)))
                 signals.give_turn(group)
-                p, shrink, top, total = after_scores(s)
-                if not first:
-                    out = out + jnp.dot(weights.astype(jnp.float32), shared.value[before].astype(jnp.float32))
+                return acc[...]
+
+            return pl.run_scoped(product, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))
+
+        def add_values(out: jax.Array, weights: jax.Array, n: Scalar) -> jax.Array:
+            slot = value_slot(n)
+            plgpu.barrier_wait(shared.value_full.at[slot])
+            signals.take_turn(group)
+            out = self._accumulate(out, weights, shared.value.at[slot])
+            signals.release("value", shared.value_free, slot)
+            return out
+
+        def whole_step(n: Scalar, carry: tuple, mode: str) -> tuple:
+            """Q K^T, softmax and P V of step n, the products of the other warpgroup between."""
+            start, out, base, total = carry
+            slot = key_slot(n)
+            at = self._place(start, mode, programs)
+            start = next_start(n, mode)
+            plgpu.barrier_wait(shared.key_full.at[slot])
+            s = scores_alone(slot)
+            signals.release("key", shared.key_free, slot)
+            p, shrink, base, total = softmax(s, n, at, mode, base, total)
+            out = self._rescale(out, shrink)
+            weights = p.astype(plan.dtype)
+            if not self.interpret:
+                out, weights, base, total = lax.optimization_barrier((out, weights, base, total))
+            return start, add_values(out, weights, n), base, total
+
+        def staggered_step(n: Scalar, carry: tuple, mode: str) -> tuple:
+            """Q K^T and softmax of step n, P V of the step before."""
+            start, out, weights, base, total = carry
+            slot, before = key_slot(n), value_slot(n - 1)
+            at = self._place(start, mode, programs)
+            start = next_start(n, mode)
+            plgpu.barrier_wait(shared.key_full.at[slot])
+            if self.interpret:
+                s = scores_alone(slot)
+                signals.release("key", shared.key_free, slot)
+                p, shrink, base, total = softmax(s, n, at, mode, base, total)
+                out = add_values(out, weights, n - 1)
             else:
+                plgpu.barrier_wait(shared.value_full.at[before])
 
                 def products(refs: tuple) -> None:
                     acc, acc_s, *others = refs
                     signals.take_turn(group)
-                    plgpu.wgmma(acc_s, queries, keys)
+                    plgpu.wgmma(acc_s, queries, shared.key.at[slot].transpose((1, 0)))
                     plgpu.wgmma(acc, weights, shared.value.at[before])
                     signals.give_turn(group)
                     s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=1))
-                    for ref, value in zip(others, after_scores(s), strict=True):
+                    signals.release("key", shared.key_free, slot)
+                    for ref, value in zip(others, softmax(s, n, at, mode, base, total), strict=True):
                         ref[...] = value
 
                 # Their registers are settled here: moving them between the two products would serialise these.
                 out, weights = lax.optimization_barrier((out, weights))
                 zeros = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), jnp.float32), memory.TILE)
-                start = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), zeros, top, top, total)
-                out, _, p, shrink, top, total = pl.run_state(products)(start)
+                state = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), zeros, base, base, total)
+                out, _, p, shrink, base, total = pl.run_state(products)(state)
                 # P V reads the registers of `weights` until here: the new ones may not take their place before.
                 p = lax.optimization_barrier(p)
-            if not first:
                 signals.release("value", shared.value_free, before)
-                out = out * memory.stretch(shrink, "row", out.shape)
-            return out, p.astype(plan.dtype), top, total
+            return start, self._rescale(out, shrink), p.astype(plan.dtype), base, total
+
+        def loops(step: typing.Callable[..., tuple], begin: int, carry: tuple) -> tuple:
+            first, masked = i32(begin), lax.max(item.plain, i32(begin))
+            starts = [self._start(arrays, item, n, m, programs) for n, m in ((first, "plain"), (masked, "masked"))]
+            carry = lax.fori_loop(first, masked, functools.partial(step, mode="plain"), (starts[0], *carry))
+            if self._has_masked_steps:
+                carry = (starts[1], *carry[1:])
+                carry = lax.fori_loop(masked, item.total, functools.partial(step, mode="masked"), carry)
+            return carry[1:]
 
         def all_steps() -> tuple:
-            nothing = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), plan.dtype), memory.TILE)
-            carry = (empty, nothing, row(-math.inf), row(0.0))
-            carry = one_step(i32(0), carry, "first")
-            plain_from, masked_from = i32(1), lax.max(item.plain, i32(1))
-            carry = lax.fori_loop(plain_from, masked_from, functools.partial(one_step, mode="plain"), carry)
-            if self._has_masked_steps:
-                carry = lax.fori_loop(masked_from, item.total, functools.partial(one_step, mode="masked"), carry)
-            signals.release("query", shared.query_free, q_slot)
-            out, weights, top, total = carry
-            last = slot_of(item.total - 1)
-            plgpu.barrier_wait(shared.value_full.at[last])
+            stats = row(-math.inf), row(0.0)
+            if not tile.overlap:
+                carry = loops(whole_step, 0, (empty, *stats))
+                signals.release("query", shared.query_free, q_slot)
+                return carry
+            at = self._place(self._start(arrays, item, i32(0), "first", programs), "first", programs)
+            slot = key_slot(i32(0))
+            plgpu.barrier_wait(shared.key_full.at[slot])
             signals.take_turn(group)
-            out = self._accumulate(out, weights, shared.value.at[last])
+            s = scores_alone(slot)
+            signals.release("key", shared.key_free, slot)
+            p, _, *stats = softmax(s, i32(0), at, "first", *stats)
+            out, weights, *stats = loops(staggered_step, 1, (empty, p.astype(plan.dtype), *stats))
+            signals.release("query", shared.query_free, q_slot)
+            out = add_values(out, weights, item.total - 1)
             signals.give_turn(group)
-            signals.release("value", shared.value_free, last)
-            return out, top, total
+            return out, *stats
 
         def no_steps() -> tuple:
             signals.release("query", shared.query_free, q_slot)
             return empty, row(-math.inf), row(0.0)
 
+        if not tile.overlap:
+            signals.begin_tile(group, turn == 0)
         carry = all_steps() if plan.blocks is None else lax.cond(item.total > 0, all_steps, no_steps)
+        if not tile.overlap:
+            signals.end_tile(group)
         self._finish(shared, outs, item, group, q_start, arrays.sinks, *carry)
 
-    def _place(self, arrays: Arrays, item: Item, step: Scalar, mode: str, programs: Programs) -> Place:
-        """Where the tile of `step` lies, with the programs that run on it: their column vectors are read already."""
+    def _needs_start(self, mode: str, programs: Programs) -> bool:
         masked = mode != "plain" and self._has_masked_steps
-        if programs.score is None and programs.dropout is None and not masked:
+        return masked or programs.score is not None or programs.dropout is not None
+
+    def _start(self, arrays: Arrays, item: Item, step: Scalar, mode: str, programs: Programs) -> Scalar:
+        """First key of the tile of `step`, any legal number past the last step of the mode's list; 0 where none needs it."""
+        if not self._needs_start(mode, programs):
+            return i32(0)
+        which = {"plain": True, "masked": None if self._full_may_hang else False, "first": None}[mode]
+        return self.schedule.kv_start(arrays, item, step, which)
+
+    def _place(self, start: Scalar, mode: str, programs: Programs) -> Place:
+        """Where a tile lies, with the programs that run on it: their column vectors are read already."""
+        if not self._needs_start(mode, programs):
             return Place(None, None, None, None)
-        start = self.schedule.kv_start(arrays, item, step, in_full=mode == "plain" or None)
-        score, mask, dropout = (None if p is None else p.columns(start) for p in programs)
-        return Place(start, score, mask if masked else None, dropout)
+        score, mask, dropout = (None if p is None else p.columns(start).pin() for p in programs)
+        return Place(start, score, mask if mode != "plain" else None, dropout)
 
     @property
     def _has_masked_steps(self) -> bool:
@@ -507,37 +574,58 @@ class Kernel:
             return True
         return plan.blocks is not None and (plan.blocks.partial > 0 or plan.kv_len % plan.blocks.block_kv > 0)
 
-    def _scores(self, s: jax.Array, item: Item, step: Scalar, at: Place, mode: str) -> jax.Array:
+    def _scores(self, s: jax.Array, item: Item, step: Scalar, at: Place, mode: str) -> Scores:
         """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
         plan, tile = self.plan, self.tile
-        if not self.fold_scale and plan.scale != 1.0:
-            s = s * f32(plan.scale)
+        factor, row = plan.scale, None
         if at.score is not None:
-            (s,) = at.score.tile(s)
+            s, factor, row = at.score.scaled_tile(s, factor)
+        elif factor <= 0:
+            s, factor = s * f32(factor), 1.0
         if mode == "plain" or not self._has_masked_steps:
-            return s
+            return Scores(s, factor, row)
         if at.mask is not None:
             (on,) = at.mask.tile()
-            if plan.blocks is not None and plan.blocks.full:
+            if mode == "first" or self._full_may_hang:
                 on = on | memory.splat(step < item.full, "tile", s.shape, self.interpret)
             s = jnp.where(on, s, f32(-math.inf))
         if plan.kv_len % tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv):
             inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
             s = jnp.where(memory.stretch(inside, "column", s.shape), s, f32(-math.inf))
-        return s
+        return Scores(s, factor, row)
+
+    @property
+    def _full_may_hang(self) -> bool:
+        """Whether blocks of the full list may hang over the end of the keys."""
+        blocks = self.plan.blocks
+        return blocks is not None and blocks.full > 0 and self.plan.kv_len % blocks.block_kv > 0
 
     def _softmax(
-        self, s: jax.Array, top: jax.Array, total: jax.Array
+        self, scores: Scores, base: jax.Array, total: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """One step of the running softmax: exponentials, the factor for what came before, maximum and sum so far.
+        """One step of the running softmax: exponentials, the factor for what came before, reference and sum so far.
 
-        Maxima are in base-2 units, like the exponents.
+        Everything is in base-2 units. The reference follows the maximum of the row; with `slack` only once that has grown
+        by SLACK: exponentials up to 2**SLACK cost no precision, and what was summed before then seldom needs rescaling.
         """
-        new_top = jnp.maximum(top, s.max(axis=1) * f32(self.folded))
-        base = jnp.where(new_top == f32(-math.inf), f32(0), new_top)
-        shrink = jnp.exp2(top - base)
-        p = jnp.exp2(s * f32(self.folded) - memory.stretch(base, "row", s.shape))
-        return p, shrink, new_top, total * shrink + p.sum(axis=1)
+        units = f32(LOG2E * scores.factor)
+        top = scores.tile.max(axis=1) * units
+        offset = None if scores.row is None else scores.row * f32(LOG2E)
+        if offset is not None:
+            top = top + offset
+        if self.tile.slack and not self.plan.max_scores:
+            top = jnp.where(top > base + f32(SLACK), top, base)
+        top = jnp.maximum(top, base)
+        finite = jnp.where(top == f32(-math.inf), f32(0), top)
+        shrink = jnp.exp2(base - finite)
+        less = finite if offset is None else finite - offset
+        p = jnp.exp2(scores.tile * units - memory.stretch(less, "row", scores.tile.shape))
+        return p, shrink, top, total * shrink + p.sum(axis=1)
+
+    def _rescale(self, out: jax.Array, shrink: jax.Array) -> jax.Array:
+        if self.tile.slack:
+            return memory.scale_rows(out, shrink, self.interpret)
+        return out * memory.stretch(shrink, "row", out.shape)
 
     def _accumulate(self, out: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:
         if self.interpret:
@@ -617,14 +705,14 @@ def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:
     return Shared(
         query=_matrix_memory((tile.query_slots, tile.block_q, tile.head_dim), dtype),
         key=_matrix_memory((tile.stages, tile.block_kv, tile.head_dim), dtype),
-        value=_matrix_memory((tile.stages, tile.block_kv, tile.value_dim), dtype),
+        value=_matrix_memory((tile.value_stages, tile.block_kv, tile.value_dim), dtype),
         out=_matrix_memory((tile.groups, tile.out_slots, tile.rows, tile.out_columns), dtype),
         query_full=plgpu.Barrier(num_barriers=tile.query_slots),
         key_full=plgpu.Barrier(num_barriers=tile.stages),
-        value_full=plgpu.Barrier(num_barriers=tile.stages),
+        value_full=plgpu.Barrier(num_barriers=tile.value_stages),
         query_free=free(tile.query_slots),
         key_free=free(tile.stages),
-        value_free=free(tile.stages),
+        value_free=free(tile.value_stages),
     )
 
 
@@ -652,7 +740,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         operand(operands.mask_captures if plan.mask is not None else ()),
         operand(operands.dropout_captures),
     )
-    out_shape = arrays.query.shape[:3] + (tile.value_dim,)
+    out_shape = (*arrays.query.shape[:3], tile.value_dim)
     stats = jax.ShapeDtypeStruct((plan.batch, plan.q_heads, q_padded), jnp.float32)
 
     def body(arrays: Arrays, *rest: typing.Any) -> None:

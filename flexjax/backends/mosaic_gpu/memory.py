@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -44,7 +44,8 @@ def row_iota(rows: int, dtype: typing.Any = jnp.int32) -> jax.Array:
 
 
 def column_iota(cols: int, dtype: typing.Any = jnp.int32) -> jax.Array:
-    return plgpu.broadcasted_iota(dtype, (cols,), 0, layout=COLUMN)
+    numbers = plgpu.broadcasted_iota(jnp.int32, (cols,), 0, layout=COLUMN)
+    return numbers.astype(dtype)
 
 
 def splat(value: typing.Any, kind: str, shape: tuple[int, ...], interpret: bool) -> jax.Array:
@@ -123,9 +124,7 @@ def _widen(value: jax.Array) -> jax.Array:
 def _remaining(ref: Ref, index: tuple[typing.Any, ...], moving: tuple[bool, ...]) -> tuple[Ref, list[int]]:
     """The part of the array that the moving dimensions span, and the stride of each in elements."""
     shape = ref.shape
-    picked = tuple(
-        pl.ds(0, n) if m else i for i, m, n in zip(index, moving, shape, strict=True)
-    )
+    picked = tuple(pl.ds(0, n) if m else i for i, m, n in zip(index, moving, shape, strict=True))
     strides = [math.prod(shape[d + 1 :]) for d, m in enumerate(moving) if m]
     return (ref if all(moving) else ref.at[picked]), strides
 
@@ -212,25 +211,29 @@ def load_affine(
     return _widen(read(part, start))
 
 
-def affine_tile(row: jax.Array, step: int, shape: tuple[int, int], interpret: bool) -> jax.Array:
-    """`row[r] + step * c`: an affine int32 or float32 tile from a row vector, one addition of a constant an element."""
-    if interpret:
-        return row[:, None] + (jnp.arange(shape[1]) * step).astype(row.dtype)[None, :]
-    floating = jnp.issubdtype(row.dtype, jnp.floating)
+def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool) -> jax.Array:
+    """`row[r] + step * c`, int32 or float32, from a row vector; one operation with a constant an element.
 
-    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct(shape, row.dtype, layout=TILE))
-    def build(_: typing.Any, vector: typing.Any) -> typing.Any:
+    `step` is a number, or for float32 a scalar of the kernel.
+    """
+    floating = jnp.issubdtype(row.dtype, jnp.floating)
+    if interpret:
+        return row[:, None] + jnp.arange(shape[1]).astype(row.dtype)[None, :] * jnp.asarray(step, row.dtype)
+    fixed = not isinstance(step, jax.Array)
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    def build(_: typing.Any, vector: typing.Any, *rest: typing.Any) -> typing.Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        kind = f32 if floating else i32
         layout = TILE.to_mgpu()
         places = _places(layout, shape)
-        lane = arith.muli(places.lane[1], mgpu.c(step, i32))
-        add = arith.addf if floating else arith.addi
-        if floating:
-            lane = arith.sitofp(f32, lane)
+        add, mul = (arith.addf, arith.mulf) if floating else (arith.addi, arith.muli)
+        slope = mgpu.c(step, kind) if fixed else rest[0].registers.flat[0]
+        lane = arith.sitofp(f32, places.lane[1]) if floating else places.lane[1]
+        lane = mul(lane, slope)
         # One number for each row that the thread holds, its own columns' offset already in it.
-        row_places = _places(vector.layout, (shape[0],))
         bases = {}
-        for register, item, position in row_places.constants:
+        for register, item, position in _places(vector.layout, (shape[0],)).constants:
             value = vector.registers[register]
             if isinstance(value.type, ir.VectorType):
                 value = mgpu.utils.vector.extract(value, dynamic_position=[], static_position=[item])
@@ -238,9 +241,51 @@ def affine_tile(row: jax.Array, step: int, shape: tuple[int, int], interpret: bo
 
         def values() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
             for register, item, position in places.constants:
-                constant = mgpu.c(step * position[1], f32 if floating else i32)
-                yield register, item, add(bases[position[0]], constant)
+                along = mgpu.c(step * position[1], kind) if fixed else mul(slope, mgpu.c(float(position[1]), kind))
+                yield register, item, add(bases[position[0]], along)
 
         return _assemble(layout, shape, values(), None if floating else True)
 
-    return build(row)
+    arguments = (row,) if fixed else (row, step)
+    types = (ROW,) if fixed else (ROW, splat)
+    wrap = plgpu.inline_mgpu(arg_types=types, return_type=plgpu.ShapeDtypeStruct(shape, row.dtype, layout=TILE))
+    return wrap(build)(*arguments)
+
+
+def scale_rows(tile: jax.Array, factor: jax.Array, interpret: bool) -> jax.Array:
+    """tile * factor[:, None], skipped by every warp whose factors are all 1."""
+    if interpret:
+        return tile * factor[:, None]
+
+    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
+    def scale(_: typing.Any, values: typing.Any, factors: typing.Any) -> typing.Any:
+        one = mgpu.c(1.0, ir.F32Type.get())
+        flat = []
+        for register in factors.registers.flat:
+            if isinstance(register.type, ir.VectorType):
+                register = mgpu.utils.vector.extract(register, dynamic_position=[], static_position=[0])
+            flat.append(arith.cmpf(arith.CmpFPredicate.UNE, register, one))
+        mine = flat[0]
+        for other in flat[1:]:
+            mine = arith.ori(mine, other)
+        boolean = ir.IntegerType.get_signless(1)
+        i32 = ir.IntegerType.get_signless(32)
+        voted = llvm.inline_asm(
+            i32,
+            [arith.extui(i32, mine)],
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
+            "=r,r",
+            has_side_effects=True,
+        )
+        anyone = arith.trunci(boolean, voted)
+        before = list(values.registers.flat)
+        branch = scf.IfOp(anyone, [v.type for v in before], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            inside = values * factors.broadcast_in_dim(values.shape, (0,), values.layout)
+            scf.yield_(list(inside.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(before)
+        registers = np.array(list(branch.results), dtype=object).reshape(values.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
+
+    return scale(tile, factor)

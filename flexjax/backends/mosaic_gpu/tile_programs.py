@@ -66,14 +66,11 @@ def _ceil(x: Value) -> Value:
 
 
 def _round_even(x: Value) -> Value:
-    magic = np.float32(1.5 * (1 << 23))
-    return jnp.where(jnp.abs(x) < np.float32(1 << 22), (x + magic) - magic, _round_away(x))
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def _round_away(x: Value) -> Value:
-    t = _trunc(x)
-    step = jnp.where(x < 0, np.float32(-1), np.float32(1))
-    return jnp.where(jnp.abs(x - t) >= np.float32(0.5), t + step, t)
+    return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
 
 
 def _log1p(x: Value) -> Value:
@@ -203,7 +200,36 @@ BOOL_COMPARE: dict[str, Callable[[Value, Value], Value]] = {
 COMPARE = {"eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge}
 BITS = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
 ARITHMETIC = {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min}
-OTHER = ["not", "neg", "abs", "sign", "square", "integer_pow", "pow", "div", "rem", "floordiv", "floormod", "atan2", "clamp", "select_n", "convert_element_type", "reduce_precision", "bitcast_convert_type", "round", "shift_left", "shift_right_logical", "shift_right_arithmetic", "clz", "population_count", "copy", "copy_p", "stop_gradient", "add_any", "max_any"]
+OTHER = [
+    "not",
+    "neg",
+    "abs",
+    "sign",
+    "square",
+    "integer_pow",
+    "pow",
+    "div",
+    "rem",
+    "floordiv",
+    "floormod",
+    "atan2",
+    "clamp",
+    "select_n",
+    "convert_element_type",
+    "reduce_precision",
+    "bitcast_convert_type",
+    "round",
+    "shift_left",
+    "shift_right_logical",
+    "shift_right_arithmetic",
+    "clz",
+    "population_count",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "add_any",
+    "max_any",
+]
 SUPPORTED = frozenset({*FLOAT_UNARY, *COMPARE, *BITS, *ARITHMETIC, *OTHER})
 
 
@@ -272,10 +298,7 @@ def _convert(x: Value, old: str, new: str) -> Value:
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)
     if _is_float(new):
-        if old == "uint32" or _is_float(old):
-            out = x.astype(jnp.float32)
-        else:
-            out = x.astype(jnp.int32).astype(jnp.float32)
+        out = x.astype(jnp.float32) if old == "uint32" or _is_float(old) else x.astype(jnp.int32).astype(jnp.float32)
         return _round_to(out, new)
     if _is_float(old) and new in WIDE:
         low, high = (-(1 << WIDE[new] - 1), (1 << WIDE[new] - 1) - 1) if new[0] == "i" else (0, (1 << WIDE[new]) - 1)
@@ -390,10 +413,7 @@ def _apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
         out = args[1]
         for n, case in enumerate(args[2:], 1):
             chosen = first if operand == "bool" else first >= np.asarray(n, first.dtype)
-            if dtype == "bool":
-                out = (chosen & case) | ((chosen ^ True) & out)
-            else:
-                out = jnp.where(chosen, case, out)
+            out = chosen & case | (chosen ^ True) & out if dtype == "bool" else jnp.where(chosen, case, out)
         return out
     if name == "convert_element_type":
         return _convert(first, operand, dtype)
@@ -417,8 +437,17 @@ def _apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
+    """A value at its rank. Three forms of a float tile wait to be computed until they meet something that needs them:
+
+    `factor` times the tile; a tile with the row vector `row` still to be added; and an affine one, row vector `value` plus
+    `step` (a number or a scalar) times the number of the column.
+    """
+
     kind: str
     value: Value
+    factor: float = 1.0
+    row: Value = None
+    step: Value = None
 
 
 class TileProgram:
@@ -475,9 +504,19 @@ class TileProgram:
         new._run(COLUMN)
         return new
 
-    def tile(self, score: Value = None) -> tuple[jax.Array, ...]:
-        """The results on the tile at `at_rows` and `columns`, each stretched to a whole tile."""
-        return tuple(self._as_tile(s) for s in self._results(score))
+    def tile(self, score: Value = None, factor: float = 1.0) -> tuple[jax.Array, ...]:
+        """The results on the tile at `at_rows` and `columns`, each stretched to a whole tile, of `factor * score`."""
+        return tuple(self._as_tile(s) for s in self._results(score, factor))
+
+    def scaled_tile(self, score: Value, factor: float) -> tuple[jax.Array, float, jax.Array | None]:
+        """The one result of the program on `factor * score` in three parts, to be put together where that is cheapest:
+
+        a tile, a positive number to multiply it by, and a row vector to add after that (or None).
+        """
+        (slot,) = self._results(score, factor)
+        if slot.kind == TILE and slot.step is None and slot.factor > 0:
+            return slot.value, slot.factor, slot.row
+        return self._as_tile(slot), 1.0, None
 
     def at_cols(self, start: Value, score: Value = None) -> tuple[jax.Array, ...]:
         """`columns` and `tile` in one."""
@@ -485,14 +524,24 @@ class TileProgram:
 
     def own_ranks(self, start: Value, score: Value = None) -> tuple[tuple[str, Value], ...]:
         """As `at_cols`, each result at its own rank: pairs of "scalar", "row", "column" or "tile" and the value."""
-        return tuple((s.kind, s.value) for s in self.columns(start)._results(score))
+        return tuple((s.kind, self._stretch(s, s.kind)) for s in self.columns(start)._results(score))
 
-    def _results(self, score: Value) -> list[_Slot]:
+    def _results(self, score: Value, factor: float = 1.0) -> list[_Slot]:
         new = self._copy()
         if score is not None:
-            new.env[mod_ir.SCORE] = _Slot(TILE, score)
+            new.env[mod_ir.SCORE] = _Slot(TILE, score, factor)
         new._run(TILE)
         return [new._read(atom) for atom in self.wanted]
+
+    def pin(self) -> "TileProgram":
+        """Fixes the reads made so far where they stand: the compiler may not sink them to their first use."""
+        held = [i for i, s in self.env.items() if s.kind == COLUMN and s.value.dtype != jnp.bool_]
+        if not held or self.interpret:
+            return self
+        new = self._copy()
+        for i, value in zip(held, lax.optimization_barrier(tuple(self.env[i].value for i in held)), strict=True):
+            new.env[i] = _Slot(COLUMN, value)
+        return new
 
     def _copy(self) -> "TileProgram":
         new = object.__new__(TileProgram)
@@ -553,6 +602,12 @@ class TileProgram:
     def _stretch(self, slot: _Slot, kind: str) -> Value:
         from flexjax.backends.mosaic_gpu import memory
 
+        if slot.step is not None:
+            return memory.affine_tile(slot.value, slot.step, self.shape, self.interpret)
+        if slot.row is not None:
+            return slot.value + memory.stretch(slot.row, ROW, self.shape)
+        if slot.factor != 1.0:
+            return slot.value * np.float32(slot.factor)
         if slot.kind == kind:
             return slot.value
         if slot.kind == SCALAR:
@@ -565,12 +620,60 @@ class TileProgram:
 
     def _operate(self, step: mod_ir.Op) -> _Slot:
         slots = [self._read(a) for a in step.inputs]
+        waiting = self._keep_waiting(step, slots)
+        if waiting is not None:
+            return waiting
         kinds = {s.kind for s in slots} - {SCALAR}
         kind = SCALAR if not kinds else kinds.pop() if len(kinds) == 1 else TILE
         args = [self._stretch(s, kind) for s in slots]
         if kind == SCALAR:
             args = [jnp.asarray(a) for a in args]
         return _Slot(kind, _apply(step, args, self.edge is not None))
+
+    def _keep_waiting(self, step: mod_ir.Op, slots: list[_Slot]) -> _Slot | None:
+        """What a factor or an affine tile becomes without computing it, None where it must be computed."""
+        from flexjax.backends.mosaic_gpu import memory
+
+        name = step.prim
+        if any(s.row is not None for s in slots):
+            return None
+        if step.out.dtype != "float32" or name not in ("mul", "div", "neg", "add", "sub"):
+            return None
+        if name == "neg":
+            (a,) = slots
+            if a.step is not None:
+                return _Slot(TILE, -a.value, step=-a.step)
+            return dataclasses.replace(a, factor=-a.factor) if a.kind == TILE else None
+        a, b = slots
+        if name in ("mul", "div"):
+            if name == "mul" and a.kind != TILE:
+                a, b, number = b, a, step.inputs[0]
+            else:
+                number = step.inputs[1]
+            if a.kind != TILE or b.kind != SCALAR:
+                return None
+            if a.step is not None and name == "mul":
+                return _Slot(TILE, a.value * b.value, step=a.step * b.value)
+            if not isinstance(number, mod_ir.Lit) or a.step is not None:
+                return None
+            factor = float(number.value.real)
+            if factor == 0 or not math.isfinite(factor) or not 1e-30 < abs(factor) < 1e30:
+                return None
+            return dataclasses.replace(a, factor=a.factor * factor if name == "mul" else a.factor / factor)
+        sign = -1 if name == "sub" else 1
+        if a.step is not None and b.step is not None:
+            return _Slot(TILE, a.value + sign * b.value, step=a.step + sign * b.step)
+        if a.step is not None and b.kind in (SCALAR, ROW):
+            return _Slot(TILE, a.value + sign * b.value, step=a.step)
+        if b.step is not None and a.kind in (SCALAR, ROW):
+            return _Slot(TILE, a.value + sign * b.value, step=sign * b.step)
+        if a.step is not None and b.kind == TILE and sign == 1:
+            a, b = b, a
+        if b.step is not None and a.kind == TILE and a.step is None:
+            along = memory.column_iota(self.shape[1], jnp.float32) * (sign * b.step)
+            value = self._stretch(a, TILE) + memory.stretch(along, COLUMN, self.shape)
+            return _Slot(TILE, value, row=sign * b.value)
+        return None
 
     # ------------------------------------------------------------- integers that walk affinely
 
@@ -599,7 +702,7 @@ class TileProgram:
         start = self._linear_at(linear, self.row_start, self.col_start)
         row = memory.row_iota(self.shape[0]) * np.int32(per_row) + start
         if step.out.dtype == "float32":
-            row = row.astype(jnp.float32)
+            return _Slot(TILE, row.astype(jnp.float32), step=np.float32(per_col))
         return _Slot(TILE, memory.affine_tile(row, per_col, self.shape, self.interpret))
 
     def _linear_at(self, linear: mod_ir.Linear, row: Value, col: Value) -> Value:

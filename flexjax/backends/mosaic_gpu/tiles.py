@@ -15,7 +15,12 @@ class ForwardTile:
     """One configuration of the forward kernel.
 
     groups             computing warpgroups, `rows` queries each
-    block_kv, stages   keys of a tile; slots of the key and of the value ring
+    block_kv           keys of a tile
+    stages, value_stages  slots of the key and of the value ring
+    query_slots        2: the queries of the next tile are copied while this one is at work
+    turns              the computing warpgroups alternate in issuing products
+    overlap            softmax of a step runs during P V of the step before
+    slack              rescale the output only once a maximum has grown by a factor of 2^8
     head_dim, value_dim  as padded for the matrix instructions
     """
 
@@ -23,11 +28,14 @@ class ForwardTile:
     rows: int
     block_kv: int
     stages: int
+    value_stages: int
     head_dim: int
     value_dim: int
     query_slots: int = 1
     out_slots: int = 2
     turns: bool = True
+    overlap: bool = True
+    slack: bool = True
     persistent: bool = True
     programs: int = MULTIPROCESSORS
 
@@ -50,7 +58,7 @@ class ForwardTile:
     @property
     def shared_bytes(self) -> int:
         queries = self.query_slots * self.block_q * self.head_dim
-        ring = self.stages * self.block_kv * (self.head_dim + self.value_dim)
+        ring = self.block_kv * (self.stages * self.head_dim + self.value_stages * self.value_dim)
         out = self.block_q * self.out_slots * self.out_columns
         return 2 * (queries + ring + out) + BARRIERS + 2048
 
@@ -61,13 +69,25 @@ class ForwardTile:
 
     @property
     def fits(self) -> bool:
-        named = self.first_named_barrier + 2 + 2 * self.stages + self.query_slots
+        named = self.first_named_barrier + 3 + self.stages + self.value_stages + self.query_slots
         return self.shared_bytes <= SHARED_MEMORY and named <= NAMED_BARRIERS
 
 
 def padded_dim(dim: int) -> int:
     """Head dim as the matrix instructions take it, in elements of two bytes."""
     return max(16, -(-dim // 16) * 16)
+
+
+# (key slots, value slots, query slots), the best first, by the larger head dim; from measurements, see NOTES.md.
+RINGS = {
+    64: ((2, 2, 2), (4, 4, 1), (3, 3, 2), (2, 2, 1)),
+    128: ((3, 2, 1), (2, 2, 2), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
+    256: ((2, 2, 1), (3, 2, 1)),
+}
+
+
+def _size(head_dim: int, value_dim: int) -> int:
+    return next(n for n in RINGS if max(head_dim, value_dim) <= n)
 
 
 def forward_tile(plan: KernelPlan) -> ForwardTile:
@@ -79,7 +99,8 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     head_dim, value_dim = padded_dim(plan.head_dim), padded_dim(plan.value_dim)
     block_q = plan.blocks.block_q if plan.blocks is not None else 1 << 30
     block_kv = plan.blocks.block_kv if plan.blocks is not None else 1 << 30
-    wide = max(head_dim, value_dim) > 128
+    size = _size(head_dim, value_dim)
+    wide, small = size == 256, size == 64
     found = []
     for groups in (2, 1, 3):
         if plan.blocks is not None and block_q % (64 * groups):
@@ -91,11 +112,21 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 continue
             if plan.options.block_kv is not None and plan.options.block_kv != keys:
                 continue
-            for stages, slots in ((2, 2), (3, 1), (2, 1)):
+            for stages, value_stages, slots in RINGS[_size(head_dim, value_dim)]:
                 if plan.options.num_stages is not None and plan.options.num_stages != stages:
                     continue
                 tile = ForwardTile(
-                    groups, 64, keys, stages, head_dim, value_dim, query_slots=slots, turns=groups == 2
+                    groups,
+                    64,
+                    keys,
+                    stages,
+                    value_stages,
+                    head_dim,
+                    value_dim,
+                    query_slots=slots,
+                    turns=groups == 2 and not wide,
+                    overlap=not small,
+                    slack=not small,
                 )
                 if tile.fits:
                     found.append(tile)

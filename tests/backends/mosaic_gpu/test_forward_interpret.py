@@ -11,9 +11,9 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import forward_sm90, tiles  # noqa: E402
-from flexjax.plan.kernel_plan import Results  # noqa: E402
-from tests.backends.mosaic_gpu.forward_problems import Problem, problem  # noqa: E402
+from flexjax.backends.mosaic_gpu import forward_sm90, tiles
+from flexjax.plan.kernel_plan import Results
+from tests.backends.mosaic_gpu.forward_problems import Problem, problem
 
 RNG = np.random.default_rng(7)
 TABLE = jnp.asarray(RNG.normal(size=(4, 640)), jnp.float32)

@@ -1,0 +1,108 @@
+"""Traced programs evaluated on one tile of a kernel, in both orientations, against the mod itself; in the simulator."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import memory, tile_programs
+from flexjax.trace import trace_mod
+
+SIZES = B, H, Q, KV = 2, 4, 128, 256
+SHAPE = (64, 64)
+BATCH, HEAD, Q_START = 1, 2, 64
+RNG = np.random.default_rng(0)
+ROW = jnp.asarray(RNG.normal(size=Q), jnp.float32)
+COLUMN = jnp.asarray(RNG.normal(size=KV), jnp.bfloat16)
+TABLE = jnp.asarray(RNG.normal(size=(H, Q + KV)), jnp.float32)
+PAIR = jnp.asarray(RNG.normal(size=(B, H, Q, KV)), jnp.float16)
+SEGMENTS = jnp.asarray(np.arange(KV) // 37, jnp.int32)
+SLOPES = jnp.asarray(RNG.normal(size=H), jnp.float32)
+FLAGS = jnp.asarray(RNG.normal(size=(Q, KV)) > 0)
+SMALL = jnp.asarray(RNG.integers(-100, 100, KV), jnp.int8)
+GAIN = jnp.float32(1.5)
+
+
+def _hash(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    mixed = q.astype(jnp.uint32) * jnp.uint32(2654435761) ^ k.astype(jnp.uint32)
+    return s + (mixed >> jnp.uint32(9)).astype(jnp.float32) * 1e-6
+
+
+MODS: dict[str, typing.Callable] = {
+    "alibi": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "alibi, then more": lambda s, b, h, q, k: jnp.tanh(s - 0.5 * (q - k)) * 3.0,
+    "soft cap": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30),
+    "row": lambda s, b, h, q, k: s + ROW[q] * GAIN,
+    "column": lambda s, b, h, q, k: s + COLUMN[k],
+    "relative": lambda s, b, h, q, k: s + TABLE[h, q - k + KV],
+    "relative, clipped": lambda s, b, h, q, k: s + TABLE[h, jnp.clip(q - k + 17, 0, 40)],
+    "pair": lambda s, b, h, q, k: s + PAIR[b, h, q, k],
+    "segments": lambda s, b, h, q, k: jnp.where(SEGMENTS[q] == SEGMENTS[k], s, -jnp.inf),
+    "flags": lambda s, b, h, q, k: jnp.where(FLAGS[q, k], s, -1e9),
+    "int8": lambda s, b, h, q, k: s + SMALL[k] * SMALL[q],
+    "logarithms and powers": lambda s, b, h, q, k: (
+        jnp.log1p(s * s) + jnp.expm1(s) + jnp.power(jnp.abs(s) + 0.1, 1.7) + s**3 + jnp.cbrt(s)
+    ),
+    "rounding": lambda s, b, h, q, k: jnp.floor(s) + jnp.ceil(s * 3) + jnp.round(s * 7) + jnp.sign(s) + jnp.fmod(s * 5, 1.3),
+    "activations": lambda s, b, h, q, k: jax.nn.gelu(s) + jax.nn.softplus(s) + jax.nn.silu(s) + jax.nn.relu(s),
+    "angles": lambda s, b, h, q, k: s + jnp.cos(q * 0.1) * jnp.sin(k * 0.3) + jnp.arctan2(s, jnp.float32(2.0)),
+    "integers": lambda s, b, h, q, k: (
+        s + (q // 7) * (k % 5) + ((q - k) // 4) - ((q - k) % 3) + (k ^ q) + (q << 2) + (q - k) // jnp.maximum(k - 100, 1)
+    ),
+    "booleans": lambda s, b, h, q, k: jnp.where(((q >= k) & ~(k < 30)) | ((q % 2 == 0) != (k % 3 == 0)), s, 0.0),
+    "hash": _hash,
+    "distance": lambda s, b, h, q, k: s - jnp.abs(q - k).astype(jnp.float32) * 0.1,
+    "finite": lambda s, b, h, q, k: jnp.where(jnp.isfinite(jnp.log(s)), s, 0.0),
+}  # fmt: skip
+
+
+def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool) -> np.ndarray:
+    traced = trace_mod.trace_score_mod(mod, SIZES)
+    assert tile_programs.unsupported(traced.program) is None
+
+    def body(score_ref: typing.Any, *refs: typing.Any) -> None:
+        *captures, out = refs
+        program = tile_programs.TileProgram(
+            traced.program, captures, SHAPE, batch=BATCH, head=HEAD, row_axis="kv" if transposed else "q",
+            edge=(Q, KV) if edge else None, interpret=True,
+        )  # fmt: skip
+        (out[...],) = program.at_rows(Q_START).at_cols(64 if transposed else 128, score_ref[...])
+
+    kernel = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct(SHAPE, jnp.float32), grid=(1,), grid_names=("program",), num_threads=1,
+        thread_name="wg", interpret=plgpu.InterpretGPUParams(),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )  # fmt: skip
+    return np.asarray(kernel(score, *map(memory.kernel_operand, traced.arrays)))
+
+
+@pytest.mark.parametrize("edge", [False, True], ids=["inside", "edge"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["q rows", "kv rows"])
+@pytest.mark.parametrize("name", MODS)
+def test_matches_the_mod(name: str, transposed: bool, edge: bool) -> None:
+    score = jnp.asarray(RNG.normal(size=SHAPE), jnp.float32)
+    first = jnp.arange(64, 128, dtype=jnp.int32)
+    second = jnp.arange(128, 192, dtype=jnp.int32) if not transposed else first
+    at = lambda s, q, k: MODS[name](s, jnp.int32(BATCH), jnp.int32(HEAD), q, k)  # noqa: E731
+    over = jax.vmap(jax.vmap(at, (0, None, 0)), (0, 0, None))
+    want = over(score.T, second, first).T if transposed else over(score, first, second)
+    got = on_tile(MODS[name], score, transposed, edge)
+    np.testing.assert_allclose(got, want, rtol=3e-6, atol=3e-6 * float(jnp.max(jnp.where(jnp.isfinite(want), abs(want), 1))))
+
+
+def test_names_what_it_cannot_do() -> None:
+    mods = {
+        "nextafter": lambda s, b, h, q, k: jnp.nextafter(s, jnp.float32(0)),
+        "control flow": lambda s, b, h, q, k: jax.lax.while_loop(lambda c: c < q, lambda c: c * 2 + 1, jnp.int32(1)) + s,
+    }
+    for word, mod in mods.items():
+        reason = tile_programs.unsupported(trace_mod.trace_score_mod(mod, SIZES).program)
+        assert reason is not None
+        assert word in reason
