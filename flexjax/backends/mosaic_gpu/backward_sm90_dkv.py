@@ -115,6 +115,7 @@ def backward_dkv(
                     q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
                     q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
 
+                    tile_math = rows.at_columns(q0, masked)
                     here = common.not_hoisted(group, plan.options.interpret)
                     own_k, own_v = k_smem.at[here], v_smem.at[here]
 
@@ -128,7 +129,7 @@ def backward_dkv(
                         products.add(dp_acc, own_v, do_tile, b_t=True)
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
                         s = products.read(s_acc, 1)
-                        found = rows.probabilities(s, lse2, q0, masked=masked)
+                        found = tile_math.probabilities(s, lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
                         products.add(dv_acc, weights, do_tile)
                         dp = products.read(dp_acc, 1)

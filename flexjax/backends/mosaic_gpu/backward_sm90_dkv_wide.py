@@ -113,6 +113,7 @@ def backward_dkv_wide(
                 def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                     q_slot, do_slot = slot_of(at, tiles.query_slots), slot_of(at, tiles.out_slots)
                     hand_slot = slot_of(at, tiles.hand_slots)
+                    tile_math = rows.at_columns(q0, masked)
                     own_k = k_smem.at[common.not_hoisted(jnp.int32(0), plan.options.interpret)]
 
                     def scores(s_acc: typing.Any) -> jax.Array:
@@ -121,7 +122,7 @@ def backward_dkv_wide(
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
                         s = products.read(s_acc)
                         products.release(q_free.at[q_slot])
-                        found = rows.probabilities(s, lse2, q0, masked=masked)
+                        found = tile_math.probabilities(s, lse2)
                         pl.when(at >= tiles.hand_slots)(lambda: plgpu.barrier_wait(hand_free.at[hand_slot]))
                         hand_smem.at[hand_slot][...] = found.factor()
                         plgpu.barrier_arrive(hand_full.at[hand_slot])
@@ -166,7 +167,7 @@ def backward_dkv_wide(
                         dp = products.read(dp_acc)
                         products.release(do_free.at[do_slot])
                         if not math.delta_first:
-                            dp = dp * rows.keep(q0, dp) - delta
+                            dp = dp * rows.at_columns(q0, False).keep() - delta
                         plgpu.barrier_wait(hand_full.at[hand_slot])
                         weight = plgpu.load(hand_smem.at[hand_slot], layout=common.WGMMA)
                         plgpu.barrier_arrive(hand_free.at[hand_slot])

@@ -121,6 +121,7 @@ def backward_dq(
                     kv0 = walk.tile(lists, b, h, tile, i, masked) * tiles.keys
                     k_slot, v_slot = common.slot_of(at, tiles.key_slots), common.slot_of(at, tiles.value_slots)
 
+                    tile_math = rows.at_columns(kv0, masked)
                     here = common.not_hoisted(group, plan.options.interpret)
                     own_q, own_do = q_smem.at[here], do_smem.at[here]
 
@@ -132,7 +133,7 @@ def backward_dq(
                         plgpu.barrier_wait(v_full.at[v_slot])
                         products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
                         s = products.read(s_acc, 1)
-                        found = rows.probabilities(s, lse2, kv0, masked=masked)
+                        found = tile_math.probabilities(s, lse2)
                         factor = found.factor()
                         dp = products.read(dp_acc, 0)
                         products.release(v_free.at[v_slot])

@@ -263,6 +263,7 @@ def backward_fused(
                     dq_slot, ds_slot = common.slot_of(at, tiles.dq_slots), common.slot_of(at, 2)
                     q_now, do_now = q_smem.at[q_slot], do_smem.at[do_slot]
 
+                    tile_math = rows.at_columns(q_tile * QUERIES, masked)
                     here = common.not_hoisted(group, plan.options.interpret)
                     mine, columns = pl.ds(here * ROWS, ROWS), pl.ds(here * half, half)
                     own_k, own_v = k_smem.at[mine], v_smem.at[mine]
@@ -277,7 +278,7 @@ def backward_fused(
                         products.add(dp_acc, own_v, do_now, b_t=True)
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
                         s = products.read(s_acc, 1)
-                        found = rows.probabilities(s, lse2, q_tile * QUERIES, masked=masked)
+                        found = tile_math.probabilities(s, lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
                         products.add(dv_acc, weights, do_now)
                         dp = products.read(dp_acc, 1)

@@ -5,7 +5,8 @@ backward_sm90_common.py. Programs of a mod are evaluated by tile_programs.py; th
 
     math = TileMath(plan, derivative, shape, row_axis)       # static
     rows = math.at_rows(b, h, row0, captures)                # once a row of tiles: scalars and row vectors of the mods
-    found = rows.probabilities(s, lse2, col0, masked=...)    # once a tile
+    tile = rows.at_columns(col0, masked)                     # once a tile, before its scores are there: starts reads
+    found = tile.probabilities(s, lse2)                      # once a tile
 """
 
 import dataclasses
@@ -157,6 +158,10 @@ class TileMath:
             program(plan.dropout, captures.dropout),
         )
 
+    def rows(self, vector: jax.Array) -> jax.Array:
+        """A vector over the rows on the tile."""
+        return lax.broadcast_in_dim(vector, self.shape, (0,))
+
     def spread(self, vector: jax.Array, axis: str) -> jax.Array:
         """A vector over queries ("q") or keys ("kv") on the tile."""
         return lax.broadcast_in_dim(vector, self.shape, (int(axis != self.row_axis),))
@@ -172,39 +177,63 @@ class RowMath:
     mask: TileProgram | None
     dropout: TileProgram | None
 
-    def probabilities(self, s: jax.Array, lse2: jax.Array, col0: jax.Array, *, masked: typing.Any) -> Probabilities:
-        """From raw products q . k and the base-2 lse of the queries (a vector) for the tile whose columns begin at col0."""
-        math = self.math
+    def at_columns(self, col0: jax.Array, masked: typing.Any) -> "ColumnMath":
+        """For the tile whose columns begin at `col0`; starts the reads that the tile needs. `masked` may be traced."""
+        at = lambda program: None if program is None else program.columns(col0).pin()  # noqa: E731
+        mask = at(self.mask) if masked is True else self.mask
+        return ColumnMath(self, col0, masked, at(self.score), mask, at(self.dropout))
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnMath:
+    """RowMath for the columns from `col0`: one tile."""
+
+    rows: RowMath
+    col0: jax.Array
+    masked: typing.Any
+    score: TileProgram | None
+    mask: TileProgram | None
+    dropout: TileProgram | None
+
+    def probabilities(self, s: jax.Array, lse2: jax.Array) -> Probabilities:
+        """From raw products q . k and the base-2 lse of the queries (a vector)."""
+        math = self.rows.math
         plan = math.plan
-        lse2 = math.spread(lse2, "q")
         slope: jax.Array | None = None
         others: tuple[jax.Array, ...] = ()
         if self.score is None:
-            p = jnp.exp2(s * (plan.scale * LOG2E) - lse2)
+            p = jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q"))
+        elif math.slope_is_one and not math.gradients:
+            score, factor, row = self.score.scaled_tile(s, plan.scale)
+            shift = -math.spread(lse2, "q")
+            if row is not None:
+                shift = math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
+            p = jnp.exp2(score * (factor * LOG2E) + shift)
         else:
-            score, *rest = self.score.at_cols(col0, s * plan.scale)
-            p = jnp.exp2(score * LOG2E - lse2)
+            score, *rest = self.score.tile(s, plan.scale)
+            p = jnp.exp2(score * LOG2E - math.spread(lse2, "q"))
             if not (math.slope_is_one or math.gradients):
                 slope, *rest = rest
             others = tuple(rest)
-        if self.mask is not None and masked is not False:
-            mask = self.mask
-            if masked is True:
-                p = jnp.where(mask.at_cols(col0, p)[0], p, 0.0)
-            else:
-                p = lax.cond(masked, lambda p: jnp.where(mask.at_cols(col0, p)[0], p, 0.0), lambda p: p, p)
-        p = self._inside(p, col0)
-        keep = None if self.dropout is None else self.keep(col0, p)
-        return Probabilities(p, slope, keep, others)
+        p = self._inside(self._unmasked(p))
+        return Probabilities(p, slope, None if self.dropout is None else self.keep(), others)
 
-    def keep(self, col0: jax.Array, like: jax.Array) -> jax.Array:
+    def keep(self) -> jax.Array:
         """The dropout multiplier of the tile."""
         assert self.dropout is not None
-        return self.dropout.at_cols(col0, like)[0]
+        return self.dropout.tile()[0]
 
-    def _inside(self, p: jax.Array, col0: jax.Array) -> jax.Array:
+    def _unmasked(self, p: jax.Array) -> jax.Array:
+        mask = self.mask
+        if mask is None or self.masked is False:
+            return p
+        if self.masked is True:
+            return jnp.where(mask.tile()[0], p, 0.0)
+        return lax.cond(self.masked, lambda p: jnp.where(mask.at_cols(self.col0)[0], p, 0.0), lambda p: p, p)
+
+    def _inside(self, p: jax.Array) -> jax.Array:
         """Zero past the last key; past the last query too where a mod was evaluated there (otherwise lse2 = inf does it)."""
-        math, plan = self.math, self.math.plan
+        math, plan = self.rows.math, self.rows.math.plan
         ends = [("kv", plan.kv_len, math.keys)]
         if self.score is not None:
             ends.append(("q", plan.q_len, math.queries))
@@ -212,7 +241,7 @@ class RowMath:
             if end % tile == 0:
                 continue
             dim = int(axis != math.row_axis)
-            first = col0 if dim else self.row0
+            first = self.col0 if dim else self.rows.row0
 
             def cut(p: jax.Array, first: jax.Array = first, dim: int = dim, end: int = end) -> jax.Array:
                 index = plgpu.broadcasted_iota(jnp.int32, math.shape, dim, layout=WGMMA)

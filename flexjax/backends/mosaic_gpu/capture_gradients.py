@@ -257,7 +257,7 @@ def _summed_tiles(
                             products.start(dp_acc, -math.spread(delta, "q"))
                         products.add(dp_acc, do_smem.at[here], v_smem.at[keys], b_t=True)
                         s = products.read(s_acc, 1)
-                        found = rows_math.probabilities(s, lse2, kv0 + part * ROWS, masked=masked)
+                        found = rows_math.at_columns(kv0 + part * ROWS, masked).probabilities(s, lse2)
                         (factor,) = found.factors_of_loads()
                         dp = products.read(dp_acc)
                         return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
