@@ -30,6 +30,7 @@ from flexjax import masks
 VOCABULARY = 256
 START = 0
 PADDING = -1  # segment id of what belongs to no document
+BIAS_UNIT = 10.0  # the bias moves by nats while weights move by hundredths: it takes larger steps
 Params = dict[str, Any]
 
 
@@ -94,13 +95,15 @@ def unigram_entropy(files: list[bytes]) -> float:
 def init(key: jax.Array, layers: int, width: int, heads: int, reach: int) -> Params:
     """Parameters of a pre-norm transformer; layers are stacked along axis 0.
 
-    distance  float32 [layers, heads, reach]: the learned bias by distance, the last entry for all beyond
+    distance  float32 [layers, heads, reach]: the learned bias by distance, in units of BIAS_UNIT; the last entry
+              is for all beyond.  It begins as ALiBi does, each head looking four times as far as the one before.
     """
     keys = iter(jax.random.split(key, 5))
 
     def matrix(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) / math.sqrt(shape[-2])
 
+    nearness = -jnp.exp2(-2.0 * jnp.arange(heads))[:, None] * jnp.arange(reach) / BIAS_UNIT
     return dict(
         embedding=jax.random.normal(next(keys), (VOCABULARY, width)) * 0.02,
         layers=dict(
@@ -109,7 +112,7 @@ def init(key: jax.Array, layers: int, width: int, heads: int, reach: int) -> Par
             up=matrix(layers, width, 4 * width),
             down=matrix(layers, 4 * width, width) / math.sqrt(2 * layers),
             norms=jnp.ones((layers, 2, width)),
-            distance=jnp.zeros((layers, heads, reach)),
+            distance=jnp.broadcast_to(nearness, (layers, heads, reach)),
         ),
         norm=jnp.ones(width),
     )
@@ -127,9 +130,10 @@ def logits(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
 
     def layer(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         heads, reach = p["distance"].shape
+        bias = BIAS_UNIT * p["distance"]
 
         def by_distance(score, b, h, q, kv):
-            return score + p["distance"][h, jnp.clip(q - kv, 0, reach - 1)]
+            return score + bias[h, jnp.clip(q - kv, 0, reach - 1)]
 
         q, k, v = jnp.split((normalised(x, p["norms"][0]) @ p["qkv"]).reshape(B, T, 3 * heads, -1), 3, axis=2)
         attended = flexjax.flex_attention(q, k, v, score_mod=by_distance, block_mask=block_mask)
@@ -277,12 +281,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=110.0, help="or after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=2, help="rows a step")
-    parser.add_argument("--length", type=int, default=1024, help="tokens a row")
+    parser.add_argument("--length", type=int, default=512, help="tokens a row")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--reach", type=int, default=128, help="distances with a bias of their own")
-    parser.add_argument("--rate", type=float, default=4e-3, help="largest learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="largest learning rate")
     parser.add_argument("--sample", type=int, default=240, help="bytes of the sample at the end")
     parser.add_argument("--files", type=int, help="use only about so many files")
     return parser.parse_args(argv)
