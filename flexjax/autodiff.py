@@ -31,8 +31,19 @@ Array = jax.Array
 
 def attention(problem: Problem, operands: Operands) -> Results:
     """Runs the forward pass of a problem; differentiable and mappable."""
-    out, lse, *top = forward_p.bind(*jax.tree.leaves(operands), problem=problem)
+    out, lse, *top = forward_p.bind(*varying_alike(jax.tree.leaves(operands)), problem=problem)
     return Results(out, lse, top[0] if top else None)
+
+
+def varying_alike(flat: Sequence[Array]) -> list[Array]:
+    """Inside shard_map: arrays that vary over fewer mesh axes than others are cast to vary over all of theirs.
+
+    The transpose of the cast adds up gradients over the devices that share an array.
+    """
+    over = [frozenset(jax.typeof(x).mat.varying) for x in flat]
+    everywhere = frozenset().union(*over)
+    missing = [tuple(sorted(everywhere - axes, key=str)) for axes in over]
+    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(flat, missing, strict=True)]
 
 
 # ------------------------------------------------------------------- what each primitive computes
@@ -73,11 +84,6 @@ def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | No
     return [next(rest) if p else None for p in present]
 
 
-def movable(operands: Operands) -> list[Array | None]:
-    """The operands that may have a tangent, in the order of Gradients and Wanted."""
-    return [*operands[:6], *operands.score_captures]
-
-
 # ------------------------------------------------------------------- primitives
 
 
@@ -95,16 +101,25 @@ def _primitive(name: str, function: Callable[..., list[Array]]) -> Primitive:
         return compiled(**params)(*flat)
 
     @primitive.def_abstract_eval
-    def shapes(*avals: object, **params: object) -> list[object]:
+    def shapes(*avals: jax.core.ShapedArray, **params: object) -> list[jax.core.ShapedArray]:
         outs = _shapes(function, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
-        return [aval_like(shape, dtype) for shape, dtype in outs]
+        return [_aval_like(avals[0], shape, dtype) for shape, dtype in outs]
 
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True))
+    inlined = mlir.lower_fun(function, multiple_results=True)
+
+    def lower(ctx: mlir.LoweringRuleContext, *flat: object, **params: object) -> object:
+        # What varies over which mesh axes is settled by now; loops that start from zeros need not know.
+        plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        return inlined(ctx.replace(avals_in=plain), *flat, **params)
+
+    mlir.register_lowering(primitive, lower)
     return primitive
 
 
-def aval_like(shape: tuple[int, ...], dtype: jnp.dtype) -> object:
-    return jax.core.ShapedArray(shape, dtype)
+def _aval_like(query: jax.core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.core.ShapedArray:
+    """A result's type: on the mesh of query, and varying over the same axes of it."""
+    sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,8 +145,8 @@ def _is_zero(tangent: object) -> bool:
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
     out, lse, *top = forward_p.bind(*primals, problem=problem)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
-    places = jax.tree.unflatten(problem.structure, range(len(primals)))
-    moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in movable(places)]
+    places = problem.operands(range(len(primals)))
+    moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in places.movable]
     present = tuple(m is not None for m in moving)
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
@@ -188,7 +203,7 @@ def _batch_rule(primitive: Primitive) -> Callable:
     """A mapped axis becomes part of the batch."""
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
-        mapped = [d is not batching.not_mapped for d in dims]
+        mapped = [d is not None for d in dims]
         front = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(flat, dims, mapped, strict=True)]
         outs = batch_rule(primitive, problem, front, mapped, params)
         return outs, [0] * len(outs)

@@ -32,7 +32,7 @@ def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | No
     """(output, lse) of a row: accumulated / total, and the logarithm of the denominator, the sink included."""
     if sinks is not None:
         new = jnp.maximum(maximum, sinks)
-        factor = jnp.exp(finite_or_zero(maximum) - finite_or_zero(new)) * ~jnp.isneginf(maximum)
+        factor = jnp.exp(maximum - finite_or_zero(new))
         total = total * factor + jnp.exp(sinks - finite_or_zero(new))
         accumulated, maximum = accumulated * factor, new
     empty = total == 0

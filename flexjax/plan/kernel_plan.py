@@ -65,7 +65,7 @@ class KernelPlan:
     extra_dim: int = 0
     extra_heads: int = 0
     max_scores: bool = False
-    options: KernelOptions = KernelOptions()
+    options: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     differentiable: bool = False
 
     @property
@@ -112,6 +112,11 @@ class Operands(typing.NamedTuple):
     mask_captures: tuple[jax.Array, ...]
     dropout_captures: tuple[jax.Array, ...]
     lists: BlockLists | None
+
+    @property
+    def movable(self) -> tuple[jax.Array | None, ...]:
+        """The operands that may have a tangent, in the order of Gradients and Wanted."""
+        return (*self[:6], *self.score_captures)
 
 
 class Results(typing.NamedTuple):
