@@ -175,14 +175,26 @@ def fuses(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> 
 
 
 FORWARD_CHOICES = ((1024, 1024, 512), (512, 1024, 512), (512, 512, 512), (256, 512, 512), (256, 256, 256), (128, 128, 128))
-BACKWARD_CHOICES = ((512, 512, 512), (512, 512, 256), (256, 512, 256), (256, 256, 256), (128, 256, 128), (128, 128, 128))
+BACKWARD_CHOICES = (
+    (1024, 1024, 512), (512, 1024, 512), (512, 512, 512), (512, 512, 256), (256, 512, 256), (256, 256, 256), (128, 256, 128),
+    (128, 128, 128),
+)
+WIDE_PARTS = frozenset({"v6e", "tpu7x"})
+"""Chips whose matrix unit outruns the vector unit: the state of a row is touched once a tile, not once a part."""
+
+
+def _first(plan: KernelPlan) -> int:
+    """float32 products are six passes, unrolled: large tiles of them take the compiler minutes."""
+    return 1 if plan.dtype == "float32" else 0
 
 
 def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
     """Tiles that fit, best first."""
     found: list[Tiles] = []
     options = plan.options
-    for q, kv, part in FORWARD_CHOICES:
+    for q, kv, part in FORWARD_CHOICES[_first(plan) :]:
+        if chip.name in WIDE_PARTS and part == 512:
+            part = kv
         sizes = _sizes(plan, options.block_q or q, options.block_kv or kv)
         tiles = Tiles(*sizes, min(part, sizes[1]))
         if forward_bytes(plan, tiles) <= chip.budget and tiles not in found:
@@ -193,7 +205,7 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
 def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
     found: list[Tiles] = []
     options = plan.options
-    for q, kv, part in BACKWARD_CHOICES:
+    for q, kv, part in BACKWARD_CHOICES[2 * _first(plan) :]:
         sizes = _sizes(plan, options.block_q_bwd or q, options.block_kv_bwd or kv)
         tiles = Tiles(*sizes, min(part, *sizes))
         if backward_bytes(plan, tiles, score) <= chip.budget and tiles not in found:
