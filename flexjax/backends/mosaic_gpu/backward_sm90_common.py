@@ -337,6 +337,17 @@ def longest_first(walk: Walk, arrays: WalkRefs, own_tiles: int) -> jax.Array | N
     return jnp.argsort(-work, axis=-1, stable=True).astype(jnp.int32)
 
 
+def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple[jax.Array, jax.Array]:
+    """(rank of the tile, number of the head) of a block of threads; blocks start in order of their number.
+
+    By head, the tiles of one head run together, so that what they read stays in the cache; otherwise the first tiles of all
+    heads come first, which with the longest first leaves no tail.
+    """
+    if by_head:
+        return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
+    return lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+
+
 # ------------------------------------------------------------------- block sizes
 
 

@@ -23,13 +23,14 @@ from flexjax.trace import mod_ir
 
 
 class DkvTiles(typing.NamedTuple):
-    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out tiles."""
+    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out; launch order."""
 
     rows: int
     groups: int
     queries: int
     query_slots: int
     out_slots: int
+    by_head: bool = False
 
 
 def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int) -> int:
@@ -90,7 +91,7 @@ def backward_dkv(
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+        rank, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
         b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
         if order_ref is None:
             tile = rank

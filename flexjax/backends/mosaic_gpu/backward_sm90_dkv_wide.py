@@ -28,11 +28,12 @@ GROUPS = 2
 
 
 class WideTiles(typing.NamedTuple):
-    """Slots for query tiles, for d_out tiles and for tiles handed over."""
+    """Slots for query tiles, for d_out tiles and for tiles handed over; launch order."""
 
     query_slots: int
     out_slots: int
     hand_slots: int
+    by_head: bool = False
 
 
 def wide_smem_bytes(tiles: WideTiles, dim: int, value_dim: int) -> int:
@@ -94,7 +95,7 @@ def backward_dkv_wide(
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+        rank, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
         b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
         tile = rank
         if order_ref is not None:

@@ -23,13 +23,14 @@ from flexjax.trace import mod_ir
 
 
 class DqTiles(typing.NamedTuple):
-    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles."""
+    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles; launch order."""
 
     rows: int
     groups: int
     keys: int
     key_slots: int
     value_slots: int
+    by_head: bool = False
 
 
 def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
@@ -93,7 +94,7 @@ def backward_dq(
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+        rank, head_index = common.place_of(program, q_tiles, heads, tiles.by_head)
         b, h = lax.div(head_index, jnp.int32(plan.q_heads)), lax.rem(head_index, jnp.int32(plan.q_heads))
         h_kv = lax.div(h, jnp.int32(plan.group))
         if order_ref is None:

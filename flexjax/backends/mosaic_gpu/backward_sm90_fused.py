@@ -38,11 +38,12 @@ COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
 
 
 class FusedTiles(typing.NamedTuple):
-    """Slots for query tiles, for d_out tiles and for finished dQ tiles."""
+    """Slots for query tiles, for d_out tiles and for finished dQ tiles; launch order."""
 
     query_slots: int
     out_slots: int
     dq_slots: int
+    by_head: bool = True
 
 
 def fused_smem_bytes(tiles: FusedTiles, dim: int, value_dim: int) -> int:
@@ -211,11 +212,9 @@ def backward_fused(
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         zero = jnp.int32(0)
+        rank, head_index = common.place_of(program, kv_tiles, heads, ordered or tiles.by_head)
         if ordered:
-            head_index = lax.div(program, jnp.int32(kv_tiles))
-            rank = kv_tiles - 1 - lax.rem(program, jnp.int32(kv_tiles))
-        else:
-            rank, head_index = lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+            rank = kv_tiles - 1 - rank
         b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
         mask_b = b if per_batch else zero
         tile = rank
