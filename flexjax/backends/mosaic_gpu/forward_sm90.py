@@ -422,10 +422,13 @@ class Kernel:
             max_ref[rows] = top * f32(LN2)
         out = out * memory.stretch(divisor, "row", out.shape)
         target = rows_of(out_ref, plan.layout, item.b, item.h, q_start, tile.rows)
-        for n in range(tile.value_dim // tile.out_columns):
+        parts = tile.value_dim // tile.out_columns
+        for n in range(parts):
             slot = n % tile.out_slots
             columns = slice(n * tile.out_columns, (n + 1) * tile.out_columns)
-            plgpu.wait_smem_to_gmem(tile.out_slots - 1, wait_read_only=True)
+            # With an uneven number of parts the last one of the tile before may still be read from the first slot.
+            others = 0 if n == 0 and parts % tile.out_slots else tile.out_slots - 1
+            plgpu.wait_smem_to_gmem(others, wait_read_only=True)
             shared.out[group, slot] = out[:, columns].astype(plan.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(shared.out.at[group, slot], target.at[:, columns])
@@ -472,8 +475,21 @@ def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:
     )
 
 
+def _joined(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+    """Extra features ride along in the head dim."""
+    if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
+        return plan, operands
+    axis = 2 if plan.layout == "BTNH" else 1
+    repeated = jnp.repeat(operands.key_extra, plan.kv_heads // plan.extra_heads, axis=axis)
+    query = jnp.concatenate([operands.query, operands.query_extra.astype(plan.dtype)], axis=-1)
+    key = jnp.concatenate([operands.key, repeated.astype(plan.dtype)], axis=-1)
+    joined = dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0, extra_heads=0)
+    return joined, operands._replace(query=query, key=key, query_extra=None, key_extra=None)
+
+
 def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
-    """Runs the kernel. `support.refuses(plan)` has answered None."""
+    """Runs the kernel. `support.refuses(plan)` has answered None; `tile` is for the head dim with the extra features."""
+    plan, operands = _joined(plan, operands)
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)
     kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret)

@@ -18,6 +18,7 @@ from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 WARPGROUP = 128
+L2_SHARE = 24e6  # bytes of keys and values that stay in the L2 beside everything else
 Scalar = typing.Any
 Ref = typing.Any
 
@@ -175,12 +176,28 @@ class Schedule:
     def programs(self) -> int:
         return min(self.items, self.tile.programs) if self.tile.persistent else self.items
 
+    @property
+    def heads_at_once(self) -> int:
+        """Heads (of all batches) whose tiles run side by side: a persistent grid mixes all, the longest rows first; the
+        other kind goes on to the next few heads only when these are done, so that their keys and values stay in the L2."""
+        plan = self.plan
+        heads = plan.batch * plan.q_heads
+        if self.tile.persistent:
+            return heads
+        head_bytes = plan.kv_len * (self.tile.head_dim + self.tile.value_dim) * 2 / plan.group
+        return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= L2_SHARE))
+
     def order(self, lists: BlockLists | None) -> jax.Array | None:
-        """Rows of the block mask, the longest first; None where all are equal. Small: broadcast dims are not expanded."""
+        """Rows of the block mask, the longest first; broadcast dims are not expanded, so this is small.
+
+        Persistent: numbers of rows of the whole mask. Otherwise: of rows within each (batch, head) of it.
+        """
         if self.plan.blocks is None or lists is None:
             return None
         visits = sum(n for n in (lists.partial_num, lists.full_num) if n is not None)
-        return jnp.argsort(-visits.reshape(-1), stable=True).astype(jnp.int32)
+        if self.tile.persistent:
+            visits = visits.reshape(1, 1, -1)
+        return jnp.argsort(-visits, axis=-1, stable=True).astype(jnp.int32).reshape(-1)
 
     def position(self, turn: Scalar) -> Scalar:
         """Number of the item that this program takes at its `turn`: to and fro, so that lengths even out."""
@@ -207,18 +224,28 @@ class Schedule:
             plain = i32(0) if plan.mask is not None else i32(plan.kv_len // self.tile.block_kv)
             return Item(b, h, q_tile, (), plain, plain, total)
         blocks = plan.blocks
-        batches, heads = (plan.batch if blocks.batch == 1 else 1), (plan.q_heads if blocks.heads == 1 else 1)
         inner = blocks.block_q // self.tile.block_q
-        repeats = batches * heads * inner
-        entry = arrays.order[lax.div(number, i32(repeats))]
-        rest = lax.rem(number, i32(repeats))
         rows = -(-plan.q_len // blocks.block_q)
-        row = lax.rem(entry, i32(rows))
-        list_b = lax.div(entry, i32(rows * blocks.heads))
-        list_h = lax.rem(lax.div(entry, i32(rows)), i32(blocks.heads))
-        h = lax.rem(rest, i32(heads)) if blocks.heads == 1 else list_h
-        b = lax.rem(lax.div(rest, i32(heads)), i32(batches)) if blocks.batch == 1 else list_b
-        q_tile = row * inner + lax.div(rest, i32(heads * batches))
+        if self.tile.persistent:
+            batches, heads = (plan.batch if blocks.batch == 1 else 1), (plan.q_heads if blocks.heads == 1 else 1)
+            repeats = batches * heads * inner
+            entry = arrays.order[lax.div(number, i32(repeats))]
+            rest = lax.rem(number, i32(repeats))
+            row = lax.rem(entry, i32(rows))
+            list_b = lax.div(entry, i32(rows * blocks.heads))
+            list_h = lax.rem(lax.div(entry, i32(rows)), i32(blocks.heads))
+            h = lax.rem(rest, i32(heads)) if blocks.heads == 1 else list_h
+            b = lax.rem(lax.div(rest, i32(heads)), i32(batches)) if blocks.batch == 1 else list_b
+            q_tile = row * inner + lax.div(rest, i32(heads * batches))
+        else:
+            together = self.heads_at_once
+            rest = lax.rem(number, i32(together * rows * inner))
+            head = lax.div(number, i32(together * rows * inner)) * together + lax.rem(rest, i32(together))
+            b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
+            list_b, list_h = (b if blocks.batch > 1 else i32(0)), (h if blocks.heads > 1 else i32(0))
+            place = lax.div(rest, i32(together * inner))
+            row = arrays.order[(list_b * blocks.heads + list_h) * rows + place]
+            q_tile = row * inner + lax.rem(lax.div(rest, i32(together)), i32(inner))
         at = (list_b, list_h, row)
         per_block = i32(blocks.block_kv // self.tile.block_kv)
         full = i32(0) if arrays.lists.full_num is None else arrays.lists.full_num[at]

@@ -53,13 +53,16 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
         return "float32 inputs would be rounded to tensor-float 32 on the matrix units; they run on xla."
     if plan.dtype not in ("bfloat16", "float16"):
         return f"The GPU kernels take bfloat16 and float16 inputs, not {plan.dtype}."
-    for name, dim in (("query and key", plan.head_dim), ("value", plan.value_dim)):
+    for name, dim in (("query and key", plan.head_dim + plan.extra_dim), ("value", plan.value_dim)):
         if dim > LARGEST_DIM:
             return f"The head dim of {name} is {dim}; the GPU kernels go up to {LARGEST_DIM}."
     if min(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, plan.head_dim, plan.value_dim) == 0:
         return "The GPU kernels do not take empty arrays."
-    if plan.extra_dim:
-        return "Extra query and key features (`extra_dim`) are not fused into the GPU kernels."
+    if plan.extra_dim and plan.kv_heads % plan.extra_heads:
+        return (
+            f"Extra key features with {plan.extra_heads} heads do not divide the {plan.kv_heads} key heads, "
+            "as the GPU kernels want."
+        )
     if plan.differentiable:
         return "The GPU kernels cannot be differentiated by jax itself (second order, forward mode)."
     return None

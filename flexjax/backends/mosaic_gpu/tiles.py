@@ -84,6 +84,25 @@ RINGS = {
     128: ((3, 2, 1), (2, 2, 2), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
     256: ((2, 2, 1), (3, 2, 1)),
 }
+FEW_BLOCKS = 16  # a row of the mask that visits no more is short: what happens once a row weighs
+
+
+def _manner(plan: KernelPlan, size: int) -> dict[str, bool]:
+    """How to run, by the larger head dim and what the mask is known to visit; from measurements, see NOTES.md."""
+    if size == 64:
+        return {"overlap": False, "slack": False}
+    if size == 256 or plan.blocks is None:
+        return {"turns": False}
+    if plan.blocks.partial + plan.blocks.full <= FEW_BLOCKS:
+        return {"overlap": False}
+    return {"persistent": False}
+
+
+def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
+    rings = RINGS[size]
+    if size == 128 and (plan.blocks is None or plan.blocks.partial + plan.blocks.full <= FEW_BLOCKS):
+        return (rings[1], rings[0], *rings[2:])
+    return rings
 
 
 def _size(head_dim: int, value_dim: int) -> int:
@@ -96,11 +115,11 @@ def forward_tile(plan: KernelPlan) -> ForwardTile:
 
 def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     """Configurations that fit, the expected best first; empty where the block mask or the options allow none."""
-    head_dim, value_dim = padded_dim(plan.head_dim), padded_dim(plan.value_dim)
+    head_dim, value_dim = padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
     block_q = plan.blocks.block_q if plan.blocks is not None else 1 << 30
     block_kv = plan.blocks.block_kv if plan.blocks is not None else 1 << 30
     size = _size(head_dim, value_dim)
-    wide, small = size == 256, size == 64
+    wide = size == 256
     found = []
     for groups in (2, 1, 3):
         if plan.blocks is not None and block_q % (64 * groups):
@@ -112,22 +131,13 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 continue
             if plan.options.block_kv is not None and plan.options.block_kv != keys:
                 continue
-            for stages, value_stages, slots in RINGS[_size(head_dim, value_dim)]:
+            for stages, value_stages, slots in _rings(plan, size):
                 if plan.options.num_stages is not None and plan.options.num_stages != stages:
                     continue
-                tile = ForwardTile(
-                    groups,
-                    64,
-                    keys,
-                    stages,
-                    value_stages,
-                    head_dim,
-                    value_dim,
-                    query_slots=slots,
-                    turns=groups == 2 and not wide,
-                    overlap=not small,
-                    slack=not small,
-                )
+                ring = (stages, value_stages, head_dim, value_dim, slots)
+                tile = dataclasses.replace(ForwardTile(groups, 64, keys, *ring), **_manner(plan, size))
+                if groups != 2:
+                    tile = dataclasses.replace(tile, turns=False)
                 if tile.fits:
                     found.append(tile)
     if plan.q_len <= 64 and plan.options.block_q is None:

@@ -61,8 +61,8 @@ CASES: dict[str, dict[str, typing.Any]] = {
 }  # fmt: skip
 
 
-def run(made: Problem, programs: int = 3) -> Results:
-    tile = dataclasses.replace(tiles.forward_tile(made.plan), programs=programs)
+def run(made: Problem, programs: int = 3, **manner: typing.Any) -> Results:
+    tile = dataclasses.replace(tiles.forward_tile(made.plan), programs=programs, **manner)
     return jax.jit(lambda operands: forward_sm90.forward(made.plan, operands, tile))(made.operands)
 
 
@@ -82,12 +82,22 @@ def test_matches_dense(name: str) -> None:
     assert_matches(made, run(made))
 
 
-def test_no_races(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])
+@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "one tile each"])
+def test_no_races(monkeypatch: pytest.MonkeyPatch, overlap: bool, persistent: bool) -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     params = plgpu.InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(forward_sm90, "simulator", lambda: params)
     made = problem(mask=causal, heads=1, q_len=256, kv_len=384)
-    assert_matches(made, run(made, programs=1))
+    assert_matches(made, run(made, programs=1, overlap=overlap, persistent=persistent))
     assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])
+@pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "mask of each head", "blocks of 256, odd"])
+def test_every_manner(name: str, overlap: bool) -> None:
+    made = problem(**CASES[name])
+    assert_matches(made, run(made, overlap=overlap, slack=overlap))
+    assert_matches(made, run(made, overlap=overlap, persistent=False, query_slots=1, stages=3))

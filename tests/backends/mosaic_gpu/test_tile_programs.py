@@ -90,17 +90,21 @@ def test_matches_the_mod(name: str, transposed: bool, edge: bool) -> None:
     score = jnp.asarray(RNG.normal(size=SHAPE), jnp.float32)
     first = jnp.arange(64, 128, dtype=jnp.int32)
     second = jnp.arange(128, 192, dtype=jnp.int32) if not transposed else first
-    at = lambda s, q, k: MODS[name](s, jnp.int32(BATCH), jnp.int32(HEAD), q, k)  # noqa: E731
+    at = lambda s, q, k: MODS[name](s, jnp.int32(BATCH), jnp.int32(HEAD), q, k)
     over = jax.vmap(jax.vmap(at, (0, None, 0)), (0, 0, None))
     want = over(score.T, second, first).T if transposed else over(score, first, second)
     got = on_tile(MODS[name], score, transposed, edge)
-    np.testing.assert_allclose(got, want, rtol=3e-6, atol=3e-6 * float(jnp.max(jnp.where(jnp.isfinite(want), abs(want), 1))))
+    np.testing.assert_allclose(
+        got, want, rtol=3e-6, atol=3e-6 * float(jnp.max(jnp.where(jnp.isfinite(want), abs(want), 1)))
+    )
 
 
 def test_names_what_it_cannot_do() -> None:
     mods = {
         "nextafter": lambda s, b, h, q, k: jnp.nextafter(s, jnp.float32(0)),
-        "control flow": lambda s, b, h, q, k: jax.lax.while_loop(lambda c: c < q, lambda c: c * 2 + 1, jnp.int32(1)) + s,
+        "control flow": lambda s, b, h, q, k: (
+            jax.lax.while_loop(lambda c: c < q, lambda c: c * 2 + 1, jnp.int32(1)) + s
+        ),
     }
     for word, mod in mods.items():
         reason = tile_programs.unsupported(trace_mod.trace_score_mod(mod, SIZES).program)

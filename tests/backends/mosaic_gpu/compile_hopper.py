@@ -1,0 +1,41 @@
+"""Compiles a jitted function to machine code for Hopper on a machine without a GPU; to be used in a child process.
+
+Without the right wheels the process may abort, and one process compiles for one architecture only.
+"""
+
+import importlib.util
+import os
+import pathlib
+import typing
+
+WHEELS = ("jax_cuda13_plugin", "nvidia.cu13")
+
+
+def missing() -> str | None:
+    """Why this machine cannot, or None."""
+    for name in ("jax_cuda13_plugin", "nvidia"):
+        if importlib.util.find_spec(name) is None:
+            return f"compiling for a GPU needs the wheels jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm (no `{name}`)"
+    spec = importlib.util.find_spec("nvidia")
+    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    if not any(list(root.glob("*/bin/ptxas")) for root in roots):
+        return "compiling for a GPU needs the wheel nvidia-cuda-nvcc (no ptxas)"
+    if not any(list(root.glob("*/nvvm")) + list(root.glob("*/lib/libnvvm*")) for root in roots):
+        return "compiling for a GPU needs the wheel nvidia-nvvm (no libdevice)"
+    return None
+
+
+def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    from jax._src import mesh as mesh_lib
+    from jax.experimental import topologies
+
+    config = (pathlib.Path(__file__).parent / "hopper.textproto").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    device = mesh_lib.abstract_device_from(topology.devices[0])
+    with mesh_lib.use_abstract_mesh(mesh_lib.AbstractMesh((), (), abstract_device=device)):
+        jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()

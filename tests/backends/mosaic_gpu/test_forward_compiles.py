@@ -1,0 +1,89 @@
+"""Every kind of forward plan compiles to Hopper machine code, spills no register and keeps its matrix products in flight.
+
+Compiled in a child process, which this file also is: `python test_forward_compiles.py name...`.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+
+def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return q >= k
+
+
+def cases() -> dict[str, dict[str, typing.Any]]:
+    table, pair = jnp.zeros((2, 1024)), jnp.zeros((2, 256, 256), jnp.bfloat16)
+    segments = jnp.zeros((1, 256), jnp.int32)
+    slopes = jnp.ones(2)
+    return {
+        "full 128": {"dim": 128},
+        "causal 64": {"mask": causal, "dim": 64},
+        "causal 128": {"mask": causal, "dim": 128},
+        "causal 256": {"mask": causal, "dim": 256},
+        "odd": {"mask": causal, "dim": 72, "value_dim": 40, "q_len": 200, "kv_len": 250},
+        "blocks of 64": {"mask": causal, "dim": 128, "block": (64, 64)},
+        "documents": {"mask": lambda b, h, q, k: (q >= k) & (segments[b, q] == segments[b, k]), "dim": 128},
+        "alibi": {"mask": causal, "dim": 128, "score": lambda s, b, h, q, k: s + slopes[h] * (k - q)},
+        "soft cap": {"mask": causal, "dim": 128, "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)},
+        "relative table": {"mask": causal, "dim": 128, "score": lambda s, b, h, q, k: s + table[h, q - k + 256]},
+        "gather": {"dim": 128, "score": lambda s, b, h, q, k: s + table[h, jnp.clip(q - k, -30, 30) + 100]},
+        "pair bias": {"mask": causal, "dim": 128, "score": lambda s, b, h, q, k: s + pair[h, q, k]},
+        "sinks": {"mask": causal, "dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "dtype": "float16"},
+    }
+
+
+NAMES = tuple(cases())
+
+
+def compile_cases(names: list[str]) -> None:
+    from flexjax.backends.mosaic_gpu import forward_sm90, tiles
+    from tests.backends.mosaic_gpu.forward_problems import problem
+
+    for name in names:
+        made = problem(interpret=False, **cases()[name])
+        tile = tiles.forward_tile(made.plan)
+        plan = made.plan
+
+        def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
+            return forward_sm90.forward(plan, operands, tile)
+
+        print(f"case {name}", file=sys.stderr, flush=True)
+        compile_hopper.compile_for_hopper(run, made.operands)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_no_spills(part: int) -> None:
+    reason = compile_hopper.missing()
+    if reason:
+        pytest.skip(reason)
+    names = list(NAMES[part::3])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    command = [sys.executable, __file__, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    assert len(spilled) >= len(names), log[-4000:]
+    assert not any(spilled), log[-4000:]
+    assert "C7510" not in log
+    assert "C7513" not in log, "the products of a step are serialised"
+
+
+if __name__ == "__main__":
+    compile_cases(sys.argv[1:])
