@@ -41,8 +41,21 @@ def refuses(plan: KernelPlan) -> str | None:
 
 
 def choose_fused(plan: KernelPlan) -> bool:
-    """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements."""
-    return not plan.options.deterministic
+    """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements.
+
+    Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
+    In a fixed order: where all tiles take turns evenly (a full matrix, head dim above 64), and where the mod costs so much
+    that evaluating it once a tile instead of twice makes up for waiting.
+    """
+    score = plan.score
+    kinds = {mod_ir.classify_load(load).kind for load in score.loads} if score is not None else set()
+    if mod_ir.TILE in kinds:
+        return False
+    if not plan.options.deterministic:
+        return True
+    if score is not None and kinds - {mod_ir.SCALAR}:
+        return True
+    return plan.blocks is None and plan.mask is None and plan.head_dim > 64 and plan.group == 1
 
 
 def backward(
@@ -83,7 +96,9 @@ def backward(
     return Gradients(
         query=d_query if wanted.query else None,
         key=d_key if wanted.key else None,
-        value=_cut(plan, d_value, plan.kv_len, 0, plan.value_dim) if wanted.value and d_value is not None else None,
+        value=_cut(plan, d_value, plan.kv_len, 0, plan.value_dim)
+        if wanted.value and d_value is not None
+        else None,
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
@@ -136,7 +151,9 @@ def _split(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[jax.Arra
     if x is None:
         return None, None
     main = _cut(plan, x, length, 0, plan.head_dim)
-    return main, _cut(plan, x, length, plan.head_dim, plan.head_dim + plan.extra_dim) if plan.extra_dim else None
+    return main, _cut(
+        plan, x, length, plan.head_dim, plan.head_dim + plan.extra_dim
+    ) if plan.extra_dim else None
 
 
 def _sum_to_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:

@@ -70,7 +70,9 @@ def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
     return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
 
 
-def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
+def row_statistics(
+    plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None
+) -> jax.Array:
     """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse."""
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
     delta = lax.optimization_barrier(delta)  # or XLA recomputes the sum in a strided order, five times slower
@@ -94,7 +96,9 @@ def prepare(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.A
     return Prepared(pad(operands.query), pad(operands.key), pad(operands.value), pad(d_out), stats)
 
 
-def rows_of(ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int) -> typing.Any:
+def rows_of(
+    ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int
+) -> typing.Any:
     """Rows start..start+size of head (b, h) of a [B, T, N, D] or [B, N, T, D] array."""
     rows = pl.ds(start, size)
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
@@ -150,7 +154,9 @@ class Products:
         else:
             acc[...] = value
 
-    def add(self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False) -> None:
+    def add(
+        self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False
+    ) -> None:
         """acc += a @ b; `a` is a tile in registers or in shared memory, `_t` transposes."""
         if not self.simulated:
             plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)
@@ -281,7 +287,13 @@ def walk_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: boo
         return Walk(1, 1, tiles, lists=False, mask_all=plan.mask is not None)
     own, visited = (blocks.block_kv, blocks.block_q) if transposed else (blocks.block_q, blocks.block_kv)
     return Walk(
-        own // own_tile, visited // visited_tile, tiles, lists=True, mask_all=False, batch=blocks.batch, heads=blocks.heads
+        own // own_tile,
+        visited // visited_tile,
+        tiles,
+        lists=True,
+        mask_all=False,
+        batch=blocks.batch,
+        heads=blocks.heads,
     )
 
 
@@ -346,6 +358,11 @@ def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple
     if by_head:
         return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
     return lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+
+
+def multiprocessors() -> int:
+    """Of the default device; those of an H100 or H200 where it is no GPU (compiling ahead, simulating)."""
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 # ------------------------------------------------------------------- block sizes

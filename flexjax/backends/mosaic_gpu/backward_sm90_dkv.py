@@ -30,7 +30,7 @@ class DkvTiles(typing.NamedTuple):
     queries: int
     query_slots: int
     out_slots: int
-    by_head: bool = False
+    by_head: bool = True
 
 
 def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int) -> int:
@@ -44,7 +44,7 @@ def dkv_tiles(plan: KernelPlan) -> DkvTiles:
     keys = common.own_tile(plan.blocks, "kv", (128, 64))
     narrow = max(plan.head_dim, plan.value_dim) <= 64 and plan.score is None and plan.dropout is None
     queries = common.own_tile(plan.blocks, "q", (128, 64)) if narrow else 64
-    return DkvTiles(64, keys // 64, queries, 2, 2)
+    return DkvTiles(64, keys // 64, queries, 2, 2, by_head=plan.group == 1)
 
 
 def backward_dkv(
@@ -100,20 +100,34 @@ def backward_dkv(
             tile = order_ref[b if walk.batch > 1 else 0, first if walk.heads > 1 else 0, rank]
 
         each_head = functools.partial(
-            common.each_visit, plan=plan, walk=walk, lists=lists, b=b, h_kv=h_kv, tile=tile, size=tiles.queries
+            common.each_visit,
+            plan=plan,
+            walk=walk,
+            lists=lists,
+            b=b,
+            h_kv=h_kv,
+            tile=tile,
+            size=tiles.queries,
         )
 
         def compute() -> None:
             common.take_registers(tiles.groups)
             kv0 = tile * kv_tile + group * tiles.rows
             own_k, own_v = k_smem.at[group], v_smem.at[group]
-            plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group])
-            plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_v, kv_full.at[group])
+            plgpu.copy_gmem_to_smem(
+                rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group]
+            )
+            plgpu.copy_gmem_to_smem(
+                rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_v, kv_full.at[group]
+            )
             plgpu.barrier_wait(kv_full.at[group])
 
             def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
                 def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
-                    q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
+                    q_slot, do_slot = (
+                        common.slot_of(at, tiles.query_slots),
+                        common.slot_of(at, tiles.out_slots),
+                    )
                     q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
 
                     tile_math = rows.at_columns(q0, masked)
@@ -123,7 +137,9 @@ def backward_dkv(
                     def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_tile, b_t=True)
-                        delta = math.spread(plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q")
+                        delta = math.spread(
+                            plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q"
+                        )
                         if math.delta_first:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
@@ -162,12 +178,18 @@ def backward_dkv(
                 pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 queries = pl.ds(q0, tiles.queries)
                 plgpu.copy_gmem_to_smem(
-                    rows_of(q_ref, b=b, h=h, start=q0, size=tiles.queries), q_smem.at[q_slot], q_full.at[q_slot]
+                    rows_of(q_ref, b=b, h=h, start=q0, size=tiles.queries),
+                    q_smem.at[q_slot],
+                    q_full.at[q_slot],
                 )
-                plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
+                plgpu.copy_gmem_to_smem(
+                    stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot]
+                )
                 pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 plgpu.copy_gmem_to_smem(
-                    rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries), do_smem.at[do_slot], do_full.at[do_slot]
+                    rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries),
+                    do_smem.at[do_slot],
+                    do_full.at[do_slot],
                 )
 
             total = each_head(lambda h: None, step)

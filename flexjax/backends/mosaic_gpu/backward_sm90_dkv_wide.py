@@ -33,7 +33,7 @@ class WideTiles(typing.NamedTuple):
     query_slots: int
     out_slots: int
     hand_slots: int
-    by_head: bool = False
+    by_head: bool = True
 
 
 def wide_smem_bytes(tiles: WideTiles, dim: int, value_dim: int) -> int:
@@ -43,10 +43,11 @@ def wide_smem_bytes(tiles: WideTiles, dim: int, value_dim: int) -> int:
 
 def wide_tiles(plan: KernelPlan) -> WideTiles:
     dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
-    for tiles in (WideTiles(2, 2, 2), WideTiles(2, 2, 1)):
+    by_head = plan.group == 1
+    for tiles in (WideTiles(2, 2, 2, by_head), WideTiles(2, 2, 1, by_head)):
         if wide_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
             return tiles
-    return WideTiles(1, 1, 1)
+    return WideTiles(1, 1, 1, by_head)
 
 
 def backward_dkv_wide(
@@ -160,7 +161,9 @@ def backward_dkv_wide(
 
                     def cotangents(dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
-                        delta = math.spread(plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q")
+                        delta = math.spread(
+                            plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q"
+                        )
                         if math.delta_first:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])

@@ -30,12 +30,16 @@ class DqTiles(typing.NamedTuple):
     keys: int
     key_slots: int
     value_slots: int
-    by_head: bool = False
+    by_head: bool = True
 
 
 def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
     queries = tiles.rows * tiles.groups
-    return 2 * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)) + 2048
+    return (
+        2
+        * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim))
+        + 2048
+    )
 
 
 def dq_tiles(plan: KernelPlan) -> DqTiles:
@@ -46,10 +50,10 @@ def dq_tiles(plan: KernelPlan) -> DqTiles:
     widest = 128 if dim <= 128 and light else 64
     keys = common.own_tile(plan.blocks, "kv", (128, 64) if widest == 128 else (64,))
     for slots in ((2, 2), (2, 1), (1, 1)):
-        tiles = DqTiles(64, q_tile // 64, keys, *slots)
+        tiles = DqTiles(64, q_tile // 64, keys, *slots, by_head=plan.group == 1)
         if dq_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
             return tiles
-    return DqTiles(64, q_tile // 64, 64, 1, 1)
+    return DqTiles(64, q_tile // 64, 64, 1, 1, by_head=plan.group == 1)
 
 
 def backward_dq(
@@ -97,9 +101,8 @@ def backward_dq(
         rank, head_index = common.place_of(program, q_tiles, heads, tiles.by_head)
         b, h = lax.div(head_index, jnp.int32(plan.q_heads)), lax.rem(head_index, jnp.int32(plan.q_heads))
         h_kv = lax.div(h, jnp.int32(plan.group))
-        if order_ref is None:
-            tile = rank
-        else:
+        tile = rank
+        if order_ref is not None:
             tile = order_ref[b if walk.batch > 1 else 0, h if walk.heads > 1 else 0, rank]
         counts = walk.counts(lists, b, h, tile)
         total = counts.plain + counts.masked
@@ -111,8 +114,12 @@ def backward_dq(
             lse2 = plgpu.load(stats_ref.at[b, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)
             delta = plgpu.load(stats_ref.at[b, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)
             own_q, own_do = q_smem.at[group], do_smem.at[group]
-            plgpu.copy_gmem_to_smem(rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group])
-            plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group])
+            plgpu.copy_gmem_to_smem(
+                rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group]
+            )
+            plgpu.copy_gmem_to_smem(
+                rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group]
+            )
             plgpu.barrier_wait(q_full.at[group])
             rows = math.at_rows(b, h, q0, captured)
 
@@ -120,7 +127,10 @@ def backward_dq(
                 def step(i: jax.Array, masked: bool) -> None:
                     at = i + counts.plain if masked else i
                     kv0 = walk.tile(lists, b, h, tile, i, masked) * tiles.keys
-                    k_slot, v_slot = common.slot_of(at, tiles.key_slots), common.slot_of(at, tiles.value_slots)
+                    k_slot, v_slot = (
+                        common.slot_of(at, tiles.key_slots),
+                        common.slot_of(at, tiles.value_slots),
+                    )
 
                     tile_math = rows.at_columns(kv0, masked)
                     here = common.not_hoisted(group, plan.options.interpret)
@@ -138,7 +148,9 @@ def backward_dq(
                         factor = found.factor()
                         dp = products.read(dp_acc, 0)
                         products.release(v_free.at[v_slot])
-                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
+                        return found.cotangent(
+                            factor, dp, None if math.delta_first else math.spread(delta, "q")
+                        )
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])

@@ -56,9 +56,14 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     """Slots that fit, None where this kernel does not apply."""
     dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
     blocks = plan.blocks
-    if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % KV_TILE):
+    if (
+        max(dim, value_dim) > 128
+        or dim not in (64, 128)
+        or (blocks is not None and blocks.block_kv % KV_TILE)
+    ):
         return None
-    for tiles in (FusedTiles(2, 2, 2), FusedTiles(2, 2, 1), FusedTiles(2, 1, 1)):
+    for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
+        tiles = FusedTiles(*slots, by_head=plan.group == 1)
         if fused_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
             return tiles
     return None
@@ -88,7 +93,10 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
     if not walk.lists:
         return Schedule(None, None, tickets_of_full(kv_tiles, q_tiles) if ordered else None, None)
     parts, nums = [], []
-    for num, index, flag in ((arrays.full_num, arrays.full_index, 0), (arrays.partial_num, arrays.partial_index, 1)):
+    for num, index, flag in (
+        (arrays.full_num, arrays.full_index, 0),
+        (arrays.partial_num, arrays.partial_index, 1),
+    ):
         if num is None or index is None:
             continue
         valid = jnp.arange(index.shape[-1]) < num[..., None]
@@ -109,7 +117,12 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
     width = -(-q_tiles // walk.per_block) * walk.per_block
     visits = jnp.where(jnp.arange(steps.shape[-1]) < num[..., None], steps // 2, width)
     batch, heads = num.shape[:2]
-    at = (jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[:, None, None], jnp.arange(kv_tiles)[:, None], visits)
+    at = (
+        jnp.arange(batch)[:, None, None, None],
+        jnp.arange(heads)[:, None, None],
+        jnp.arange(kv_tiles)[:, None],
+        visits,
+    )
     active = jnp.zeros((batch, heads, kv_tiles, width + 1), jnp.int32).at[at].set(1)[..., :width]
     after = jnp.flip(jnp.cumsum(jnp.flip(active, 2), 2), 2) - active
     return Schedule(num, steps, after, None)
@@ -118,7 +131,8 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
 def tickets_of_full(kv_tiles: int, q_tiles: int) -> jax.Array:
     """Key tile n visits query tile m at time (m - start(n)) mod q_tiles; earlier times add first, then higher numbers.
 
-    At most 128 key tiles rotate among themselves: they must run at the same time, or they would wait for each other forever.
+    Key tiles that rotate among themselves must run at the same time, or they would wait for each other forever: no more
+    than the device has multiprocessors.
     """
     n, m = jnp.arange(kv_tiles)[:, None], jnp.arange(q_tiles)[None, :]
     round_, start = _rotation(n, kv_tiles, q_tiles)
@@ -128,7 +142,7 @@ def tickets_of_full(kv_tiles: int, q_tiles: int) -> jax.Array:
 
 def _rotation(n: typing.Any, kv_tiles: int, q_tiles: int) -> tuple[typing.Any, typing.Any]:
     """(round, first query tile) of key tile n."""
-    size = min(kv_tiles, 128)
+    size = min(kv_tiles, 128, common.multiprocessors())
     return (kv_tiles - 1 - n) // size, (n % size) * max(q_tiles // size, 1) % q_tiles
 
 
@@ -257,8 +271,13 @@ def backward_fused(
             plgpu.barrier_wait(kv_full)
 
             def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
-                def step(rows: RowMath, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
-                    q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
+                def step(
+                    rows: RowMath, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any
+                ) -> None:
+                    q_slot, do_slot = (
+                        common.slot_of(at, tiles.query_slots),
+                        common.slot_of(at, tiles.out_slots),
+                    )
                     dq_slot, ds_slot = common.slot_of(at, tiles.dq_slots), common.slot_of(at, 2)
                     q_now, do_now = q_smem.at[q_slot], do_smem.at[do_slot]
 
@@ -270,7 +289,9 @@ def backward_fused(
                     def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_now, b_t=True)
-                        delta = math.spread(plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q")
+                        delta = math.spread(
+                            plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q"
+                        )
                         if math.delta_first:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
@@ -370,7 +391,9 @@ def backward_fused(
         pl.when(group == GROUPS)(copy_in)
         pl.when(group == GROUPS + 1)(add_out)
 
-    swizzle = min(128, 2 * half)  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
+    swizzle = min(
+        128, 2 * half
+    )  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
     scratch = (
         common.tile_smem((tiles.query_slots, QUERIES, dim), dtype, swizzle),
         common.tile_smem((tiles.out_slots, QUERIES, value_dim), dtype),
@@ -411,11 +434,19 @@ def backward_fused(
 def _gather_dq(plan: KernelPlan, total: jax.Array, query: jax.Array, q_tiles: int) -> jax.Array:
     """[B * N * tiles * halves * queries, D / 2] float32 to the layout and dtype of the queries, scaled."""
     half = total.shape[1]
-    total = (total * plan.scale).astype(query.dtype).reshape(plan.batch, plan.q_heads, q_tiles, GROUPS, QUERIES, half)
+    total = (
+        (total * plan.scale)
+        .astype(query.dtype)
+        .reshape(plan.batch, plan.q_heads, q_tiles, GROUPS, QUERIES, half)
+    )
     if plan.layout == "BTNH":
-        total = total.transpose(0, 2, 4, 1, 3, 5).reshape(plan.batch, q_tiles * QUERIES, plan.q_heads, GROUPS * half)
+        total = total.transpose(0, 2, 4, 1, 3, 5).reshape(
+            plan.batch, q_tiles * QUERIES, plan.q_heads, GROUPS * half
+        )
         return _fit(total, query.shape[1], 1)
-    total = total.transpose(0, 1, 2, 4, 3, 5).reshape(plan.batch, plan.q_heads, q_tiles * QUERIES, GROUPS * half)
+    total = total.transpose(0, 1, 2, 4, 3, 5).reshape(
+        plan.batch, plan.q_heads, q_tiles * QUERIES, GROUPS * half
+    )
     return _fit(total, query.shape[2], 2)
 
 

@@ -132,7 +132,9 @@ class TileMath:
         ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
 
         def program(
-            source: mod_ir.Program | None, refs: tuple[typing.Any, ...], results: tuple[int, ...] | None = None
+            source: mod_ir.Program | None,
+            refs: tuple[typing.Any, ...],
+            results: tuple[int, ...] | None = None,
         ) -> TileProgram | None:
             if source is None:
                 return None
@@ -179,7 +181,7 @@ class RowMath:
 
     def at_columns(self, col0: jax.Array, masked: typing.Any) -> "ColumnMath":
         """For the tile whose columns begin at `col0`; starts the reads that the tile needs. `masked` may be traced."""
-        at = lambda program: None if program is None else program.columns(col0).pin()  # noqa: E731
+        at = lambda program: None if program is None else program.columns(col0).pin()
         mask = at(self.mask) if masked is True else self.mask
         return ColumnMath(self, col0, masked, at(self.score), mask, at(self.dropout))
 
@@ -207,7 +209,9 @@ class ColumnMath:
             score, factor, row = self.score.scaled_tile(s, plan.scale)
             shift = -math.spread(lse2, "q")
             if row is not None:
-                shift = math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
+                shift = (
+                    math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
+                )
             p = jnp.exp2(score * (factor * LOG2E) + shift)
         else:
             score, *rest = self.score.tile(s, plan.scale)

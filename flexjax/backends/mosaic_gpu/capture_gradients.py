@@ -158,13 +158,18 @@ def _groups(plan: KernelPlan) -> int:
 def _tile_codes(plan: KernelPlan, operands: Operands, tile: int, rows: int, columns: int) -> jax.Array:
     """[B, N, rows, columns] int32: number of the tile * 2 + (1 where the mask applies); NONE where nothing is visited."""
     batch, heads = plan.batch, plan.q_heads
-    number = jnp.arange(batch * heads * rows * columns, dtype=jnp.int32).reshape(batch, heads, rows, columns) * 2
+    number = (
+        jnp.arange(batch * heads * rows * columns, dtype=jnp.int32).reshape(batch, heads, rows, columns) * 2
+    )
     blocks, lists = plan.blocks, operands.lists
     if blocks is None or lists is None:
         return number + int(plan.mask is not None)
     wide = -(-plan.kv_len // blocks.block_kv)
     state = jnp.zeros((blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), wide), jnp.int32)
-    for num, index, value in ((lists.full_num, lists.full_index, 1), (lists.partial_num, lists.partial_index, 2)):
+    for num, index, value in (
+        (lists.full_num, lists.full_index, 1),
+        (lists.partial_num, lists.partial_index, 2),
+    ):
         if num is None or index is None:
             continue
         listed = jnp.arange(index.shape[-1]) < num[..., None]
@@ -251,7 +256,9 @@ def _summed_tiles(
                 for part, total in enumerate(sums):
                     keys = pl.ds(part * ROWS, ROWS)
 
-                    def g(s_acc: typing.Any, dp_acc: typing.Any, keys: typing.Any = keys, part: int = part) -> jax.Array:
+                    def g(
+                        s_acc: typing.Any, dp_acc: typing.Any, keys: typing.Any = keys, part: int = part
+                    ) -> jax.Array:
                         products.add(s_acc, q_smem.at[here], k_smem.at[keys], b_t=True)
                         if math.delta_first:
                             products.start(dp_acc, -math.spread(delta, "q"))
@@ -260,7 +267,9 @@ def _summed_tiles(
                         found = rows_math.at_columns(kv0 + part * ROWS, masked).probabilities(s, lse2)
                         (factor,) = found.factors_of_loads()
                         dp = products.read(dp_acc)
-                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
+                        return found.cotangent(
+                            factor, dp, None if math.delta_first else math.spread(delta, "q")
+                        )
 
                     new.append(total + products.accumulators(g, math.shape, math.shape))
                 products.release(score_free)
@@ -371,7 +380,9 @@ def _add_at(
     if _distinct(load):
         return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
     if sums.size > MOST_REPEATED:
-        raise NotImplementedError(refuses(plan, derivative, (True,) * len(derivative.captures)) or "too many places")
+        raise NotImplementedError(
+            refuses(plan, derivative, (True,) * len(derivative.captures)) or "too many places"
+        )
     flat = jnp.zeros(sums.shape, jnp.int32)
     for i, n in zip(index, total.shape, strict=True):
         flat = flat * n + jnp.clip(i, 0, n - 1)
@@ -396,7 +407,7 @@ def _indices(
 ) -> list[jax.Array]:
     """The index of the load for all (b, h, position), as arrays that broadcast to [b, h, ...]."""
     kind, axes = mod_ir.classify_load(load).kind, _axes(load)
-    shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])  # noqa: E731
+    shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])
     zero = jnp.zeros((1,) * rank, jnp.int32)
     q = kv = zero
     if kind == mod_ir.ROW:
@@ -431,5 +442,7 @@ def _indices(
         elif isinstance(step, mod_ir.Load):
             env[step.out.id] = operands.score_captures[step.capture][tuple(read(a) for a in step.index)]
         else:
-            raise NotImplementedError(f"`{step.name}` in the index of a captured array has no gradient on this backend.")
+            raise NotImplementedError(
+                f"`{step.name}` in the index of a captured array has no gradient on this backend."
+            )
     return [read(a) for a in load.index]

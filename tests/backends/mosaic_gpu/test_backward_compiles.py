@@ -1,0 +1,99 @@
+"""Every kind of backward plan compiles to Hopper machine code and spills no register.
+
+Compiled in a child process, which this file also is: `python test_backward_compiles.py name...`.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+
+def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return q >= k
+
+
+def cases() -> dict[str, dict[str, typing.Any]]:
+    slopes, table = jnp.ones(2), jnp.zeros((2, 1024))
+    alibi = lambda c, s, b, h, q, k: s + c[0][h] * (k - q)
+    small = {"q_len": 256, "kv_len": 256}
+    return {
+        "full 128": {"dim": 128},
+        "causal 64": {"mask": causal, "dim": 64},
+        "causal 128": {"mask": causal, "dim": 128},
+        "causal 256": {"mask": causal, "dim": 256},
+        "odd": {"mask": causal, "dim": 72, "value_dim": 40, "q_len": 200, "kv_len": 250},
+        "blocks of 64": {"mask": causal, "dim": 128, "block": (64, 64)},
+        "alibi": {"mask": causal, "dim": 128, "captured": (slopes,), "score": alibi},
+        "dropout": {
+            "dim": 64,
+            "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+        },
+        "relative table": {
+            **small, "dim": 64, "captured": (table,), "score": lambda c, s, b, h, q, k: s + c[0][h, q - k + 256],
+        },
+        "one kernel 128": {"dim": 128, "mask": causal, "fused": True},
+        "one kernel 64": {"dim": 64, "mask": causal, "fused": True, "deterministic": False},
+    }  # fmt: skip
+
+
+NAMES = tuple(cases())
+
+
+def compile_cases(names: list[str]) -> None:
+    from flexjax.backends.mosaic_gpu import backward_sm90
+    from flexjax.types import KernelOptions
+    from tests.backends.mosaic_gpu.test_backward_interpret import problem
+
+    for name in names:
+        case = cases()[name]
+        fused, options = (
+            case.pop("fused", False),
+            KernelOptions(deterministic=case.pop("deterministic", True)),
+        )
+        made = problem(**case)
+        plan = dataclasses.replace(made.plan, options=options)
+        backward_sm90.choose_fused = lambda plan, fused=fused: fused
+
+        def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:
+            return backward_sm90.backward(plan, *arrays, made.wanted, made.derivative)
+
+        print(f"case {name}", file=sys.stderr, flush=True)
+        compile_hopper.compile_for_hopper(run, made.operands, made.results, made.d_out, made.d_lse)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_no_spills(part: int) -> None:
+    reason = compile_hopper.missing()
+    if reason:
+        pytest.skip(reason)
+    names = list(NAMES[part::3])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    command = [sys.executable, __file__, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    assert len(spilled) >= len(names), log[-4000:]
+    assert not any(spilled), log[-4000:]
+    assert "C7510" not in log
+    assert "C7513" not in log, "the products of a step are serialised"
+
+
+if __name__ == "__main__":
+    compile_cases(sys.argv[1:])
