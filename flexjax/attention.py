@@ -72,16 +72,21 @@ def flex_attention(
 
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
     """
-    call = prepare(
-        query, key, value, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks,
-        layout=layout, return_aux=return_aux, kernel_options=kernel_options, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, query_extra=query_extra, key_extra=key_extra,
+    arguments: Arguments = dict(
+        score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks, layout=layout,
+        return_aux=return_aux, kernel_options=kernel_options, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        query_extra=query_extra, key_extra=key_extra,
     )  # fmt: skip
-    choice = dispatch.choose(call.plan, implementation)
-    if choice.name == dispatch.REFERENCE:
-        results = _reference(call, score_mod, mask_mod, block_mask, dropout_rate)
-    else:
-        results = attention(call.problem(choice.name), call.operands)
+    try:
+        call = prepare(query, key, value, **arguments)
+        choice = dispatch.choose(call.plan, implementation)
+        if choice.name == dispatch.REFERENCE:
+            results = _reference(call, score_mod, mask_mod, block_mask, dropout_rate)
+        else:
+            results = attention(call.problem(choice.name), call.operands)
+    except Exception as error:
+        error.add_note(describe_call("flex_attention", query, key, value, arguments))
+        raise
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(
@@ -119,6 +124,44 @@ class Arguments(typing.TypedDict):
     key_extra: Array | None
 
 
+DEFAULTS: Arguments = {
+    "score_mod": None,
+    "mask_mod": None,
+    "block_mask": None,
+    "scale": None,
+    "sinks": None,
+    "layout": "BTNH",
+    "return_aux": None,
+    "kernel_options": None,
+    "dropout_rate": 0.0,
+    "dropout_key": None,
+    "query_extra": None,
+    "key_extra": None,
+}
+
+
+def describe_call(function: str, query: object, key: object, value: object, arguments: Arguments) -> str:
+    """The user's call in a line, for the notes of errors: arrays as dtype and shape, mods by name, defaults left out."""
+    parts = [f"{n}={_describe(x)}" for n, x in (("query", query), ("key", key), ("value", value))]
+    for name, x in arguments.items():
+        default = DEFAULTS[name]
+        if x is not default and not (isinstance(x, str | int | float) and x == default):
+            parts.append(f"{name}={_describe(x)}")
+    return f"in {function}({', '.join(parts)})"
+
+
+def _describe(x: object) -> str:
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}{list(x.shape)}"
+    if isinstance(x, BlockMask):
+        b, h, q_len, kv_len = x.shape
+        return f"BlockMask({b}, {h}, {q_len}, {kv_len})"
+    if callable(x):
+        return getattr(x, "__name__", type(x).__name__)
+    text = repr(x)
+    return text if len(text) <= 80 else f"{type(x).__name__}"
+
+
 def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[Arguments]) -> Call:
     """Checks the arguments of flex_attention and writes the plan and the operands."""
     a = arguments
@@ -128,8 +171,8 @@ def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[A
     sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
     score = None if a["score_mod"] is None else trace_score_mod(a["score_mod"], sizes, score_dtype)
-    block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs)
-    dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes)
+    block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs, a["layout"])
+    dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes, score_dtype)
     plan = KernelPlan(
         batch=inputs.batch,
         q_heads=inputs.q_heads,
@@ -188,14 +231,16 @@ def _scale(scale: object, inputs: Inputs) -> float:
     return value
 
 
-def _block_mask(mask_mod: Callable | None, block_mask: BlockMask | None, inputs: Inputs) -> BlockMask | None:
+def _block_mask(
+    mask_mod: Callable | None, block_mask: BlockMask | None, inputs: Inputs, layout: str
+) -> BlockMask | None:
     if mask_mod is not None and block_mask is not None:
         raise ValueError(
             "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
             "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
         )
     if block_mask is not None:
-        check_block_mask(block_mask, inputs)
+        check_block_mask(block_mask, inputs, layout)
         return block_mask
     if mask_mod is None:
         return None

@@ -31,7 +31,15 @@ Array = jax.Array
 
 def attention(problem: Problem, operands: Operands) -> Results:
     """Runs the forward pass of a problem; differentiable and mappable."""
-    out, lse, *top = forward_p.bind(*varying_alike(jax.tree.leaves(operands)), problem=problem)
+    flat = varying_alike(jax.tree.leaves(operands))
+    run = functools.partial(forward_p.bind, problem=problem)
+    where = jax.typeof(operands.query).sharding
+    if jax.sharding.AxisType.Explicit in where.mesh.axis_types:
+        # The partitioner splits the work; out and lse come back split as query is, but for its head dim.
+        batch, tokens, heads, _ = where.spec
+        shapes = [jax.sharding.PartitionSpec(batch, tokens, heads, *rest) for rest in ((None,), (), ())]
+        run = jax.sharding.auto_axes(run, out_sharding=shapes[: 2 + problem.plan.max_scores])
+    out, lse, *top = run(*flat)
     return Results(out, lse, top[0] if top else None)
 
 

@@ -105,7 +105,7 @@ def check_inputs(
         query=q,
         key=spread(k),
         value=spread(v),
-        sinks=_check_sinks(sinks, sizes["q_heads"], dtype),
+        sinks=_check_sinks(sinks, sizes["q_heads"], sizes["q_len"], str(layout)),
         query_extra=qx,
         key_extra=None if kx is None else spread(kx),
         batch=batch,
@@ -155,23 +155,31 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
             "Make them agree." + mixed,
         )
     n, m = sizes["q_heads"], sizes["kv_heads"]
+    counts = f"In layout {layout} dim {2 if layout == 'BTNH' else 1} counts heads; pass layout= if yours is the other."
+    if n == 0:
+        raise bad_argument("query", f"of shape {q.shape} without heads", "at least one head", counts)
     if m == 0 or n % m:
         raise bad_argument(
-            "key", f"of shape {k.shape}, {m} heads,", f"a number of heads that divides query's {n}",
-            f"In layout {layout} dim {2 if layout == 'BTNH' else 1} counts heads; pass layout= if yours is the other.",
-        )  # fmt: skip
+            "key", f"of shape {k.shape} with {m} heads", f"a number of heads that divides query's {n}", counts
+        )
 
 
-def _check_sinks(sinks: object, heads: int, dtype: str) -> Array | None:
+def other_layout(layout: str) -> str:
+    """Advice for arrays that look as if they were in the other layout."""
+    other = "BNTH" if layout == "BTNH" else "BTNH"
+    return f"if the arrays are in layout {other}, pass layout='{other}'."
+
+
+def _check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
     if sinks is None:
         return None
     s = _array("sinks", sinks)
     if s.shape != (heads,) or not jnp.issubdtype(s.dtype, jnp.floating):
+        advice = "Cast it, for example sinks.astype(jnp.float32)." if s.shape == (heads,) else "Reshape it."
+        if s.shape == (tokens,) and tokens != heads:
+            advice = f"Query's other middle dim has {tokens}: {other_layout(layout)}"
         raise bad_argument(
-            "sinks",
-            f"{s.dtype.name}{list(s.shape)}",
-            f"float32[{heads}], a logit for each query head",
-            "Reshape it.",
+            "sinks", f"{s.dtype.name}{list(s.shape)}", f"float32[{heads}], a logit for each query head", advice
         )
     return s
 
@@ -190,11 +198,13 @@ def _check_extra(
         fits = fits and x.shape[0] in ((like.shape[0],) if name == "query_extra" else (1, q.shape[0]))
         fits = fits and (x.shape[heads] == q.shape[heads] if name == "query_extra" else True)
         if not fits:
+            same = "batch, tokens and heads" if name == "query_extra" else "batch (or 1) and tokens"
             raise bad_argument(
-                name, f"{x.dtype.name}{list(x.shape)}",
-                f"{q.dtype.name} of {4} dims with the batch, tokens{' and heads' if name == 'query_extra' else ''} of {name[:-6]}, {like.shape}",
+                name,
+                f"{x.dtype.name}{list(x.shape)}",
+                f"{q.dtype.name} of 4 dims with the {same} of {name[:-6]}, {like.shape}",
                 "Make them agree.",
-            )  # fmt: skip
+            )
     if qx.shape[3] != kx.shape[3]:
         raise bad_argument(
             "key_extra",
@@ -205,14 +215,14 @@ def _check_extra(
     if kx.shape[heads] == 0 or q.shape[heads] % kx.shape[heads]:
         raise bad_argument(
             "key_extra",
-            f"of shape {kx.shape}",
+            f"of shape {kx.shape} with {kx.shape[heads]} heads",
             f"a number of heads that divides query's {q.shape[heads]}",
             "One head serves all.",
         )
     return qx, kx
 
 
-def check_block_mask(mask: object, inputs: Inputs) -> None:
+def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
     """A block mask that was made for these lengths, batch and heads."""
     if not isinstance(mask, BlockMask):
         raise bad_argument(
@@ -221,11 +231,21 @@ def check_block_mask(mask: object, inputs: Inputs) -> None:
             "a flexjax.BlockMask",
             "A plain mask function goes to mask_mod=.",
         )
+    if mask.kv_num_blocks.ndim != 3:
+        raise bad_argument(
+            "block_mask",
+            f"a stack of block masks, kv_num_blocks {list(mask.kv_num_blocks.shape)}",
+            "one, kv_num_blocks [B, H, q_blocks]",
+            "Call flex_attention under jax.vmap, with the block mask among the mapped arguments.",
+        )
     batch, heads, q_len, kv_len = mask.shape
     if (q_len, kv_len) != (inputs.q_len, inputs.kv_len):
+        advice = "Build it for these lengths with create_block_mask, or slice it."
+        if (q_len, kv_len) == (inputs.q_heads, inputs.kv_heads):
+            advice = f"These are the heads of query and key: {other_layout(layout)}"
         raise bad_argument(
             "block_mask", f"made for q_len={q_len}, kv_len={kv_len}", f"q_len={inputs.q_len}, kv_len={inputs.kv_len}",
-            "Build it for these lengths with create_block_mask, or slice it.",
+            advice,
         )  # fmt: skip
     for name, axis, got, want in (("batch", "b", batch, inputs.batch), ("heads", "h", heads, inputs.q_heads)):
         if got not in (1, want):

@@ -59,9 +59,9 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """Names to ask, in order. Raises ValueError for a name that is none."""
     if implementation is None:
         return tuple(TABLE)
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    unknown = [n for n in names if n not in NAMES]
-    if unknown or not names:
+    many = isinstance(implementation, Sequence) and not isinstance(implementation, str)
+    names = tuple(implementation) if many else (implementation,)
+    if not names or any(n not in NAMES for n in names):
         raise bad_argument(
             "implementation",
             repr(implementation),

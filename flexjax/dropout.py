@@ -7,6 +7,7 @@ mixing runs for every element. The mixer is the 32-bit finaliser "lowbias32" (C.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flexjax.errors import bad_argument
 from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
@@ -32,28 +33,34 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
     return mix(row ^ column) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
-def dropout_program(rate: object, key: Array | None, sizes: Sizes) -> TracedMod | None:
-    """The multiplier of each probability: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
+def dropout_program(rate: object, key: Array | None, sizes: Sizes, dtype: str = "float32") -> TracedMod | None:
+    """The multiplier of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
 
     Raises ValueError for a rate outside [0, 1) or a missing or malformed key.
     """
-    if isinstance(rate, jax.core.Tracer) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+    if isinstance(rate, jax.core.Tracer):
+        raise bad_argument("dropout_rate", "traced", "a Python float in [0, 1)", "Make it a static argument of jit.")
+    if not isinstance(rate, int | float | np.number) or not 0 <= rate < 1:
         raise bad_argument("dropout_rate", repr(rate), "a Python float in [0, 1)", "0.0 means no dropout.")
     if rate == 0:
         return None
+    rate = float(rate)
     words = key_words(key)
-    multiplier = float(1.0 / (1.0 - rate))
+    multiplier = 1.0 / (1.0 - rate)
 
     def dropout(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return jnp.where(kept(words, float(rate), b, h, q_idx, kv_idx), jnp.float32(multiplier), jnp.float32(0))
+        on = kept(words, rate, b, h, q_idx, kv_idx)
+        return jnp.where(on, jnp.asarray(multiplier, dtype), jnp.zeros((), dtype))
 
     return trace_multiplier("dropout", dropout, sizes)
 
 
-def key_words(key: Array | None) -> Array:
+def key_words(key: object) -> Array:
     """uint32 [2] of a typed or raw key."""
     if key is None:
         raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise bad_argument("dropout_key", f"a {type(key).__name__}", "one key", "Pass jax.random.key(seed).")
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     if data.dtype != jnp.uint32 or data.ndim != 1 or data.shape[0] < 2:
         raise bad_argument(

@@ -1,10 +1,13 @@
 """What a call will do and why: the traced mods, the block picture, the backend and every refusal, the work."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flexjax import dispatch
-from flexjax.attention import Arguments, Call, prepare
+from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace.mod_ir import AXES, Program, classify_load
@@ -19,18 +22,32 @@ def explain(query: Array, key: Array, value: Array, *, implementation: object = 
     blocks, the backend that would run with the refusals of those asked before it, its tiles, and the work: blocks visited,
     floating-point operations of the forward and the backward pass, bytes read and written at least.
 
-    Raises what flex_attention would raise.
+    Arrays may be jax.ShapeDtypeStruct. Raises what flex_attention would raise.
     """
-    defaults: Arguments = {
-        "score_mod": None, "mask_mod": None, "block_mask": None, "scale": None, "sinks": None, "layout": "BTNH",
-        "return_aux": None, "kernel_options": None, "dropout_rate": 0.0, "dropout_key": None,
-        "query_extra": None, "key_extra": None,
-    }  # fmt: skip
-    unknown = set(arguments) - set(defaults)
+    unknown = sorted(set(arguments) - set(DEFAULTS))
     if unknown:
-        raise TypeError(f"explain() got unexpected arguments {sorted(unknown)}; it takes those of flex_attention.")
-    call = prepare(query, key, value, **{**defaults, **arguments})  # type: ignore[typeddict-item]
-    choice = dispatch.choose(call.plan, implementation)  # type: ignore[arg-type]
+        raise TypeError(f"explain() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
+    arrays = {"query": query, "key": key, "value": value} | {n: arguments.get(n) for n in OPTIONAL_ARRAYS}
+    abstract = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    if not abstract:
+        return _text(implementation, arrays, arguments)
+    texts: list[str] = []
+    jax.eval_shape(lambda traced: texts.append(_text(implementation, arrays | traced, arguments)), abstract)
+    return texts[0]
+
+
+OPTIONAL_ARRAYS = ("sinks", "dropout_key", "query_extra", "key_extra")
+
+
+def _text(implementation: object, arrays: dict, arguments: dict) -> str:
+    filled: Arguments = {**DEFAULTS, **arguments, **{n: arrays[n] for n in OPTIONAL_ARRAYS}}  # type: ignore[typeddict-item]
+    main = (arrays["query"], arrays["key"], arrays["value"])
+    try:
+        call = prepare(*main, **filled)
+        choice = dispatch.choose(call.plan, implementation)  # type: ignore[arg-type]
+    except Exception as error:
+        error.add_note(describe_call("explain", *main, filled))
+        raise
     sections = [_shapes(call.plan), *_programs(call), _blocks(call), _choice(choice, call.plan), _work(call)]
     return "\n\n".join(s for s in sections if s)
 
@@ -116,10 +133,9 @@ def _work(call: Call) -> str:
     else:
         counts = [np.asarray(x).sum(dtype=np.int64) for x in (mask.kv_num_blocks, mask.full_kv_num_blocks)]
         visited, total = int(sum(counts)), mask.kv_num_blocks.size * mask.blocks[1]
-        pairs = mask.kv_num_blocks.shape[0] * mask.kv_num_blocks.shape[1]
-        entries = visited * mask.block_size[0] * mask.block_size[1] / max(pairs, 1)
+        entries = _entries(mask)
     flops = 2.0 * plan.batch * plan.q_heads * entries * (plan.head_dim + plan.extra_dim + plan.value_dim)
-    item = np.dtype("float64").itemsize if plan.dtype == "float64" else 4 if plan.dtype == "float32" else 2
+    item = jnp.dtype(plan.dtype).itemsize
     query_side = plan.q_heads * plan.q_len * (plan.head_dim + plan.value_dim + plan.extra_dim)
     key_side = (
         plan.kv_heads * plan.kv_len * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.kv_len * plan.extra_dim
@@ -131,3 +147,17 @@ def _work(call: Call) -> str:
     lines.append(f"  forward {flops / 1e9:.4g} GFLOP, backward {2.5 * flops / 1e9:.4g} GFLOP")
     lines.append(f"  query, key, value and out: {size / 1e6:.4g} MB")
     return "\n".join(lines)
+
+
+def _entries(mask: BlockMask) -> float:
+    """Positions of the visited blocks that exist, per batch entry and head."""
+    rows, columns = mask.blocks
+    tall, wide = mask.block_size
+    heights = np.minimum(tall, mask.q_len - tall * np.arange(rows))
+    total = 0
+    lists = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+    for num, index in ((np.asarray(n, np.int64), np.asarray(i)) for n, i in lists):
+        listed = np.arange(index.shape[-1]) < num[..., None]
+        at_end = (listed & (index == columns - 1)).any(-1)
+        total += ((num * wide - at_end * (columns * wide - mask.kv_len)) * heights).sum()
+    return total / max(1, math.prod(mask.kv_num_blocks.shape[:2]))

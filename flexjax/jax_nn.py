@@ -8,29 +8,33 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks
 from flexjax.errors import bad_argument
+from flexjax.types import AuxRequest
 
 Array = jax.Array
 MaskMod = Callable[[Array, Array, Array, Array], Array]
 
 
 def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Array:
+    return_residual: bool = False,
+) -> Array | tuple[Array, Array]:
     """softmax(scale * query . key + bias, where masked) . value, as jax.nn.dot_product_attention.
 
     query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N
@@ -41,13 +45,21 @@ def dot_product_attention(
     key_value_seq_lengths    int [B]: keys past their length are masked
     local_window_size        (left, right) keys beside the own position, or one int for both sides
     implementation           as in flex_attention
+    return_residual          also returns the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
 
     Returns [B, T, N, E] or [T, N, E]. Raises ValueError for shapes that do not fit.
+
+    A query that may look at no key gives 0 (and logsumexp -inf), as elsewhere in flexjax; jax.nn gives it the mean of all values.
     """
-    single = getattr(query, "ndim", 4) == 3
+    q, k, v = (jnp.asarray(x) for x in (query, key, value))
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim != q.ndim or x.ndim not in (3, 4):
+            dims = "4 dims, [B, T, N, D], or 3, [T, N, D]," if name == "query" else f"{q.ndim} dims, as query has"
+            raise bad_argument(name, f"of shape {x.shape}", dims.rstrip(","), "Add or drop the batch axis.")
+    single = q.ndim == 3
     if single:
-        query, key, value = query[None], key[None], value[None]
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        q, k, v = q[None], k[None], v[None]
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     parts: list[MaskMod] = []
     if is_causal:
         parts.append(lambda b, h, q, kv: q >= kv)
@@ -60,6 +72,7 @@ def dot_product_attention(
         kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, full[0])
         parts.append(lambda b, h, q, kv: kv < kv_lengths[b])
     if mask is not None:
+        mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
             raise bad_argument(
                 "mask", f"of dtype {mask.dtype.name}", "bool, True where attended", "Compare it with != 0."
@@ -67,23 +80,27 @@ def dot_product_attention(
         parts.append(broadcast_lookup("mask", mask, full))
     score_mod = None
     if bias is not None:
-        look_up = broadcast_lookup("bias", bias, full)
+        look_up = broadcast_lookup("bias", jnp.asarray(bias), full)
         score_mod = lambda score, b, h, q, kv: score + look_up(b, h, q, kv).astype(score.dtype)
-    out = flex_attention(
-        query,
-        key,
-        value,
+    result = flex_attention(
+        q,
+        k,
+        v,
         score_mod=score_mod,
         mask_mod=and_masks(*parts) if parts else None,
         scale=scale,
         implementation=implementation,
+        return_aux=AuxRequest(lse=True) if return_residual else None,
     )
-    return out[0] if single else out
+    if not isinstance(result, tuple):
+        return result[0] if single else result
+    out, lse = result[0], jax.lax.stop_gradient(result[1].lse.astype(k.dtype))
+    return (out[0], lse[0]) if single else (out, lse)
 
 
 def _window(size: object) -> MaskMod:
-    left, right = size if isinstance(size, tuple | list) else (size, size)
-    if not all(isinstance(n, int) and n >= 0 for n in (left, right)):
+    left, right = size if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
+    if not all(isinstance(n, int | np.integer) and n >= 0 for n in (left, right)):
         raise bad_argument(
             "local_window_size",
             repr(size),
@@ -93,8 +110,8 @@ def _window(size: object) -> MaskMod:
     return lambda b, h, q, kv: (q - kv <= left) & (kv - q <= right)
 
 
-def _lengths(name: str, lengths: Array, batch: int) -> Array:
-    lengths = jnp.asarray(lengths)
+def _lengths(name: str, values: ArrayLike, batch: int) -> Array:
+    lengths = jnp.asarray(values)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise bad_argument(
             name,

@@ -5,6 +5,8 @@ import typing
 
 import jax
 
+from flexjax.errors import bad_argument
+
 
 @dataclasses.dataclass(frozen=True)
 class AuxRequest:
@@ -16,6 +18,9 @@ class AuxRequest:
 
     lse: bool = False
     max_scores: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flags("return_aux", self, ("lse", "max_scores"))
 
 
 class AuxOutput(typing.NamedTuple):
@@ -44,15 +49,25 @@ class KernelOptions:
     deterministic: bool = True
     interpret: bool = False
 
+    def __new__(cls, *_: object, **options: object) -> typing.Self:
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(f"`kernel_options` has no option `{name}`; expected one of {', '.join(known)}.")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv", "block_q_bwd", "block_kv_bwd", "num_stages"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(
-                    f"`kernel_options.{name}` is {value!r}; expected a positive int or None. "
-                    "Pass None to let the backend choose."
+                raise bad_argument(
+                    f"kernel_options.{name}", repr(value), "a positive int or None", "None lets the backend choose."
                 )
-        for name in ("deterministic", "interpret"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"`kernel_options.{name}` is {value!r}; expected True or False.")
+        _check_flags("kernel_options", self, ("deterministic", "interpret"))
+
+
+def _check_flags(owner: str, options: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise bad_argument(f"{owner}.{name}", repr(value), "True or False", "Pass a Python bool.")

@@ -74,7 +74,7 @@ class Scores:
 class Problem:
     """The operands of one call in tiles."""
 
-    def __init__(self, plan: KernelPlan, operands: Operands):
+    def __init__(self, plan: KernelPlan, operands: Operands, derivative: Program | None = None):
         self.plan = plan
         self.schedule = choose(plan)
         self.compute = jnp.dtype(plan.score_dtype)
@@ -89,13 +89,20 @@ class Problem:
         self.key_extra = None if operands.key_extra is None else self.columns(operands.key_extra)
         self.sinks = None if operands.sinks is None else operands.sinks.astype(self.compute)
         self.lists = operands.lists
-        self.score_captures = pad_captures(plan.score, operands.score_captures, schedule)
+        self.score_programs = (plan.score, derivative)
+        self.score_captures = self.pad_score_captures(operands.score_captures)
         self.mask_captures = pad_captures(plan.mask, operands.mask_captures, schedule)
         self.dropout_captures = operands.dropout_captures
         self.overhang_q = schedule.padded_q != plan.q_len
         self.overhang_kv = schedule.padded_kv != plan.kv_len
 
     # ------------------------------------------------------------------ layout
+
+    def pad_score_captures(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """Arrays in the place of score_mod's captures, grown for every program that reads them."""
+        for program in self.score_programs:
+            arrays = pad_captures(program, arrays, self.schedule)
+        return tuple(arrays)
 
     def rows(self, x: Array) -> Array:
         """Query-like operand as [B, N, padded_q, D]."""

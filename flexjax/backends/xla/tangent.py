@@ -11,7 +11,7 @@ from jax import lax
 from flexjax.backends import tile_math
 from flexjax.backends.xla.capture_gradients import tangent_of_loads
 from flexjax.backends.xla.forward import join_rows, row_sinks
-from flexjax.backends.xla.problem import Problem, heads_first, pad_captures, pad_to
+from flexjax.backends.xla.problem import Problem, heads_first, pad_to
 from flexjax.backends.xla.schedule import Row, Visit, row_at, walk
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results
 from flexjax.trace.mod_ir import Lit, Program
@@ -29,7 +29,7 @@ def tangent(
             by_head = tangents.sinks.astype(t_lse.dtype)
             t_lse = t_lse + (by_head if plan.layout == "BTNH" else by_head[:, None])
         return jnp.zeros_like(results.out), t_lse
-    moving = Moving(Problem(plan, operands), tangents, derivative, results)
+    moving = Moving(Problem(plan, operands, derivative), tangents, derivative, results)
     s = moving.problem.schedule
     one_row = lambda step: _row(moving, row_at(plan, s, moving.problem.lists, step))
     if s.steps == 1:
@@ -58,7 +58,7 @@ class Moving:
         ]
         moved = [t is not None for t in tangents.score_captures]
         filled = [z if m else c for z, m, c in zip(zeros, moved, problem.score_captures, strict=True)]
-        padded = pad_captures(problem.plan.score, filled, problem.schedule) if any(moved) else filled
+        padded = problem.pad_score_captures(filled) if any(moved) else filled
         self.captures = tuple(p if m else None for p, m in zip(padded, moved, strict=True))
         self.lse = pad_to(wide(results.lse), 2, problem.schedule.padded_q)[..., None]
         self.out = problem.rows(results.out).astype(problem.compute)

@@ -63,7 +63,7 @@ class Region:
         start = {B: self.b0, H: self.h0, Q: self.q0}
         size = {B: self.nb, H: self.nh, Q: self.bq}
         if axis == KV:
-            return (self.kv_starts[:, None] + jnp.arange(self.bk, dtype=jnp.int32)).reshape(1, 1, 1, -1)
+            return (self.kv_starts[:, None] + jnp.arange(self.bk, dtype=jnp.int32)[None]).reshape(1, 1, 1, -1)
         spread = [1, 1, 1, 1]
         spread[axis - B] = size[axis]
         return (start[axis] + jnp.arange(size[axis], dtype=jnp.int32)).reshape(spread)
@@ -71,7 +71,7 @@ class Region:
     def differences(self) -> Array:
         """q - kv along the diagonals, [1, 1, blocks, bq + bk - 1]."""
         t = jnp.arange(self.bq + self.bk - 1, dtype=jnp.int32) - (self.bk - 1)
-        return (self.q0 - self.kv_starts[:, None] + t)[None, None]
+        return (self.q0 - self.kv_starts[:, None] + t[None])[None, None]
 
 
 class XlaTile:
