@@ -10,6 +10,8 @@ that computes scores, exp and dO . V again. The sums of dq, float32 for all quer
 a key head lasts; vmem.fuses says for which lengths.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +98,10 @@ def dkv_kernel(
             keys = k_ref[...]
             if checked and ragged_kv:
                 keys = keep_rows(keys, visit.j * np.int32(tiles.kv), plan.kv_len)
-            rows = pl.ds(pl.multiple_of(visit.i * np.int32(tiles.q) + np.int32(col0), tiles.part_step), cols)
+            rows: slice | pl.Slice = slice(col0, col0 + cols)
+            if geometry.q_tiles > 1:
+                start = visit.i * np.int32(tiles.q) + np.int32(col0)
+                rows = pl.ds(pl.multiple_of(start, math.gcd(tiles.q, col0)), cols)
             dq_acc = refs.scratch[at_dq]
             dq_acc[visit.member, rows, :] += dot(grads.ds.astype(keys.dtype), keys, TN)
         for place, n in enumerate(columns):

@@ -59,11 +59,6 @@ class Tiles:
     kv: int
     part: int
 
-    @property
-    def part_step(self) -> int:
-        """What the start of every part of the queries is a multiple of, up to a register's worth."""
-        return math.gcd(self.q, self.part, LANES) if self.q % 8 == 0 else 1
-
 
 class NoTile(Exception):
     """No tile suits; the message is a clause."""

@@ -11,8 +11,6 @@ from tests.cases import Case
 
 class TestMosaicTpu(Conformance):
     implementation = "mosaic_tpu"
-    forward_mode = False
-    second_order = False
 
     def refuses(self, case: Case, dtype: str) -> bool:
         return dtype not in ("float32", "bfloat16") or 0 in case.shape
