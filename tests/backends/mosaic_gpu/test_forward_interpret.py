@@ -95,6 +95,7 @@ def test_no_races(monkeypatch: pytest.MonkeyPatch, overlap: bool, persistent: bo
     assert not interpret_pallas_call.get_races().races_found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])
 @pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "mask of each head", "blocks of 256, odd"])
 def test_every_manner(name: str, overlap: bool) -> None:
