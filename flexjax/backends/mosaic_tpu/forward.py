@@ -104,27 +104,22 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         _, _, col0, cols = part
         keys, values = k_ref[col0 : col0 + cols, :], v_ref[col0 : col0 + cols, :]
         x = dot(q_ref[...], keys, NT)
-        row = None
         if biased:
             assert modded.separated is not None
             bias = modded.bias(refs, visit, part)
             x = x * np.float32(plan.scale * modded.separated.scale * LOG2E)
-            x, row = (x if bias.tile is None else x + bias.tile), bias.q_line
+            x = x if bias.tile is None else x + bias.tile
         elif not raw:
             x = modded.scores(refs, visit, part, x * np.float32(plan.scale))[0]
         valid = modded.valid(refs, visit, part) if checked else None
         if valid is not None:
             x = jnp.where(valid, x, -jnp.inf)
         m_before = m_ref[...]
-        top = jnp.max(x, axis=1, keepdims=True)
-        if row is not None:  # a row without an entry that is on stays at -inf whatever the row's bias is
-            top = jnp.where(top == -jnp.inf, -jnp.inf, top + row)
-        m = jnp.maximum(m_before, top)
+        m = jnp.maximum(m_before, jnp.max(x, axis=1, keepdims=True))
         shift = m * factor
         if valid is not None or guarded:
             shift = jnp.where(m == -jnp.inf, 0.0, shift)
-        exponent = x if biased else x * factor
-        p = jnp.exp2(exponent - widen(shift if row is None else jnp.where(m == -jnp.inf, 0.0, shift - row), cols))
+        p = jnp.exp2((x if biased else x * factor) - widen(shift, cols))
         alpha = jnp.exp2(m_before * factor - shift)
         l_ref[...] = l_ref[...] * alpha + lane_sums(p)
         m_ref[...] = m
@@ -154,7 +149,12 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         @pl.when(visit.last)
         def _() -> None:
             out_ref, lse_ref = refs.outputs[:2]
-            m = m_ref[...] * natural
+            m = m_ref[...]
+            if biased:
+                # The line of queries was left out: it is the same for a whole row.
+                line = modded.bias(refs, visit, (0, tiles.q, 0, min(LANES, tiles.kv))).q_line
+                m = m if line is None else jnp.where(m == -jnp.inf, m, m + line)
+            m = m * natural
             total = jnp.broadcast_to(jnp.sum(l_ref[...], axis=1, keepdims=True), m.shape)
             if plan.max_scores:
                 refs.outputs[2][...] = m[:, :1].reshape(1, tiles.q)

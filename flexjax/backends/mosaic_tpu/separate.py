@@ -2,9 +2,10 @@
 
     s' = c * s + sum of terms          c a number, no term depends on s
 
-A term that is affine in q and kv (ALiBi: slope * (kv - q)) is a row plus a column plus a number of the tile: the row and
-the number never meet the tile, they join the running maximum (forward) or lse (backward), which are subtracted anyway. What
-is left for each element is one addition. Positions are counted from the tile's corner, so nothing large is rounded twice.
+A term that is affine in q and kv (ALiBi: slope * (kv - q)) is a line of queries plus a line of keys. The line of queries never
+meets the tile: the forward pass leaves it out (it is the same for a whole row) and adds it to the maximum and lse when the row
+ends, the backward pass subtracts it from lse. What is left for each element is one addition. Positions are counted from the
+tile's corner, so that the sums stay as small as the biases themselves.
 Other terms are evaluated as they are and added. Everything is in base 2: multiplied by log2(e) where that is cheapest.
 """
 
@@ -133,10 +134,13 @@ def bias_on(found: Separated, values: Sequence[jax.Array], view: tile_programs.V
             continue
         linear = term.linear
         corner = view.q_start * np.int32(linear.q) + view.kv_start * np.int32(linear.kv) + np.int32(linear.const)
-        line = view.local(view.q_axis) * np.float32(linear.q) * factor + corner.astype(jnp.float32) * factor
-        q_line = line if q_line is None else q_line + line
+        number = corner.astype(jnp.float32) * factor
+        if linear.q:
+            line = view.local(view.q_axis) * np.float32(linear.q) * factor
+            line = line if linear.kv else line + number
+            q_line = line if q_line is None else q_line + line
         if linear.kv:
-            pieces.append(view.local(1 - view.q_axis) * np.float32(linear.kv) * factor)
+            pieces.append(view.local(1 - view.q_axis) * np.float32(linear.kv) * factor + number)
     # Small pieces first: what is of one shape is added before it meets the tile.
     pieces.sort(key=jnp.size)
     return Bias(q_line, functools.reduce(lambda x, y: x + y, pieces) if pieces else None)
