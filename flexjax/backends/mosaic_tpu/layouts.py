@@ -118,7 +118,8 @@ def fold(plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, ja
     problem = problem_of(plan)
     q, k, v = operands.query, operands.key, operands.value
     if plan.extra_dim:
-        assert operands.query_extra is not None and operands.key_extra is not None
+        assert operands.query_extra is not None
+        assert operands.key_extra is not None
         dim = 2 if problem.tokens_first else 1
         spread = lambda x: jnp.repeat(x, problem.kv_heads // x.shape[dim], axis=dim)
         q = jnp.concatenate([q, operands.query_extra.astype(q.dtype)], -1)

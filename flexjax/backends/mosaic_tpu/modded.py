@@ -65,7 +65,8 @@ class Modded:
 
     def _bias_alone(self) -> bool:
         """Whether the score is all that is asked of the program: its derivative is the constant c."""
-        assert self.score is not None and self.separated is not None
+        assert self.score is not None
+        assert self.separated is not None
         if len(self.score.results) == 1:
             return True
         slope = self.score.results[1]
@@ -119,7 +120,7 @@ class Modded:
             conditions.append(on if masked is None else on & (full | masked[0]))
         elif masked is not None:
             conditions.append(masked[0])
-        row0, rows, col0, cols = part
+        _row0, rows, _col0, cols = part
         view = self._view(0, refs, visit, part)
         if g.kv_len % g.block_kv:
             conditions.append(view.kv < np.int32(g.kv_len))

@@ -89,10 +89,7 @@ def _call(step: Call, captures: Sequence[jax.Array], read: Callable[[Atom], jax.
                 values.append(jnp.stack(parts).reshape(argument[0]) if argument[0] else parts[0])
         return [jnp.ravel(r) for r in step.bind(*values)]
 
-    if flat:
-        results = jax.vmap(one)(*flat)
-    else:
-        results = [r[None] for r in one()]
+    results = jax.vmap(one)(*flat) if flat else [r[None] for r in one()]
     found = {}
     for (_, vals), result in zip(step.results, results, strict=True):
         for i, val in enumerate(vals):

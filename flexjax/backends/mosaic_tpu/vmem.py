@@ -72,9 +72,7 @@ def fit(wanted: int, length: int, block: int | None, quantum: int) -> int:
     """A tile near `wanted`: a multiple of `quantum` (or the whole length), commensurable with the mask's blocks."""
     whole = length if block is None or length <= block else _up(length, block)
     if whole <= max(wanted, quantum):
-        if block is None or length <= block or whole % quantum == 0 or whole >= length:
-            # One tile: its size is the array's, or a multiple of the quantum.
-            return _single(length, block, quantum)
+        return _single(length, block, quantum)
     if block is None:
         return max(quantum, wanted // quantum * quantum)
     step = math.lcm(block, quantum)
@@ -93,10 +91,6 @@ def _single(length: int, block: int | None, quantum: int) -> int:
     if block is None or length <= block:
         return _up(length, quantum) if length > quantum else length
     return _up(length, math.lcm(block, quantum))
-
-
-def quantum_of(plan: KernelPlan) -> int:
-    return LANES
 
 
 def _sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, int]:

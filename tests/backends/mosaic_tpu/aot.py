@@ -5,6 +5,8 @@
 Run as a child process: one process at a time may hold libtpu, unless told otherwise.
 """
 
+# ruff: noqa: E402  (the environment is read when jax is imported)
+
 import os
 import sys
 import time

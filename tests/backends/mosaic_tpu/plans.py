@@ -24,7 +24,7 @@ class Problem(typing.NamedTuple):
     learn: tuple[str | None, ...]
 
 
-def block_lists(kinds: np.ndarray, layout_of: BlockLayout | None = None) -> tuple[BlockLists, tuple[int, int, int, int]]:
+def block_lists(kinds: np.ndarray) -> tuple[BlockLists, tuple[int, int, int, int]]:
     """Lists of a [batch, heads, q blocks, kv blocks] array of kinds (0 empty, 1 partial, 2 full), and their widths."""
 
     def lists(mark: int, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +122,8 @@ def _same(x: jax.Array, y: jax.Array) -> bool:
 
 def wanted_of(problem: Problem) -> Wanted:
     plan = problem.plan
-    floats = tuple(jnp.issubdtype(a.dtype, jnp.floating) and n is not None for a, n in zip(problem.operands.score_captures, problem.learn))
+    captured = zip(problem.operands.score_captures, problem.learn, strict=True)
+    floats = tuple(jnp.issubdtype(a.dtype, jnp.floating) and n is not None for a, n in captured)
     extra = plan.extra_dim > 0
     return Wanted(True, True, True, extra, extra, plan.has_sinks, floats)
 
