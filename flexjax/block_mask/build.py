@@ -12,16 +12,13 @@ import numpy as np
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import blocks_along, classify_on_host, classify_traced
-from flexjax.block_mask.parts import Parts
+from flexjax.block_mask.parts import BROADCAST, Parts
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.errors import bad_argument
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
 Array = jax.Array
-
-BROADCAST = 1 << 20
-"""Stands for an unknown number of batch entries or heads while a broadcast mask is traced."""
 
 
 def from_mask_mod(
@@ -118,11 +115,13 @@ def from_lists(
     _check_columns((num, index, full_num, full_index), columns)
     traced = TracedMod(None, ())  # type: ignore[arg-type]
     if mask_mod is not None:
-        traced = trace_mask_mod(mask_mod, (num.shape[0], num.shape[1], q_len, kv_len))
+        # a list of one entry may serve any number of them
+        counts = tuple(n if n > 1 else BROADCAST for n in num.shape[:2])
+        traced = trace_mask_mod(mask_mod, (*counts, q_len, kv_len))
     back: list[Array] = []
     for n, i in ((num, index), (full_num, full_index)):
         flags = transpose.flags_of_lists(n, i, columns)
-        back += transpose.lists_of(jnp.swapaxes(flags, 2, 3))
+        back += transpose.narrowed(*transpose.lists_of(jnp.swapaxes(flags, 2, 3)))
     arrays = (num, index, full_num, full_index, *back)
     return Parts(*arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
 

@@ -5,7 +5,8 @@ the block may be evaluated entry by entry, in bounded chunks, if the caller want
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
-from flexjax.trace.intervals import Truth, block_grid, decide
-from flexjax.trace.mod_ir import Program
+from flexjax.trace.intervals import Truth, block_grid, block_tiles, decide
+from flexjax.trace.mod_ir import Program, classify_load
 from flexjax.trace.on_scalars import call_program
 
 Array = jax.Array
@@ -23,6 +24,14 @@ CHUNK_BLOCKS = 1 << 22
 """Blocks classified at once: bounds the memory of the analysis."""
 CHUNK_ENTRIES = 1 << 21
 """Mask entries evaluated at once by the exact check."""
+SIDE = 16
+"""Blocks along a side of the squares in which a large matrix is looked at first."""
+COARSE_FROM = 1 << 18
+"""Number of blocks of a large matrix."""
+TILES_AT_ONCE = 1 << 12
+"""Squares of blocks classified at once."""
+UNSURE = 3
+"""Code of a block that the analysis calls partial for want of knowing better."""
 EXACT_BUDGET = 1 << 27
 """Mask entries that the exact check may evaluate without being asked: about a second on a CPU core."""
 
@@ -51,38 +60,107 @@ def classify_rows(
     return classes_of(decide(program, captures, grid), (*heads, q_blocks.shape[0], columns))
 
 
+def codes_of(found: Array, certain: Array) -> Array:
+    """The class, or UNSURE."""
+    return jnp.where((found == PARTIAL) & ~certain, jnp.int8(UNSURE), found)
+
+
 @functools.lru_cache(maxsize=256)
-def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes) -> object:
-    return jax.jit(lambda captures, q_blocks: classify_rows(program, captures, heads, sizes, q_blocks))
+def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes) -> Callable:
+    return jax.jit(lambda captures, q_blocks: codes_of(*classify_rows(program, captures, heads, sizes, q_blocks)))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_tiles(program: Program, sizes: Sizes) -> Callable:
+    def classify(captures: Sequence[Array], places: Array) -> Array:
+        grid = block_tiles(places, SIDE, sizes)
+        codes = codes_of(*classes_of(decide(program, captures, grid), (places.shape[0], 1, SIDE, SIDE)))
+        within = jnp.arange(SIDE, dtype=jnp.int32)
+        rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+        row, column = places[:, 2, None] * SIDE + within < rows, places[:, 3, None] * SIDE + within < columns
+        return jnp.where(row[:, :, None] & column[:, None, :], codes[:, 0], EMPTY)
+
+    return jax.jit(classify)
 
 
 def classify_on_host(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial and of the full blocks, for a mask whose arrays are known.
+    """Coordinates [n, 4] of the partial and of the full blocks, in order, for a mask whose arrays are known.
 
     exact: True checks every uncertain block, None those that fit the budget, False none.
     """
-    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-    run = _compiled_rows(program, heads, sizes)
-    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
-    partial, full, unsure = [], [], []
-    for first in range(0, rows, at_once):
-        numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
-        found, certain = (np.asarray(x)[:, :, : rows - first] for x in run(tuple(captures), jnp.asarray(numbers)))
-        shift = np.array([0, 0, first, 0])
-        partial.append(np.argwhere((found == PARTIAL) & certain) + shift)
-        full.append(np.argwhere(found == FULL) + shift)
-        unsure.append(np.argwhere((found == PARTIAL) & ~certain) + shift)
-    join = lambda parts: np.concatenate(parts) if parts else np.zeros((0, 4), int)
-    partial, full, unsure = join(partial), join(full), join(unsure)
+    partial, full, unsure = _places(program, captures, heads, sizes)
     affordable = len(unsure) * sizes[2] * sizes[3] <= EXACT_BUDGET
     if exact or (exact is None and affordable):
         found = check_exactly(program, captures, unsure, sizes)
-        partial, full = join([partial, unsure[found == PARTIAL]]), join([full, unsure[found == FULL]])
-    else:
-        partial = join([partial, unsure])
-    return partial, full
+        partial = _in_order([partial, unsure[found == PARTIAL]])
+        return partial, _in_order([full, unsure[found == FULL]])
+    return _in_order([partial, unsure]), full
+
+
+def _places(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Coordinates of the partial, full and unsure blocks.
+
+    A large matrix is looked at in squares of SIDE blocks first: one that is full or empty says so for all its blocks.
+    """
+    counts = (blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3]))
+    if math.prod(heads) * math.prod(counts) <= COARSE_FROM or not _can_be_tiled(program):
+        return _places_of_rows(program, captures, heads, sizes)
+    coarse = (sizes[0], sizes[1], sizes[2] * SIDE, sizes[3] * SIDE)
+    partial, full, unsure = _places(program, captures, heads, coarse)
+    open_squares = np.concatenate([partial, unsure])
+    run = _compiled_tiles(program, sizes)
+    found: dict[int, list[np.ndarray]] = {PARTIAL: [], FULL: [_blocks_of(full, counts)], UNSURE: []}
+    at_once = TILES_AT_ONCE if len(open_squares) > TILES_AT_ONCE // 16 else TILES_AT_ONCE // 16
+    for first in range(0, len(open_squares), at_once):
+        part = open_squares[first : first + at_once]
+        padded = np.concatenate([part, np.repeat(part[-1:], at_once - len(part), 0)])
+        codes = np.asarray(run(tuple(captures), jnp.asarray(padded)))[: len(part)]
+        for code, places in found.items():
+            square, row, column = np.nonzero(codes == code)
+            b, h, q, kv = part[square].T
+            places.append(np.stack([b, h, q * SIDE + row, kv * SIDE + column], 1).astype(np.int32))
+    return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
+
+
+def _can_be_tiled(program: Program) -> bool:
+    """Whether all arrays are read along one dimension; the others need the rows and columns of a grid."""
+    return all(sum(d != "uniform" for d in classify_load(load).dims) <= 1 for load in program.loads)
+
+
+def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
+    """The blocks of squares of SIDE blocks, but those past the last."""
+    row, column = (x.ravel() for x in np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"))
+    wide = lambda x: np.repeat(x, SIDE * SIDE)
+    b, h, q, kv = squares.T
+    rows, columns = wide(q) * SIDE + np.tile(row, len(q)), wide(kv) * SIDE + np.tile(column, len(q))
+    inside = (rows < counts[0]) & (columns < counts[1])
+    return np.stack([wide(b), wide(h), rows, columns], 1)[inside].astype(np.int32)
+
+
+def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
+    places = np.concatenate(parts)
+    return places[np.lexsort(places.T[::-1])]
+
+
+def _places_of_rows(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Coordinates of the partial, full and unsure blocks, from every block of so many rows at a time."""
+    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    run = _compiled_rows(program, heads, sizes)
+    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
+    found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
+    for first in range(0, rows, at_once):
+        numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
+        codes = np.asarray(run(tuple(captures), jnp.asarray(numbers)))[:, :, : rows - first]
+        for code, places in found.items():
+            b, h, q, kv = np.nonzero(codes == code)
+            places.append(np.stack([b, h, q + first, kv], 1).astype(np.int32))
+    return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
 
 
 def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarray, sizes: Sizes) -> np.ndarray:
@@ -100,7 +178,7 @@ def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarra
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_entries(program: Program, sizes: Sizes) -> object:
+def _compiled_entries(program: Program, sizes: Sizes) -> Callable:
     return jax.jit(lambda captures, places: classes_of_entries(program, captures, places, sizes))
 
 

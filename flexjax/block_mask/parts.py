@@ -19,6 +19,8 @@ ARRAY_FIELDS = (
     "full_q_indices",
     "captures",
 )
+BROADCAST = 1 << 20
+"""Stands for an unknown number of batch entries or heads while a mask shared by all is traced."""
 STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size")
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.parts import Parts
+from flexjax.block_mask.parts import BROADCAST, Parts
 from flexjax.errors import bad_argument
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
@@ -29,10 +29,12 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     picked = [_numbers(p, n, name) for p, n, name in zip(parts, sizes, ("batch", "head", "query block"), strict=True)]
     cut = lambda x: x[jnp.ix_(*(jnp.asarray(p) for p in picked))] if x.ndim == 3 else _cut4(x, picked)
     lists = [cut(x) for x in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
+    lists = [*transpose.narrowed(*lists[:2]), *transpose.narrowed(*lists[2:])]
     columns = mask.blocks[1]
     back: list[Array] = []
     for num, entries in (lists[:2], lists[2:]):
-        back += transpose.lists_of(jnp.swapaxes(transpose.flags_of_lists(num, entries, columns), 2, 3))
+        flags = jnp.swapaxes(transpose.flags_of_lists(num, entries, columns), 2, 3)
+        back += transpose.narrowed(*transpose.lists_of(flags))
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)
     return Parts(*lists, *back, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
@@ -46,6 +48,13 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
     """The selected positions along an axis."""
     if isinstance(part, slice):
         return np.arange(size)[part]
+    if isinstance(part, jax.core.Tracer):
+        raise bad_argument(
+            "index",
+            f"a traced {name} number",
+            "numbers known while tracing, since they decide the shape of the lists",
+            "For a query position that moves, capture it in the mask_mod (causal_offset does) and make a mask of one row.",
+        )
     numbers = np.atleast_1d(np.asarray(part))
     if not np.issubdtype(numbers.dtype, np.integer) or numbers.ndim != 1:
         raise bad_argument(
@@ -78,11 +87,12 @@ def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable)
     size = mask.block_size[0]
     in_order = len(picked[2]) == 0 or np.array_equal(picked[2], picked[2][0] + np.arange(len(picked[2])))
     offset = jnp.asarray(int(picked[2][0]) * size if len(picked[2]) else 0, jnp.int32)
-    shared = [mask.kv_num_blocks.shape[i] == 1 for i in (0, 1)]
+    reads = [mask.program.reads(axis) for axis in ("b", "h")]
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         query = q_idx + offset if in_order else blocks[q_idx // size] * size + q_idx % size
-        return inner(b if shared[0] else batch[b], h if shared[1] else heads[h], query, kv_idx)
+        return inner(batch[b] if reads[0] else b, heads[h] if reads[1] else h, query, kv_idx)
 
-    counts = tuple((1 << 20) if s else len(p) for s, p in zip(shared, picked[:2], strict=True))
+    # a list of one entry may serve any number of them
+    counts = tuple(len(p) if len(p) > 1 else BROADCAST for p in picked[:2])
     return trace_mask_mod(mask_mod, (*counts, q_len, mask.kv_len))

@@ -32,15 +32,24 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
 
 def lists_of_places(places: np.ndarray, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """(num, index) from coordinates [n, 4] (batch, head, row, column), as narrow as the widest row. On the host."""
-    rows = np.ravel_multi_index((places[:, 0], places[:, 1], places[:, 2]), shape) if len(places) else places[:, 0]
-    order = np.lexsort((places[:, 3], rows))
-    rows, columns = rows[order], places[order, 3]
-    num = np.bincount(rows, minlength=int(np.prod(shape))).astype(np.int32)
+    b, h, row, columns = places.astype(np.int64).T
+    rows = (b * shape[1] + h) * shape[2] + row
+    last = int(columns.max()) + 1 if len(columns) else 1
+    order = np.argsort(rows * last + columns)
+    rows, columns = rows[order], columns[order]
+    num = np.bincount(rows, minlength=math.prod(shape)).astype(np.int32)
     width = int(num.max()) if num.size else 0
     index = np.zeros((num.size, width), np.int32)
     first = np.concatenate([[0], np.cumsum(num)[:-1]]) if num.size else np.zeros(0, int)
     index[rows, np.arange(len(rows)) - first[rows]] = columns
     return num.reshape(shape), index.reshape(*shape, width)
+
+
+def narrowed(num: Array, index: Array) -> tuple[Array, Array]:
+    """The lists as narrow as the widest row, where they are known."""
+    if isinstance(num, jax.core.Tracer) or isinstance(index, jax.core.Tracer) or not num.size:
+        return num, index
+    return num, index[..., : int(np.max(np.asarray(num)))]
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:

@@ -43,7 +43,8 @@ Range = tuple[int, int] | None
 def literal(value: object, dtype: object) -> Lit:
     """A literal of that dtype; the value is stored as the Python scalar the dtype holds."""
     name = jnp.dtype(dtype).name
-    array = np.asarray(value).astype(jnp.dtype(dtype))
+    with np.errstate(over="ignore"):
+        array = np.asarray(value).astype(jnp.dtype(dtype))
     if jnp.issubdtype(array.dtype, jnp.bool_):
         return Lit(bool(array), name)
     if jnp.issubdtype(array.dtype, jnp.integer):
@@ -102,8 +103,9 @@ class Builder:
         )
         self.steps: list[Step] = []
         self.captures: list[ArrayType] = []
-        self._known: dict[object, Val] = {}
+        self._known: dict[object, Atom] = {}
         self._axes: dict[int, Axes] = {v.id: v.axes for v in self.inputs}
+        self._vals: dict[int, Val] = {v.id: v for v in self.inputs}
         self._next = FIRST_FREE_ID
 
     # ------------------------------------------------------------------ making values
@@ -112,6 +114,7 @@ class Builder:
         low, high = bounds if bounds is not None else (None, None)
         val = Val(self._next, dtype, axes, linear, low, high)
         self._axes[val.id] = axes
+        self._vals[val.id] = val
         self._next += 1
         return val
 
@@ -139,11 +142,34 @@ class Builder:
                 bounds = None if not is_integer(name) else _whole_range_if_narrow(name)
                 linear = None
             if linear is not None:
-                axes = linear_axes(linear, self._axes.__getitem__)
+                less = linear_axes(linear, self._axes.__getitem__)
+                if not axes <= less and "delta" not in less - axes:
+                    # q and kv cancelled out, as in (q - kv) + kv: said again without them
+                    self._known[key] = self._of_linear(linear, name)
+                    return self._known[key]
+                axes = less
             val = self.fresh(name, axes, linear, bounds)
             self.steps.append(Op(prim, inputs, val, frozen))
             self._known[key] = val
         return self._known[key]
+
+    def unfolded(self, prim: str, atom: Atom) -> Atom:
+        """The result of an operation that means something to differentiation alone, kept as a step."""
+        val = self.fresh(atom.dtype, axes_of(atom))
+        self.steps.append(Op(prim, (atom,), val))
+        return val
+
+    def _of_linear(self, linear: Linear, dtype: str) -> Atom:
+        """The value of a linear form, made of nothing but its own terms."""
+        inputs = ((B, linear.b), (H, linear.h), (Q, linear.q), (KV, linear.kv))
+        total: Atom = literal(linear.const, dtype)
+        for ident, coefficient in (*((i, c) for i, c in inputs if c), *linear.uniform):
+            term = self.convert(self._vals[ident], dtype)
+            if abs(coefficient) != 1:
+                term = self.op("mul", (term, literal(abs(coefficient), dtype)), dtype)
+            prim, operands = ("sub", (total, term)) if coefficient < 0 else ("add", (term, total))
+            total = self.op(prim, operands, dtype)
+        return total
 
     def load(self, capture: int, index: Sequence[Atom]) -> Atom:
         """An element; the index must already be in bounds (see `clamped`)."""
@@ -159,6 +185,8 @@ class Builder:
     def clamped(self, index: Atom, limit: int) -> Atom:
         """index limited to 0..limit, as int32; free where its range already says so."""
         low = self.op("max", (index, literal(0, index.dtype)), index.dtype)
+        if limit > jnp.iinfo(jnp.dtype(index.dtype)).max:
+            return self.convert(low, "int32")  # the type ends before the array does
         both = self.op("min", (low, literal(limit, index.dtype)), index.dtype)
         return self.convert(both, "int32")
 
@@ -170,7 +198,8 @@ class Builder:
 
     def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
         """The program of these results, without dead steps, values renumbered in order."""
-        live = uses(tuple(self.steps), tuple(results))
+        # a load can have a derivative by a custom rule without being part of the value
+        live = uses(tuple(self.steps), (*results, *(load.out for load in gradients)))
         kept = [s for s in self.steps if any(o.id in live for o in s.outs)]
         return _renumber(self.inputs, kept, tuple(results), tuple(self.captures), gradients)
 
@@ -289,7 +318,7 @@ def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
     """Folds the integer and boolean arithmetic of literals; floats are left to the device, which rounds its own way."""
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
-        if prim == "convert_element_type" and isinstance(inputs[0], Lit):
+        if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _is_held(inputs[0].value, dtype):
             return literal(inputs[0].value, dtype)
         return None
     values = [a.value for a in inputs if isinstance(a, Lit)]
@@ -304,6 +333,14 @@ def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit |
     return literal(result, dtype) if isinstance(result, bool) or _fits((result, result), dtype) else None
 
 
+def _is_held(value: bool | int | float | complex, dtype: str) -> bool:
+    """Whether numpy converts the float to the type as every device does."""
+    if not is_integer(dtype):
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)
+    info = jnp.iinfo(jnp.dtype(dtype))
+    return isinstance(value, float) and math.isfinite(value) and info.min <= int(value) <= info.max
+
+
 PYTHON_RULES: dict[str, Callable] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -315,7 +352,7 @@ PYTHON_RULES: dict[str, Callable] = {
     "floordiv": lambda a, b: a // b,
     "floormod": lambda a, b: a % b,
     "div": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    "rem": lambda a, b: int(math.fmod(a, b)) if abs(a) < 2**52 else a - b * int(a / b),
+    "rem": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,
     "lt": lambda a, b: a < b,
@@ -357,10 +394,7 @@ def _range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[
         return None
     if prim == "convert_element_type" and inputs[0].dtype == "bool":
         return (0, 1)
-    if prim == "select_n":
-        ranges = [range_of(a) for a in inputs[1:]]
-    else:
-        ranges = [range_of(a) for a in inputs]
+    ranges = [range_of(a) for a in (inputs[1:] if prim == "select_n" else inputs)]
     if any(r is None for r in ranges):
         return None
     return integer_range(prim, ranges)

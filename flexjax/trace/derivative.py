@@ -20,9 +20,14 @@ from flexjax.trace.mod_ir import SCORE, Atom, Call, Lit, Load, Op, Program
 from flexjax.trace.on_tiles import apply_op, literal_array
 
 
-def has_custom_rules(program: Program) -> bool:
-    """Whether functions with a derivative rule of their own are still whole in the program."""
-    return any(call.name in CUSTOM for call in program.calls)
+def custom_calls(program: Program) -> tuple[Call, ...]:
+    """The functions with a derivative rule of their own, which are still whole in the program."""
+    return tuple(call for call in program.calls if call.name in CUSTOM)
+
+
+def stops_gradients(program: Program) -> bool:
+    """Whether the program still says where no derivative passes."""
+    return any(isinstance(step, Op) and step.prim == "stop_gradient" for step in program.steps)
 
 
 def replay(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, dict[int, Atom], list[Load]]:
@@ -30,7 +35,7 @@ def replay(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering,
 
     Returns it, the new atom of each old value and the new Load steps of source's loads, in order.
     """
-    lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype))
+    lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
     builder.captures = list(source.captures)
     env: dict[int, Atom] = {v.id: v for v in builder.inputs}
@@ -65,19 +70,25 @@ def _replay_call(lowering: Lowering, step: Call, new: object) -> list[Atom]:
     return [v for _, vals in results for v in vals]
 
 
-def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> Program:
-    """The program with functions that have their own derivative rules replaced by their bodies."""
-    if not has_custom_rules(source):
-        return source
+def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
+    """The program with functions that have their own derivative rules replaced by their bodies: what is computed.
+
+    Arrays that such bodies captured are added to the program's; they are returned.
+    """
+    if not custom_calls(source) and not stops_gradients(source):
+        return source, ()
     lowering, env, _ = replay(source, sizes)
     results = [r if isinstance(r, Lit) else env[r.id] for r in source.results]
     program = lowering.builder.finish(results)
     check(program)
-    return program
+    return program, tuple(lowering.arrays)
 
 
-def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> Program:
-    """The program of s', ds'/ds and ds'/dl_j; `gradients` names the loads. Raises ModError where JAX cannot."""
+def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
+    """The program of s', ds'/ds and ds'/dl_j; `gradients` names the loads. Raises ModError where JAX cannot.
+
+    Its captures are those of inline_custom(source) and arrays that derivative rules captured; all that source lacks are returned.
+    """
     lowering, env, new_loads = replay(source, sizes)
     if any(isinstance(a, int) for c in source.calls for a in c.arguments if source_is_float(source, a)):
         raise ModError(
@@ -107,7 +118,7 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> Pro
     flat = [lowering.builder.convert(lowering.as_atoms(o).item(), score_dtype) for o in outs]
     program = lowering.builder.finish(flat, [new_loads[i] for i in diff])
     check(program)
-    return program
+    return program, tuple(lowering.arrays)
 
 
 def source_is_float(source: Program, argument: object) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,22 +143,24 @@ ELEMENTWISE = frozenset(
         "zeta",
         "add_any",
         "mulhi",
-        "optimization_barrier",
     ]
 )
 
 # What an elementwise primitive keeps of its parameters: sharding and accuracy hints say nothing about a scalar.
 KEPT_PARAMS = frozenset({"y", "new_dtype", "rounding_method", "exponent_bits", "mantissa_bits"})
 
-Value = object  # a JAX value (depends on captures alone) or an object array of atoms
+Value = Any
+"""A JAX value (it depends on captures alone) or an object array of atoms."""
 
 
 class Lowering:
     """State of one translation: the builder, and the arrays behind its captures."""
 
-    def __init__(self, builder: Builder, keep_custom: bool = False):
+    def __init__(self, builder: Builder, keep_custom: bool = False, inline_constants: bool = False):
+        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals."""
         self.builder = builder
         self.keep_custom = keep_custom
+        self.inline_constants = inline_constants
         self.arrays: list[jax.Array] = []
         self._capture_of: dict[int, int] = {}
 
@@ -189,9 +192,11 @@ class Lowering:
         if name in CALLBACKS:
             raise ModError(f"it calls back into Python (`{name}`); a mod must have no side effects.")
         held = [a for a in args if not is_atoms(a)]
-        if all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args):
-            if held or any(v.aval.shape != () for v in eqn.outvars):
-                return self.outside(eqn, args)
+        known = all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args)
+        if known and (held or any(v.aval.shape != () for v in eqn.outvars)):
+            return self.outside(eqn, args)
+        if name == "optimization_barrier":
+            return [self.as_atoms(a) for a in args]
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]
         if name in INLINED:
@@ -218,17 +223,15 @@ class Lowering:
     def inline(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value]:
         closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
-        prim = PYTHON_DIVISION.get(eqn.params.get("name", ""))
-        out = eqn.outvars[0].aval
-        if (
-            prim
-            and len(args) == 2
-            and jnp.issubdtype(out.dtype, jnp.integer)
-            and divides_like_python(prim, jaxpr, consts)
-        ):
+        function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
+        if function is not None and not consts and is_jnp_function(function, jaxpr):
+            out = eqn.outvars[0].aval
             pair = [self.as_atoms(a) for a in args]
-            make = lambda x, y: self.builder.op(prim, (x, self.builder.convert(y, x.dtype)), out.dtype)
-            return [map_elements(make, pair, out.shape)]
+            as_out = lambda atom: self.builder.convert(atom, out.dtype)
+            prim = "floordiv" if function is jnp.floor_divide else "floormod"
+            return [
+                map_elements(lambda x, y: self.builder.op(prim, (as_out(x), as_out(y)), out.dtype), pair, out.shape)
+            ]
         return self.run(jaxpr, consts, args)
 
     # ------------------------------------------------------------------ operands
@@ -242,8 +245,13 @@ class Lowering:
                 f"it uses a whole captured array of shape {tuple(value.shape)} at each position; index it with b, h, q_idx "
                 "or kv_idx, or reduce it outside the mod."
             )
-        capture = self.capture(value)
         out = np.empty(value.shape, object)
+        if self.inline_constants and not isinstance(value, jax.core.Tracer):
+            known = np.asarray(value)
+            for place in np.ndindex(*value.shape):
+                out[place] = literal(known[place], value.dtype)
+            return out
+        capture = self.capture(value)
         for place in np.ndindex(*value.shape):
             out[place] = self.builder.load(capture, tuple(literal(i, "int32") for i in place))
         return out
@@ -258,7 +266,10 @@ class Lowering:
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
-        if name in ("copy", "stop_gradient", "optimization_barrier"):
+        if name == "stop_gradient" and self.keep_custom:
+            make = lambda atom: self.builder.unfolded(name, atom)
+            return map_elements(make, [self.as_atoms(args[0])], out.shape)
+        if name in ("copy", "stop_gradient"):
             return self.as_atoms(args[0])
         params = {k: v for k, v in eqn.params.items() if k in KEPT_PARAMS}
         if "new_dtype" in params:
@@ -283,7 +294,8 @@ class Lowering:
             size = math.prod(var.aval.shape)
             if size > MAX_ELEMENTS:
                 raise ModError(
-                    f"`{eqn.primitive.name}` inside it makes an array of shape {var.aval.shape}; too large a mod."
+                    f"its `{eqn.primitive.name}` makes an array of shape {tuple(var.aval.shape)} at each position; at most "
+                    f"{MAX_ELEMENTS} elements."
                 )
             results.append((var.aval.shape, tuple(self.builder.fresh(var.aval.dtype.name, axes) for _ in range(size))))
         inner = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr") if eqn.primitive.name in CUSTOM else None
@@ -352,24 +364,23 @@ def nested_consts(params: Sequence[object]) -> list[object]:
 
 # ------------------------------------------------------------------- integer division as Python has it
 
-PYTHON_DIVISION = {"remainder": "floormod", "floor_divide": "floordiv", "mod": "floormod"}
-_division_checked: dict[tuple[str, str], bool] = {}
+PYTHON_DIVISION = {"remainder": jnp.remainder, "floor_divide": jnp.floor_divide}
 
 
-def divides_like_python(prim: str, jaxpr: jex_core.Jaxpr, consts: Sequence[object]) -> bool:
-    """Whether a nested function called `remainder` or `floor_divide` is what its name says, seen on a grid of ints."""
-    key = (prim, str(jaxpr))
-    if key not in _division_checked:
-        dtypes = [v.aval.dtype for v in jaxpr.invars]
-        low = 0 if any(jnp.issubdtype(d, jnp.unsignedinteger) for d in dtypes) else -7
-        pairs = [(a, b) for a in range(low, 8) for b in (*range(low, 0), *range(1, 8))]
-        expected = np.array([a // b if prim == "floordiv" else a % b for a, b in pairs])
-        run = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, consts))
-        with jax.ensure_compile_time_eval():
-            columns = [jnp.asarray([p[i] for p in pairs], dtypes[i]) for i in (0, 1)]
-            got = jax.vmap(lambda a, b: run(a, b)[0])(*columns) if jaxpr.invars[0].aval.shape == () else expected - 1
-            _division_checked[key] = bool(np.array_equal(np.asarray(got), expected))
-    return _division_checked[key]
+def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -> bool:
+    """Whether a nested function of two integers that bears the name is that function of jax.numpy, word for word."""
+    avals = [v.aval for v in jaxpr.invars]
+    if len(avals) != 2 or not jnp.issubdtype(jaxpr.outvars[0].aval.dtype, jnp.integer):
+        return False
+    key = (function, str(jaxpr))
+    if key not in _jnp_functions:
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        inside = [e.params["jaxpr"].jaxpr for e in jax.make_jaxpr(function)(*shapes).jaxpr.eqns if "jaxpr" in e.params]
+        _jnp_functions[key] = len(inside) == 1 and str(inside[0]) == str(jaxpr)
+    return _jnp_functions[key]
+
+
+_jnp_functions: dict[tuple[Callable, str], bool] = {}
 
 
 # ------------------------------------------------------------------- shapes of small arrays
@@ -600,6 +611,8 @@ def _fill_value(eqn: jex_core.JaxprEqn) -> Lit | None:
 
 def _in_bounds(self: Lowering, valid: Atom, start: Atom, limit: int) -> Atom:
     low = self.builder.op("ge", (start, literal(0, start.dtype)), "bool")
+    if limit > jnp.iinfo(jnp.dtype(start.dtype)).max:
+        return self.builder.op("and", (valid, low), "bool")
     high = self.builder.op("le", (start, literal(limit, start.dtype)), "bool")
     both = self.builder.op("and", (low, high), "bool")
     return self.builder.op("and", (valid, both), "bool")

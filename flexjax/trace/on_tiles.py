@@ -100,7 +100,7 @@ def _floordiv(op: Op, a: Array, b: Array) -> Array:
     quotient = lax.div(a, b)
     if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
         return quotient
-    short = (lax.rem(a, b) != 0) & ((a < 0) != (b < 0))
+    short = (lax.rem(a, b) != 0) & (lax.sign(a) != lax.sign(b))
     return lax.select(short, quotient - jnp.ones_like(quotient), quotient)
 
 
@@ -120,6 +120,7 @@ SPECIAL: dict[str, Callable[..., Array]] = {
     "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
     "integer_pow": lambda op, x: lax.integer_pow(x, _param(op, "y")),
     "round": lambda op, x: lax.round(x, _param(op, "rounding_method")),
+    "stop_gradient": lambda op, x: lax.stop_gradient(x),
     "reduce_precision": lambda op, x: lax.reduce_precision(x, _param(op, "exponent_bits"), _param(op, "mantissa_bits")),
     "floordiv": _floordiv,
     "floormod": _floormod,
