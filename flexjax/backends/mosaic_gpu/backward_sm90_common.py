@@ -123,15 +123,15 @@ def compiler_params() -> plgpu.CompilerParams:
 
 
 def take_registers(groups: int) -> None:
-    """In a compute warpgroup: with two of them and a copying one, 2 * 232 + 40 fill the register file."""
+    """In a compute warpgroup: with two of them and a copying one, 2 * 240 + 24 fill the register file."""
     if groups == 2:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
 
 
 def leave_registers(groups: int) -> None:
     """In the copying warpgroup."""
     if groups == 2:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
 
 # ------------------------------------------------------------------- products

@@ -108,7 +108,7 @@ def backward_dkv_wide(
         slot_of = common.slot_of
 
         def make_dv() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             plgpu.barrier_wait(kv_full.at[0])
 
             def accumulate(dv_acc: typing.Any) -> jax.Array:
@@ -150,7 +150,7 @@ def backward_dkv_wide(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def make_dk() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             plgpu.barrier_wait(kv_full.at[1])
 
             def accumulate(dk_acc: typing.Any) -> jax.Array:
@@ -194,7 +194,7 @@ def backward_dkv_wide(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def copy() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             for ref, smem, number in ((k_ref, k_smem, 0), (v_ref, v_smem, 1)):
                 source = rows_of(ref, b=b, h=h_kv, start=kv0, size=KEYS)
                 plgpu.copy_gmem_to_smem(source, smem.at[0], kv_full.at[number])
