@@ -1,4 +1,4 @@
-"""`python -m flexjax.bench --suite cpu [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`."""
+"""`python -m flexjax.bench --suite cpu|gpu [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`."""
 
 import argparse
 import dataclasses
@@ -9,11 +9,12 @@ import sys
 import time
 from typing import Any
 
-from flexjax.bench import report
+from flexjax.bench import device, report
 from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import PASSES, SUITES, Problem
 
+ON_GPU = ("jax.nn", "tokamax", "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
 
@@ -21,13 +22,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
     parser.add_argument("--suite", choices=sorted(SUITES), default="cpu")
     parser.add_argument("--only", default="*", help="shell pattern for the names of problems")
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated, of " + ", ".join(PEERS))
-    parser.add_argument("--passes", default=",".join(PASSES), help="comma-separated, of " + ", ".join(PASSES))
+    offered = f"comma-separated, of {', '.join(PEERS)}; on a GPU of {', '.join(ON_GPU)}"
+    parser.add_argument("--peers", help=offered)
+    parser.add_argument("--passes", default=",".join(PASSES), help="cpu: comma-separated, of " + ", ".join(PASSES))
     parser.add_argument("--seconds", type=float, help="time budget of one measurement; default: the suite's")
+    parser.add_argument("--minutes", type=float, default=60, help="gpu: what is not done by then is left out")
+    parser.add_argument("--together", action="store_true", help="gpu: one peer compiles while another is measured")
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
     args = parser.parse_args(argv)
-    unknown = set(args.peers.split(",")) - set(PEERS) | set(args.passes.split(",")) - set(PASSES)
+    choice = ON_GPU if args.suite.startswith("gpu") else tuple(PEERS)
+    args.peers = args.peers or ",".join(choice)
+    unknown = set(args.peers.split(",")) - set(choice) | set(args.passes.split(",")) - set(PASSES)
     if unknown:
         parser.error(f"no such peer or pass: {', '.join(sorted(unknown))}")
     return args
@@ -35,10 +41,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    command = args.command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     problems = [p for p in SUITES[args.suite] if fnmatch.fnmatch(p.name, args.only)]
     if args.seconds is not None:
         problems = [dataclasses.replace(p, seconds=args.seconds) for p in problems]
     peers, passes = args.peers.split(","), args.passes.split(",")
+    if args.suite.startswith("gpu"):
+        return _on_gpu(args, problems, peers)
     tasks = [(p, which) for p in problems for which in p.passes if which in passes]
     rows: list[dict[str, Any]] = []
     start = time.monotonic()
@@ -51,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     _progress(start, 1, 1, "done")
     print(file=sys.stderr)
     facts = machine()
-    command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     print(report.markdown(rows, peers, facts, command))
     if args.json:
         with open(args.json, "w") as file:
@@ -60,6 +68,26 @@ def main(argv: list[str] | None = None) -> int:
         report.plot(rows, peers, facts, args.plot)
     complaints = report.wrong(rows, max((ALLOWED_ERROR[p.dtype] for p in problems), default=0.0))
     for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def _on_gpu(args: argparse.Namespace, problems: list[Problem], peers: list[str]) -> int:
+    until, start = time.time() + 60 * args.minutes, time.monotonic()
+
+    def say(now: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{time.monotonic() - start:5.0f} s  {now:110.110}", end="", file=sys.stderr, flush=True)
+
+    rows, facts = device.measure_all(args.suite, problems, peers, args.together, until, say)
+    print(report.on_gpu(rows, peers, facts, args.command), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(dict(machine=facts, command=args.command, rows=rows), file, indent=1)
+    if args.plot:
+        report.plot(rows, peers, facts, args.plot)
+    complaints = report.wrong(rows, max((ALLOWED_ERROR[p.dtype] for p in problems), default=0.0))
+    for complaint in dict.fromkeys(complaints):
         print(complaint, file=sys.stderr)
     return 1 if complaints else 0
 

@@ -32,6 +32,41 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
     return "\n".join(lines + [f"- {reason}" for reason in sorted(reasons)])
 
 
+def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
+    """A line for each problem and pass: milliseconds, TFLOP/s, speed beside the best other peer, first call, errors."""
+    others = [peer for peer in peers if not peer.startswith(OWN)]
+    own = [peer for peer in peers if peer.startswith(OWN)]
+    head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p}, TFLOP/s" for p in own)]
+    head += [f"{p} against the best peer" for p in own] + [f"{OWN}, first call, s", f"{OWN}, error", "largest error"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", "---", *["---:"] * (len(head) - 2)]) + "|"]
+    for row in rows:
+        results = row["peers"]
+        best = min((results[p]["median"] for p in others if "median" in results.get(p, {})), default=None)
+        cells = [row["problem"], row["which"], *(_gpu_milliseconds(results.get(p, {})) for p in peers)]
+        times = [results.get(p, {}).get("median") for p in own]
+        cells += [f"{row['flops'] / t / 1e12:.0f}" if t else "-" for t in times]
+        cells += [f"{best / t:.2f}" if best and t else "-" for t in times]
+        mine = results.get(OWN, {})
+        cells += [f"{mine['first_call']:.1f}" if "first_call" in mine else "-"]
+        cells += [f"{mine['error']:.0e}" if "error" in mine else "-"]
+        errors = [r["error"] for r in results.values() if "error" in r]
+        lines.append("| " + " | ".join([*cells, f"{max(errors):.0e}" if errors else "-"]) + " |")
+    about = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
+    how = {p: r["how"] for row in rows for p, r in row["peers"].items() if "how" in r}
+    lines += [
+        "",
+        f"{facts.get('device', 'no device')}; {about}. Medians: " + "; ".join(f"{p}: {h}" for p, h in how.items()),
+    ]
+    lines += [f"`{command}`"]
+    reasons = {f"{p}, {row['problem']}: {_reason(r)}" for row in rows for p, r in row["peers"].items() if "failed" in r}
+    skipped = {f"{p} {_reason(r)}" for row in rows for p, r in row["peers"].items() if "skipped" in r}
+    return "\n".join(lines + [f"- {reason}" for reason in [*sorted(skipped), *sorted(reasons)]])
+
+
+def _gpu_milliseconds(result: Row) -> str:
+    return f"{result['median'] * 1e3:.3f}" if "median" in result else _milliseconds(result)
+
+
 def _reason(result: Row) -> str | None:
     return result.get("failed") or result.get("skipped")
 
@@ -85,7 +120,7 @@ def plot(rows: list[Row], peers: list[str], facts: dict[str, str], path: str) ->
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("median, ms")
     axes[0][0].legend()
-    figure.suptitle(f"{facts['device']}, jax {facts['jax']}")
+    figure.suptitle(f"{facts.get('device', '')}, jax {facts.get('jax', '')}")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

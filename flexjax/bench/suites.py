@@ -14,6 +14,9 @@ class Problem:
     """Self-attention of one shape under one mask.
 
     mask      name in `MASKS`, and its parameter: window width, number of documents, 0 where it has none
+    seed      of the documents' lengths
+    mod       name in `MODS`: what is done to the scores; None: nothing
+    learns    whether the gradient of the array that the mod reads is wanted too
     skip      peers that are left out here, with the reason
     seconds   time budget of one measurement, warm-up and compilation apart
     """
@@ -27,6 +30,9 @@ class Problem:
     kv_heads: int = 4
     dim: int = 64
     dtype: str = "float32"
+    seed: int = 1
+    mod: str | None = None
+    learns: bool = False
     passes: tuple[str, ...] = PASSES
     skip: tuple[tuple[str, str], ...] = ()
     seconds: float = 10.0
@@ -43,6 +49,10 @@ class Problem:
         """(q, kv) -> bool, for scalars and for arrays that broadcast."""
         return MASKS[self.mask](self)
 
+    def captured(self) -> np.ndarray | None:
+        """The array that the mod reads, float32; None if it reads none."""
+        return MODS[self.mod].array(self) if self.mod else None
+
     def visited(self) -> int:
         """Number of (query, key) pairs that the mask keeps, of `length * length`."""
         allowed, keys, step = self.allowed(), np.arange(self.length), max(1, 2**24 // self.length)
@@ -52,17 +62,17 @@ class Problem:
     def flops(self, which: str) -> float:
         """Of the kept pairs alone: 4 B N D a pair forward, 2.5 times that for the backward pass."""
         forward = 4.0 * self.batch * self.heads * self.dim * self.visited()
-        return forward if which == "forward" else 3.5 * forward
+        return forward * {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[which]
 
 
-def document_ids(length: int, documents: int) -> np.ndarray:
+def document_ids(length: int, documents: int, seed: int = 1) -> np.ndarray:
     """int32 [length], sorted; document lengths are drawn, none is empty."""
-    cuts = np.random.default_rng(1).choice(np.arange(1, length), documents - 1, replace=False)
+    cuts = np.random.default_rng(seed).choice(np.arange(1, length), documents - 1, replace=False)
     return np.searchsorted(np.sort(cuts), np.arange(length), side="right").astype(np.int32)
 
 
 def _documents(problem: Problem) -> Callable[[Any, Any], Any]:
-    ids = document_ids(problem.length, problem.parameter)
+    ids = document_ids(problem.length, problem.parameter, problem.seed)
 
     def allowed(q: Any, kv: Any) -> Any:
         if isinstance(q, np.ndarray):
@@ -80,7 +90,69 @@ MASKS: dict[str, Callable[[Problem], Callable[[Any, Any], Any]]] = {
     "causal": lambda p: lambda q, kv: q >= kv,
     "window": lambda p: lambda q, kv: (q >= kv) & (q - kv < p.parameter),
     "documents": _documents,
+    "prefix": lambda p: lambda q, kv: (q >= kv) | (kv < p.parameter),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """array  draws what the mod reads, float32, or gives None;  stored  its dtype on the device
+    apply     (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
+    """
+
+    apply: Callable[[Any, Any, Any, Any, Any], Any]
+    array: Callable[[Problem], np.ndarray | None] = lambda p: None
+    stored: str = "float32"
+
+
+def _softcap(_: Any, s: Any, h: Any, q: Any, kv: Any) -> Any:
+    import jax.numpy as jnp
+
+    return 30.0 * jnp.tanh(s / 30.0)
+
+
+def _checkerboard(_: Any, s: Any, h: Any, q: Any, kv: Any) -> Any:
+    import jax.numpy as jnp
+
+    s = jnp.where((kv - q) % 2 == 0, s * 0.5, s)
+    return jnp.where((kv - q) % 2 == 1, s * 2.0, s)
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(2).standard_normal(shape, np.float32)
+
+
+MODS: dict[str, Mod] = {
+    "alibi": Mod(
+        lambda slopes, s, h, q, kv: s + slopes[h] * (kv - q),
+        lambda p: np.exp2(-8.0 * np.arange(1, p.heads + 1) / p.heads).astype(np.float32),
+    ),
+    "softcap": Mod(_softcap),
+    "checkerboard": Mod(_checkerboard),
+    "relative": Mod(  # one table [2 T] for all heads
+        lambda table, s, h, q, kv: s + table[q - kv + table.shape[-1] // 2].astype(s.dtype),
+        lambda p: _normal(2 * p.length),
+        "bfloat16",
+    ),
+    "head_relative": Mod(  # a table [N, 2 T]
+        lambda table, s, h, q, kv: s + table[h, q - kv + table.shape[-1] // 2].astype(s.dtype),
+        lambda p: _normal(p.heads, 2 * p.length),
+    ),
+    "pair": Mod(  # [N, T, T]
+        lambda bias, s, h, q, kv: s + bias[h, q, kv].astype(s.dtype),
+        lambda p: _normal(p.heads, p.length, p.length),
+        "bfloat16",
+    ),
+}
+
+
+def _gpu(
+    name: str, mask: str, parameter: int, length: int, heads: int, kv_heads: int, dim: int, **more: Any
+) -> Problem:
+    """Batch 2, bfloat16 unless said; times are those of the device, so no time budget."""
+    fields = dict(batch=2, dtype="bfloat16", passes=("forward", "backward")) | more
+    return Problem(name, mask, parameter, length, heads=heads, kv_heads=kv_heads, dim=dim, **fields)
+
 
 _TOO_LARGE = (("dense", "scores of 17 GB"), ("jax.nn", "scores of 17 GB"))
 
@@ -93,6 +165,33 @@ SUITES: dict[str, tuple[Problem, ...]] = {
         Problem("window 256 of 8192", "window", 256, 8192, seconds=20),
         Problem("16 documents in 8192", "documents", 16, 8192, seconds=20),
         Problem("window 256 of 32768", "window", 256, 32768, skip=_TOO_LARGE, seconds=20),
+    ),
+    "gpu": (
+        _gpu("full d128", "full", 0, 8192, 16, 16, 128),
+        _gpu("causal d128", "causal", 0, 8192, 16, 16, 128),
+        _gpu("causal d64", "causal", 0, 8192, 32, 32, 64),
+        _gpu("full d64", "full", 0, 8192, 32, 32, 64),
+        _gpu("causal grouped d128", "causal", 0, 8192, 32, 8, 128),
+        _gpu("causal d256", "causal", 0, 8192, 8, 8, 256),
+        _gpu("window 1025 d128", "window", 1025, 16384, 16, 16, 128),
+        _gpu("12 documents d128", "documents", 12, 16384, 16, 16, 128, seed=0),
+        _gpu("prefix 1024 d128", "prefix", 1024, 8192, 16, 16, 128),
+        _gpu("ALiBi causal d128", "causal", 0, 8192, 16, 16, 128, mod="alibi"),
+        _gpu("soft cap causal d128", "causal", 0, 8192, 16, 16, 128, mod="softcap"),
+        _gpu("relative bias causal d64", "causal", 0, 8192, 16, 16, 64, mod="relative"),
+        _gpu("f16 causal 8192 d64", "causal", 0, 8192, 4, 4, 64, dtype="float16"),
+        _gpu("f16 causal 4096 d64", "causal", 0, 4096, 4, 4, 64, dtype="float16"),
+        _gpu("f16 checkerboard d64", "full", 0, 2048, 8, 8, 64, dtype="float16", batch=8, mod="checkerboard"),
+        # gradients of what a mod reads, each after the plain problem of its shape
+        _gpu("plain causal d64", "causal", 0, 8192, 16, 16, 64),
+        _gpu("learned table causal d64", "causal", 0, 8192, 16, 16, 64, mod="head_relative", learns=True),
+        _gpu("plain 4096 d64", "full", 0, 4096, 16, 16, 64),
+        _gpu("learned pair bias d64", "full", 0, 4096, 16, 16, 64, mod="pair", learns=True),
+    ),
+    # the same machinery in a few seconds, on any device
+    "gpu-tiny": (
+        _gpu("causal 128", "causal", 0, 128, 4, 2, 64, batch=1),
+        _gpu("learned pair 128", "prefix", 32, 128, 2, 2, 64, batch=1, mod="pair", learns=True),
     ),
     # a few seconds in all: for tests and for trying the harness
     "tiny": (

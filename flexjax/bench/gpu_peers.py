@@ -1,0 +1,190 @@
+"""The peers of the gpu suite that run in jax, and the float32 answers all are checked against."""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.bench.device import REFERENCE, alone, drawn, sample_rows
+from flexjax.bench.suites import MODS, Problem
+
+Attention = Callable[..., jax.Array]  # q, k, v [B, T, N, D], what the mod reads -> out
+Measured = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def flexjax(problem: Problem, deterministic: bool = True) -> Attention:
+    """The public function as a user calls it; the block mask is made beforehand."""
+    import flexjax as package
+
+    block_mask = None
+    if problem.mask != "full":
+        allowed, length = problem.allowed(), problem.length
+        block_mask = package.create_block_mask(lambda b, h, q, kv: allowed(q, kv), None, None, length, length)
+    options = package.KernelOptions(deterministic=deterministic)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: Any) -> Any:
+        score_mod = None
+        if problem.mod:
+            apply = MODS[problem.mod].apply
+            score_mod = lambda s, b, h, q, kv: apply(array, s, h, q, kv)
+        return package.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, kernel_options=options)
+
+    return attend
+
+
+def jax_nn(problem: Problem) -> Attention:
+    options = dict(implementation="cudnn", **_words(problem))
+    return lambda q, k, v, array: jax.nn.dot_product_attention(q, k, v, **options)
+
+
+def tokamax(problem: Problem) -> Attention:
+    import tokamax as package
+
+    options = dict(implementation="mosaic", **_words(problem))
+    if problem.mod == "softcap":
+        options["logits_soft_cap"] = 30.0
+    return lambda q, k, v, array: package.dot_product_attention(q, k, v, **options)
+
+
+def _words(problem: Problem) -> dict[str, Any]:
+    """The mask in the words that `jax.nn.dot_product_attention` has for it."""
+    words = dict(is_causal=True) if problem.mask in ("causal", "window") else {}
+    return words | (dict(local_window_size=(problem.parameter - 1, 0)) if problem.mask == "window" else {})
+
+
+# any order: gradients may be added up in any order, `KernelOptions(deterministic=False)`
+PEERS: dict[str, Callable[[Problem], Attention]] = {
+    "jax.nn": jax_nn,
+    "tokamax": tokamax,
+    "flexjax": flexjax,
+    "flexjax any order": functools.partial(flexjax, deterministic=False),
+}
+
+
+def facts() -> dict[str, str]:
+    device = jax.devices()[0]
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((128, 128), jnp.bfloat16)))  # the device is awake now
+    return dict(device=device.device_kind, jax=jax.__version__)
+
+
+def adapter(peer: str) -> Callable[[Problem, str], Measured]:
+    if peer == REFERENCE:
+        return answers
+    if peer == "tokamax":
+        import tokamax as _  # noqa: F401  say at once that it is not there
+    return functools.partial(measure, PEERS[peer])
+
+
+def measure(make: Callable[[Problem], Attention], problem: Problem, folder: str) -> Measured:
+    arrays, array = on_device(problem)
+    start = time.perf_counter()
+    attend = make(problem)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: Any) -> dict[str, jax.Array]:
+        if not problem.learns:
+            out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
+            return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out)), strict=True))
+        out, pull = jax.vjp(attend, q, k, v, array)
+        return dict(zip(("out", "dq", "dk", "dv", "learned"), (out, *pull(d_out)), strict=True))
+
+    step = jax.jit(both)
+    results = jax.block_until_ready(step(**arrays, array=array))
+    first_call = time.perf_counter() - start
+    samples = sampled(problem, results)
+    del results
+    forward = jax.jit(attend)
+    operands = (arrays["q"], arrays["k"], arrays["v"], array)
+    jax.block_until_ready(forward(*operands))
+    with alone(folder):
+        forward_time, how = device_time(forward, *operands)
+        both_time, _ = device_time(lambda: step(**arrays, array=array))
+    times = dict(forward=forward_time, backward=both_time - forward_time)
+    return dict(**times, how=how, first_call=first_call), samples
+
+
+def on_device(problem: Problem) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    arrays, array = drawn(problem)
+    stored = None if array is None or problem.mod is None else jnp.asarray(array, MODS[problem.mod].stored)
+    return {name: jnp.asarray(x, problem.dtype) for name, x in arrays.items()}, stored
+
+
+def sampled(problem: Problem, results: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """float32; rows of [B, T, N, D], and of what is learned where it is large."""
+    rows = sample_rows(problem.length)
+    pick = lambda name, x: x if name == "learned" and x.ndim < 3 else x[:, rows]
+    return {name: np.asarray(pick(name, x).astype(jnp.float32)) for name, x in results.items()}
+
+
+def device_time(call: Callable[..., Any], *operands: Any, calls: int = 20) -> tuple[float, str]:
+    """(median seconds, how they were taken) of the kernels of a call."""
+    jax.block_until_ready(call(*operands))
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        _, times = profiler.Cupti(finalize=False).measure(call, iterations=calls)(*operands)
+        return float(np.median(times)) * 1e-3, "cupti"
+    except Exception:
+        rounds = []
+        for _ in range(7):
+            start = time.perf_counter()
+            for _ in range(10):
+                result = call(*operands)
+            jax.block_until_ready(result)
+            rounds.append((time.perf_counter() - start) / 10)
+        return float(np.median(rounds)), "launches back to back"
+
+
+# ------------------------------------------------------------------------------------------ the answers
+
+
+def answers(problem: Problem, folder: str) -> Measured:
+    """Dense attention and its gradients in float32, a chunk of queries at a time."""
+    arrays, array = on_device(problem)
+    with jax.default_matmul_precision("highest"):
+        results = jax.jit(functools.partial(_answers, problem))(arrays, array)
+        return {}, sampled(problem, results)
+
+
+def _answers(problem: Problem, arrays: dict[str, jax.Array], array: jax.Array | None) -> dict[str, jax.Array]:
+    B, T, N, D = arrays["q"].shape
+    M, size = problem.kv_heads, math.gcd(T, 128)
+    split = lambda x: jnp.moveaxis(x.reshape(B, T // size, size, M, N // M, D), 1, 0)
+    k, v = (arrays[n].astype(jnp.float32) for n in ("k", "v"))
+    kv, head = jnp.arange(T), jnp.arange(N).reshape(1, M, N // M, 1, 1)
+    apply = MODS[problem.mod].apply if problem.mod else lambda array, s, h, q, kv: s
+    learned = array if problem.learns else None
+
+    def chunk(sums: tuple[Any, ...], inputs: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], Any]:
+        d_k, d_v, d_learned = sums
+        q, d_out, first = inputs[0].astype(jnp.float32), inputs[1].astype(jnp.float32), inputs[2]
+        at = (first + jnp.arange(size))[:, None]
+        raw = jnp.einsum("bqmgd,bkmd->bmgqk", q, k) / math.sqrt(D)
+        modded = lambda s, a: apply(array if a is None else a, s, head, at, kv)
+        if learned is None:
+            scores, pull = jax.vjp(lambda s: modded(s, None), raw)
+        else:
+            scores, pull = jax.vjp(modded, raw, learned)
+        on = problem.allowed()(at, kv)
+        p = jax.nn.softmax(jnp.where(on, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("bmgqk,bkmd->bqmgd", p, v)
+        d_v = d_v + jnp.einsum("bmgqk,bqmgd->bkmd", p, d_out)
+        d_p = jnp.einsum("bqmgd,bkmd->bmgqk", d_out, v)
+        delta = jnp.einsum("bqmgd,bqmgd->bmgq", d_out, out)[..., None]
+        d_raw, *more = pull(jnp.where(on, p * (d_p - delta), 0.0))
+        if more:
+            d_learned = d_learned + more[0].astype(jnp.float32)
+        d_raw = d_raw / math.sqrt(D)
+        d_q = jnp.einsum("bmgqk,bkmd->bqmgd", d_raw, k)
+        return (d_k + jnp.einsum("bmgqk,bqmgd->bkmd", d_raw, q), d_v, d_learned), (out, d_q)
+
+    start = (jnp.zeros_like(k), jnp.zeros_like(v), None if learned is None else jnp.zeros(learned.shape, jnp.float32))
+    inputs = (split(arrays["q"]), split(arrays["d_out"]), jnp.arange(0, T, size))
+    (d_k, d_v, d_learned), (out, d_q) = jax.lax.scan(chunk, start, inputs)
+    joined = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T, N, D)
+    results = dict(out=joined(out), dq=joined(d_q), dk=d_k, dv=d_v)
+    return results if d_learned is None else results | dict(learned=d_learned)

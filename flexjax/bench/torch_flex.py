@@ -1,0 +1,120 @@
+"""torch FlexAttention on the problems of the gpu suite; runs in a process of its own, without jax on the device."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flexjax.bench.device import alone, drawn, sample_rows
+from flexjax.bench.suites import MODS, Problem, document_ids
+
+
+def facts() -> dict[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch finds no GPU")
+    torch._dynamo.config.cache_size_limit = 1000
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    return dict(torch=torch.__version__)
+
+
+def measure(problem: Problem, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # or every problem checks the guards of those before
+    device, dtype = "cuda", getattr(torch, problem.dtype)
+    arrays, array = drawn(problem)
+    on = lambda x, learns: torch.from_numpy(x).to(device, dtype).transpose(1, 2).contiguous().requires_grad_(learns)
+    q, k, v = (on(arrays[n], True) for n in "qkv")
+    d_out = on(arrays["d_out"], False)
+    stored = None
+    if array is not None and problem.mod:
+        stored = torch.from_numpy(array).to(device, getattr(torch, MODS[problem.mod].stored))
+        stored.requires_grad_(problem.learns)
+    start = time.perf_counter()
+    mask = _mask(problem, device)
+    length = problem.length
+    block_mask = (
+        None if mask is None else torch.compile(create_block_mask)(mask, None, None, length, length, device=device)
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mod, grouped = _mod(problem, stored), problem.heads != problem.kv_heads
+    call = lambda: compiled(q, k, v, score_mod=mod, block_mask=block_mask, enable_gqa=grouped)
+    wanted = (q, k, v, stored) if problem.learns else (q, k, v)
+    out = call()
+    pull = lambda: torch.autograd.grad(out, wanted, d_out, retain_graph=True)
+    gradients = pull()
+    torch.cuda.synchronize()
+    first_call = time.perf_counter() - start
+    rows = sample_rows(length)
+    pick = lambda x: x.transpose(1, 2)[:, rows].detach().float().cpu().numpy()
+    samples = {n: pick(x) for n, x in zip(("out", "dq", "dk", "dv"), (out, *gradients[:3]), strict=True)}
+    if problem.learns:
+        learned = gradients[3] if gradients[3].ndim < 3 else gradients[3][:, rows]
+        samples["learned"] = learned.detach().float().cpu().numpy()
+    del gradients
+    with alone(folder):
+        times = dict(forward=_events(call), backward=_events(pull))
+    torch.cuda.empty_cache()
+    return dict(**times, how="events around ten launches", first_call=first_call), samples
+
+
+def _events(call: Callable[[], Any], rounds: int = 7, inner: int = 10) -> float:
+    """Median seconds of a launch among ten back to back, between events of the device."""
+    import torch
+
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(rounds):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(inner):
+            call()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(first.elapsed_time(last) / inner)
+    return float(np.median(times)) * 1e-3
+
+
+def _mask(problem: Problem, device: str) -> Any:
+    n = problem.parameter
+    if problem.mask == "documents":
+        import torch
+
+        ids = torch.tensor(document_ids(problem.length, n, problem.seed), device=device)
+        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+    return {
+        "full": None,
+        "causal": lambda b, h, q, kv: q >= kv,
+        "window": lambda b, h, q, kv: (q >= kv) & (q - kv < n),
+        "prefix": lambda b, h, q, kv: (q >= kv) | (kv < n),
+    }[problem.mask]
+
+
+def _mod(problem: Problem, array: Any) -> Any:
+    import torch
+
+    if problem.mod is None:
+        return None
+    if problem.mod == "softcap":
+        return lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)
+    if problem.mod == "checkerboard":
+
+        def checkerboard(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            s = torch.where((kv - q) % 2 == 0, s * 0.5, s)
+            return torch.where((kv - q) % 2 == 1, s * 2.0, s)
+
+        return checkerboard
+    half = problem.length
+    return {
+        "alibi": lambda s, b, h, q, kv: s + array[h] * (kv - q),
+        "relative": lambda s, b, h, q, kv: s + array[q - kv + half],
+        "head_relative": lambda s, b, h, q, kv: s + array[h, q - kv + half],
+        "pair": lambda s, b, h, q, kv: s + array[h, q, kv],
+    }[problem.mod]
