@@ -16,7 +16,7 @@ from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced
 from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
-from flexjax.dropout import dense_keep, dropout_program
+from flexjax.dropout import dense_keep, dropout_program, key_words
 from flexjax.errors import bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
@@ -81,7 +81,7 @@ def flex_attention(
         call = prepare(query, key, value, **arguments)
         choice = dispatch.choose(call.plan, implementation)
         if choice.name == dispatch.REFERENCE:
-            results = _reference(call, score_mod, mask_mod, block_mask, dropout_rate)
+            results = _reference(call, arguments)
         else:
             results = attention(call.problem(choice.name), call.operands)
     except Exception as error:
@@ -269,31 +269,26 @@ def _lists(mask: BlockMask) -> BlockLists:
     return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
 
 
-def _reference(
-    call: Call,
-    score_mod: Callable | None,
-    mask_mod: Callable | None,
-    block_mask: BlockMask | None,
-    rate: float,
-) -> Results:
+def _reference(call: Call, arguments: Arguments) -> Results:
     """The dense implementation on the mods as they were given."""
-    plan, operands = call.plan, call.operands
+    plan, operands, block_mask = call.plan, call.operands, arguments["block_mask"]
     keep = None
     if plan.dropout is not None:
-        keep = dense_keep(operands.dropout_captures[0], rate, (plan.batch, plan.q_heads, plan.q_len, plan.kv_len))
+        shape = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+        keep = dense_keep(key_words(arguments["dropout_key"]), arguments["dropout_rate"], shape)
     out, lse, top = reference_attention(
         operands.query,
         operands.key,
         operands.value,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
+        score_mod=arguments["score_mod"],
+        mask_mod=arguments["mask_mod"],
         mask=None if block_mask is None else block_mask.to_mask(),
         scale=plan.scale,
         sinks=operands.sinks,
         layout=plan.layout,
         query_extra=operands.query_extra,
         key_extra=operands.key_extra,
-        dropout_rate=rate,
+        dropout_rate=float(arguments["dropout_rate"]),
         dropout_keep=keep,
     )
     dtype = plan.score_dtype

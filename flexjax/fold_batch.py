@@ -231,7 +231,7 @@ def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 
 
 def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bool]) -> Program | None:
-    if program is None or not (any(mapped) or program.reads("b")):
+    if program is None or size * batch == 0 or not (any(mapped) or program.reads("b")):
         return program
     if any(isinstance(a, int) and mapped[a] for call in program.calls for a in call.arguments):
         raise CannotFold

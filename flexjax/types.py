@@ -1,7 +1,9 @@
 """Small public types of the door: what a caller may ask for and gets back."""
 
 import dataclasses
+import functools
 import typing
+from collections.abc import Callable
 
 import jax
 
@@ -49,13 +51,6 @@ class KernelOptions:
     deterministic: bool = True
     interpret: bool = False
 
-    def __new__(cls, *_: object, **options: object) -> typing.Self:
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                raise ValueError(f"`kernel_options` has no option `{name}`; expected one of {', '.join(known)}.")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv", "block_q_bwd", "block_kv_bwd", "num_stages"):
             value = getattr(self, name)
@@ -64,6 +59,23 @@ class KernelOptions:
                     f"kernel_options.{name}", repr(value), "a positive int or None", "None lets the backend choose."
                 )
         _check_flags("kernel_options", self, ("deterministic", "interpret"))
+
+
+def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
+    """KernelOptions.__init__ with a ValueError that lists the options instead of Python's TypeError."""
+    known = [f.name for f in dataclasses.fields(KernelOptions)]
+
+    @functools.wraps(init)
+    def checked(self: KernelOptions, *values: object, **options: object) -> None:
+        for name in options:
+            if name not in known:
+                raise ValueError(f"`kernel_options` has no option `{name}`; expected one of {', '.join(known)}.")
+        init(self, *values, **options)
+
+    return checked
+
+
+KernelOptions.__init__ = _refusing_unknown_names(KernelOptions.__init__)
 
 
 def _check_flags(owner: str, options: object, names: tuple[str, ...]) -> None:

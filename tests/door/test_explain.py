@@ -1,0 +1,133 @@
+"""explain: every section, traced and abstract arrays, refusals, and the errors of the call that it explains."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import masks
+
+B, N, M, T, S, D = 2, 4, 2, 300, 300, 32
+
+
+def qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.ones((B, T, N, D)), jnp.ones((B, S, M, D)), jnp.ones((B, S, M, D))
+
+
+def test_sections() -> None:
+    table = jnp.zeros((N, 2 * T))
+    text = flexjax.explain(
+        *qkv(), score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + T], mask_mod=masks.causal, sinks=jnp.zeros(N),
+        dropout_rate=0.1, dropout_key=jax.random.key(0), query_extra=jnp.ones((B, T, N, 8)),
+        key_extra=jnp.ones((B, S, 1, 8)),
+    )  # fmt: skip
+    head, score, mask, blocks, choice, work = text.split("\n\n")
+    assert head == (
+        "attention  B=2 N=4 M=2 T=300 S=300 D=32 E=32 float32 BTNH  scale=0.176777  extra features R=8  sinks  dropout"
+    )
+    assert score.startswith("score_mod: captures c0 float32[4,600]\n")
+    assert "load c0" in score
+    assert "diagonal slice" in score
+    assert re.search(r"derivative: \d+ steps", score)
+    assert mask.startswith("mask_mod: captures nothing\n")
+    assert blocks.splitlines()[0] == "blocks: █ full, ░ partial"
+    assert blocks.splitlines()[-3:] == ["│█░ │", "│██░│", "└───┘"]
+    assert choice.splitlines()[0] == "runs on: xla"
+    assert work.splitlines()[0] == "work:"
+
+
+def test_refusals_are_listed() -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("these are the sentences of a CPU")
+    text = flexjax.explain(*qkv())
+    assert "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; the default device is a cpu." in text
+    assert "  not mosaic_tpu: mosaic_tpu runs on a TPU; the default device is a cpu." in text
+    assert "not mosaic" not in flexjax.explain(*qkv(), implementation="xla")
+    assert "runs on: reference" in flexjax.explain(*qkv(), implementation="reference")
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "block"), [(300, 300, 128), (256, 130, (64, 32)), (5, 7, 128)])
+def test_work_counts_positions_that_exist(q_len: int, kv_len: int, block: int | tuple[int, int]) -> None:
+    """FLOPs of the visited blocks, cut off at the end of the matrix: 4 * B * N * positions * D."""
+    mask = flexjax.create_block_mask(masks.causal, None, None, q_len, kv_len, block_size=block)
+    q, k = jnp.ones((B, q_len, N, D)), jnp.ones((B, kv_len, M, D))
+    text = flexjax.explain(q, k, k, block_mask=mask)
+    tall, wide = mask.block_size
+    visited = np.kron(np.asarray(mask.to_dense())[0, 0], np.ones((tall, wide)))[:q_len, :kv_len].sum()
+    forward = 4 * B * N * visited * D / 1e9
+    assert f"  forward {forward:.4g} GFLOP, backward {2.5 * forward:.4g} GFLOP" in text
+    count = int(np.asarray(mask.to_dense()).sum())
+    assert f"  blocks visited {count} of {mask.to_dense().size} (" in text
+    size = 4 * B * D * 2 * (N * q_len + M * kv_len) / 1e6
+    assert f"  query, key, value and out: {size:.4g} MB" in text
+
+
+def test_no_mask_and_low_precision() -> None:
+    text = flexjax.explain(*(x.astype(jnp.bfloat16) for x in qkv()))
+    assert "score_mod: none" in text
+    assert "mask_mod: none" in text
+    assert "blocks: no mask, every tile is visited" in text
+    assert f"  forward {4 * B * N * T * S * D / 1e9:.4g} GFLOP" in text
+    assert f"{2 * B * D * 2 * (N * T + M * S) / 1e6:.4g} MB" in text
+
+
+def test_many_heads_show_the_first() -> None:
+    text = flexjax.explain(*qkv(), mask_mod=lambda b, h, q, kv: q + h >= kv)
+    assert "blocks (the first of 4): █ full, ░ partial" in text
+
+
+def test_traced_block_masks() -> None:
+    texts = []
+
+    @jax.jit
+    def step(ids: jax.Array) -> jax.Array:
+        texts.append(flexjax.explain(*qkv(), mask_mod=masks.document(ids)))
+        return ids
+
+    step(jnp.zeros((B, T), jnp.int32))
+    assert (
+        "blocks: BlockMask(shape=(2, 1, 300, 300), block_size=(128, 128), traced), known when the program runs"
+        in texts[0]
+    )
+    assert "work: depends on traced block lists" in texts[0]
+
+
+def test_abstract_arrays_give_the_text_of_real_ones() -> None:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv()]
+    sinks = jnp.zeros(N)
+    abstract = jax.ShapeDtypeStruct(sinks.shape, sinks.dtype)
+    want = flexjax.explain(*qkv(), mask_mod=masks.causal, sinks=sinks)
+    assert flexjax.explain(*shapes, mask_mod=masks.causal, sinks=abstract) == want
+    assert flexjax.explain(*shapes, mask_mod=masks.causal, sinks=sinks) == want
+
+
+def test_nothing_runs() -> None:
+    """A problem far too large to run, or to hold, is explained at once."""
+    shape = jax.ShapeDtypeStruct((64, 1 << 20, 128, 128), jnp.bfloat16)
+    text = flexjax.explain(shape, shape, shape)
+    assert "T=1048576 S=1048576" in text
+
+
+def test_errors() -> None:
+    with pytest.raises(TypeError) as caught:
+        flexjax.explain(*qkv(), softcap=3.0, window=2)
+    assert str(caught.value) == "explain() got unexpected arguments softcap, window; it takes those of flex_attention."
+    with pytest.raises(ValueError, match=re.escape("`sinks` is float32[3]; expected float32[4]")) as caught:
+        flexjax.explain(*qkv(), sinks=jnp.zeros(3))
+    assert caught.value.__notes__[-1] == (
+        "in explain(query=float32[2, 300, 4, 32], key=float32[2, 300, 2, 32], value=float32[2, 300, 2, 32], "
+        "sinks=float32[3])"
+    )
+    shape = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    with pytest.raises(ValueError, match=re.escape("`query` is of shape (2, 3); expected 4 dims, [B, T, N, D].")):
+        flexjax.explain(shape, shape, shape)
+
+
+def test_a_mod_without_a_derivative_is_explained() -> None:
+    looped = lambda s, b, h, q, kv: jax.lax.while_loop(lambda x: x > 1, lambda x: x * 0.5, s)
+    text = flexjax.explain(*qkv(), score_mod=looped)
+    assert "derivative: " in text
+    assert not re.search(r"derivative: \d+ steps", text)

@@ -1,0 +1,140 @@
+"""dot_product_attention against jax.nn.dot_product_attention, over all its options."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+
+B, T, S, N, M, D = 2, 9, 13, 4, 2, 8
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+Q, K, V = draw(B, T, N, D), draw(B, S, M, D, seed=1), draw(B, S, M, D, seed=2)
+LENGTHS = jnp.asarray([5, 9], jnp.int32)
+KV_LENGTHS = jnp.asarray([13, 4], jnp.int32)
+
+
+def allowed(*shape: int) -> jax.Array:
+    """A mask that leaves each row its first key."""
+    mask = np.random.default_rng(3).integers(0, 2, shape).astype(bool)
+    mask[..., 0] = True
+    return jnp.asarray(mask)
+
+
+# fmt: off
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": dict(scale=0.9),
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=6),
+    "window_pair": dict(local_window_size=(3, 6)),
+    "window_and_causal": dict(local_window_size=(2, 5), is_causal=True),
+    "window_zero": dict(local_window_size=0),
+    "kv_lengths": dict(key_value_seq_lengths=KV_LENGTHS),
+    "q_lengths": dict(query_seq_lengths=LENGTHS),
+    "lengths": dict(query_seq_lengths=LENGTHS, key_value_seq_lengths=KV_LENGTHS, is_causal=True),
+    "everything": dict(bias=draw(1, N, T, S), mask=allowed(B, 1, T, S), is_causal=True, local_window_size=8, scale=0.5,
+                       key_value_seq_lengths=KV_LENGTHS),
+    **{f"mask_{'x'.join(map(str, s))}": dict(mask=allowed(*s))
+       for s in [(B, N, T, S), (1, 1, T, S), (B, 1, 1, S), (1, N, 1, S), (T, S), (N, T, S), (1, 1, 1, S)]},
+    **{f"bias_{'x'.join(map(str, s))}": dict(bias=draw(*s, seed=4))
+       for s in [(B, N, T, S), (1, 1, T, S), (B, 1, 1, S), (1, N, 1, 1), (T, S), (N, 1, S), (1, 1, T, 1)]},
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(name: str) -> None:
+    """Gradients to query, key, value and the bias."""
+    options = dict(OPTIONS[name])
+    moved = (Q, K, V, options.pop("bias")) if "bias" in options else (Q, K, V)
+    weights = draw(B, T, N, D, seed=9)
+
+    def loss(function: Any, *moved: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = function(*moved, **options)
+        return (out * weights).sum(), out
+
+    places = tuple(range(1, 1 + len(moved)))
+    compiled = jax.jit(jax.grad(loss, places, has_aux=True), static_argnums=0)
+    got, out = compiled(flexjax.dot_product_attention, *moved)
+    want, expected = compiled(jax.nn.dot_product_attention, *moved)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "bias_4x1x13", "mask_4x9x13"])
+def test_without_a_batch(name: str) -> None:
+    q, k, v = Q[0], K[0], V[0]
+    got = flexjax.dot_product_attention(q, k, v, **OPTIONS[name])
+    assert got.shape == q.shape
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, k, v, **OPTIONS[name]), atol=2e-6)
+
+
+def test_residual() -> None:
+    for args in ((Q, K, V), (Q[0], K[0], V[0])):
+        got, lse = flexjax.dot_product_attention(*args, is_causal=True, return_residual=True)
+        want, residual = jax.nn.dot_product_attention(*args, is_causal=True, return_residual=True)
+        np.testing.assert_allclose(got, want, atol=2e-6)
+        np.testing.assert_allclose(lse, residual, atol=2e-6)
+    loss = lambda q: flexjax.dot_product_attention(q, K, V, return_residual=True)[1].sum()
+    assert not bool(jax.grad(loss)(Q).any())
+
+
+def test_a_row_that_sees_nothing_gives_zero() -> None:
+    """Where jax.nn gives the mean of all values."""
+    mask = jnp.zeros((T, S), bool).at[1:].set(True)
+    out, lse = flexjax.dot_product_attention(Q, K, V, mask=mask, return_residual=True)
+    assert not bool(out[:, 0].any())
+    assert bool(jnp.isneginf(lse[:, 0]).all())
+    np.testing.assert_allclose(out[:, 1:], jax.nn.dot_product_attention(Q, K, V, mask=mask)[:, 1:], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision(dtype: str) -> None:
+    q, k, v = (x.astype(dtype) for x in (Q, K, V))
+    out = flexjax.dot_product_attention(q, k, v, draw(1, N, T, S).astype(dtype), is_causal=True)
+    want = jax.nn.dot_product_attention(q, k, v, draw(1, N, T, S).astype(dtype), is_causal=True)
+    assert out.dtype == want.dtype
+    np.testing.assert_allclose(out.astype(np.float32), want.astype(np.float32), atol=0.03)
+
+
+def test_numpy_arrays_and_traced_lengths() -> None:
+    run = jax.jit(lambda n: flexjax.dot_product_attention(Q, K, V, key_value_seq_lengths=n))
+    want = jax.nn.dot_product_attention(Q, K, V, key_value_seq_lengths=KV_LENGTHS)
+    np.testing.assert_allclose(run(KV_LENGTHS), want, atol=2e-6)
+    numpy = (np.asarray(x) for x in (Q, K, V))
+    np.testing.assert_allclose(
+        flexjax.dot_product_attention(*numpy, key_value_seq_lengths=np.asarray(KV_LENGTHS)), want, atol=2e-6
+    )
+
+
+def test_the_signature_is_that_of_jax() -> None:
+    ours, theirs = (
+        inspect.signature(f).parameters for f in (flexjax.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert list(ours) == list(theirs)
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind
+        assert ours[name].default == parameter.default
+
+
+def test_a_bias_that_is_broadcast_stays_small() -> None:
+    """No array of queries times keys, neither forward nor backward."""
+    long = 2048
+    q, bias = draw(1, long, 1, 8), draw(1, 1, 1, long)
+    text = (
+        jax.jit(jax.grad(lambda b: flexjax.dot_product_attention(q, q, q, b, is_causal=True).sum()))
+        .lower(bias)
+        .as_text()
+    )
+    assert f"{long}x{long}" not in text

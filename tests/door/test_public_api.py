@@ -1,0 +1,124 @@
+"""The door: what is exported, the signatures, docstrings, and what importing it does not import."""
+
+import inspect
+import subprocess
+import sys
+import types
+
+import pytest
+
+import flexjax
+from flexjax.types import AuxOutput, AuxRequest, KernelOptions
+
+# fmt: off
+NAMES = {
+    "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
+    "AuxOutput", "KernelOptions", "explain", "dot_product_attention", "masks", "mods",
+}
+
+SIGNATURES = {
+    "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
+        "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
+        "query_extra=None, key_extra=None",
+    "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None",
+    "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
+        "block_size=128, mask_mod=None, q_len=None, kv_len=None",
+    "and_masks": "*mask_mods",
+    "or_masks": "*mask_mods",
+    "not_mask": "mask_mod",
+    "chain_mods": "*score_mods",
+    "explain": "query, key, value, *, implementation=None, **arguments",
+}
+BLOCK_MASK = {
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices",
+    "full_q_num_blocks", "full_q_indices", "to_dense", "sparsity", "shape", "__getitem__", "mask_mod", "block_size",
+    "from_kv_blocks", "to_string", "plot", "_repr_html_",
+}
+# fmt: on
+
+
+def public() -> dict[str, object]:
+    return {n: v for n, v in vars(flexjax).items() if not n.startswith("_")}
+
+
+def test_names() -> None:
+    """Beside submodules, which Python itself adds when they are imported."""
+    mine = {n for n, v in public().items() if not isinstance(v, types.ModuleType) or n in ("masks", "mods")}
+    assert mine == NAMES
+    assert not hasattr(flexjax, "__all__")
+    assert isinstance(flexjax.__version__, str)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    found: object = flexjax
+    for part in name.split("."):
+        found = getattr(found, part)
+    parameters = inspect.signature(found).parameters.values()  # type: ignore[arg-type]
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_docstrings(name: str) -> None:
+    found = getattr(flexjax, name)
+    assert found.__doc__
+    assert found.__doc__.strip()
+    if inspect.isclass(found):
+        methods = [v for n, v in vars(found).items() if inspect.isfunction(v) and not n.startswith("_")]
+        assert all(m.__doc__ for m in methods)
+
+
+def test_every_argument_of_flex_attention_is_documented() -> None:
+    text = flexjax.flex_attention.__doc__ or ""
+    for name in inspect.signature(flexjax.flex_attention).parameters:
+        assert name in text, name
+    for name in inspect.signature(flexjax.dot_product_attention).parameters:
+        assert name in (flexjax.dot_product_attention.__doc__ or ""), name
+    for options in (KernelOptions, AuxRequest):
+        for name in inspect.signature(options).parameters:
+            assert name in (options.__doc__ or ""), name
+
+
+def test_block_mask_has_what_the_design_lists() -> None:
+    mask = flexjax.create_block_mask(flexjax.masks.causal, None, None, 4, 4)
+    assert not {n for n in BLOCK_MASK if not hasattr(mask, n)}
+
+
+def test_small_types() -> None:
+    assert AuxOutput() == (None, None)
+    assert AuxOutput._fields == tuple(inspect.signature(AuxRequest).parameters)
+    assert KernelOptions(block_q=64) == KernelOptions(block_q=64)
+    assert hash(KernelOptions()) == hash(KernelOptions())
+    with pytest.raises(AttributeError):
+        KernelOptions().block_q = 3  # type: ignore[misc]
+
+
+def test_options_travel() -> None:
+    """Copied, pickled, replaced."""
+    import copy
+    import dataclasses
+    import pickle
+
+    options = KernelOptions(block_q=64, interpret=True)
+    assert copy.deepcopy(options) == options
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert dataclasses.replace(options, block_q=32) == KernelOptions(block_q=32, interpret=True)
+
+
+def test_importing_the_package_imports_little() -> None:
+    """No kernel language, no plots, no test tools; and running on a CPU imports none either."""
+    script = """
+import sys
+import flexjax
+import jax.numpy as jnp
+x = jnp.ones((1, 4, 1, 4))
+for run in range(2):
+    found = [n for n in sys.modules if n.split(".")[0] in ("matplotlib", "pytest", "hypothesis", "tqdm", "flax")]
+    found += [n for n in sys.modules if n.startswith("jax.experimental.pallas")]
+    found += [n for n in sys.modules if n.startswith(("flexjax.backends.mosaic", "flexjax.bench"))]
+    assert not found, (run, found)
+    flexjax.flex_attention(x, x, x, mask_mod=flexjax.masks.causal, implementation="xla")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

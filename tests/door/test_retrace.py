@@ -1,0 +1,134 @@
+"""What is traced and compiled again, and what is not."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import masks, mods
+
+B, T, N, D = 1, 24, 2, 8
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Grows by one for each compilation."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == COMPILED:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def qkv(seed: int = 0) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((B, T, N, D)), jnp.float32) for _ in range(3))
+
+
+def values(seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(2 * T), jnp.float32)
+
+
+def biased(table: jax.Array) -> jax.Array:
+    """A closure rebuilt with every call."""
+    return flexjax.flex_attention(*qkv(), score_mod=lambda s, b, h, q, kv: s + table[q - kv + T], mask_mod=masks.causal)
+
+
+def documents(ids: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(*qkv(), mask_mod=flexjax.and_masks(masks.causal, masks.document(ids)))
+
+
+def gated(gate: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(*qkv(), score_mod=mods.softcap(3.0), sinks=gate)
+
+
+def dropped(key: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(*qkv(), dropout_rate=0.3, dropout_key=key)
+
+
+def ids(seed: int) -> jax.Array:
+    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 4, (B, T))), jnp.int32)
+
+
+# name -> the function of what changes, and its values by seed
+# fmt: off
+CHANGES: dict[str, tuple[Callable, Callable]] = {
+    "captured_floats": (biased, values),
+    "captured_ids": (documents, ids),
+    "sinks": (gated, lambda seed: values(seed)[:N]),
+    "dropout_key": (dropped, jax.random.key),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_new_values_do_not_retrace(name: str) -> None:
+    function, make = CHANGES[name]
+    traces = []
+
+    @jax.jit
+    def step(value: jax.Array) -> jax.Array:
+        traces.append(name)
+        return function(value)
+
+    for seed in range(4):
+        step(make(seed))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_rebuilt_closures_do_not_recompile(name: str, compilations: list[str]) -> None:
+    function, make = CHANGES[name]
+    drawn = [make(seed) for seed in range(4)]
+    jax.block_until_ready(function(drawn[0]))
+    if name == "captured_ids":  # lists are as narrow as their widest row: of another width, another program
+        drawn = [drawn[0], drawn[0] + 1, drawn[0] + 2]
+    before = len(compilations)
+    for value in drawn[1:]:
+        jax.block_until_ready(function(value))
+    assert len(compilations) == before
+
+
+def test_rebuilt_closures_do_not_recompile_gradients(compilations: list[str]) -> None:
+    step = lambda table: jax.grad(lambda t: (biased(t) ** 2).sum())(table)
+    for seed in range(2):
+        jax.block_until_ready(step(values(seed)))
+    before = len(compilations)
+    jax.block_until_ready(step(values(9)))
+    assert len(compilations) == before
+
+
+def test_ready_made_mods_made_anew_do_not_recompile(compilations: list[str]) -> None:
+    """Those with a derivative rule of their own too."""
+    for make in (lambda: mods.alibi(N), lambda: mods.softcap(5.0), lambda: mods.softcap_approx(5.0)):
+        run = lambda make=make: jax.grad(lambda q: flexjax.flex_attention(q, *qkv()[1:], score_mod=make()).sum())
+        jax.block_until_ready(run()(qkv()[0]))
+        before = len(compilations)
+        jax.block_until_ready(run()(qkv()[0]))
+        assert len(compilations) == before
+
+
+def test_another_literal_is_another_program(compilations: list[str]) -> None:
+    run = lambda n: flexjax.flex_attention(*qkv(), score_mod=lambda s, b, h, q, kv: s * n)
+    results = [run(n) for n in (2.0, 3.0)]
+    assert len(compilations) >= 2
+    assert not np.array_equal(*results)
+    np.testing.assert_array_equal(run(2.0), results[0])
+
+
+def test_another_shape_compiles_and_the_first_stays(compilations: list[str]) -> None:
+    run = lambda t: jax.block_until_ready(flexjax.flex_attention(*(x[:, :t] for x in qkv()), mask_mod=masks.causal))
+    run(24)
+    run(16)
+    before = len(compilations)
+    run(24)
+    run(16)
+    assert len(compilations) == before

@@ -1,0 +1,82 @@
+"""Gradients against finite differences in float64, without any other implementation of attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from tests.transforms.problems import PROBLEMS, direction, quick_jit
+
+STEP = 1e-5
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradient_is_the_slope_of_the_loss(name: str) -> None:
+    problem = PROBLEMS[name]
+    with jax.enable_x64(True):
+        arrays = problem.arrays()
+        loss = quick_jit(problem.loss)
+        value, gradient = quick_jit(jax.value_and_grad(problem.loss))(arrays)
+        np.testing.assert_allclose(value, loss(arrays), rtol=1e-13)
+        tangents = direction(arrays)
+        for moved in arrays:
+            at = lambda step, moved=moved: loss(arrays | {moved: arrays[moved] + step * tangents[moved]})
+            slope = (at(STEP) - at(-STEP)) / (2 * STEP)
+            np.testing.assert_allclose(jnp.vdot(gradient[moved], tangents[moved]), slope, rtol=2e-7, atol=1e-8)
+
+
+def test_gradients_keep_dtypes() -> None:
+    problem = PROBLEMS["reads"]
+    arrays = problem.arrays()
+    mixed = {n: x.astype(jnp.bfloat16) if n in ("query", "key", "value", "row") else x for n, x in arrays.items()}
+    gradient = jax.grad(lambda a: problem.run(a)[0].astype(jnp.float32).sum())(mixed)
+    assert {n: g.dtype for n, g in gradient.items()} == {n: x.dtype for n, x in mixed.items()}
+
+
+def test_integers_have_no_gradient() -> None:
+    problem = PROBLEMS["plain"]
+    arrays = problem.arrays()
+    offsets = jnp.arange(4, dtype=jnp.int32)
+
+    def loss(offsets: jax.Array, query: jax.Array) -> jax.Array:
+            mod = lambda s, b, h, q, kv: s + offsets[h]
+        mask = lambda b, h, q, kv: kv <= q + offsets[h]
+        return flexjax.flex_attention(query, arrays["key"], arrays["value"], score_mod=mod, mask_mod=mask).sum()
+
+    gradient = jax.grad(loss, allow_int=True)(offsets, arrays["query"])
+    assert gradient.dtype == jax.dtypes.float0
+    _, tangent = jax.jvp(loss, (offsets, arrays["query"]), (np.zeros(4, jax.dtypes.float0), arrays["query"]))
+    assert bool(jnp.isfinite(tangent))
+
+
+def test_max_scores_have_no_gradient() -> None:
+    arrays = PROBLEMS["plain"].arrays()
+    asked = flexjax.AuxRequest(max_scores=True)
+    loss = lambda q: flexjax.flex_attention(q, arrays["key"], arrays["value"], return_aux=asked)[1].max_scores.sum()
+    assert not bool(jax.grad(loss)(arrays["query"]).any())
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_lengths_of_zero(lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    arrays = PROBLEMS["sinks"].arrays()
+    query, key, value = arrays["query"][:, :q_len], arrays["key"][:, :kv_len], arrays["value"][:, :kv_len]
+    asked = flexjax.AuxRequest(lse=True)
+
+    def loss(*a: jax.Array) -> jax.Array:
+        out, aux = flexjax.flex_attention(*a[:3], sinks=a[3], return_aux=asked, mask_mod=flexjax.masks.causal)
+        assert out.shape == query.shape
+        return out.sum() + aux.lse.sum()
+
+    *gradients, d_sinks = jax.grad(loss, argnums=(0, 1, 2, 3))(query, key, value, arrays["sinks"])
+    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
+    np.testing.assert_array_equal(d_sinks, jnp.full(4, 2.0 * q_len))
+
+
+def test_a_batch_of_one_for_keys_is_shared() -> None:
+    arrays = PROBLEMS["plain"].arrays()
+    one = [arrays[n][:1] for n in ("key", "value")]
+    run = lambda k, v: flexjax.flex_attention(arrays["query"], k, v)
+    np.testing.assert_array_equal(run(*one), run(*(jnp.repeat(x, 2, 0) for x in one)))
+    assert jax.grad(lambda k: run(k, one[1]).sum())(one[0]).shape == one[0].shape

@@ -1,0 +1,52 @@
+"""Hessian-vector products, three ways round, against the dense implementation differentiated by JAX."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.transforms.problems import PROBLEMS, Arrays, direction, dot, quick_jit, some_slow
+
+Loss = Callable[[Arrays], jax.Array]
+
+
+def forward_over_reverse(loss: Loss, arrays: Arrays, tangents: Arrays) -> Arrays:
+    return jax.jvp(jax.grad(loss), (arrays,), (tangents,))[1]
+
+
+def reverse_over_reverse(loss: Loss, arrays: Arrays, tangents: Arrays) -> Arrays:
+    return jax.grad(lambda a: dot(jax.grad(loss)(a), tangents))(arrays)
+
+
+def reverse_over_forward(loss: Loss, arrays: Arrays, tangents: Arrays) -> Arrays:
+    return jax.grad(lambda a: jax.jvp(loss, (a,), (tangents,))[1])(arrays)
+
+
+WAYS = (forward_over_reverse, reverse_over_reverse, reverse_over_forward)
+CASES = [f"{name}-{way.__name__}" for name in PROBLEMS for way in WAYS]
+EVERYDAY = ("reads-forward_over_reverse", *(f"sinks-{way.__name__}" for way in WAYS), "dropout-reverse_over_reverse")
+
+
+@pytest.mark.parametrize("case", some_slow(CASES, EVERYDAY))
+def test_hessian_vector_products(case: str) -> None:
+    name, way_name = case.split("-")
+    problem, way = PROBLEMS[name], globals()[way_name]
+    with jax.enable_x64(True):
+        arrays = problem.arrays()
+        tangents = direction(arrays)
+        dense = lambda a: problem.loss(a, "reference")
+        want = quick_jit(lambda a, t: forward_over_reverse(dense, a, t))(arrays, tangents)
+        got = quick_jit(lambda a, t: way(problem.loss, a, t))(arrays, tangents)
+        for array in arrays:
+            np.testing.assert_allclose(got[array], want[array], rtol=1e-7, atol=1e-8, err_msg=array)
+
+
+def test_hessian_of_a_head_gate() -> None:
+    problem = PROBLEMS["reads"]
+    arrays = problem.arrays()
+    at = lambda gate, implementation: problem.loss(arrays | {"gate": gate}, implementation)
+    got = quick_jit(jax.hessian(lambda g: at(g, "xla")))(arrays["gate"])
+    want = quick_jit(jax.hessian(lambda g: at(g, "reference")))(arrays["gate"])
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * float(jnp.abs(want).max()))

@@ -1,0 +1,109 @@
+"""Two devices: shard_map and jit over batch and heads, with automatic and explicit axes. conftest.py makes the devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flexjax
+from flexjax import masks
+from tests.transforms.problems import PROBLEMS, Arrays
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+
+SPECS = {"batch": P("x"), "heads": P(None, None, "x")}
+
+
+def mesh(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(q, k, v, sinks=sinks, mask_mod=masks.causal)
+
+
+def inputs() -> tuple[jax.Array, ...]:
+    a = PROBLEMS["sinks"].arrays()
+    return a["query"], a["key"], a["value"], a["sinks"]
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def gradients(function: Any) -> Any:
+    """Of a loss to every argument."""
+    count = 4
+    return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), argnums=tuple(range(count))))
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("split", SPECS)
+def test_shard_map(split: str, check: bool) -> None:
+    """Sinks are shared by the batch and split with the heads; what is shared gets the sum of the gradients."""
+    main = SPECS[split]
+    sinks = P("x") if split == "heads" else P()
+    run = jax.shard_map(
+        attend, mesh=mesh(AxisType.Auto), in_specs=(main, main, main, sinks), out_specs=main, check_vma=check
+    )
+    close(jax.jit(run)(*inputs()), attend(*inputs()))
+    close(gradients(run)(*inputs()), gradients(attend)(*inputs()))
+
+
+def _biased(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
+    mod = lambda s, b, h, i, j: s + table[h, i - j + 10]
+    return flexjax.flex_attention(q, k, v, score_mod=mod, mask_mod=masks.causal)
+
+
+@pytest.mark.parametrize("split", ["batch", "heads"])
+def test_shard_map_of_captured_arrays(split: str) -> None:
+    q, k, v, _ = inputs()
+    table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
+    main = SPECS[split]
+    specs = (main, main, main, P("x") if split == "heads" else P())
+    run = jax.shard_map(_biased, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=main, check_vma=False)
+    close(jax.jit(run)(q, k, v, table), _biased(q, k, v, table))
+    close(gradients(run)(q, k, v, table), gradients(_biased)(q, k, v, table))
+
+
+def test_shard_map_of_block_masks() -> None:
+    """Segment ids are split with the batch; each device builds its own block mask."""
+    q, k, v, _ = inputs()
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 11)), -1), jnp.int32)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        return flexjax.flex_attention(q, k, v, mask_mod=masks.document(ids[:, :9], ids))
+
+    split = jax.shard_map(run, mesh=mesh(AxisType.Auto), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    close(jax.jit(split)(q, k, v, ids), run(q, k, v, ids))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("split", SPECS)
+def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
+    """Under jit and eagerly; with explicit axes the result is split as query is."""
+    q, k, v, sinks = inputs()
+    with jax.set_mesh(mesh(kind)):
+        where = jax.NamedSharding(jax.sharding.get_mesh(), SPECS[split])
+        whole = jax.NamedSharding(jax.sharding.get_mesh(), P())
+        placed = [*(jax.device_put(x, where) for x in (q, k, v)), jax.device_put(sinks, whole)]
+        eager, out = attend(*placed), jax.jit(attend)(*placed)
+        value, grads = gradients(attend)(*placed)
+        if kind == AxisType.Explicit:
+            for x in (eager, out, *grads[:3]):
+                assert x.sharding.is_equivalent_to(where, 4)
+    close((eager, out), (attend(q, k, v, sinks),) * 2)
+    close((value, grads), gradients(attend)(q, k, v, sinks))
+
+
+def test_the_table_of_problems_on_split_arrays() -> None:
+    problem = PROBLEMS["documents"]
+    arrays: Arrays = problem.arrays()
+    where = jax.NamedSharding(mesh(AxisType.Auto), P("x"))
+    placed = {n: jax.device_put(x, where) for n, x in arrays.items()}
+    close(jax.jit(jax.grad(problem.loss))(placed), jax.jit(jax.grad(problem.loss))(arrays))
