@@ -37,30 +37,6 @@ def captures_of(operands: Operands) -> Captures:
     return Captures(*(tuple(kernel_operand(a) for a in group) for group in groups))
 
 
-def without_calls(program: mod_ir.Program | None) -> mod_ir.Program | None:
-    """The program with the calls that jax leaves in derivatives written out: 1 - x * x, for that of tanh."""
-    if program is None or not program.calls:
-        return program
-    free = 1 + max((o.id for s in program.steps for o in s.outs), default=mod_ir.FIRST_FREE_ID)
-    steps: list[mod_ir.Step] = []
-    for step in program.steps:
-        if not (isinstance(step, mod_ir.Call) and step.name == "one_minus_square"):
-            steps.append(step)
-            continue
-        (argument,) = step.arguments
-        assert not isinstance(argument, int)
-        x, out = argument[1][0], step.outs[0]
-        one = mod_ir.Lit(1.0, out.dtype)
-        less, more = (dataclasses.replace(out, id=free + i) for i in range(2))
-        free += 2
-        steps += [
-            mod_ir.Op("sub", (one, x), less),
-            mod_ir.Op("add", (one, x), more),
-            mod_ir.Op("mul", (less, more), out),
-        ]
-    return dataclasses.replace(program, steps=tuple(steps), gradients=())
-
-
 class Probabilities(typing.NamedTuple):
     """p (0 where off), the derivative of the mod (None: it is 1), the dropout multiplier (None: no dropout).
 
@@ -155,7 +131,7 @@ class TileMath:
         return RowMath(
             self,
             row0,
-            program(without_calls(self.derivative), captures.score, wanted),
+            program(self.derivative, captures.score, wanted),
             program(plan.mask, captures.mask),
             program(plan.dropout, captures.dropout),
         )

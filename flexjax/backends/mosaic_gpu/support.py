@@ -101,9 +101,15 @@ class MosaicGpu:
         return refuses(plan)
 
     def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
-        from flexjax.backends.mosaic_gpu import backward_sm90
+        from flexjax.backends.mosaic_gpu import backward_sm90, capture_gradients
 
-        return backward_sm90.refuses(plan)
+        why = refuses(plan) or backward_sm90.refuses(plan)
+        if why is not None or derivative is None:
+            return why
+        reason = tile_programs.unsupported(derivative)
+        if reason is not None:
+            return f"The derivative of score_mod {reason}."
+        return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
     def tile_candidates(self, plan: KernelPlan) -> tuple[tiles.ForwardTile, ...]:
         """Tiles of the forward kernel that fit, the expected best first."""
