@@ -37,13 +37,10 @@ def test_rate(rate: float, axes: tuple[int, ...]) -> None:
     assert surprise(kept, rate, axes) < 1.3 * np.sqrt(2 * np.log(groups * 1e6))
 
 
-@pytest.mark.parametrize("axis", range(4))
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize(("axis", "step"), [(a, s) for a in range(4) for s in (1, 2, 3) if s < SHAPE[a]])
 def test_neighbours_are_independent(axis: int, step: int) -> None:
     """Whether two entries that differ in one coordinate agree is a fair coin at rate 1/2."""
     kept = keep(1, 0.5)
-    if step >= kept.shape[axis]:
-        pytest.skip("no such neighbour")
     a, b = (np.take(kept, range(i, kept.shape[axis] - step + i), axis) for i in (0, step))
     agree = a == b
     assert surprise(agree, 0.5, (0, 1, 2, 3)) < 5
@@ -122,9 +119,8 @@ def test_kinds_of_keys() -> None:
     typed, raw = run(jax.random.key(3)), run(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(typed, raw)
     np.testing.assert_array_equal(typed, run(np.asarray(jax.random.PRNGKey(3))))
-    np.testing.assert_array_equal(typed, jax.jit(run_traced := lambda key: flexjax.flex_attention(
-        q, k, v, dropout_rate=0.5, dropout_key=key))(jax.random.key(3)))  # fmt: skip
-    assert run_traced is not None
+    traced = jax.jit(lambda key: flexjax.flex_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
+    np.testing.assert_allclose(typed, traced(jax.random.key(3)), atol=1e-5)
     for other in (jax.random.key(4), jax.random.key(3, impl="rbg"), jax.random.key(3, impl="unsafe_rbg")):
         assert run(other).shape == typed.shape
     assert not np.array_equal(typed, run(jax.random.key(4)))

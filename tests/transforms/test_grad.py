@@ -40,7 +40,7 @@ def test_integers_have_no_gradient() -> None:
     offsets = jnp.arange(4, dtype=jnp.int32)
 
     def loss(offsets: jax.Array, query: jax.Array) -> jax.Array:
-            mod = lambda s, b, h, q, kv: s + offsets[h]
+        mod = lambda s, b, h, q, kv: s + offsets[h]
         mask = lambda b, h, q, kv: kv <= q + offsets[h]
         return flexjax.flex_attention(query, arrays["key"], arrays["value"], score_mod=mod, mask_mod=mask).sum()
 
