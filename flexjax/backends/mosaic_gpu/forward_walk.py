@@ -194,7 +194,10 @@ class Schedule:
         """
         if self.plan.blocks is None or lists is None:
             return None
-        visits = sum(n for n in (lists.partial_num, lists.full_num) if n is not None)
+        shape = (self.plan.blocks.batch, self.plan.blocks.heads, -(-self.plan.q_len // self.plan.blocks.block_q))
+        visits = jnp.zeros(shape, jnp.int32)  # a mask known to be empty has neither list
+        for number in (lists.partial_num, lists.full_num):
+            visits = visits if number is None else visits + number
         if self.tile.persistent:
             visits = visits.reshape(1, 1, -1)
         return jnp.argsort(-visits, axis=-1, stable=True).astype(jnp.int32).reshape(-1)
