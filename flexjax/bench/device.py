@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from flexjax.bench.suites import SUITES, Problem
+from flexjax.bench.suites import MODS, SUITES, Problem
 
 SAMPLE_ROWS = 16
 REFERENCE = "reference"
@@ -170,8 +170,27 @@ def sample_rows(length: int) -> np.ndarray:
 
 
 def drawn(problem: Problem) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """q, k, v, d_out and what the mod reads, float32."""
-    return problem.arrays(), problem.captured()
+    """q, k, v, d_out and what the mod reads, in the dtypes they have on the device.
+
+    Hundreds of millions of normal numbers take longer to draw than everything else: large arrays go round and round a
+    prime number of them, so that no two rows are equal.
+    """
+    import ml_dtypes  # jax brings it
+
+    def fill(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+        size = min(int(np.prod(shape)), 4_194_301)
+        return np.resize(np.random.default_rng((seed, 0)).standard_normal(size, np.float32).astype(kind), shape)
+
+    heads = dict(q=problem.heads, k=problem.kv_heads, v=problem.kv_heads, d_out=problem.heads)
+    arrays = {
+        name: fill(i, (problem.batch, problem.length, n, problem.dim), problem.dtype)
+        for i, (name, n) in enumerate(heads.items())
+    }
+    mod = MODS[problem.mod] if problem.mod else None
+    if mod is None or mod.shape is None:
+        return arrays, None
+    return arrays, mod.values(problem) if mod.values else fill(4, mod.shape(problem), mod.stored)
 
 
 def main(argument: str) -> int:

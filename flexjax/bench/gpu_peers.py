@@ -109,8 +109,7 @@ def measure(make: Callable[[Problem], Attention], problem: Problem, folder: str)
 
 def on_device(problem: Problem) -> tuple[dict[str, jax.Array], jax.Array | None]:
     arrays, array = drawn(problem)
-    stored = None if array is None or problem.mod is None else jnp.asarray(array, MODS[problem.mod].stored)
-    return {name: jnp.asarray(x, problem.dtype) for name, x in arrays.items()}, stored
+    return {name: jnp.asarray(x) for name, x in arrays.items()}, None if array is None else jnp.asarray(array)
 
 
 def sampled(problem: Problem, results: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -49,10 +49,6 @@ class Problem:
         """(q, kv) -> bool, for scalars and for arrays that broadcast."""
         return MASKS[self.mask](self)
 
-    def captured(self) -> np.ndarray | None:
-        """The array that the mod reads, float32; None if it reads none."""
-        return MODS[self.mod].array(self) if self.mod else None
-
     def visited(self) -> int:
         """Number of (query, key) pairs that the mask keeps, of `length * length`."""
         allowed, keys, step = self.allowed(), np.arange(self.length), max(1, 2**24 // self.length)
@@ -96,13 +92,15 @@ MASKS: dict[str, Callable[[Problem], Callable[[Any, Any], Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """array  draws what the mod reads, float32, or gives None;  stored  its dtype on the device
-    apply     (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
+    """apply   (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
+    shape   of the array that it reads, None if it reads none; normal numbers unless `values` says which
+    stored  dtype of the array on the device
     """
 
     apply: Callable[[Any, Any, Any, Any, Any], Any]
-    array: Callable[[Problem], np.ndarray | None] = lambda p: None
+    shape: Callable[[Problem], tuple[int, ...]] | None = None
     stored: str = "float32"
+    values: Callable[[Problem], np.ndarray] | None = None
 
 
 def _softcap(_: Any, s: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -118,29 +116,26 @@ def _checkerboard(_: Any, s: Any, h: Any, q: Any, kv: Any) -> Any:
     return jnp.where((kv - q) % 2 == 1, s * 2.0, s)
 
 
-def _normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(2).standard_normal(shape, np.float32)
-
-
 MODS: dict[str, Mod] = {
     "alibi": Mod(
         lambda slopes, s, h, q, kv: s + slopes[h] * (kv - q),
-        lambda p: np.exp2(-8.0 * np.arange(1, p.heads + 1) / p.heads).astype(np.float32),
+        lambda p: (p.heads,),
+        values=lambda p: np.exp2(-8.0 * np.arange(1, p.heads + 1) / p.heads).astype(np.float32),
     ),
     "softcap": Mod(_softcap),
     "checkerboard": Mod(_checkerboard),
     "relative": Mod(  # one table [2 T] for all heads
         lambda table, s, h, q, kv: s + table[q - kv + table.shape[-1] // 2].astype(s.dtype),
-        lambda p: _normal(2 * p.length),
+        lambda p: (2 * p.length,),
         "bfloat16",
     ),
     "head_relative": Mod(  # a table [N, 2 T]
         lambda table, s, h, q, kv: s + table[h, q - kv + table.shape[-1] // 2].astype(s.dtype),
-        lambda p: _normal(p.heads, 2 * p.length),
+        lambda p: (p.heads, 2 * p.length),
     ),
     "pair": Mod(  # [N, T, T]
         lambda bias, s, h, q, kv: s + bias[h, q, kv].astype(s.dtype),
-        lambda p: _normal(p.heads, p.length, p.length),
+        lambda p: (p.heads, p.length, p.length),
         "bfloat16",
     ),
 }

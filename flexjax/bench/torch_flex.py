@@ -27,15 +27,15 @@ def measure(problem: Problem, folder: str) -> tuple[dict[str, Any], dict[str, np
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # or every problem checks the guards of those before
-    device, dtype = "cuda", getattr(torch, problem.dtype)
+    device = "cuda"
     arrays, array = drawn(problem)
-    on = lambda x, learns: torch.from_numpy(x).to(device, dtype).transpose(1, 2).contiguous().requires_grad_(learns)
-    q, k, v = (on(arrays[n], True) for n in "qkv")
-    d_out = on(arrays["d_out"], False)
+    q, k, v, d_out = (
+        _tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
+        for n in ("q", "k", "v", "d_out")
+    )
     stored = None
     if array is not None and problem.mod:
-        stored = torch.from_numpy(array).to(device, getattr(torch, MODS[problem.mod].stored))
-        stored.requires_grad_(problem.learns)
+        stored = _tensor(array, MODS[problem.mod].stored).requires_grad_(problem.learns)
     start = time.perf_counter()
     mask = _mask(problem, device)
     length = problem.length
@@ -62,6 +62,14 @@ def measure(problem: Problem, folder: str) -> tuple[dict[str, Any], dict[str, np
         times = dict(forward=_events(call), backward=_events(pull))
     torch.cuda.empty_cache()
     return dict(**times, how="events around ten launches", first_call=first_call), samples
+
+
+def _tensor(x: np.ndarray, dtype: str) -> Any:
+    """On the device; numpy's bfloat16 is none that torch knows, so its bits travel."""
+    import torch
+
+    bits = torch.from_numpy(x.view(np.int16)) if dtype == "bfloat16" else torch.from_numpy(x)
+    return bits.to("cuda").view(getattr(torch, dtype))
 
 
 def _events(call: Callable[[], Any], rounds: int = 7, inner: int = 10) -> float:

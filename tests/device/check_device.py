@@ -12,6 +12,7 @@ is what takes the time; a process that dies is replaced, and the task that it ha
 import argparse
 import collections
 import dataclasses
+import fnmatch
 import functools
 import importlib.util
 import json
@@ -406,12 +407,12 @@ def sanitize() -> None:
     print("sanitized", conformance("window", "bfloat16"), conformance("pair_bias", "bfloat16"), flush=True)
 
 
-def _sanitizers(folder: str) -> list[tuple[str, subprocess.Popen, str]]:
+def _sanitizers(tools: list[str], folder: str) -> list[tuple[str, subprocess.Popen, str]]:
     binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(binary):
         return []
     started = []
-    for tool in ("memcheck", "racecheck"):
+    for tool in tools:
         path = os.path.join(folder, tool)
         environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_autotune_level=0")
         command = [binary, "--tool", tool, sys.executable, os.path.abspath(__file__), "--sanitize"]
@@ -425,10 +426,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--golden", help="folder of run.py, cases.py and expected.npz")
-    parser.add_argument("--only", default="", help="conformance cases whose names contain this")
+    parser.add_argument("--only", default="*", help="comma-separated shell patterns of conformance cases; '' for none")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--json", help="write every verdict there")
-    parser.add_argument("--sanitizer", action="store_true")
+    parser.add_argument("--golden-only", default="*", help="comma-separated shell patterns of golden cases")
+    parser.add_argument("--sanitizer", help="comma-separated, of memcheck, racecheck, synccheck, initcheck")
     parser.add_argument("--soak-seed", type=int, help="run one random problem here and say what became of it")
     parser.add_argument("--sanitize", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -451,16 +453,17 @@ def main() -> int:
 
     assert IMPLEMENTATION in flexjax.dispatch.NAMES
     until = time.time() + args.seconds - 35
-    names = [n for n in CASES if args.only in n]
+    names = [n for n in CASES if any(fnmatch.fnmatch(n, pattern) for pattern in args.only.split(","))]
     tasks: list[Task] = [("conformance", n, d) for n in names for d in args.dtypes.split(",")]
     # both dtypes of a case to one process: it computes the expected values once
     per = len(args.dtypes.split(","))
     groups = [tasks[i : i + per] for i in range(0, len(tasks), per)]
     if args.golden:
         _, cases, _ = _golden(args.golden)
-        groups += [[("golden", args.golden, n, "bfloat16")] for n in cases.CASES]
+        chosen = [n for n in cases.CASES if any(fnmatch.fnmatch(n, p) for p in args.golden_only.split(","))]
+        groups += [[("golden", args.golden, n, "bfloat16")] for n in chosen]
     with tempfile.TemporaryDirectory() as folder:
-        sanitizers = _sanitizers(folder) if args.sanitizer else []
+        sanitizers = _sanitizers(args.sanitizer.split(","), folder) if args.sanitizer else []
         shares = [[t for g in groups[i :: args.workers] for t in g] for i in range(args.workers)]
         results = share_out(shares, until, folder)
         for line in summary(results):
@@ -470,12 +473,13 @@ def main() -> int:
             if late:
                 process.kill()
             process.wait()
-            with open(path) as file:
-                text = [line.rstrip() for line in file if "=========" in line or "sanitized" in line or "Error" in line]
+            with open(path, errors="replace") as file:
+                said = [line.rstrip() for line in file if line.strip()]
+            text = [line for line in said if "=========" in line or "sanitized" in line] or said
             print(
                 f"{tool}: {'not done in time' if late else f'exit {process.returncode}'}; {len(text)} lines", flush=True
             )
-            print("\n".join("  " + line[:160] for line in [*text[:12], *text[-4:]]))
+            print("\n".join("  " + line[:160] for line in (text if len(text) < 16 else [*text[:12], *text[-4:]])))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)
