@@ -12,6 +12,8 @@ With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), d
     dsink = sum_rows exp(sink - lse) (dlse - delta)
 """
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -59,7 +61,7 @@ def backward(
         for x, want in (
             (problem.key, wanted.key),
             (problem.value, wanted.value),
-            (problem.key_extra, wanted.key_extra),
+            (typing.cast(Array, problem.key_extra), wanted.key_extra),  # there where it is wanted
         )
     ]
     carry = (*columns, captured.start())
@@ -73,10 +75,16 @@ def backward(
     dq, dqx = rows
 
     def rows_back(x: Array | None, like: Array | None) -> Array | None:
-        return None if x is None else heads_first(join_rows(x, s)[:, :, : plan.q_len], plan).astype(like.dtype)
+        if x is None:
+            return None
+        assert like is not None
+        return heads_first(join_rows(x, s)[:, :, : plan.q_len], plan).astype(like.dtype)
 
     def columns_back(x: Array | None, like: Array | None) -> Array | None:
-        return None if x is None else heads_first(x[:, :, : plan.kv_len], plan).astype(like.dtype)
+        if x is None:
+            return None
+        assert like is not None
+        return heads_first(x[:, :, : plan.kv_len], plan).astype(like.dtype)
 
     return Gradients(
         rows_back(dq, operands.query),
@@ -130,9 +138,10 @@ def _row(
         if dq is not None:
             dq = dq + problem.weights_times_value(ds, problem.take_columns(problem.key, row, visit.blocks))
         if dqx is not None:
+            assert problem.key_extra is not None
             dqx = dqx + problem.weights_times_value(ds, problem.take_columns(problem.key_extra, row, visit.blocks))
         dk = dk if dk is None else _add_columns(problem, dk, row, visit, ds, q)
-        dkx = dkx if dkx is None else _add_columns(problem, dkx, row, visit, ds, qx)
+        dkx = dkx if dkx is None else _add_columns(problem, dkx, row, visit, ds, typing.cast(Array, qx))
         return dq, dqx, dk, dv, dkx, buffers
 
     zero = lambda dim, want: jnp.zeros((s.batch, s.heads, s.block_q, dim), problem.compute) if want else None
@@ -163,6 +172,8 @@ def _add_columns(problem: Problem, total: Array, row: Row, visit: Visit, weights
 
 def _sinks(problem: Problem, delta: Array, lse: Array, operands: Operands) -> Array:
     """delta here is sum(do * out) - dlse, [B, N, T]."""
+    assert problem.sinks is not None
+    assert operands.sinks is not None
     weight = tile_math.probabilities(problem.sinks[None, :, None], lse)
     return -(weight * delta).sum((0, 2)).astype(operands.sinks.dtype)
 
@@ -174,4 +185,5 @@ def _zeros(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: Kernel
     if sinks is not None and d_lse is not None:
         sinks = heads_first(d_lse, plan).sum((0, 2)).astype(sinks.dtype)
     captures = tuple(map(zero, operands.score_captures, wanted.score_captures))
-    return Gradients(*(zero(x, w) for x, w in zip(operands[:5], wanted[:5], strict=True)), sinks, captures)
+    q, k, v, qx, kx = (zero(x, w) for x, w in zip(operands[:5], wanted[:5], strict=True))
+    return Gradients(q, k, v, qx, kx, sinks, captures)

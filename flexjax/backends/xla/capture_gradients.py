@@ -7,6 +7,7 @@ captured array has that size itself.
 """
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -40,14 +41,15 @@ def slots(derivative: Program, wanted: Sequence[bool]) -> list[Slot]:
     for place, step in enumerate(derivative.gradients):
         load = derivative.steps[step]
         assert isinstance(load, Load)
-        zero = isinstance(derivative.results[2 + place], Lit) and derivative.results[2 + place].value == 0
+        result = derivative.results[2 + place]
+        zero = isinstance(result, Lit) and result.value == 0
         if wanted[load.capture] and not zero:
             plan = slice_plan(load, derivative.captures[load.capture])
             found.append(Slot(1 + place, load, classify_load(load).kind, joint_axes(load.index), plan))
     return found
 
 
-def partial_of(scores: Scores, slot: Slot) -> Array | float:
+def partial_of(scores: Scores, slot: Slot) -> Array | complex:
     partial = scores.partials[slot.partial]
     return partial.value if isinstance(partial, Lit) else partial
 
@@ -146,7 +148,7 @@ class CaptureGradients:
                 total[capture] = jnp.zeros(self.derivative.captures[capture].shape, self.problem.compute)
         for slot, buffer in zip(self.slots, buffers, strict=True):
             capture = slot.load.capture
-            total[capture] = self._scatter(slot, buffer, total[capture])
+            total[capture] = self._scatter(slot, buffer, typing.cast(Array, total[capture]))
         dtypes = [c.dtype for c in self.derivative.captures]
         return tuple(None if t is None else t.astype(d) for t, d in zip(total, dtypes, strict=True))
 
@@ -166,6 +168,7 @@ class CaptureGradients:
         nb, nh = self._head(slot)
         everywhere = Region(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len)
         tile = XlaTile(everywhere, self.problem.score_captures)
+        assert self.derivative is not None
         index = evaluate(with_results(self.derivative, slot.load.index), tile, [slot.axes] * len(slot.load.index))
         if not index:
             return total + values.sum()
@@ -184,8 +187,10 @@ def tangent_of_loads(scores: Scores, derivative: Program, tangents: Sequence[Arr
     """Sum over the loads of partial derivative times what the load finds in the tangent of its array."""
     total = None
     for slot in slots(derivative, [t is not None for t in tangents]):
-        found = scores.tile.read(slot.load, tangents[slot.load.capture])
-        found = scores.tile.spread(found, slot.load.out.axes, frozenset({"q", "kv"}))
+        found = scores.tile.read(slot.load, typing.cast(Array, tangents[slot.load.capture]))
+        found = scores.tile.spread(found, slot.load.out.axes, frozenset({"q", "kv"})).astype(scores.raw.dtype)
+        if scores.tile.guard is not None:
+            found = jnp.where(scores.tile.guard, found, jnp.zeros_like(found))
         term = found * partial_of(scores, slot)
         total = term if total is None else total + term
     return total

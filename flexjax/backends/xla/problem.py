@@ -6,6 +6,7 @@ is switched off by a mask that exists only where there is an overhang.
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -43,7 +44,9 @@ def pad_to(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
 def pad_captures(program: Program | None, arrays: Sequence[Array], schedule: Schedule) -> tuple[Array, ...]:
     """Captured arrays, grown where a tile that is read as a slice hangs over their end."""
     grown = list(arrays)
-    for load in program.loads if program is not None else ():
+    if program is None:
+        return tuple(grown)
+    for load in program.loads:
         plan = slice_plan(load, program.captures[load.capture])
         if plan is not None:
             more = plan.padding(program.captures[load.capture], schedule.padded_q, schedule.padded_kv)
@@ -170,7 +173,8 @@ class Problem:
     ) -> Scores:
         """Applies the score program (or its derivative) and the mask to the raw scores of a visit."""
         region = region_of(self.schedule, row, visit.blocks)
-        tile = XlaTile(region, self.score_captures, raw)
+        on = self.visible(region, visit, bound_rows)
+        tile = XlaTile(region, self.score_captures, raw, guard=on if self.plan.differentiable else None)
         results: Sequence[Array | Lit] = [raw]
         if program is not None:
             full = program.inputs[0].axes
@@ -181,12 +185,19 @@ class Problem:
             want = [frozenset(w) - {"delta"} for w in want]
             values = evaluate(program, tile, want)
             results = [r if isinstance(r, Lit) else v for r, v in zip(program.results, values, strict=True)]
+            results = [results[0], *(r if isinstance(r, Lit) else self._partial(r, on) for r in results[1:])]
             results[0] = jnp.broadcast_to(values[0].astype(self.compute), raw.shape)
-        on = self.visible(region, visit, bound_rows)
-        modified = results[0]
+        modified = typing.cast(Array, results[0])
         if on is not None:
             modified = jnp.where(on, modified, jnp.asarray(-jnp.inf, self.compute))
         return Scores(raw, modified, on, tuple(results[1:]), tile)
+
+    def _partial(self, partial: Array, on: Array | None) -> Array:
+        """A derivative in the dtype of the scores; 0 where masked, if it is to be differentiated again."""
+        partial = partial.astype(self.compute)
+        return (
+            jnp.where(on, partial, jnp.zeros_like(partial)) if self.plan.differentiable and on is not None else partial
+        )
 
     def visible(self, region: Region, visit: Visit, bound_rows: bool) -> Array | None:
         """Which entries of a visit count, None for all; rank 4, 1 where an axis does not matter."""
@@ -207,6 +218,7 @@ class Problem:
 
     def mask(self, region: Region) -> Array:
         """The mask program over a region, rank 4."""
+        assert self.plan.mask is not None
         axes = self.plan.mask.axes
         want = axes - {"delta"} | ({"q", "kv"} if "delta" in axes else set())
         (mask,) = evaluate(self.plan.mask, XlaTile(region, self.mask_captures), [want])
@@ -225,5 +237,6 @@ class Problem:
         """scale * (q . k + query_extra . key_extra)."""
         total = self.query_times_key(q, self.take_columns(self.key, row, visit.blocks))
         if qx is not None:
+            assert self.key_extra is not None
             total = total + self.query_times_key(qx, self.take_columns(self.key_extra, row, visit.blocks))
         return total * jnp.asarray(self.plan.scale, self.compute)

@@ -162,7 +162,8 @@ def walk(plan: KernelPlan, schedule: Schedule, row: Row, body: Callable[[Carry, 
     num_full = jnp.int32(0) if row.full_num is None else row.full_num
     num_partial = jnp.int32(0) if row.partial_num is None else row.partial_num
     if row.full_index is not None:
-        at_once = lambda t: Visit(lax.dynamic_slice(row.full_index, (t * chunk,), (chunk,)), None, None)
+        full_index = row.full_index
+        at_once = lambda t: Visit(lax.dynamic_slice(full_index, (t * chunk,), (chunk,)), None, None)
         most = row.full_index.shape[0] // chunk
         carry = _loop(plan, num_full // chunk, most, lambda t, c: body(c, at_once(t)), carry)
     left = num_full % chunk

@@ -4,6 +4,8 @@ ts' = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
 tout = sum p r (ts' v + tv) - out sum p ts'     tlse = sum p ts'      (the sink's term is in both sums over p ts')
 """
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -70,6 +72,9 @@ def _row(moving: Moving, row: Row) -> tuple[Array, Array]:
     take = lambda x: None if x is None else problem.take_rows(x, row)
     q, qx, tq, tqx = map(take, (problem.query, problem.query_extra, moving.query, moving.query_extra))
     lse, out = take(moving.lse), take(moving.out)
+    assert q is not None
+    assert lse is not None
+    assert out is not None
     scale = jnp.asarray(plan.scale, problem.compute)
 
     def visit_tile(state: tuple[Array, Array], visit: Visit) -> tuple[Array, Array]:
@@ -104,5 +109,6 @@ def _row(moving: Moving, row: Row) -> tuple[Array, Array]:
     weighted, moved = walk(plan, s, row, visit_tile, start)
     if moving.sinks is not None:
         t_sink = lax.dynamic_slice(moving.sinks, (row.h0,), (s.heads,)).reshape(1, -1, 1, 1)
-        moved = moved + tile_math.probabilities(row_sinks(problem, row), lse) * t_sink
+        sinks = typing.cast(Array, row_sinks(problem, row))
+        moved = moved + tile_math.probabilities(sinks, lse) * t_sink
     return weighted - out * moved, moved

@@ -8,6 +8,7 @@ q0 - kv_start + t - (bk - 1).
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -75,12 +76,19 @@ class Region:
 
 
 class XlaTile:
-    """Evaluates a program over a region (see on_tiles.Tile)."""
+    """Evaluates a program over a region (see on_tiles.Tile).
 
-    def __init__(self, region: Region, captures: Sequence[Array], score: Array | None = None):
+    guard    where entries count: elsewhere operations see 1 in place of their operands, so that differentiating the
+             evaluation itself meets no NaN of an entry that is masked; None: operands as they are
+    """
+
+    def __init__(
+        self, region: Region, captures: Sequence[Array], score: Array | None = None, guard: Array | None = None
+    ):
         self.region = region
         self.captures = captures
         self.score = score
+        self.guard = guard
         self.indices: dict[int, list[Array]] = {}
 
     def input(self, val: Val) -> Array:
@@ -99,6 +107,7 @@ class XlaTile:
 
     def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
         linear = val.linear
+        assert linear is not None
         total = linear.q * self.region.differences() + linear.const
         for coefficient, axis in ((linear.b, B), (linear.h, H)):
             if coefficient:
@@ -108,6 +117,8 @@ class XlaTile:
         return total.astype(val.dtype)
 
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
+        if self.guard is not None and {"q", "kv"} <= op.out.axes:
+            args = [_guarded(a, self.guard) for a in args]
         return apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
 
     def load(self, load: Load, index: Sequence[Array]) -> Array:
@@ -155,6 +166,10 @@ class XlaTile:
         results = jax.vmap(call.bind, in_axes=axes, out_axes=0)(*operands) if 0 in axes else call.bind(*operands)
         flat = [r.reshape(*shape, -1) if 0 in axes else r.reshape(1, 1, 1, 1, -1) for r in results]
         return [r[..., i] for r in flat for i in range(r.shape[-1])]
+
+
+def _guarded(value: Array, guard: Array) -> Array:
+    return jnp.where(guard, value, jnp.ones_like(value)) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 def _rank4(value: Array) -> tuple[int, ...]:
@@ -223,7 +238,7 @@ class SlicePlan:
         """Starts and sizes of the slice of one key block."""
         at = {"b": region.b0, "h": region.h0, "q": region.q0, "kv": region.kv_starts[block], "at": 0}
         size = {"b": region.nb, "h": region.nh, "q": region.bq, "kv": region.bk, "at": 1}
-        starts = [jnp.asarray(at[walk] + offset, jnp.int32) for walk, offset in self.walks]
+        starts: list[Array | int] = [jnp.asarray(at[walk] + offset, jnp.int32) for walk, offset in self.walks]
         return starts, [size[walk] for walk, _ in self.walks]
 
     def padding(self, array: ArrayType, q_len: int, kv_len: int) -> list[tuple[int, int]]:
@@ -250,7 +265,7 @@ def slice_plan(load: Load, array: ArrayType) -> SlicePlan | None:
 
 def _walk(atom: Atom, size: int) -> tuple[str, int] | None:
     if isinstance(atom, Lit):
-        return ("at", int(atom.value))
+        return ("at", int(typing.cast(int, atom.value)))
     linear = atom.linear
     if linear is None or linear.uniform:
         return None
