@@ -1,5 +1,7 @@
 """Gradients against finite differences in float64, without any other implementation of attention."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,3 +82,51 @@ def test_a_batch_of_one_for_keys_is_shared() -> None:
     run = lambda k, v: flexjax.flex_attention(arrays["query"], k, v)
     np.testing.assert_array_equal(run(*one), run(*(jnp.repeat(x, 2, 0) for x in one)))
     assert jax.grad(lambda k: run(k, one[1]).sum())(one[0]).shape == one[0].shape
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_wide_captures_beside_narrow_inputs(dtype: str) -> None:
+    """Under x64: float64 captured by a mod of float32 scores."""
+    with jax.enable_x64(True):
+        arrays = {n: x.astype(dtype) for n, x in PROBLEMS["plain"].arrays().items()}
+        gate = jnp.linspace(0.5, 1.5, 4, dtype=jnp.float64)
+
+        def run(query: jax.Array, gate: jax.Array, implementation: str = "xla") -> jax.Array:
+            mod = lambda s, b, h, q, kv: s * gate[h] + jnp.sin(gate[h] * q)
+            main = (query, arrays["key"], arrays["value"])
+            return flexjax.flex_attention(*main, score_mod=mod, implementation=implementation, sinks=gate)
+
+        out, (moved, gradients) = run(arrays["query"], gate), _both_modes(run, arrays["query"], gate)
+        assert [x.dtype for x in (out, moved, *gradients)] == [dtype, dtype, dtype, "float64"]
+        want = _both_modes(lambda *a: run(*a, implementation="reference"), arrays["query"], gate)
+        for got, expected in zip(jax.tree.leaves((moved, gradients)), jax.tree.leaves(want), strict=True):
+            bound = 1e-5 if dtype == "float32" else 0.1
+            np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (got, expected)), rtol=bound, atol=bound)
+
+
+def _both_modes(run: Callable, *at: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    moved = jax.jvp(run, at, at)[1]
+    return moved, jax.grad(lambda *a: (run(*a).astype(jnp.float32) ** 2).sum(), (0, 1))(*at)
+
+
+def test_an_array_that_only_the_derivative_reads() -> None:
+    """By tiles that hang over its end: the derivative has reads that the mod itself does not have."""
+    slopes = jnp.asarray(np.random.default_rng(0).standard_normal((9, 11)), jnp.float32)
+
+    @jax.custom_vjp
+    def double(score: jax.Array, slope: jax.Array) -> jax.Array:
+        return score * 2
+
+    double.defvjp(lambda score, slope: (score * 2, slope), lambda slope, c: (c * slope, jnp.zeros_like(slope)))
+    arrays = PROBLEMS["plain"].arrays()
+
+    def loss(query: jax.Array, implementation: str) -> jax.Array:
+        mod = lambda s, b, h, q, kv: double(s, slopes[q, kv])
+        options = flexjax.KernelOptions(block_q=5, block_kv=8) if implementation == "xla" else None
+        out = flexjax.flex_attention(
+            query, arrays["key"], arrays["value"], score_mod=mod, implementation=implementation, kernel_options=options
+        )
+        return (out**2).sum()
+
+    got, want = (jax.grad(loss)(arrays["query"], name) for name in ("xla", "reference"))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

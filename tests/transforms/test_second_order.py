@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flexjax
 from tests.transforms.problems import PROBLEMS, Arrays, direction, dot, quick_jit, some_slow
 
 Loss = Callable[[Arrays], jax.Array]
@@ -50,3 +51,22 @@ def test_hessian_of_a_head_gate() -> None:
     got = quick_jit(jax.hessian(lambda g: at(g, "xla")))(arrays["gate"])
     want = quick_jit(jax.hessian(lambda g: at(g, "reference")))(arrays["gate"])
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * float(jnp.abs(want).max()))
+
+
+def test_masked_entries_leak_no_nan() -> None:
+    """Captured values that are NaN wherever they are read are masked everywhere."""
+    arrays = PROBLEMS["plain"].arrays()
+    shift = jnp.where(jnp.arange(11) < 8, 0.5, jnp.nan)
+
+    def loss(query: jax.Array, shift: jax.Array) -> jax.Array:
+        mod = lambda s, b, h, q, kv: jnp.sqrt(s * s + 1) + shift[kv] * s * s + jnp.sqrt((7.5 - kv) * s * s)
+        mask = lambda b, h, q, kv: (kv < 8) & (q > 2)
+        return (flexjax.flex_attention(query, arrays["key"], arrays["value"], score_mod=mod, mask_mod=mask) ** 2).sum()
+
+    at = (arrays["query"], shift)
+    product = lambda a, t: jax.jvp(jax.grad(loss, (0, 1)), a, t)[1]
+    twice = jax.grad(lambda *a: sum(x.sum() for x in jax.grad(loss, (0, 1))(*a)), (0, 1))
+    ones = (jnp.ones_like(at[0]), jnp.ones_like(at[1]))
+    for result in (quick_jit(product)(at, ones), quick_jit(twice)(*at)):
+        assert all(bool(jnp.isfinite(x).all()) for x in result)
+    np.testing.assert_allclose(quick_jit(product)(at, ones)[0], quick_jit(twice)(*at)[0], rtol=5e-3, atol=5e-3)
