@@ -107,7 +107,8 @@ def _places(
     A large matrix is looked at in squares of SIDE blocks first: one that is full or empty says so for all its blocks.
     """
     counts = (blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3]))
-    if math.prod(heads) * math.prod(counts) <= COARSE_FROM or not _can_be_tiled(program):
+    large = math.prod(heads) * math.prod(counts) > COARSE_FROM and max(counts) > SIDE
+    if not large or not _can_be_tiled(program):
         return _places_of_rows(program, captures, heads, sizes)
     coarse = (sizes[0], sizes[1], sizes[2] * SIDE, sizes[3] * SIDE)
     partial, full, unsure = _places(program, captures, heads, coarse)

@@ -25,7 +25,7 @@ from flexjax.trace.mod_ir import Atom, Call, Lit, axes_of
 MAX_ELEMENTS = 1024
 """Largest small array that is unrolled into scalars."""
 MAX_UNROLL = 64
-"""Longest loop that is unrolled."""
+"""Longest loop that is unrolled, and largest array handed whole to a function with a derivative rule of its own."""
 
 COLLECTIVES = frozenset(
     [
@@ -281,7 +281,8 @@ class Lowering:
         """The equation as it is: for backends that can map a jaxpr over a tile."""
         parts, axes = [], frozenset()
         for arg in args:
-            if not is_atoms(arg) and arg.ndim > 0:
+            whole = eqn.primitive.name not in CUSTOM or (not is_atoms(arg) and arg.size > MAX_UNROLL)
+            if not is_atoms(arg) and arg.ndim > 0 and whole:
                 parts.append(self.capture(arg))
                 continue
             atoms = self.as_atoms(arg)

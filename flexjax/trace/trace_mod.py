@@ -159,10 +159,10 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
         raise ModError(
             f"`{name}` returned {got}; expected one scalar. It is called with scalars: one position at a time."
         )
-    if closed.effects:
-        raise ModError(
-            f"`{name}` has side effects ({', '.join(map(str, closed.effects))}); a mod must be a pure function."
-        )
+    # a named axis is the effect of a collective, which the lowering refuses by its name
+    effects = [str(e) for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
+    if effects:
+        raise ModError(f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function.")
     return closed
 
 

@@ -1,0 +1,352 @@
+"""BlockMask as an object: dense forms, selection, lists made by hand, pictures, transformations, and its messages."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import BlockMask, and_masks, create_block_mask, masks
+from tests.block_mask.random_masks import classes, dense
+from tests.block_mask.test_classify import classes_of
+
+SIZES = (2, 3, 70, 90)
+LENGTHS = jnp.asarray([40, 90])
+WINDOWS = jnp.asarray([5, 30, 70])
+
+
+def mixed(b, h, q, k):
+    return (k < LENGTHS[b]) & (k <= q + 20) & (q - k < WINDOWS[h])
+
+
+@pytest.fixture(scope="module")
+def block_mask() -> BlockMask:
+    return create_block_mask(mixed, *SIZES, block_size=(16, 32))
+
+
+def test_dense_forms(block_mask: BlockMask) -> None:
+    on = dense(mixed, SIZES)
+    assert block_mask.shape == SIZES
+    assert block_mask.blocks == (5, 3)
+    np.testing.assert_array_equal(block_mask.to_mask(), on)
+    np.testing.assert_array_equal(block_mask.to_dense(), classes(on, (16, 32)) > 0)
+    assert block_mask.to_dense().dtype == jnp.int32
+    assert block_mask.sparsity() == pytest.approx(100 * (1 - (classes(on, (16, 32)) > 0).mean()))
+    places = jnp.arange(5)
+    got = jax.vmap(block_mask.mask_mod, (None, None, 0, 0))(1, 2, places, 2 * places)
+    np.testing.assert_array_equal(got, on[1, 2, np.arange(5), 2 * np.arange(5)])
+
+
+def test_lists_are_as_narrow_as_the_widest_row(block_mask: BlockMask) -> None:
+    for name in ("kv", "full_kv", "q", "full_q"):
+        num, index = getattr(block_mask, f"{name}_num_blocks"), getattr(block_mask, f"{name}_indices")
+        assert index.shape[-1] == int(num.max())
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0), (1, 1)])
+@pytest.mark.parametrize("exact", [None, True, False])
+def test_lengths_of_nothing(lengths: tuple[int, int], exact: bool | None) -> None:
+    make = lambda n: create_block_mask(lambda b, h, q, k: k < n[b], 2, None, *lengths, block_size=16, exact=exact)
+    n = jnp.asarray([0, 1])
+    for mask in (make(n), jax.jit(make)(n)):
+        assert mask.shape == (2, 1, *lengths)
+        assert mask.to_dense().shape == (2, 1, *mask.blocks)
+        assert mask.to_mask().shape == mask.shape
+        assert 0.0 <= mask.sparsity() <= 100.0
+        assert mask.to_string()
+
+
+# ------------------------------------------------------------------ selection
+
+SELECTIONS = [
+    0,
+    -1,
+    slice(0, 1),
+    (slice(None), [2, 0]),
+    (1, slice(None, None, 2)),
+    (..., 3),
+    (0, ..., slice(1, 4)),
+    (..., slice(2, None)),
+    (slice(None), slice(None), [3, 1, 4]),
+    (slice(None), slice(None), jnp.asarray([0, 0, 2])),
+    (np.int64(1), -2, -1),
+    ([1, 1, 0], 0, slice(3, 1)),
+    (..., slice(None, None, -1))[:0],
+]
+
+
+@pytest.mark.parametrize("index", SELECTIONS, ids=str)
+def test_selection_is_that_of_the_dense_mask(block_mask: BlockMask, index: object) -> None:
+    taken = block_mask[index]
+    on = dense(mixed, SIZES)
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(p is Ellipsis for p in parts):
+        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+        parts = (*parts[:at], *(slice(None),) * (4 - len(parts)), *parts[at + 1 :])
+    parts = (*parts, *(slice(None),) * (3 - len(parts)))
+    b, h, blocks = (np.atleast_1d(np.arange(n)[p]) for n, p in zip((2, 3, 5), parts, strict=True))
+    rows = [r for block in blocks for r in range(block * 16, min(block * 16 + 16, 70))]
+    want = on[np.ix_(b, h, rows)]
+    assert taken.shape == want.shape
+    np.testing.assert_array_equal(taken.to_mask(), want)
+    np.testing.assert_array_equal(classes_of(taken), classes(want, (16, 32)))
+    if want.size:
+        np.testing.assert_array_equal(dense(taken.mask_mod, want.shape), want)
+
+
+def test_selection_of_a_selection(block_mask: BlockMask) -> None:
+    taken = block_mask[1:, [2, 1], 1:][0, 1, [2]]
+    np.testing.assert_array_equal(taken.to_mask(), dense(mixed, SIZES)[1:2, 1:2, 48:64])
+
+
+def test_one_entry_repeated_keeps_what_it_was() -> None:
+    """A mask made for one batch entry that reads b: its copies are all that entry."""
+    mask = create_block_mask(lambda b, h, q, k: k < LENGTHS[b], 1, None, 64, 64, block_size=32)
+    np.testing.assert_array_equal(mask[[0, 0]].to_mask(), np.repeat(dense(mask.mask_mod, (1, 1, 64, 64)), 2, 0))
+
+
+def test_selection_under_jit() -> None:
+    @jax.jit
+    def rows(lengths: jax.Array) -> jax.Array:
+        mask = create_block_mask(lambda b, h, q, k: (k < lengths[b]) & (q >= k), 2, None, 64, 64, block_size=16)
+        return mask[:, :, 1:3].to_mask()
+
+    want = dense(lambda b, h, q, k: (k < LENGTHS[b]) & (q >= k), (2, 1, 64, 64))[:, :, 16:48]
+    np.testing.assert_array_equal(rows(LENGTHS), want)
+
+
+# ------------------------------------------------------------------ lists made by hand
+
+
+def test_from_kv_blocks_without_a_mask() -> None:
+    mask = BlockMask.from_kv_blocks(jnp.asarray([[[1, 2]]]), jnp.asarray([[[[2, 0], [1, 0]]]]), block_size=4)
+    assert mask.shape == (1, 1, 8, 12)
+    want = np.kron([[0, 0, 1], [1, 1, 0]], np.ones((4, 4))) > 0
+    np.testing.assert_array_equal(mask.to_mask()[0, 0], want)
+    assert bool(mask.mask_mod(0, 0, 3, 3))
+    np.testing.assert_array_equal(mask.q_num_blocks, [[[1, 1, 1]]])
+
+
+def test_from_kv_blocks_with_a_mask_and_full_blocks() -> None:
+    mask = BlockMask.from_kv_blocks(
+        jnp.asarray([[[1, 1]]]),
+        jnp.asarray([[[[0], [1]]]]),
+        jnp.asarray([[[0, 1]]]),
+        jnp.asarray([[[[0], [0]]]]),
+        block_size=(4, 5),
+        mask_mod=masks.causal,
+        q_len=7,
+        kv_len=9,
+    )
+    want = dense(masks.causal, (1, 1, 7, 9)) & (np.kron([[1, 0], [0, 1]], np.ones((4, 5))) > 0)[:7, :9]
+    want[..., 4:, :5] = True
+    np.testing.assert_array_equal(mask.to_mask(), want)
+
+
+def test_lists_shared_by_heads_keep_a_mask_that_tells_them_apart() -> None:
+    """One list may serve many heads; the mask still sees which."""
+    ones = jnp.ones((1, 1, 1), jnp.int32)
+    mask = BlockMask.from_kv_blocks(ones, ones[..., None] * 0, block_size=8, mask_mod=lambda b, h, q, k: k <= h)
+    assert [int(sum(mask.mask_mod(0, h, 0, k) for k in range(8))) for h in range(3)] == [1, 2, 3]
+
+
+def test_traced_lists_of_static_width() -> None:
+    @jax.jit
+    def top(scores: jax.Array) -> BlockMask:
+        _, index = jax.lax.top_k(scores, 2)
+        return BlockMask.from_kv_blocks(
+            jnp.full(scores.shape[:3], 2), index, block_size=4, mask_mod=masks.causal, kv_len=16
+        )
+
+    scores = jnp.asarray(np.random.default_rng(0).permutation(16).reshape(1, 1, 4, 4))
+    chosen = np.asarray(scores)[0, 0] >= np.sort(np.asarray(scores)[0, 0], -1)[:, -2:-1]
+    want = np.kron(chosen, np.ones((4, 4))) * dense(masks.causal, (1, 1, 16, 16))[0, 0]
+    np.testing.assert_array_equal(top(scores).to_mask()[0, 0], want > 0)
+
+
+NUM, INDEX = np.array([[[1, 1]]]), np.array([[[[0], [1]]]])
+BAD_LISTS = {
+    "half of the full pair": (
+        (NUM, INDEX, NUM),
+        {},
+        "`full_kv_indices` is None; expected both of full_kv_num_blocks and full_kv_indices, or neither. "
+        "Pass the other one too.",
+    ),
+    "rank": (
+        (NUM[0], INDEX),
+        {},
+        "`kv_num_blocks` is int32[1, 2]; expected int32 [B, H, q_blocks]. Pass the lists as documented.",
+    ),
+    "dtype": (
+        (NUM, INDEX * 1.0),
+        {},
+        "`kv_indices` is float32[1, 1, 2, 1]; expected int32 [B, H, q_blocks, width]. Pass the lists as documented.",
+    ),
+    "rows": (
+        (NUM, INDEX[:, :, :1]),
+        {},
+        "`kv_indices` is of shape (1, 1, 1, 1); expected (1, 1, 2, width). Make them agree.",
+    ),
+    "full rows": (
+        (NUM, INDEX, NUM[:, :, :1], INDEX[:, :, :1]),
+        {},
+        "`full_kv_num_blocks` is of shape (1, 1, 1); expected (1, 1, 2), that of kv_num_blocks. Make them agree.",
+    ),
+    "queries": (
+        (NUM, INDEX),
+        {"q_len": 8},
+        "`q_len` is 8; expected a length of 2 blocks of 8 queries, the third dim of kv_num_blocks. "
+        "Pass the number of queries that the lists were made for.",
+    ),
+    "columns": (
+        (NUM, INDEX),
+        {"kv_len": 8},
+        "`kv_indices` is between 0 and 1; expected block numbers of 0 to 0. Check kv_len and the block size.",
+    ),
+    "counts": (
+        (NUM * 2, INDEX),
+        {},
+        "`kv_num_blocks` is between 2 and 2; expected counts of 0 to 1, the width of kv_indices. "
+        "Widen the index array or lower the counts.",
+    ),
+    "twice": (
+        (NUM, INDEX, NUM, INDEX),
+        {},
+        "`kv_indices` is listing a block twice; expected each block at most once in a row, in one of the two lists. "
+        "Remove it.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_LISTS)
+def test_bad_lists(what: str) -> None:
+    lists, more, message = BAD_LISTS[what]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        BlockMask.from_kv_blocks(*lists, block_size=8, **more)
+
+
+def test_traced_lists_need_kv_len() -> None:
+    message = "`kv_len` is None; expected the number of keys, since the lists are traced. Pass kv_len=key.shape[1]."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.jit(lambda n, i: BlockMask.from_kv_blocks(n, i, block_size=8))(NUM, INDEX)
+
+
+BAD_CALLS = {
+    "block_size=0": "`block_size` is 0; expected a positive int, or two: (queries, keys). 128 suits every backend.",
+    "block_size=(1, 2, 3)": "`block_size` is (1, 2, 3); expected a positive int, or two: (queries, keys). "
+    "128 suits every backend.",
+    "block_size=True": "`block_size` is True; expected a positive int, or two: (queries, keys). 128 suits every backend.",
+    "block_size=16.0": "`block_size` is 16.0; expected a positive int, or two: (queries, keys). 128 suits every backend.",
+    "q_len=-1": "`q_len` is -1; expected a length in tokens, an int of at least 0. Pass a static int.",
+    "kv_len=2.5": "`kv_len` is 2.5; expected a length in tokens, an int of at least 0. Pass a static int.",
+    "batch=0": "`batch` is 0; expected a positive int, or None for one mask shared by all. Pass a static int.",
+    "batch=None": "`batch` is None but `mask_mod` depends on `b`; expected the number of batch entries. "
+    "Pass batch=... so that each gets its own blocks.",
+    "heads=None": "`heads` is None but `mask_mod` depends on `h`; expected the number of heads. "
+    "Pass heads=... so that each gets its own blocks.",
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_calls(call: str) -> None:
+    arguments = {"batch": 2, "heads": 3, "q_len": 8, "kv_len": 8, **eval(f"dict({call})")}
+    with pytest.raises(ValueError, match=f"^{re.escape(BAD_CALLS[call])}$"):
+        create_block_mask(mixed, **arguments)
+
+
+BAD_SELECTIONS = {
+    (0, 0, 0, 0): "`index` is 4 indices; expected at most 3: batch, head, query block. Keys are not sliced.",
+    2: "`index` is 2; expected batch numbers of -2 to 1. Select what is there.",
+    "b": "`index` is 'b'; expected an int, a slice or a 1-D array of batch numbers. Select with those.",
+    True: "`index` is True; expected an int, a slice or a 1-D array of batch numbers. Select with those.",
+    (0, 0, (4, 0)): "`index` is query blocks with the incomplete last block before others; expected that block last. "
+    "Reorder them.",
+}
+
+
+@pytest.mark.parametrize("index", BAD_SELECTIONS, ids=str)
+def test_bad_selections(block_mask: BlockMask, index: object) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(BAD_SELECTIONS[index])}$"):
+        block_mask[index]
+
+
+def test_traced_selections_are_refused(block_mask: BlockMask) -> None:
+    message = (
+        "`index` is a traced batch number; expected numbers known while tracing, since they decide the shape of the "
+        "lists. For a query position that moves, capture it in the mask_mod (causal_offset does) and make a mask of one row."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.jit(lambda i: block_mask[i].to_dense())(1)
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def test_the_picture() -> None:
+    mask = create_block_mask(and_masks(masks.causal, masks.sliding_window(40)), None, None, 80, 80, block_size=16)
+    assert mask.to_string() == (f"{mask!r}\nb=0 h=0\n┌─────┐\n│░    │\n│█░   │\n│░█░  │\n│░░█░ │\n│ ░░█░│\n└─────┘")
+    assert repr(mask) == "BlockMask(shape=(1, 1, 80, 80), block_size=(16, 16), sparsity=44.0%)"
+    assert mask.to_string(width=2).splitlines()[2:] == ["┌──┐", "│░ │", "│░░│", "└──┘"]
+
+
+def test_notebook_and_repr(block_mask: BlockMask) -> None:
+    html = block_mask._repr_html_()
+    assert html.count("<tr>") == 5
+    assert html.count("<td") == 15
+    assert html.startswith("<code>BlockMask(shape=(2, 3, 70, 90), block_size=(16, 32), sparsity=")
+    seen = []
+    jax.jit(lambda m: (seen.extend([repr(m), m._repr_html_()]), m.to_dense())[1])(block_mask)
+    assert seen[0] == "BlockMask(shape=(2, 3, 70, 90), block_size=(16, 32), traced)"
+    assert seen[1] == f"<code>{seen[0]}</code>"
+
+
+def test_plot(block_mask: BlockMask) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    axes = block_mask.plot(1, 2)
+    assert axes.get_xlabel() == "key block of 32"
+    np.testing.assert_array_equal(axes.images[0].get_array(), classes(dense(mixed, SIZES), (16, 32))[1, 2])
+    plt.close(axes.figure)
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def test_pytree(block_mask: BlockMask) -> None:
+    again = jax.jit(lambda m: m)(block_mask)
+    assert isinstance(again, BlockMask)
+    assert (again.program, again.block_size, again.shape) == (
+        block_mask.program,
+        block_mask.block_size,
+        block_mask.shape,
+    )
+    jax.tree.map(np.testing.assert_array_equal, again, block_mask)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(block_mask)]
+    assert paths[0] == ".kv_num_blocks"
+
+
+def test_vmap_over_captured_arrays() -> None:
+    make = lambda n: create_block_mask(lambda b, h, q, k: k < n, None, None, 64, 64, block_size=16)
+    stacked = jax.vmap(make)(jnp.asarray([3, 40]))
+    assert stacked.kv_num_blocks.shape == (2, 1, 1, 4)
+    got = jax.vmap(lambda m: m.to_mask())(stacked)
+    np.testing.assert_array_equal(got[:, 0, 0, 0].sum(-1), [3, 40])
+
+
+def test_new_values_do_not_retrace() -> None:
+    traces = []
+
+    @jax.jit
+    def visited(mask: BlockMask) -> jax.Array:
+        traces.append(1)
+        return mask.to_dense().sum()
+
+    for seed in (0, 1):
+        ids = jnp.asarray(np.sort(np.random.default_rng(seed).permutation(64) // 16))
+        visited(create_block_mask(masks.document(ids), None, None, 64, 64, block_size=16))
+    assert len(traces) == 1
+
+
+def test_the_door_names_it() -> None:
+    assert flexjax.BlockMask is BlockMask

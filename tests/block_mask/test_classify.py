@@ -1,0 +1,118 @@
+"""Blocks are never called full or empty wrongly; for the families named in the design, and on demand, never partial wrongly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexjax import BlockMask, create_block_mask
+from tests.block_mask import random_masks
+from tests.block_mask.random_masks import BLOCKS, EXACT, SIZES, SOUND, build, classes, dense, trees
+
+LEAVES = [(name, p) for name in {**EXACT, **SOUND} for p in (0, 7, 60)]
+
+
+def classes_of(mask: BlockMask) -> np.ndarray:
+    """What the lists say, after a look at whether they are well formed."""
+    found = np.zeros((*mask.kv_num_blocks.shape[:2], *mask.blocks), int)
+    back = np.zeros_like(found)
+    lists = (
+        (found, 1, mask.kv_num_blocks, mask.kv_indices),
+        (found, 2, mask.full_kv_num_blocks, mask.full_kv_indices),
+        (back.swapaxes(2, 3), 1, mask.q_num_blocks, mask.q_indices),
+        (back.swapaxes(2, 3), 2, mask.full_q_num_blocks, mask.full_q_indices),
+    )
+    for out, kind, num, index in lists:
+        num, index = np.asarray(num), np.asarray(index)
+        assert num.dtype == index.dtype == np.int32
+        assert num.shape == index.shape[:3] == out.shape[:3]
+        for place in np.ndindex(*num.shape):
+            row = index[place][: num[place]]
+            assert np.all(np.diff(row) > 0), "ascending, no block twice"
+            assert not np.any(out[(*place, row)]), "in one list only"
+            out[(*place, row)] = kind
+    np.testing.assert_array_equal(found, back)
+    return found
+
+
+def check(
+    tree: tuple, sizes: tuple, blocks: tuple, seed: int, exact: bool | None, traced: bool, promised: bool
+) -> None:
+    arrays = random_masks.arrays_of(sizes, np.random.default_rng(seed))
+    concrete = {name: jnp.asarray(a) for name, a in arrays.items()}
+    make = lambda a: create_block_mask(build(tree, a), *sizes, block_size=blocks, exact=exact)
+    mask = jax.jit(make)(concrete) if traced else make(concrete)
+    want = classes(dense(build(tree, concrete), sizes), blocks)
+    found = classes_of(mask)
+    wrong = (found != want) & (found != 1)
+    assert not wrong.any(), f"called full or empty wrongly at {np.argwhere(wrong)[:3]}"
+    if promised:
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("leaf", LEAVES[1::3], ids=str)
+def test_each_family_is_sound(leaf: tuple) -> None:
+    check(leaf, (2, 2, 150, 210), (32, 48), 0, False, False, leaf[0] in EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaf", LEAVES, ids=str)
+@pytest.mark.parametrize("blocks", [(16, 16), (64, 19), (128, 256)])
+def test_each_family_is_sound_for_more_parameters(leaf: tuple, blocks: tuple) -> None:
+    for seed, sizes in enumerate([(2, 3, 400, 400), (1, 2, 113, 203)]):
+        check(leaf, sizes, blocks, seed, False, False, leaf[0] in EXACT)
+
+
+SEEDS = st.integers(0, 1000)
+
+
+@settings(max_examples=6)
+@given(trees({**EXACT, **SOUND}), SIZES, BLOCKS, SEEDS)
+def test_any_combination_is_sound(tree: tuple, sizes: tuple, blocks: tuple, seed: int) -> None:
+    check(tree, sizes, blocks, seed, False, False, False)
+
+
+@settings(max_examples=6)
+@given(trees({**EXACT, **SOUND}), SIZES, BLOCKS, SEEDS)
+def test_exact_means_exact(tree: tuple, sizes: tuple, blocks: tuple, seed: int) -> None:
+    check(tree, sizes, blocks, seed, True, False, True)
+
+
+@settings(max_examples=6)
+@given(trees({**EXACT, **SOUND}), SIZES, BLOCKS, SEEDS, st.booleans())
+def test_traced_arrays(tree: tuple, sizes: tuple, blocks: tuple, seed: int, exact: bool) -> None:
+    check(tree, sizes, blocks, seed, exact, True, exact)
+
+
+@settings(max_examples=6)
+@given(trees(EXACT), SIZES, BLOCKS, SEEDS)
+def test_combinations_of_named_families_are_exact_by_default(
+    tree: tuple, sizes: tuple, blocks: tuple, seed: int
+) -> None:
+    check(tree, sizes, blocks, seed, None, False, True)
+
+
+@settings(max_examples=6)
+@given(st.tuples(st.sampled_from(sorted(EXACT)), st.integers(0, 60)), SIZES, BLOCKS, SEEDS)
+def test_single_families_are_exact_from_traced_arrays(tree: tuple, sizes: tuple, blocks: tuple, seed: int) -> None:
+    check(tree, sizes, blocks, seed, None, True, True)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(trees({**EXACT, **SOUND}), SIZES, BLOCKS, SEEDS, st.sampled_from([False, None, True]), st.booleans())
+def test_any_combination_any_path(
+    tree: tuple, sizes: tuple, blocks: tuple, seed: int, exact: bool | None, traced: bool
+) -> None:
+    check(tree, sizes, blocks, seed, exact, traced, bool(exact))
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(trees(EXACT), SIZES, BLOCKS, SEEDS)
+def test_combinations_of_named_families_are_exact_more_often(
+    tree: tuple, sizes: tuple, blocks: tuple, seed: int
+) -> None:
+    check(tree, sizes, blocks, seed, None, False, True)

@@ -1,0 +1,194 @@
+"""The derivative program against jax.grad of the function itself, at random positions: by the score and by every element read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from flexjax import mods
+from flexjax.trace.mod_ir import Lit, Load, Program
+from flexjax.trace.on_scalars import call_program
+from flexjax.trace.rewrite import with_results
+from flexjax.trace.trace_mod import TracedMod, trace_score_mod
+from tests.trace import odd_mods
+
+SIZES = (2, 3, 9, 7)
+rng = np.random.default_rng(5)
+NORMAL = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+POSITIVE = lambda *shape: jnp.asarray(rng.uniform(0.3, 1.5, shape), jnp.float32)
+
+
+@jax.custom_jvp
+def through(x):
+    """A step whose derivative is that of the identity."""
+    return jnp.sign(x)
+
+
+through.defjvp(lambda p, t: (through(*p), t[0]))
+
+
+@jax.custom_vjp
+def reversed_gradient(x, y):
+    return x * 2
+
+
+reversed_gradient.defvjp(lambda x, y: (reversed_gradient(x, y), y), lambda y, g: (-g, g * y))
+
+
+@jax.custom_jvp
+def with_coefficients(x):
+    return jnp.polyval(jnp.array([0.5, 1.0, 2.0]), x)
+
+
+with_coefficients.defjvp(lambda p, t: (with_coefficients(*p), t[0] * jnp.polyval(jnp.array([3.0, 1.0]), p[0])))
+
+# name: (factory of a mod from float arrays, the arrays)
+MODS = {
+    "row": (lambda r: lambda s, b, h, q, k: s * r[q] + jnp.sin(r[q]), (NORMAL(9),)),
+    "one array read twice": (lambda r: lambda s, b, h, q, k: s + r[q] * r[k], (NORMAL(9),)),
+    "tile and difference": (
+        lambda t, d: lambda s, b, h, q, k: s * t[q, k] + d[q - k + 6] ** 2,
+        (NORMAL(9, 7), NORMAL(16)),
+    ),
+    "derived array": (lambda t: lambda s, b, h, q, k: s * jnp.exp(t)[h], (NORMAL(3),)),
+    "scalar": (lambda g: lambda s, b, h, q, k: s * g + g**3, (NORMAL(),)),
+    "index by a table": (
+        lambda t: lambda s, b, h, q, k: s + t[jnp.array([2, 0, 1, 1, 2, 0, 0, 1, 2])[q]],
+        (NORMAL(3),),
+    ),
+    "loop": (lambda r: lambda s, b, h, q, k: lax.fori_loop(0, 4, lambda i, x: x * r[q], s), (NORMAL(9),)),
+    "branch": (lambda r: lambda s, b, h, q, k: lax.cond(q > k, lambda: s * r[q], lambda: s + r[k] ** 2), (NORMAL(9),)),
+    "custom jvp": (lambda r: lambda s, b, h, q, k: through(s * r[q]) * s, (NORMAL(9),)),
+    "custom vjp": (lambda r: lambda s, b, h, q, k: reversed_gradient(s, r[q]), (NORMAL(9),)),
+    "custom rule with constants": (lambda r: lambda s, b, h, q, k: with_coefficients(s + r[k]), (NORMAL(7),)),
+    "relu": (lambda r: lambda s, b, h, q, k: jax.nn.relu(s - r[q]) + jax.nn.softplus(s), (NORMAL(9),)),
+    "gelu and silu": (lambda r: lambda s, b, h, q, k: jax.nn.gelu(s) + jax.nn.silu(r[k] * s), (NORMAL(7),)),
+    "logsumexp": (
+        lambda r: lambda s, b, h, q, k: jax.nn.logsumexp(jnp.stack([s, r[q], 0.5 * s])),
+        (NORMAL(9),),
+    ),
+    "stopped score": (lambda r: lambda s, b, h, q, k: s * lax.stop_gradient(s * r[q]) + r[q], (NORMAL(9),)),
+    "shut off": (lambda r: lambda s, b, h, q, k: jnp.where((q + k) % 2 == 0, s * r[q], -jnp.inf), (NORMAL(9),)),
+    "gradient of a gradient": (lambda r: lambda s, b, h, q, k: jax.grad(lambda x: jnp.sin(x) * r[q])(s), (NORMAL(9),)),
+    "bfloat16 table": (lambda r: lambda s, b, h, q, k: s * r.astype(jnp.bfloat16)[q], (NORMAL(9),)),
+    "softcap": (lambda: mods.softcap(2.0), ()),
+    "softcap_approx": (lambda: mods.softcap_approx(2.0), ()),
+    "alibi": (lambda: mods.alibi(3), ()),
+    "temperature": (mods.temperature, (POSITIVE(3),)),
+    "relative table": (mods.relative_table, (NORMAL(3, 17),)),
+    "pair bias": (mods.pair_bias, (NORMAL(2, 3, 9, 7),)),
+    "head gate": (mods.head_gate, (NORMAL(2, 3),)),
+    "t5": (lambda t: mods.t5_bias(t, bidirectional=True, max_distance=6), (NORMAL(8, 3),)),
+}
+
+
+def result(program: Program, which: int) -> Program:
+    return with_results(program, [program.results[which]])
+
+
+def element(traced: TracedMod, load: Load, place: tuple, score: jax.Array) -> tuple:
+    """Where the load reads."""
+    index = []
+    for atom in load.index:
+        if isinstance(atom, Lit):
+            index.append(int(atom.value))
+        else:
+            sub = with_results(traced.derivative, [atom])
+            index.append(int(call_program(sub, traced.arrays, place, score)))
+    return tuple(index)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_derivatives_are_those_of_jax(name: str) -> None:
+    make, arrays = MODS[name]
+    traced = trace_score_mod(make(*arrays), SIZES)
+    program = traced.derivative
+    assert traced.why_not == ""
+    for place in ((0, 0, 0, 0), (1, 2, 8, 6), (1, 1, 4, 2)):
+        score = jnp.float32(rng.standard_normal())
+        wanted_score, wanted_arrays = jax.grad(lambda s, given, at: make(*given)(s, *at), (0, 1))(score, arrays, place)
+        got = [call_program(result(program, i), traced.arrays, place, score) for i in range(len(program.results))]
+        want = make(*arrays)(score, *place)
+        np.testing.assert_allclose(got[0], want, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            call_program(traced.program, traced.arrays, place, score), want, rtol=2e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(got[1], wanted_score, rtol=2e-5, atol=1e-6)
+        # gradients by captured element, taken back through what was computed outside
+        sums = [np.zeros(a.shape, np.float32) for a in traced.arrays]
+        for i, step in enumerate(program.gradients):
+            load = program.steps[step]
+            sums[load.capture][element(traced, load, place, score)] += float(got[2 + i])
+
+        def captured(given: tuple) -> list:
+            return [a for a in trace_score_mod(make(*given), SIZES).arrays if jnp.issubdtype(a.dtype, jnp.floating)]
+
+        cotangents = [
+            jnp.asarray(g, a.dtype)
+            for g, a in zip(sums, traced.arrays, strict=True)
+            if jnp.issubdtype(a.dtype, jnp.floating)
+        ]
+        if arrays:
+            (got_arrays,) = jax.vjp(captured, arrays)[1](cotangents)
+            for a, b in zip(got_arrays, wanted_arrays, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-2 if name.startswith("bfloat16") else 2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in odd_mods.SCORES if n not in ("reads_numpy", "clamps")])
+def test_odd_mods_by_the_score(name: str) -> None:
+    mod = odd_mods.SCORES[name][0]
+    traced = trace_score_mod(mod, odd_mods.SIZES)
+    score, place = jnp.float32(0.3), (1, 2, 11, 6)
+    got = call_program(result(traced.derivative, 1), traced.arrays, place, score)
+    np.testing.assert_allclose(got, jax.grad(mod)(score, *map(jnp.int32, place)), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scores_keep_their_dtype(dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        traced = trace_score_mod(lambda s, b, h, q, k: s.astype(jnp.float16) * q, SIZES, dtype)
+        assert {r.dtype for r in traced.derivative.results} == {dtype}
+        assert traced.program.results[0].dtype == dtype
+
+
+def test_no_derivative_through_a_while_loop() -> None:
+    traced = trace_score_mod(lambda s, b, h, q, k: lax.while_loop(lambda x: x > 1.0, lambda x: x * 0.5, s), SIZES)
+    assert traced.derivative is None
+    assert traced.why_not.startswith("`score_mod` cannot be differentiated: Reverse-mode differentiation does not work")
+    assert float(call_program(traced.program, traced.arrays, (0, 0, 0, 0), jnp.float32(5.0))) == 0.625
+
+
+TABLE = NORMAL(40)
+
+
+@jax.custom_jvp
+def reads_inside(x, table, i):
+    return x * table[i]
+
+
+reads_inside.defjvp(lambda p, t: (reads_inside(*p), t[0] * p[1][p[2]]))
+
+
+def test_no_derivative_of_a_rule_on_a_whole_array() -> None:
+    traced = trace_score_mod(lambda s, b, h, q, k: reads_inside(s, TABLE, q), SIZES)
+    assert traced.derivative is None
+    assert traced.why_not == (
+        "`score_mod` hands a whole captured array to a function with a derivative rule of its own, which cannot be "
+        "differentiated here; hand it the element, `function(score, array[q_idx])`."
+    )
+    got = call_program(traced.program, traced.arrays, (0, 0, 4, 0), jnp.float32(2.0))
+    np.testing.assert_allclose(got, 2 * TABLE[4])
+
+
+def test_no_derivative_of_an_array_read_in_a_loop() -> None:
+    long = lambda s, b, h, q, k: lax.fori_loop(0, 200, lambda i, x: x + TABLE[(i + q) % 40], s)
+    traced = trace_score_mod(long, SIZES)
+    assert traced.derivative is None
+    assert traced.why_not == (
+        "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
+        "index the array outside the loop or use a loop of fixed length of at most 64."
+    )
+    np.testing.assert_allclose(
+        call_program(traced.program, traced.arrays, (0, 0, 4, 0), jnp.float32(2.0)), 2 + 5 * TABLE.sum(), rtol=1e-5
+    )
