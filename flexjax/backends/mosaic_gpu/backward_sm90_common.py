@@ -22,6 +22,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import jax.ref
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -109,7 +110,7 @@ def tile_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, swizzle: int 
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     swizzle = next(s for s in (128, 64, 32) if s <= swizzle and row_bytes % s == 0)
     columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -143,9 +144,9 @@ class Products:
 
     simulated: bool
 
-    def accumulators(self, body: typing.Callable[..., None], *shapes: tuple[int, int]) -> typing.Any:
+    def accumulators(self, body: typing.Callable[..., typing.Any], *shapes: tuple[int, int]) -> typing.Any:
         """Calls body with zeroed float32 accumulators."""
-        return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))
+        return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
 
     def start(self, acc: typing.Any, value: jax.Array) -> None:
         """acc = value, before the first product into it."""
@@ -202,12 +203,12 @@ def not_hoisted(index: jax.Array, interpret: bool) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(splat,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
     def opaque(_: typing.Any, value: typing.Any) -> typing.Any:
         i32 = ir.IntegerType.get_signless(32)
-        moved = mgpu_utils.inline_ptx(
+        moved = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
             "mov.b32 $0, $1;", value.registers.flat[0], result_types=i32, has_side_effects=True
         )
         return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
 
-    return opaque(index)
+    return opaque(index)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
 def drain(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:

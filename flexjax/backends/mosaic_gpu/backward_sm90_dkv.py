@@ -137,14 +137,13 @@ def backward_dkv(
                     def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_tile, b_t=True)
-                        delta = math.spread(
-                            plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q"
-                        )
+                        delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+                        delta = math.spread(delta, "q")
                         if math.delta_first:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_tile, b_t=True)
-                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
+                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         s = products.read(s_acc, 1)
                         found = tile_math.probabilities(s, lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
@@ -221,7 +220,7 @@ def backward_dkv(
         num_threads=tiles.groups + 1,
         thread_name="wg",
         compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,
+        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         kernel_name="flexjax_backward_dkv",
     )
     return run(*given, walk_arrays, order, captures)

@@ -121,7 +121,7 @@ def backward_dkv_wide(
                     def scores(s_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_smem.at[q_slot], b_t=True)
-                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)
+                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         s = products.read(s_acc)
                         products.release(q_free.at[q_slot])
                         found = tile_math.probabilities(s, lse2)
@@ -161,9 +161,8 @@ def backward_dkv_wide(
 
                     def cotangents(dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
-                        delta = math.spread(
-                            plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS), "q"
-                        )
+                        delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+                        delta = math.spread(delta, "q")
                         if math.delta_first:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
@@ -173,7 +172,7 @@ def backward_dkv_wide(
                         if not math.delta_first:
                             dp = dp * rows.at_columns(q0, False).keep() - delta
                         plgpu.barrier_wait(hand_full.at[hand_slot])
-                        weight = plgpu.load(hand_smem.at[hand_slot], layout=common.WGMMA)
+                        weight = plgpu.load(hand_smem.at[hand_slot], layout=common.WGMMA)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         plgpu.barrier_arrive(hand_free.at[hand_slot])
                         return (weight * dp).astype(dtype)
 
@@ -244,7 +243,7 @@ def backward_dkv_wide(
         num_threads=GROUPS + 1,
         thread_name="wg",
         compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,
+        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         kernel_name="flexjax_backward_dkv_wide",
     )
     return run(*given, walk_arrays, order, captures)

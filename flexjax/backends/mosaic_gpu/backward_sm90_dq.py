@@ -111,8 +111,8 @@ def backward_dq(
             common.take_registers(tiles.groups)
             q0 = tile * q_tile + group * tiles.rows
             mine = pl.ds(q0, tiles.rows)
-            lse2 = plgpu.load(stats_ref.at[b, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)
-            delta = plgpu.load(stats_ref.at[b, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)
+            lse2 = plgpu.load(stats_ref.at[b, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+            delta = plgpu.load(stats_ref.at[b, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
             own_q, own_do = q_smem.at[group], do_smem.at[group]
             plgpu.copy_gmem_to_smem(
                 rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group]
@@ -209,7 +209,7 @@ def backward_dq(
         num_threads=tiles.groups + 1,
         thread_name="wg",
         compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,
+        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         kernel_name="flexjax_backward_dq",
     )
     return run(*given, walk_arrays, order, captures)

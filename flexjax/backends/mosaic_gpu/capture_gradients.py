@@ -247,8 +247,8 @@ def _summed_tiles(
                 q0 = q0 + group * ROWS
                 rows_math = math.at_rows(b, h, q0, captured)
                 own = pl.ds(q0, ROWS)
-                lse2 = plgpu.load(stats_ref.at[b, h, 0, own], layout=common.ALONG_ROWS, optimized=False)
-                delta = plgpu.load(stats_ref.at[b, h, 1, own], layout=common.ALONG_ROWS, optimized=False)
+                lse2 = plgpu.load(stats_ref.at[b, h, 0, own], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+                delta = plgpu.load(stats_ref.at[b, h, 1, own], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                 here = pl.ds(common.not_hoisted(group, plan.options.interpret) * ROWS, ROWS)
                 plgpu.barrier_wait(score_full)
                 plgpu.barrier_wait(out_full)
@@ -325,7 +325,7 @@ def _summed_tiles(
         num_threads=groups + 1,
         thread_name="wg",
         compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,
+        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         kernel_name="flexjax_capture_gradient",
     )
     return run(*given, num, lists, order, captures)

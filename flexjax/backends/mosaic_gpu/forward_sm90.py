@@ -204,7 +204,7 @@ class Kernel:
                 signals.give_turn(group)
                 return acc[...]
 
-            return pl.run_scoped(product, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))
+            return pl.run_scoped(product, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
 
         def add_values(out: jax.Array, weights: jax.Array, n: Scalar) -> jax.Array:
             slot = value_slot(n)
@@ -259,8 +259,8 @@ class Kernel:
                 # Their registers are settled here: moving them between the two products would serialise these.
                 out, weights = lax.optimization_barrier((out, weights))
                 zeros = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), jnp.float32), memory.TILE)
-                state = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), zeros, base, base, total)
-                out, _, p, shrink, base, total = pl.run_state(products)(state)
+                state = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), zeros, base, base, total)  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
+                out, _, p, shrink, base, total = typing.cast(tuple, pl.run_state(products)(state))
                 # P V reads the registers of `weights` until here: the new ones may not take their place before.
                 p = lax.optimization_barrier(p)
                 signals.release("value", shared.value_free, before)
@@ -386,7 +386,8 @@ class Kernel:
     def _accumulate(self, out: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:
         if self.interpret:
             return out + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(out))
+        added = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(out))  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
+        return typing.cast(jax.Array, added)
 
     def _finish(
         self,
@@ -438,7 +439,7 @@ class Kernel:
 
 
 def simulator() -> typing.Any:
-    return plgpu.InterpretGPUParams()
+    return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
 
 
 def _padded(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
@@ -452,9 +453,8 @@ def _matrix_memory(shape: tuple[int, ...], dtype: str) -> typing.Any:
     """Shared memory as the matrix instructions want it: rows of 8, swizzled."""
     row_bytes = shape[-1] * 2
     swizzle = next(s for s in (128, 64, 32) if row_bytes % s == 0)
-    return plgpu.SMEM(
-        shape, jnp.dtype(dtype), transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    )
+    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
 
 def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:

@@ -83,16 +83,16 @@ class Signals:
 
             @plgpu.inline_mgpu()
             def fixed(_: typing.Any) -> None:
-                mgpu.utils.inline_ptx(f"bar.{operation} {number}, {threads};", has_side_effects=True)
+                mgpu.utils.inline_ptx(f"bar.{operation} {number}, {threads};", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
 
-            fixed()
+            fixed()  # pyright: ignore[reportCallIssue]  # the context argument is filled in
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
         def moving(_: typing.Any, which: typing.Any) -> None:
-            mgpu.utils.inline_ptx(f"bar.{operation} $0, {threads};", which.registers.flat[0], has_side_effects=True)
+            mgpu.utils.inline_ptx(f"bar.{operation} $0, {threads};", which.registers.flat[0], has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
 
-        moving(i32(number))
+        moving(i32(number))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
     @property
     def _slot_threads(self) -> int:
@@ -107,6 +107,7 @@ class Signals:
         """A computing warpgroup has read the slot."""
         if self.interpret:
             plgpu.commit_smem()  # the stand-ins read it as ordinary memory
+            assert barrier is not None
             plgpu.barrier_arrive(barrier.at[slot])
         else:
             self._named("arrive", self._number(what, slot), self._slot_threads)
@@ -114,6 +115,7 @@ class Signals:
     def acquire(self, what: str, barrier: Ref | None, slot: typing.Any) -> None:
         """The copying warpgroup waits until every reader has released the slot."""
         if self.interpret:
+            assert barrier is not None
             plgpu.barrier_wait(barrier.at[slot])
         else:
             self._named("sync", self._number(what, slot), self._slot_threads)
@@ -227,6 +229,8 @@ class Schedule:
             plain = i32(0) if plan.mask is not None else i32(plan.kv_len // self.tile.block_kv)
             return Item(b, h, q_tile, (), plain, plain, total)
         blocks = plan.blocks
+        assert arrays.order is not None
+        assert arrays.lists is not None
         inner = blocks.block_q // self.tile.block_q
         rows = -(-plan.q_len // blocks.block_q)
         if self.tile.persistent:
@@ -272,6 +276,7 @@ class Schedule:
         if self.plan.blocks is None:
             return step * self.tile.block_kv
         blocks, lists = self.plan.blocks, arrays.lists
+        assert lists is not None
         per_block = blocks.block_kv // self.tile.block_kv
 
         def read(index: Ref, place: Scalar) -> Scalar:

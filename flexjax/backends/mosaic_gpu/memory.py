@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -54,7 +54,7 @@ def splat(value: typing.Any, kind: str, shape: tuple[int, ...], interpret: bool)
     return full if interpret else plgpu.layout_cast(full, layout_of(kind))
 
 
-def stretch(value: jax.Array, kind: str, shape: tuple[int, int]) -> jax.Array:
+def stretch(value: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
     """A row or column vector as a tile."""
     return lax.broadcast_in_dim(value, shape, (0,) if kind == "row" else (1,))
 
@@ -92,11 +92,11 @@ def _places(layout: typing.Any, shape: tuple[int, ...]) -> _Places:
 
 def _assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, signed: bool | None) -> typing.Any:
     """A FragmentedArray from an iterable of (register index, element, value)."""
-    registers = np.empty(tuple(layout.registers_shape(shape)), dtype=object)
+    registers = typing.cast(typing.Any, np.empty(tuple(layout.registers_shape(shape)), dtype=object))
     for index, element, value in items:
         if registers[index] is None:
             registers[index] = llvm.mlir_undef(ir.VectorType.get((layout.vector_length,), value.type))
-        registers[index] = mgpu.utils.vector.insert(
+        registers[index] = vector.insert(
             value, registers[index], dynamic_position=[], static_position=[element]
         )
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
@@ -157,7 +157,7 @@ def gather(
             is_signed=_signed(ref.dtype),
         )
 
-    return _widen(read(part, offset))
+    return _widen(read(part, offset))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
 def load_affine(
@@ -208,7 +208,7 @@ def load_affine(
 
         return _assemble(layout.to_mgpu(), shape, values(), _signed(ref.dtype))
 
-    return _widen(read(part, start))
+    return _widen(read(part, start))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
 def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool) -> jax.Array:
@@ -236,7 +236,7 @@ def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interp
         for register, item, position in _places(vector.layout, (shape[0],)).constants:
             value = vector.registers[register]
             if isinstance(value.type, ir.VectorType):
-                value = mgpu.utils.vector.extract(value, dynamic_position=[], static_position=[item])
+                value = vector.extract(value, dynamic_position=[], static_position=[item])
             bases[position[0]] = add(value, lane)
 
         def values() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
@@ -263,7 +263,7 @@ def scale_rows(tile: jax.Array, factor: jax.Array, interpret: bool) -> jax.Array
         flat = []
         for register in factors.registers.flat:
             if isinstance(register.type, ir.VectorType):
-                register = mgpu.utils.vector.extract(register, dynamic_position=[], static_position=[0])
+                register = vector.extract(register, dynamic_position=[], static_position=[0])
             flat.append(arith.cmpf(arith.CmpFPredicate.UNE, register, one))
         mine = flat[0]
         for other in flat[1:]:
@@ -277,15 +277,16 @@ def scale_rows(tile: jax.Array, factor: jax.Array, interpret: bool) -> jax.Array
             "=r,r",
             has_side_effects=True,
         )
-        anyone = arith.trunci(boolean, voted)
+        anyone = arith.trunci(boolean, typing.cast(ir.Value, voted))
         before = list(values.registers.flat)
         branch = scf.IfOp(anyone, [v.type for v in before], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             inside = values * factors.broadcast_in_dim(values.shape, (0,), values.layout)
             scf.yield_(list(inside.registers.flat))
+        assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(before)
         registers = np.array(list(branch.results), dtype=object).reshape(values.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
 
-    return scale(tile, factor)
+    return scale(tile, factor)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
