@@ -9,6 +9,7 @@ on sublanes. Besides dq it accumulates, per captured read:
 """
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -115,14 +116,14 @@ def dq_kernel(
         @pl.when(visit.first)
         def _() -> None:
             for ref in refs.scratch:
-                ref[...] = jnp.zeros_like(ref)
+                ref[...] = jnp.zeros_like(ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
 
         if slants:
 
             @pl.when(visit.first & (visit.i == 0))
             def _() -> None:
                 for place in range(len(slants)):
-                    outputs[place][...] = jnp.zeros_like(outputs[place])
+                    outputs[place][...] = jnp.zeros_like(outputs[place])  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
 
         if spread and IDLE in order.kinds:
 
@@ -130,7 +131,7 @@ def dq_kernel(
             def _() -> None:
                 for place in range(len(spread)):
                     ref = outputs[len(slants) + place]
-                    ref[...] = jnp.zeros_like(ref)
+                    ref[...] = jnp.zeros_like(ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
 
         def all_parts(checked: bool) -> None:
             for col0 in range(0, tiles.kv, tiles.part):
@@ -191,4 +192,4 @@ def _unskewed(array: jax.Array, geometry: Geometry) -> jax.Array:
     total = sum(
         jnp.pad(array[:, :, r, r:], ((0, 0), (0, 0), (0, r)))[..., :length] for r in range(tile_programs.SKEW)
     )
-    return geometry.unlay_diagonals(total)
+    return geometry.unlay_diagonals(typing.cast(jax.Array, total))

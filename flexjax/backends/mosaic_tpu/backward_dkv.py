@@ -116,13 +116,13 @@ def dkv_kernel(
         def _() -> None:
             for place, ref in enumerate(refs.scratch):
                 if not with_query or place != at_dq:
-                    ref[...] = jnp.zeros_like(ref)
+                    ref[...] = jnp.zeros_like(ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
 
         if with_query:
 
             @pl.when(visit.first & (visit.j == 0))
             def _() -> None:
-                refs.scratch[at_dq][...] = jnp.zeros_like(refs.scratch[at_dq])
+                refs.scratch[at_dq][...] = jnp.zeros_like(refs.scratch[at_dq])  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
 
         def all_parts(checked: bool) -> None:
             for col0 in range(0, tiles.q, tiles.part):

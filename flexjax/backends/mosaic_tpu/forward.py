@@ -8,6 +8,8 @@ into it where there is no score program.
 """
 
 import math
+import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 
 
-def precision(dtype: object) -> lax.Precision | None:
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
     """float32 operands are multiplied as float32, not as one bfloat16 pass."""
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
@@ -59,7 +61,7 @@ def widen(state: jax.Array, cols: int) -> jax.Array:
     return jnp.tile(state, (1, -(-cols // LANES)))[:, :cols]
 
 
-def when_checked(visit: Visit, kinds: frozenset[int], body: object) -> None:
+def when_checked(visit: Visit, kinds: frozenset[int], body: Callable[[bool], None]) -> None:
     """Runs body(checked) as the kind of the visit asks; both forms exist only where both can happen."""
     assert callable(body)
     if not isinstance(visit.kind, jax.Array):
@@ -136,9 +138,9 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
 
         @pl.when(visit.first)
         def _() -> None:
-            m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
-            l_ref[...] = jnp.zeros_like(l_ref)
-            acc_ref[...] = jnp.zeros_like(acc_ref)
+            m_ref[...] = jnp.full_like(m_ref, -jnp.inf)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
+            l_ref[...] = jnp.zeros_like(l_ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
+            acc_ref[...] = jnp.zeros_like(acc_ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
 
         def all_parts(checked: bool) -> None:
             for col0 in range(0, tiles.kv, tiles.part):
@@ -186,7 +188,7 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         body,
         order,
         modded.feeds,
-        [operands.sinks.astype(F32)] if plan.has_sinks else [],
+        [typing.cast(jax.Array, operands.sinks).astype(F32)] if plan.has_sinks else [],
         [
             Operand(q, problem.query.spec(tiles.q, at_query)),
             Operand(k, problem.key.spec(tiles.kv, at_key)),

@@ -6,6 +6,7 @@ through it in place.
 """
 
 import dataclasses
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -86,12 +87,12 @@ def launch(
                 grid=grid,
                 in_specs=[o.spec for o in operands] + [_held(outputs[n]) for n in passed],
                 out_specs=[o.spec for o in outputs],
-                scratch_shapes=list(scratch),
+                scratch_shapes=typing.cast(list[typing.Any], list(scratch)),
             ),
             out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
             input_output_aliases={count + len(operands) + n: place for n, place in enumerate(passed)},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=order.semantics(), vmem_limit_bytes=vmem_limit
+                dimension_semantics=typing.cast(typing.Any, order.semantics()), vmem_limit_bytes=vmem_limit
             ),
             name=name,
             interpret=interpret,

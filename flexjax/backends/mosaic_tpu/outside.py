@@ -6,6 +6,7 @@ of rank 4, [b, h, q, kv], of size 1 along the axes it does not depend on. Any op
 """
 
 import dataclasses
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -103,7 +104,7 @@ def apply_op(op: Op, args: Sequence[jax.Array]) -> jax.Array:
     return OPS[op.prim](op, *full) if op.prim in OPS else getattr(lax, op.prim)(*full)
 
 
-def _params(op: Op) -> dict[str, object]:
+def _params(op: Op) -> dict[str, typing.Any]:
     return dict(op.params)
 
 

@@ -12,6 +12,7 @@ Other terms are evaluated as they are and added. Everything is in base 2: multip
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -65,7 +66,7 @@ def separate(program: Program) -> Separated | None:
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
         if isinstance(atom, Val) and atom.id == mod_ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
-                scales.append(sign * math.prod(float(f.value) for f in factors if isinstance(f, Lit)))
+                scales.append(sign * math.prod(float(typing.cast(float, f.value)) for f in factors if isinstance(f, Lit)))
                 return True
             return False
         step = maker.get(atom.id) if isinstance(atom, Val) else None

@@ -7,6 +7,7 @@ Arguments arrive as scalars, (rows, 1), (1, columns) or whole tiles; shapes are 
 """
 
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -29,10 +30,10 @@ ARITHMETIC_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"}
 F32 = jnp.float32
 
 
-def broadcast(args: Sequence[jax.Array]) -> list[jax.Array]:
+def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
     """Arguments at their common shape."""
     shape = np.broadcast_shapes(*[np.shape(a) for a in args])
-    return [a if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
+    return [typing.cast(jax.Array, a) if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
 
 
 def refusal(op: Op) -> str | None:
@@ -144,7 +145,7 @@ def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
     if isinstance(atom, Lit):
-        return int(atom.value), int(atom.value)
+        return int(typing.cast(int, atom.value)), int(typing.cast(int, atom.value))
     return atom.low, atom.high
 
 
@@ -152,8 +153,8 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
     """Integer quotient; positions past the end of the matrix may get a wrong one, they are masked."""
     by = op.inputs[1]
     low, high = _bounds(op.inputs[0])
-    if isinstance(by, Lit) and int(by.value) > 0:
-        c = int(by.value)
+    if isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
+        c = int(typing.cast(int, by.value))
         positive = low is not None and low >= 0
         if c == 1:
             return x
@@ -171,8 +172,8 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
 
 def _floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
     by = op.inputs[1]
-    if op.out.dtype == "int32" and isinstance(by, Lit) and int(by.value) > 0:
-        c = int(by.value)
+    if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
+        c = int(typing.cast(int, by.value))
         if c & (c - 1) == 0:
             return lax.bitwise_and(*broadcast([x, np.int32(c - 1)]))
         x = jnp.asarray(x)
@@ -198,8 +199,8 @@ def _rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.rem(*broadcast([x, y]))
 
 
-def _select(op: Op, which: jax.Array, *cases: jax.Array) -> jax.Array:
-    which, *cases = broadcast([which, *cases])
+def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
+    which, *cases = broadcast([which, *given])
     if op.inputs[0].dtype != "bool":
         chosen = cases[-1]
         for i in range(len(cases) - 2, -1, -1):
@@ -246,7 +247,7 @@ def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
-    return lax.integer_pow(x, int(dict(op.params)["y"]))
+    return lax.integer_pow(x, int(typing.cast(int, dict(op.params)["y"])))
 
 
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -269,7 +270,7 @@ def _is_finite(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _round(op: Op, x: jax.Array) -> jax.Array:
-    return lax.round(x, lax.RoundingMethod(int(dict(op.params).get("rounding_method", 0))))
+    return lax.round(x, lax.RoundingMethod(int(typing.cast(int, dict(op.params).get("rounding_method", 0)))))
 
 
 def _bitcast(op: Op, x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ A read of a small table (SMALL_TABLE elements) at an index that only the tile kn
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -100,7 +101,7 @@ def stays_finite(program: Program) -> bool:
     good: set[int] = set(range(mod_ir.FIRST_FREE_ID))
 
     def fine(atom: Atom) -> bool:
-        return math.isfinite(float(atom.value)) if isinstance(atom, Lit) else atom.id in good
+        return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in good
 
     def bounded(step: Step) -> bool:
         if isinstance(step, Call):
@@ -276,7 +277,7 @@ def run(parts: Split, view: View, score: jax.Array | None) -> list[jax.Array]:
 
     def read(atom: Atom) -> jax.Array:
         if isinstance(atom, Lit):
-            return outside.constant(atom)[()]
+            return typing.cast(jax.Array, outside.constant(atom)[()])
         if atom.id in env:
             return env[atom.id]
         if atom.id == mod_ir.SCORE:
@@ -329,6 +330,7 @@ def _gather(table: jax.Array, index: jax.Array, size: int) -> jax.Array:
             entries = jnp.broadcast_to(table[:, c * LANES : (c + 1) * LANES], (rows, LANES))
             picked = jnp.take_along_axis(entries, low, axis=1, mode="promise_in_bounds")
             found = picked if found is None else jnp.where((here >> 7) == c, picked, found)
+        assert found is not None
         parts.append(found[:, :width])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
@@ -357,7 +359,7 @@ def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
         phase = at % LANES
         if phase not in rolled:
             width = window.shape[1]
-            rolled[phase] = window if phase == 0 else pltpu.roll(window, np.int32(width - phase), 1)
+            rolled[phase] = window if phase == 0 else pltpu.roll(window, np.int32(width - phase), 1)  # pyright: ignore[reportArgumentType]  # an int would be int64 with x64
         base = at - phase
         groups.append(rolled[phase][:, base : base + cols])
     out = groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=0)
@@ -383,7 +385,7 @@ def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
         sums[phase] = band if phase not in sums else sums[phase] + band
     total = None
     for phase, part in sums.items():
-        part = part if phase == 0 else pltpu.roll(part, np.int32(phase), 1)
+        part = part if phase == 0 else pltpu.roll(part, np.int32(phase), 1)  # pyright: ignore[reportArgumentType]  # an int would be int64 with x64
         total = part if total is None else total + part
     assert total is not None
     return total
