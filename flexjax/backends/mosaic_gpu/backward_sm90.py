@@ -96,9 +96,7 @@ def backward(
     return Gradients(
         query=d_query if wanted.query else None,
         key=d_key if wanted.key else None,
-        value=_cut(plan, d_value, plan.kv_len, 0, plan.value_dim)
-        if wanted.value and d_value is not None
-        else None,
+        value=_cut(plan, d_value, plan.kv_len, 0, plan.value_dim) if wanted.value and d_value is not None else None,
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
@@ -151,9 +149,7 @@ def _split(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[jax.Arra
     if x is None:
         return None, None
     main = _cut(plan, x, length, 0, plan.head_dim)
-    return main, _cut(
-        plan, x, length, plan.head_dim, plan.head_dim + plan.extra_dim
-    ) if plan.extra_dim else None
+    return main, _cut(plan, x, length, plan.head_dim, plan.head_dim + plan.extra_dim) if plan.extra_dim else None
 
 
 def _sum_to_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:

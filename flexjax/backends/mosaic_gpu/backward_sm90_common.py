@@ -71,9 +71,7 @@ def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
     return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
 
 
-def row_statistics(
-    plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None
-) -> jax.Array:
+def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
     """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse."""
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
     delta = lax.optimization_barrier(delta)  # or XLA recomputes the sum in a strided order, five times slower
@@ -97,9 +95,7 @@ def prepare(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.A
     return Prepared(pad(operands.query), pad(operands.key), pad(operands.value), pad(d_out), stats)
 
 
-def rows_of(
-    ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int
-) -> typing.Any:
+def rows_of(ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int) -> typing.Any:
     """Rows start..start+size of head (b, h) of a [B, T, N, D] or [B, N, T, D] array."""
     rows = pl.ds(start, size)
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
@@ -155,9 +151,7 @@ class Products:
         else:
             acc[...] = value
 
-    def add(
-        self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False
-    ) -> None:
+    def add(self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False) -> None:
         """acc += a @ b; `a` is a tile in registers or in shared memory, `_t` transposes."""
         if not self.simulated:
             plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)

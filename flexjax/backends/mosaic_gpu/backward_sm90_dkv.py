@@ -114,12 +114,8 @@ def backward_dkv(
             common.take_registers(tiles.groups)
             kv0 = tile * kv_tile + group * tiles.rows
             own_k, own_v = k_smem.at[group], v_smem.at[group]
-            plgpu.copy_gmem_to_smem(
-                rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group]
-            )
-            plgpu.copy_gmem_to_smem(
-                rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_v, kv_full.at[group]
-            )
+            plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group])
+            plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_v, kv_full.at[group])
             plgpu.barrier_wait(kv_full.at[group])
 
             def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
@@ -181,9 +177,7 @@ def backward_dkv(
                     q_smem.at[q_slot],
                     q_full.at[q_slot],
                 )
-                plgpu.copy_gmem_to_smem(
-                    stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot]
-                )
+                plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
                 pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 plgpu.copy_gmem_to_smem(
                     rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries),

@@ -36,9 +36,7 @@ class DqTiles(typing.NamedTuple):
 def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
     queries = tiles.rows * tiles.groups
     return (
-        2
-        * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim))
-        + 2048
+        2 * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)) + 2048
     )
 
 
@@ -114,12 +112,8 @@ def backward_dq(
             lse2 = plgpu.load(stats_ref.at[b, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
             delta = plgpu.load(stats_ref.at[b, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
             own_q, own_do = q_smem.at[group], do_smem.at[group]
-            plgpu.copy_gmem_to_smem(
-                rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group]
-            )
-            plgpu.copy_gmem_to_smem(
-                rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group]
-            )
+            plgpu.copy_gmem_to_smem(rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group])
+            plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group])
             plgpu.barrier_wait(q_full.at[group])
             rows = math.at_rows(b, h, q0, captured)
 
@@ -148,9 +142,7 @@ def backward_dq(
                         factor = found.factor()
                         dp = products.read(dp_acc, 0)
                         products.release(v_free.at[v_slot])
-                        return found.cotangent(
-                            factor, dp, None if math.delta_first else math.spread(delta, "q")
-                        )
+                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])

@@ -56,11 +56,7 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     """Slots that fit, None where this kernel does not apply."""
     dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
     blocks = plan.blocks
-    if (
-        max(dim, value_dim) > 128
-        or dim not in (64, 128)
-        or (blocks is not None and blocks.block_kv % KV_TILE)
-    ):
+    if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % KV_TILE):
         return None
     for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
         tiles = FusedTiles(*slots, by_head=plan.group == 1)
@@ -271,9 +267,7 @@ def backward_fused(
             plgpu.barrier_wait(kv_full)
 
             def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
-                def step(
-                    rows: RowMath, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any
-                ) -> None:
+                def step(rows: RowMath, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
                     q_slot, do_slot = (
                         common.slot_of(at, tiles.query_slots),
                         common.slot_of(at, tiles.out_slots),
@@ -390,9 +384,7 @@ def backward_fused(
         pl.when(group == GROUPS)(copy_in)
         pl.when(group == GROUPS + 1)(add_out)
 
-    swizzle = min(
-        128, 2 * half
-    )  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
+    swizzle = min(128, 2 * half)  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
     scratch = (
         common.tile_smem((tiles.query_slots, QUERIES, dim), dtype, swizzle),
         common.tile_smem((tiles.out_slots, QUERIES, value_dim), dtype),
@@ -417,9 +409,7 @@ def backward_fused(
             jax.ShapeDtypeStruct(given.key.shape, dtype),
             jax.ShapeDtypeStruct(given.value.shape, dtype),
         ),
-        mesh=plgpu.Mesh(
-            grid=(kv_tiles * heads,), grid_names=("program",), num_threads=GROUPS + 2, thread_name="wg"
-        ),
+        mesh=plgpu.Mesh(grid=(kv_tiles * heads,), grid_names=("program",), num_threads=GROUPS + 2, thread_name="wg"),
         compiler_params=common.compiler_params(),
         interpret=plgpu.InterpretGPUParams() if simulated else False,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         name="flexjax_backward_fused",
@@ -433,19 +423,11 @@ def backward_fused(
 def _gather_dq(plan: KernelPlan, total: jax.Array, query: jax.Array, q_tiles: int) -> jax.Array:
     """[B * N * tiles * halves * queries, D / 2] float32 to the layout and dtype of the queries, scaled."""
     half = total.shape[1]
-    total = (
-        (total * plan.scale)
-        .astype(query.dtype)
-        .reshape(plan.batch, plan.q_heads, q_tiles, GROUPS, QUERIES, half)
-    )
+    total = (total * plan.scale).astype(query.dtype).reshape(plan.batch, plan.q_heads, q_tiles, GROUPS, QUERIES, half)
     if plan.layout == "BTNH":
-        total = total.transpose(0, 2, 4, 1, 3, 5).reshape(
-            plan.batch, q_tiles * QUERIES, plan.q_heads, GROUPS * half
-        )
+        total = total.transpose(0, 2, 4, 1, 3, 5).reshape(plan.batch, q_tiles * QUERIES, plan.q_heads, GROUPS * half)
         return _fit(total, query.shape[1], 1)
-    total = total.transpose(0, 1, 2, 4, 3, 5).reshape(
-        plan.batch, plan.q_heads, q_tiles * QUERIES, GROUPS * half
-    )
+    total = total.transpose(0, 1, 2, 4, 3, 5).reshape(plan.batch, plan.q_heads, q_tiles * QUERIES, GROUPS * half)
     return _fit(total, query.shape[2], 2)
 
 

@@ -185,9 +185,7 @@ class ColumnMath:
             score, factor, row = self.score.scaled_tile(s, plan.scale)
             shift = -math.spread(lse2, "q")
             if row is not None:
-                shift = (
-                    math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
-                )
+                shift = math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
             p = jnp.exp2(score * (factor * LOG2E) + shift)
         else:
             score, *rest = self.score.tile(s, plan.scale)

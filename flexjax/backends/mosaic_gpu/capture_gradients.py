@@ -59,9 +59,7 @@ def capture_gradients(
             continue
         sums = _load_sums(plan, operands, given, captures, derivative, load, place)
         totals[load.capture] = _add_at(plan, operands, derivative, load, sums, total)
-    return tuple(
-        None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True)
-    )
+    return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
 
 def refuses(plan: KernelPlan, derivative: mod_ir.Program, wanted: tuple[bool, ...]) -> str | None:
@@ -158,9 +156,7 @@ def _groups(plan: KernelPlan) -> int:
 def _tile_codes(plan: KernelPlan, operands: Operands, tile: int, rows: int, columns: int) -> jax.Array:
     """[B, N, rows, columns] int32: number of the tile * 2 + (1 where the mask applies); NONE where nothing is visited."""
     batch, heads = plan.batch, plan.q_heads
-    number = (
-        jnp.arange(batch * heads * rows * columns, dtype=jnp.int32).reshape(batch, heads, rows, columns) * 2
-    )
+    number = jnp.arange(batch * heads * rows * columns, dtype=jnp.int32).reshape(batch, heads, rows, columns) * 2
     blocks, lists = plan.blocks, operands.lists
     if blocks is None or lists is None:
         return number + int(plan.mask is not None)
@@ -267,9 +263,7 @@ def _summed_tiles(
                         found = rows_math.at_columns(kv0 + part * ROWS, masked).probabilities(s, lse2)
                         (factor,) = found.factors_of_loads()
                         dp = products.read(dp_acc)
-                        return found.cotangent(
-                            factor, dp, None if math.delta_first else math.spread(delta, "q")
-                        )
+                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
 
                     new.append(total + products.accumulators(g, math.shape, math.shape))
                 products.release(score_free)
@@ -380,9 +374,7 @@ def _add_at(
     if _distinct(load):
         return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
     if sums.size > MOST_REPEATED:
-        raise NotImplementedError(
-            refuses(plan, derivative, (True,) * len(derivative.captures)) or "too many places"
-        )
+        raise NotImplementedError(refuses(plan, derivative, (True,) * len(derivative.captures)) or "too many places")
     flat = jnp.zeros(sums.shape, jnp.int32)
     for i, n in zip(index, total.shape, strict=True):
         flat = flat * n + jnp.clip(i, 0, n - 1)

@@ -96,9 +96,7 @@ def _assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, sig
     for index, element, value in items:
         if registers[index] is None:
             registers[index] = llvm.mlir_undef(ir.VectorType.get((layout.vector_length,), value.type))
-        registers[index] = vector.insert(
-            value, registers[index], dynamic_position=[], static_position=[element]
-        )
+        registers[index] = vector.insert(value, registers[index], dynamic_position=[], static_position=[element])
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 

@@ -64,7 +64,9 @@ def dq_kernel(
     slants = [n for n, kind in wanted.items() if kind == mod_ir.DIAGONAL]
     spread = [n for n, kind in wanted.items() if kind == mod_ir.TILE]
     numbers = (*rows, *slants, *spread)
-    modded = Modded(plan, geometry, order, operands, derivative, bound_q=bool(slants or spread), wanted_loads=bool(numbers))
+    modded = Modded(
+        plan, geometry, order, operands, derivative, bound_q=bool(slants or spread), wanted_loads=bool(numbers)
+    )
     group = np.int32(problem.group)
     ragged_kv = plan.kv_len % tiles.kv != 0
 
@@ -189,7 +191,5 @@ def dq_kernel(
 def _unskewed(array: jax.Array, geometry: Geometry) -> jax.Array:
     """[B, N, 8, diagonals] -> [B, N, kv_len + q_len - 1]: the transpose of tile_programs.skewed."""
     length = array.shape[-1]
-    total = sum(
-        jnp.pad(array[:, :, r, r:], ((0, 0), (0, 0), (0, r)))[..., :length] for r in range(tile_programs.SKEW)
-    )
+    total = sum(jnp.pad(array[:, :, r, r:], ((0, 0), (0, 0), (0, r)))[..., :length] for r in range(tile_programs.SKEW))
     return geometry.unlay_diagonals(typing.cast(jax.Array, total))

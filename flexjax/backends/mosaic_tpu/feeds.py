@@ -277,9 +277,7 @@ class Feeds:
         def table(load: Load) -> jax.Array:
             return refs[self._slot[(number, load.out.id)]][...]
 
-        return View(
-            g.q_axis, q0 + np.int32(q_off), k0 + np.int32(kv_off), b, h, rows, cols, read, table
-        )
+        return View(g.q_axis, q0 + np.int32(q_off), k0 + np.int32(kv_off), b, h, rows, cols, read, table)
 
 
 def _stand(line: jax.Array) -> jax.Array:
@@ -304,4 +302,3 @@ def _table(array: jax.Array) -> Operand:
     flat = flat.astype("float32" if jnp.issubdtype(array.dtype, jnp.floating) else "int32")
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES)))
     return Operand(flat, pl.BlockSpec(flat.shape, lambda *_: (ZERO, ZERO)))
-

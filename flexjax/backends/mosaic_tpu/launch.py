@@ -65,7 +65,16 @@ def launch(
     passed = [n for n, o in enumerate(outputs) if chunked or o.zeroed]
 
     def kernel(*refs: jax.Ref) -> None:
-        cuts = (order.prefetch, 2, len(extra), len(inputs), len(feeds.operands), len(passed), len(outputs), len(scratch))
+        cuts = (
+            order.prefetch,
+            2,
+            len(extra),
+            len(inputs),
+            len(feeds.operands),
+            len(passed),
+            len(outputs),
+            len(scratch),
+        )
         parts, at = [], 0
         for size in cuts:
             parts.append(tuple(refs[at : at + size]))

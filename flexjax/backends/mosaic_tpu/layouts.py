@@ -108,7 +108,13 @@ class Problem:
 def problem_of(plan: KernelPlan) -> Problem:
     heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
     return Problem(
-        plan.batch, plan.q_heads, heads, plan.q_len, plan.kv_len, plan.head_dim + plan.extra_dim, plan.value_dim,
+        plan.batch,
+        plan.q_heads,
+        heads,
+        plan.q_len,
+        plan.kv_len,
+        plan.head_dim + plan.extra_dim,
+        plan.value_dim,
         plan.layout == "BTNH",
     )
 

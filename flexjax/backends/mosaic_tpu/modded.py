@@ -71,7 +71,11 @@ class Modded:
         if len(self.score.results) == 1:
             return True
         slope = self.score.results[1]
-        return not self.wanted_loads and isinstance(slope, Lit) and float(typing.cast(float, slope.value)) == self.separated.scale
+        return (
+            not self.wanted_loads
+            and isinstance(slope, Lit)
+            and float(typing.cast(float, slope.value)) == self.separated.scale
+        )
 
     def bias(self, refs: Refs, visit: Visit, part: Part) -> Bias:
         """For a separated score: what is added to it."""

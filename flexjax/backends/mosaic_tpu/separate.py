@@ -66,7 +66,9 @@ def separate(program: Program) -> Separated | None:
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
         if isinstance(atom, Val) and atom.id == mod_ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
-                scales.append(sign * math.prod(float(typing.cast(float, f.value)) for f in factors if isinstance(f, Lit)))
+                scales.append(
+                    sign * math.prod(float(typing.cast(float, f.value)) for f in factors if isinstance(f, Lit))
+                )
                 return True
             return False
         step = maker.get(atom.id) if isinstance(atom, Val) else None
@@ -145,4 +147,3 @@ def bias_on(found: Separated, values: Sequence[jax.Array], view: tile_programs.V
     # Small pieces first: what is of one shape is added before it meets the tile.
     pieces.sort(key=jnp.size)
     return Bias(q_line, functools.reduce(lambda x, y: x + y, pieces) if pieces else None)
-

@@ -40,9 +40,7 @@ class MosaicTpuBackend:
         forward_tiles = vmem.forward_candidates(plan, facts)
         backward_tiles = vmem.backward_candidates(plan, facts, plan.score)
         pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(forward_tiles)]
-        return [
-            {"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs
-        ]
+        return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands) -> Results:
         return forward(plan, operands)
@@ -77,9 +75,7 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     if plan.head_dim + plan.extra_dim > 1024 or plan.value_dim > 1024:
         return f"mosaic_tpu takes head dims up to 1024; this call has {plan.head_dim + plan.extra_dim} and {plan.value_dim}."
     if plan.extra_dim and _uneven(plan):
-        return (
-            f"mosaic_tpu needs the heads of key ({plan.kv_heads}) and key_extra ({plan.extra_heads}) to divide each other."
-        )
+        return f"mosaic_tpu needs the heads of key ({plan.kv_heads}) and key_extra ({plan.extra_heads}) to divide each other."
     blocks = plan.blocks
     if blocks is not None:
         for name, block, length in (("query", blocks.block_q, plan.q_len), ("key", blocks.block_kv, plan.kv_len)):
@@ -122,7 +118,9 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
         load = captured.load_of(derivative, number)
         shown = derivative.captures[load.capture]
         if any("score" in mod_ir.axes_of(a) for a in load.index):
-            return f"mosaic_tpu has no gradient for a captured array ({shown}) read at an index computed from the score."
+            return (
+                f"mosaic_tpu has no gradient for a captured array ({shown}) read at an index computed from the score."
+            )
         if kind == mod_ir.DIAGONAL and 32 * geometry.diagonals > DIAGONAL_BYTES:
             return (
                 f"mosaic_tpu sums the gradient of a captured array ({shown}) read at q - kv in VMEM, "
@@ -165,7 +163,10 @@ def _backward(
     shift = delta if d_lse is None else delta - d_lse.astype(jnp.float32)
     lse = results.lse.astype(jnp.float32)
     saved = Saved(
-        q, k, v, problem.out.lay(d_out.astype(plan.dtype)),
+        q,
+        k,
+        v,
+        problem.out.lay(d_out.astype(plan.dtype)),
         layouts.row_values(jnp.where(lse == -jnp.inf, jnp.inf, lse * jnp.float32(LOG2E)), tokens_first),
         layouts.row_values(shift, tokens_first),
     )
@@ -219,7 +220,9 @@ def _gradients(
     dim = 2 if problem.tokens_first else 1
     own = plan.head_dim
 
-    def part(array: jax.Array | None, layout: layouts.HeadLayout, extra: bool, heads: int, want: bool) -> jax.Array | None:
+    def part(
+        array: jax.Array | None, layout: layouts.HeadLayout, extra: bool, heads: int, want: bool
+    ) -> jax.Array | None:
         if array is None or not want:
             return None
         laid = layout.unlay(array)

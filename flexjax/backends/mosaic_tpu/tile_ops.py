@@ -21,7 +21,47 @@ Rule = Callable[..., jax.Array]
 
 # Same name, same meaning, known to compile on float32 and int32 tiles.
 PLAIN = frozenset(
-    ["abs", "add", "sub", "mul", "neg", "max", "min", "exp", "exp2", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt", "erf", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "atan2", "square", "sign", "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "shift_left", "shift_right_arithmetic", "shift_right_logical", "population_count", "clz", "rem", "clamp"]
+    [
+        "abs",
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "max",
+        "min",
+        "exp",
+        "exp2",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "sqrt",
+        "rsqrt",
+        "erf",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "floor",
+        "ceil",
+        "atan2",
+        "square",
+        "sign",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "is_finite",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "population_count",
+        "clz",
+        "rem",
+        "clamp",
+    ]
 )
 
 KERNEL_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "int8", "uint8", "int16", "uint16"})
@@ -77,7 +117,26 @@ def cost(op: Op) -> int:
     return 20 if op.prim in SLOW else 1
 
 
-SLOW = frozenset(["erf", "erf_inv", "sin", "cos", "tan", "atan2", "pow", "asin", "acos", "atan", "asinh", "acosh", "atanh", "erfc", "expm1", "cbrt"])
+SLOW = frozenset(
+    [
+        "erf",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "atan2",
+        "pow",
+        "asin",
+        "acos",
+        "atan",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erfc",
+        "expm1",
+        "cbrt",
+    ]
+)
 
 
 # ------------------------------------------------------------------- rewrites

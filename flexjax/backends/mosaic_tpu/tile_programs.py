@@ -92,7 +92,37 @@ class Split:
 
 
 FINITE_OPS = frozenset(
-    ["add", "sub", "neg", "abs", "max", "min", "tanh", "logistic", "select_n", "convert_element_type", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "copy", "clamp", "erf", "floordiv", "floormod"]
+    [
+        "add",
+        "sub",
+        "neg",
+        "abs",
+        "max",
+        "min",
+        "tanh",
+        "logistic",
+        "select_n",
+        "convert_element_type",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "floor",
+        "ceil",
+        "round",
+        "sign",
+        "copy",
+        "clamp",
+        "erf",
+        "floordiv",
+        "floormod",
+    ]
 )
 
 
@@ -129,7 +159,11 @@ def is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
     """Whether the load is `capture[uniform..., q, kv]`, so that blocks of the array itself can be fed."""
     kind = mod_ir.classify_load(load)
     capture = program.captures[load.capture]
-    if kind.kind != mod_ir.TILE or kind.dims[-2:] != ("q", "kv") or capture.dtype not in ("float32", "bfloat16", "int32"):
+    if (
+        kind.kind != mod_ir.TILE
+        or kind.dims[-2:] != ("q", "kv")
+        or capture.dtype not in ("float32", "bfloat16", "int32")
+    ):
         return False
     if any(d != "uniform" for d in kind.dims[:-2]) or capture.shape[-2] < q_len or capture.shape[-1] < kv_len:
         return False
@@ -181,7 +215,12 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
                 feed(val, step)
                 continue
             capture = program.captures[step.capture]
-            small = 0 < table_size(program, step) <= SMALL_TABLE and val.dtype in ("float32", "int32", "bfloat16", "bool")
+            small = 0 < table_size(program, step) <= SMALL_TABLE and val.dtype in (
+                "float32",
+                "int32",
+                "bfloat16",
+                "bool",
+            )
             if small and place in (TILE, SCORE):
                 inside.add(val.id)
                 gathers.add(val.id)
@@ -343,7 +382,9 @@ SKEW = 8
 
 def skewed(diagonals: jax.Array) -> jax.Array:
     """[..., n] -> [..., 8, n]: out[..., r, x] = diagonals[..., x - r] (0 where that is before the start)."""
-    rows = [jnp.pad(diagonals, [(0, 0)] * (diagonals.ndim - 1) + [(r, 0)])[..., : diagonals.shape[-1]] for r in range(SKEW)]
+    rows = [
+        jnp.pad(diagonals, [(0, 0)] * (diagonals.ndim - 1) + [(r, 0)])[..., : diagonals.shape[-1]] for r in range(SKEW)
+    ]
     return jnp.stack(rows, axis=-2)
 
 
