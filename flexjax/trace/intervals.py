@@ -452,6 +452,16 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
     x, y = args
+    if isinstance(op.inputs[1], Lit) and -(2**30) < op.inputs[1].value < 0:  # x % -d is -((-x) % d)
+        turned = Interval(-x.high, -x.low, x.attained, x.contiguous)
+        found = _rest(turned, Interval(-y.high, -y.low))
+        info = jnp.iinfo(x.low.dtype)
+        return _widened(Interval(-found.high, -found.low, *found[2:]), x.low <= info.min)
+    return _rest(x, y)
+
+
+def _rest(x: Interval, y: Interval) -> Interval:
+    """x % y where y is positive."""
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
     low = jnp.where(same, jnp.mod(x.low, modulus), 0)
@@ -491,8 +501,9 @@ def _convert(op: Op, args: list[Abstract]) -> Interval | None:
     if jnp.issubdtype(old, jnp.floating):
         info = jnp.iinfo(dtype)
         inside = (x.low > float(info.min)) & (x.high < float(info.max) * 0.999)
-        low = jnp.where(inside, jnp.where(inside, x.low, 0).astype(dtype), info.min)
-        return Interval(low, jnp.where(inside, jnp.where(inside, x.high, 0).astype(dtype), info.max))
+        whole = typing.cast(Interval, unknown(op.out.dtype))
+        ends = (jnp.where(inside, e, 0).astype(dtype) for e in (x.low, x.high))
+        return Interval(*(jnp.where(inside, e, w) for e, w in zip(ends, (whole.low, whole.high), strict=True)))
     if range_known(op.out) and range_known(op.inputs[0]) and dtype.itemsize >= 4:
         return Interval(x.low.astype(dtype), x.high.astype(dtype), x.attained, x.contiguous)
     return _widened(Interval(x.low.astype(dtype), x.high.astype(dtype), x.attained, x.contiguous), ~_fits(x, dtype))

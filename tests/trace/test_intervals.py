@@ -1,0 +1,88 @@
+"""Three-valued logic over blocks: each rule against every entry of every block, where it can say a wrong thing."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexjax.block_mask.classify import classify_rows
+from flexjax.trace.trace_mod import trace_mask_mod
+from tests.block_mask.random_masks import classes, dense
+
+SIZES = (2, 3, 96, 130)
+BLOCKS = (16, 24)
+T, S = SIZES[2:]
+rng = np.random.default_rng(11)
+BYTES = jnp.asarray(rng.integers(-128, 128, S), jnp.int8)
+WORDS = jnp.asarray(rng.integers(0, 2**32, S, dtype=np.uint64).astype(np.uint32))
+NARROW = (jnp.arange(S) + 200).astype(jnp.bfloat16)
+ENDLESS = jnp.where(jnp.arange(S) % 5 == 0, -jnp.inf, 5.0)
+UPWARDS = jnp.where(jnp.arange(S) % 7 == 0, jnp.inf, 5.0)
+HOLES = jnp.where(jnp.arange(S) % 9 == 0, jnp.nan, 1.0)
+WINDOW = jnp.asarray([0, 50, 130])
+F32 = lambda x: x.astype(jnp.float32)
+U32 = lambda x: x.astype(jnp.uint32)
+
+SOUND = {
+    "bytes that wrap": lambda b, h, q, k: BYTES[q] + BYTES[k] > 0,
+    "a product of bytes": lambda b, h, q, k: BYTES[q] * BYTES[k] > 100,
+    "a negated byte": lambda b, h, q, k: -BYTES[q] >= -127,
+    "an absolute byte": lambda b, h, q, k: jnp.abs(BYTES[q]) >= 0,
+    "unsigned difference": lambda b, h, q, k: U32(q) - U32(k) < 5,
+    "a negated word": lambda b, h, q, k: -U32(q) > 100,
+    "words as bools": lambda b, h, q, k: WORDS[k].astype(bool),
+    "a hash as bool": lambda b, h, q, k: (WORDS[k] & U32(q)).astype(bool),
+    "a product that overflows": lambda b, h, q, k: (q * 20_000_000) * k > 5,
+    "a shifted head as an index": lambda b, h, q, k: k < WINDOW[h >> 1],
+    "a masked head as an index": lambda b, h, q, k: k < WINDOW[(h ^ b) & 1],
+    "logarithm of negatives": lambda b, h, q, k: jnp.log(F32(q - k)) <= 10,
+    "root of negatives": lambda b, h, q, k: jnp.sqrt(F32(q - k)) < 20,
+    "infinity less infinity": lambda b, h, q, k: jnp.tanh(ENDLESS[q] + UPWARDS[k]) < 1.5,
+    "zero times infinity": lambda b, h, q, k: F32(q - k) * UPWARDS[k] <= jnp.inf,
+    "infinity over infinity": lambda b, h, q, k: jnp.minimum(UPWARDS[q] / UPWARDS[k], 3) <= 3,
+    "NaN among numbers": lambda b, h, q, k: HOLES[k] <= 2,
+    "not NaN among numbers": lambda b, h, q, k: ~(HOLES[k] > 2),
+    "NaN as bool": lambda b, h, q, k: (HOLES[k] * 0).astype(bool),
+    "narrow sums round": lambda b, h, q, k: NARROW[q] + jnp.bfloat16(1) <= 256,
+    "narrow conversions round": lambda b, h, q, k: (q + 250).astype(jnp.bfloat16) <= 256,
+    "float to unsigned": lambda b, h, q, k: F32(q - k).astype(jnp.uint32) < 3,
+    "remainder of a negative": lambda b, h, q, k: (q - k) % -7 > -3,
+    "division by a negative": lambda b, h, q, k: (q - k) // -7 > 2,
+    "the same value twice": lambda b, h, q, k: (q - k) * (q - k) < 100,
+    "selected": lambda b, h, q, k: jnp.where(HOLES[k] > 0, q - k, k - q) < 30,
+}
+
+
+def found(mask: object) -> tuple[np.ndarray, np.ndarray]:
+    traced = trace_mask_mod(mask, SIZES)
+    rows = jnp.arange(-(-T // BLOCKS[0]), dtype=jnp.int32)
+    kinds, certain = classify_rows(traced.program, traced.arrays, SIZES[:2], (T, S, *BLOCKS), rows)
+    return np.asarray(kinds), np.asarray(certain)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_is_claimed_wrongly(name: str) -> None:
+    """Full, empty, and that a block is certainly mixed."""
+    kinds, certain = found(SOUND[name])
+    want = classes(dense(SOUND[name], SIZES), BLOCKS)
+    np.testing.assert_array_equal(kinds[kinds != 1], want[kinds != 1])
+    np.testing.assert_array_equal(kinds[certain], want[certain])
+
+
+CERTAIN = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: jnp.abs(q - k) < 20,
+    "chunks": lambda b, h, q, k: q // 40 == k // 40,
+    "chunks of a size by head": lambda b, h, q, k: q // (WINDOW[h] + 8) == k // (WINDOW[h] + 8),
+    "remainders": lambda b, h, q, k: (q % 7) == (k % 5),
+    "remainders by a negative": lambda b, h, q, k: q % -7 < k % -5,
+    "divided by a negative": lambda b, h, q, k: q // -3 + 20 < k // -4,
+    "captured threshold": lambda b, h, q, k: k + 3 < WINDOW[h],
+    "dense": lambda b, h, q, k: (BYTES[q] > 0) & (WORDS[k] > jnp.uint32(2**31)),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_no_doubt_is_left(name: str) -> None:
+    kinds, certain = found(CERTAIN[name])
+    assert certain.all()
+    np.testing.assert_array_equal(kinds, classes(dense(CERTAIN[name], SIZES), BLOCKS))

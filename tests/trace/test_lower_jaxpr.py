@@ -1,0 +1,60 @@
+"""Which steps a jaxpr becomes: what is unrolled, inlined, recognised, and what is left whole."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from flexjax.trace.mod_ir import Op
+from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
+
+SIZES = (2, 3, 9, 7)
+TABLE = jnp.arange(9.0)
+WORDS = jnp.arange(9, dtype=jnp.int8)
+
+
+def steps(mod: object) -> list[str]:
+    trace = trace_mask_mod if mod.__code__.co_argcount == 4 else trace_score_mod
+    return [s.prim if isinstance(s, Op) else type(s).__name__.lower() for s in trace(mod, SIZES).program.steps]
+
+
+@jax.jit
+def remainder(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(x > 1000, 0, lax.rem(x, y))
+
+
+PROGRAMS = {
+    "remainder": (lambda b, h, q, k: (q - k) % 4 == 1, ["sub", "floormod", "eq"]),
+    "floor division": (lambda b, h, q, k: q // 4 == k // 4, ["floordiv", "floordiv", "eq"]),
+    "remainder of another width": (
+        lambda b, h, q, k: WORDS[q] % (k + 1) == 0,
+        ["load", "add", "convert_element_type", "floormod", "eq"],
+    ),
+    "vector remainder": (
+        lambda b, h, q, k: jnp.all(jnp.stack([q, k]) % 2 == 0),
+        ["floormod", "eq", "floormod", "eq", "and"],
+    ),
+    "fixed loop": (lambda s, b, h, q, k: lax.fori_loop(0, 3, lambda i, x: x * x, s), ["mul"] * 3),
+    "while": (lambda s, b, h, q, k: lax.while_loop(lambda x: x > 2, lambda x: x / 2, s), ["call"]),
+    "branch": (
+        lambda s, b, h, q, k: lax.cond(q > k, lambda: s, lambda: -s),
+        ["gt", "convert_element_type", "ge", "neg", "select_n"],
+    ),
+    "nested jit": (lambda s, b, h, q, k: jax.jit(lambda x: jax.jit(jnp.tanh)(x))(s), ["tanh"]),
+    "checkpoint": (lambda s, b, h, q, k: jax.checkpoint(jnp.sin)(s), ["sin"]),
+    "stopped": (lambda s, b, h, q, k: lax.stop_gradient(s), []),
+    "barrier": (lambda s, b, h, q, k: lax.optimization_barrier((s, s))[1], []),
+    "known to be in bounds": (lambda s, b, h, q, k: s + TABLE[q], ["load", "add"]),
+    "constant index": (lambda s, b, h, q, k: s + TABLE[-1], ["load", "add"]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_steps(name: str) -> None:
+    mod, wanted = PROGRAMS[name]
+    assert sorted(steps(mod)) == sorted(wanted)
+
+
+def test_a_function_that_only_bears_the_name() -> None:
+    """A jitted function called `remainder` is what it does, not what it is called."""
+    assert "gt" in steps(lambda b, h, q, k: remainder(q * 200, k + 1) == 0)
