@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
+from jax import core
 
 from flexjax import dispatch
 from flexjax.autodiff import attention
@@ -72,7 +73,7 @@ def flex_attention(
 
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
     """
-    arguments: Arguments = dict(
+    arguments = Arguments(
         score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks, layout=layout,
         return_aux=return_aux, kernel_options=kernel_options, dropout_rate=dropout_rate, dropout_key=dropout_key,
         query_extra=query_extra, key_extra=key_extra,
@@ -150,7 +151,7 @@ def describe_call(function: str, query: object, key: object, value: object, argu
     return f"in {function}({', '.join(parts)})"
 
 
-def _describe(x: object) -> str:
+def _describe(x: typing.Any) -> str:
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}{list(x.shape)}"
     if isinstance(x, BlockMask):
@@ -218,7 +219,7 @@ def _is_identity(score: TracedMod) -> bool:
 def _scale(scale: object, inputs: Inputs) -> float:
     if scale is None:
         return 1.0 / math.sqrt(max(inputs.head_dim, 1))
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, core.Tracer):
         raise bad_argument(
             "scale", "traced", "a Python float", "Multiply query by it, or use a score_mod that captures it."
         )

@@ -12,11 +12,13 @@ loops that reverse mode can cross. Named residuals for jax.checkpoint policies: 
 """
 
 import functools
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -32,7 +34,7 @@ Array = jax.Array
 def attention(problem: Problem, operands: Operands) -> Results:
     """Runs the forward pass of a problem; differentiable and mappable."""
     flat = varying_alike(jax.tree.leaves(operands))
-    run = functools.partial(forward_p.bind, problem=problem)
+    run: Callable = functools.partial(forward_p.bind, problem=problem)
     where = jax.typeof(operands.query).sharding
     if jax.sharding.AxisType.Explicit in where.mesh.axis_types:
         # The partitioner splits the work; out and lse come back split as query is, but for its head dim.
@@ -71,14 +73,14 @@ def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, 
 def _tangent(*flat: Array, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
     operands, results, tangents = _split(problem, flat)
     spread = _spread(tangents, moving)
-    moved = Gradients(*spread[:6], tuple(spread[6:]))
-    xla = dispatch.backend("xla")
+    moved = Gradients._make((*spread[:6], tuple(spread[6:])))
+    xla: typing.Any = dispatch.backend("xla")
     return list(xla.tangent(problem.plan, operands, results, moved, problem.needed_derivative()))
 
 
 def _backward(*flat: Array, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
     operands, results, cotangents = _split(problem, flat)
-    asked = Wanted(*wanted[:6], wanted[6:])
+    asked = Wanted._make((*wanted[:6], wanted[6:]))
     derivative = problem.needed_derivative()
     run = dispatch.backward_backend(problem.backend, problem.plan, asked, derivative).backward
     d_lse = cotangents[1] if has_lse else None
@@ -109,22 +111,23 @@ def _primitive(name: str, function: Callable[..., list[Array]]) -> Primitive:
         return compiled(**params)(*flat)
 
     @primitive.def_abstract_eval
-    def shapes(*avals: jax.core.ShapedArray, **params: object) -> list[jax.core.ShapedArray]:
+    def shapes(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:
         outs = _shapes(function, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
         return [_aval_like(avals[0], shape, dtype) for shape, dtype in outs]
 
     inlined = mlir.lower_fun(function, multiple_results=True)
 
-    def lower(ctx: mlir.LoweringRuleContext, *flat: object, **params: object) -> object:
+    def lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, **params: typing.Any) -> typing.Any:
         # What varies over which mesh axes is settled by now; loops that start from zeros need not know.
-        plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        avals: typing.Any = ctx.avals_in
+        plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         return inlined(ctx.replace(avals_in=plain), *flat, **params)
 
     mlir.register_lowering(primitive, lower)
     return primitive
 
 
-def _aval_like(query: jax.core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.core.ShapedArray:
+def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> core.ShapedArray:
     """A result's type: on the mesh of query, and varying over the same axes of it."""
     sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
@@ -153,7 +156,7 @@ def _is_zero(tangent: object) -> bool:
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
     out, lse, *top = forward_p.bind(*primals, problem=problem)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
-    places = problem.operands(range(len(primals)))
+    places = problem.arrange(range(len(primals)))
     moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in places.movable]
     present = tuple(m is not None for m in moving)
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
@@ -164,7 +167,9 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     return [out, lse, *top], [*moved, *map(jnp.zeros_like, top)]
 
 
-def _tangent_transpose(cotangents: Sequence[object], *flat: object, problem: Problem, moving: tuple[bool, ...]) -> list:
+def _tangent_transpose(
+    cotangents: Sequence[typing.Any], *flat: typing.Any, problem: Problem, moving: tuple[bool, ...]
+) -> list:
     n = problem.structure.num_leaves + 2
     fixed = flat[:n]
     d_out, d_lse = cotangents
@@ -212,7 +217,7 @@ def _batch_rule(primitive: Primitive) -> Callable:
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
         mapped = [d is not None for d in dims]
-        front = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(flat, dims, mapped, strict=True)]
+        front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(flat, dims, strict=True)]
         outs = batch_rule(primitive, problem, front, mapped, params)
         return outs, [0] * len(outs)
 

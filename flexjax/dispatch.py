@@ -59,8 +59,8 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """Names to ask, in order. Raises ValueError for a name that is none."""
     if implementation is None:
         return tuple(TABLE)
-    many = isinstance(implementation, Sequence) and not isinstance(implementation, str)
-    names = tuple(implementation) if many else (implementation,)
+    one = isinstance(implementation, str) or not isinstance(implementation, Sequence)
+    names: tuple = (implementation,) if one else tuple(implementation)
     if not names or any(n not in NAMES for n in names):
         raise bad_argument(
             "implementation",

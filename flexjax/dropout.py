@@ -8,6 +8,7 @@ mixing runs for every element. The mixer is the 32-bit finaliser "lowbias32" (C.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from flexjax.errors import bad_argument
 from flexjax.trace.trace_mod import Sizes, TracedMod, trace_multiplier
@@ -38,7 +39,7 @@ def dropout_program(rate: object, key: Array | None, sizes: Sizes, dtype: str = 
 
     Raises ValueError for a rate outside [0, 1) or a missing or malformed key.
     """
-    if isinstance(rate, jax.core.Tracer):
+    if isinstance(rate, core.Tracer):
         raise bad_argument("dropout_rate", "traced", "a Python float in [0, 1)", "Make it a static argument of jit.")
     if not isinstance(rate, int | float | np.number) or not 0 <= rate < 1:
         raise bad_argument("dropout_rate", repr(rate), "a Python float in [0, 1)", "0.0 means no dropout.")

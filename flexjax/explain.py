@@ -1,16 +1,19 @@
 """What a call will do and why: the traced mods, the block picture, the backend and every refusal, the work."""
 
+import dataclasses
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from flexjax import dispatch
 from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace.mod_ir import AXES, Program, classify_load
+from flexjax.trace.mod_ir import AXES, Load, Program, classify_load
 
 Array = jax.Array
 
@@ -79,7 +82,7 @@ def describe(program: Program) -> str:
     width = max((len(line) for line in body), default=0)
     for line, step in zip(body, program.steps, strict=True):
         axes = ",".join(a for a in AXES if a in step.outs[0].axes) or "-"
-        walk = f"  {classify_load(step)}" if hasattr(step, "capture") else ""
+        walk = f"  {classify_load(step)}" if isinstance(step, Load) else ""
         lines.append(f"{line:<{width}}  [{axes}]{walk}")
     lines.append("  -> " + ", ".join(map(str, program.results)))
     return "\n".join(lines)
@@ -89,7 +92,7 @@ def _blocks(call: Call) -> str:
     mask = block_mask_of(call)
     if mask is None:
         return "blocks: no mask, every tile is visited"
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
+    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
         return f"blocks: {mask!r}, known when the program runs"
     batches, heads = mask.kv_num_blocks.shape[:2]
     first = mask if batches * heads == 1 else mask[0, 0]
@@ -110,7 +113,9 @@ def block_mask_of(call: Call) -> BlockMask | None:
         arrays += [np.zeros(shape, np.int32) if num is None else num]
         arrays += [np.zeros((*shape, 0), np.int32) if index is None else index]
     sizes = (plan.blocks.block_q, plan.blocks.block_kv)
-    return BlockMask(*arrays, call.operands.mask_captures, plan.mask, plan.q_len, plan.kv_len, sizes)
+    fields = (*arrays, call.operands.mask_captures, plan.mask, plan.q_len, plan.kv_len, sizes)
+    named: dict[str, typing.Any] = {f.name: x for f, x in zip(dataclasses.fields(BlockMask), fields, strict=True)}
+    return BlockMask(**named)
 
 
 def _choice(choice: dispatch.Choice, plan: KernelPlan) -> str:
@@ -128,7 +133,7 @@ def _work(call: Call) -> str:
     mask = block_mask_of(call)
     if mask is None:
         visited, total, entries = 1, 1, plan.q_len * plan.kv_len
-    elif any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
+    elif any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
         return "work: depends on traced block lists"
     else:
         counts = [np.asarray(x).sum(dtype=np.int64) for x in (mask.kv_num_blocks, mask.full_kv_num_blocks)]

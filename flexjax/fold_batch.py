@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 
 from flexjax.backends import tile_math
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -48,21 +49,21 @@ class Mapped:
     wanted   backward: which of them get a gradient, apart for each copy
     """
 
-    primitive: object
+    primitive: Primitive
     problem: Problem
     flat: tuple[Array, ...]
     axes: tuple[bool, ...]
     size: int
-    params: dict[str, object]
+    params: dict[str, typing.Any]
 
     @property
     def operands(self) -> Operands:
         return self.problem.operands(self.flat[: self.leaves])
 
     @property
-    def flags(self) -> Operands:
+    def flags(self) -> typing.Any:
         """Which operands are mapped."""
-        return self.problem.operands(self.axes[: self.leaves])
+        return self.problem.arrange(self.axes[: self.leaves])
 
     @property
     def leaves(self) -> int:
@@ -70,11 +71,11 @@ class Mapped:
 
     @property
     def moving(self) -> tuple[bool, ...] | None:
-        return self.params.get("moving")  # type: ignore[return-value]
+        return self.params.get("moving")
 
     @property
     def wanted(self) -> tuple[bool, ...] | None:
-        return self.params.get("wanted")  # type: ignore[return-value]
+        return self.params.get("wanted")
 
     def tangent_place(self, movable: int) -> int | None:
         """Where in `flat` the tangent of a movable operand is; None if it does not move."""
@@ -83,7 +84,9 @@ class Mapped:
         return self.leaves + 2 + sum(self.moving[:movable])
 
 
-def batch_rule(primitive: object, problem: Problem, flat: Sequence[Array], axes: Sequence[bool], params: dict) -> list:
+def batch_rule(
+    primitive: Primitive, problem: Problem, flat: Sequence[Array], axes: Sequence[bool], params: dict
+) -> list:
     """Results with the mapped axis in front; `flat` has it in front where `axes`."""
     size = next(x.shape[0] for x, m in zip(flat, axes, strict=True) if m)
     call = Mapped(primitive, problem, tuple(flat), tuple(axes), size, params)
@@ -117,7 +120,7 @@ def fold(call: Mapped) -> Folded:
     apart = [
         flags.score_captures[i]
         or (call.wanted is not None and call.wanted[FIRST_CAPTURE + i])
-        or (tangents[i] is not None and call.axes[tangents[i]])
+        or any(place == tangents[i] and mapped for place, mapped in enumerate(call.axes))
         for i in captures
     ]
     score = _program(plan.score, size, plan.batch, apart)
@@ -128,13 +131,12 @@ def fold(call: Mapped) -> Folded:
     lead = lambda x, m: None if x is None else _lead(x, m, size)
     copies = lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape))
     lists, lists_batch = _lists(plan, operands, flags, size)
-    folded = Operands(
-        *(lead(x, m) for x, m in zip(operands[:SINKS], flags[:SINKS], strict=True)),
-        operands.sinks,
-        tuple(copies(x, flags.score_captures[i]) if apart[i] else x for i, x in enumerate(operands.score_captures)),
-        operands.mask_captures,
-        operands.dropout_captures,
-        lists,
+    folded = operands._replace(
+        **{n: lead(getattr(operands, n), getattr(flags, n)) for n in Operands._fields[:SINKS]},
+        score_captures=tuple(
+            copies(x, flags.score_captures[i]) if apart[i] else x for i, x in enumerate(operands.score_captures)
+        ),
+        lists=lists,
     )
     rest = []
     for place in range(call.leaves, len(call.flat)):
@@ -152,7 +154,7 @@ def fold(call: Mapped) -> Folded:
 
     def unfold(outs: Sequence[Array]) -> list[Array]:
         """Gradients of captures already have the axis in front."""
-        split = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in outs[:led]]
+        split = [x.reshape(size, plan.batch, *x.shape[1:]) for x in outs[:led]]
         return split + list(outs[len(split) :])
 
     return Folded([*jax.tree.leaves(folded), *rest], new_problem, unfold)
@@ -164,7 +166,7 @@ def fold(call: Mapped) -> Folded:
 def _with_sinks(call: Mapped) -> list[Array]:
     """The folded call without its sinks, which then join the softmax as the column that they are."""
     problem, plan, params = call.problem, call.problem.plan, dict(call.params)
-    sinks_place = problem.operands(range(call.leaves)).sinks
+    sinks_place = problem.arrange(range(call.leaves)).sinks
     drop = {sinks_place}
     for name in ("moving", "wanted"):
         if name in params:
@@ -178,8 +180,8 @@ def _with_sinks(call: Mapped) -> list[Array]:
         structure=jax.tree.structure(call.operands._replace(sinks=None)),
     )
     keep = [i for i in range(len(call.flat)) if i not in drop]
-    flat, axes = (tuple(x[i] for i in keep) for x in (call.flat, call.axes))
-    if not any(params.get("moving", params.get("wanted", (True,)))):
+    flat, axes = tuple(call.flat[i] for i in keep), tuple(call.axes[i] for i in keep)
+    if not any(params.get("moving") or params.get("wanted") or (True,)):
         outs = [] if call.moving is None else [jnp.zeros_like(x)[None] for x in _out_and_lse(call)]
     elif any(axes):
         outs = _run(Mapped(call.primitive, bare, flat, axes, call.size, params))
@@ -200,14 +202,14 @@ def _with_sinks(call: Mapped) -> list[Array]:
         moved = weight * (0 if tangent_place is None else spread(place(tangent_place)))
         t_out = outs[0] - (out * moved[..., None]).astype(outs[0].dtype)
         return [whole(t_out), whole(outs[1] + moved)]
-    outs = [whole(x) for x in outs]
-    if call.wanted[SINKS]:
+    outs, wanted = [whole(x) for x in outs], call.wanted
+    if wanted is not None and wanted[SINKS]:
         delta = (place(call.leaves + 2) * out).sum(-1)
         if call.params["has_lse"]:
             delta = delta - place(call.leaves + 3)
         heads = (1, 2) if plan.layout == "BTNH" else (1, 3)
         gradient = -(weight * delta).sum(heads)
-        outs.insert(sum(call.wanted[:SINKS]), whole(gradient).astype(call.flat[sinks_place].dtype))
+        outs.insert(sum(wanted[:SINKS]), whole(gradient).astype(call.flat[sinks_place].dtype))
     return outs
 
 
@@ -244,7 +246,7 @@ def _lead(x: Array, mapped: bool, size: int) -> Array:
     return whole.reshape(size * whole.shape[1], *whole.shape[2:])
 
 
-def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[object, int]:
+def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[typing.Any, int]:
     """The block lists for the folded batch and their batch size: still 1 where all copies and entries share them."""
     if operands.lists is None or plan.blocks is None:
         return operands.lists, 0

@@ -94,11 +94,13 @@ def dot_product_attention(
     )
     if not isinstance(result, tuple):
         return result[0] if single else result
-    out, lse = result[0], jax.lax.stop_gradient(result[1].lse.astype(k.dtype))
+    out, aux = result
+    assert aux.lse is not None
+    lse = jax.lax.stop_gradient(aux.lse.astype(k.dtype))
     return (out[0], lse[0]) if single else (out, lse)
 
 
-def _window(size: object) -> MaskMod:
+def _window(size: int | tuple[int, int]) -> MaskMod:
     left, right = size if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
     if not all(isinstance(n, int | np.integer) and n >= 0 for n in (left, right)):
         raise bad_argument(

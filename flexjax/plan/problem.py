@@ -1,6 +1,7 @@
 """The static side of a call: a plan, the derivative of its score_mod, and the backend that runs it."""
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -23,9 +24,13 @@ class Problem:
     derivative: Program | None
     why_not: str
     backend: str
-    structure: jax.tree_util.PyTreeDef
+    structure: typing.Any
 
     def operands(self, flat: Sequence[Array]) -> Operands:
+        return jax.tree.unflatten(self.structure, flat)
+
+    def arrange(self, flat: Sequence[object]) -> typing.Any:
+        """Other things, one for each array, in the places of the operands."""
         return jax.tree.unflatten(self.structure, flat)
 
     def differentiable(self) -> "Problem":

@@ -44,6 +44,7 @@ def test_hessian_vector_products(case: str) -> None:
             np.testing.assert_allclose(got[array], want[array], rtol=1e-7, atol=1e-8, err_msg=array)
 
 
+@pytest.mark.slow
 def test_hessian_of_a_head_gate() -> None:
     problem = PROBLEMS["reads"]
     arrays = problem.arrays()

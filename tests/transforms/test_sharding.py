@@ -101,6 +101,7 @@ def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
     close((value, grads), gradients(attend)(q, k, v, sinks))
 
 
+@pytest.mark.slow
 def test_the_table_of_problems_on_split_arrays() -> None:
     problem = PROBLEMS["documents"]
     arrays: Arrays = problem.arrays()
