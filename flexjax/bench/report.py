@@ -58,9 +58,14 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
         f"{facts.get('device', 'no device')}; {about}. Medians: " + "; ".join(f"{p}: {h}" for p, h in how.items()),
     ]
     lines += [f"`{command}`"]
-    reasons = {f"{p}, {row['problem']}: {_reason(r)}" for row in rows for p, r in row["peers"].items() if "failed" in r}
-    skipped = {f"{p} {_reason(r)}" for row in rows for p, r in row["peers"].items() if "skipped" in r}
-    return "\n".join(lines + [f"- {reason}" for reason in [*sorted(skipped), *sorted(reasons)]])
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for p, r in row["peers"].items():
+            if _reason(r):
+                reasons.setdefault(f"{p} {'failed, ' if 'failed' in r else ''}{_reason(r)}", []).append(row["problem"])
+    return "\n".join(
+        lines + [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in sorted(reasons.items())]
+    )
 
 
 def _gpu_milliseconds(result: Row) -> str:

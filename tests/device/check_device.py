@@ -336,7 +336,9 @@ def _spawn(index: int, tasks: list[Task], seed: int, until: float, folder: str) 
     path = os.path.join(folder, f"worker{index}-{seed}")
     with open(path + ".tasks", "w") as file:
         json.dump(dict(tasks=tasks, seed=seed, until=until), file)
-    environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION="0.05")
+    # What xla compiles here is only the reference: quickly made is better than fast.
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS=flags)
     command = [sys.executable, os.path.abspath(__file__), "--worker", path + ".tasks"]
     with open(path + ".out", "w") as out, open(path + ".err", "w") as err:
         return subprocess.Popen(command, stdout=out, stderr=err, env=environment), path

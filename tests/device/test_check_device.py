@@ -1,0 +1,57 @@
+"""Runs the device check where there is a Hopper GPU; what it needs no GPU for is tested everywhere."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "check_device.py")
+
+
+def _script():
+    spec = importlib.util.spec_from_file_location("check_device", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_random_problems_are_drawn_from_their_seed_alone():
+    check = _script()
+    rows = [check.random_problem(seed) for seed in range(300)]
+    assert rows == [check.random_problem(seed) for seed in range(300)]
+    assert {row["mask"] for row in rows} == set(check._masks(None, 1, 1, 1, 1))
+    assert {row["mod"] for row in rows} == set(check._mods(None, 1, 1, 1, 1))
+
+
+def test_a_wrong_result_is_seen():
+    check = _script()
+    want = np.random.default_rng(0).standard_normal((4, 32))
+    check._close("x", want * 1.001, want, "float16")
+    with pytest.raises(AssertionError, match="x: error"):
+        check._close("x", want * 1.03, want, "bfloat16")
+    with pytest.raises(AssertionError, match="1 NaN"):
+        check._close("x", np.where(want == want[0, 0], np.nan, want), want, "bfloat16")
+
+
+def test_the_summary_counts_and_tells():
+    results = [
+        dict(task=["conformance", "plain", "bfloat16"], verdict="ok", seconds=1.0),
+        dict(task=["conformance", "seven", "bfloat16"], verdict="FAILED AssertionError: d:k", seconds=2.0),
+    ]
+    assert _script().summary(results) == [
+        "conformance: 1 FAILED, 1 ok; slowest 2 s",
+        "  conformance seven bfloat16: FAILED AssertionError: d:k",
+    ]
+
+
+@pytest.mark.slow
+def test_on_the_device():
+    device = jax.devices()[0]
+    if not getattr(device, "compute_capability", "").startswith("9"):
+        pytest.skip(f"needs a Hopper GPU; the default device is a {device.platform}")
+    command = [sys.executable, SCRIPT, "--seconds", "600"]
+    assert subprocess.run(command, check=False, env=dict(os.environ, PYTHONPATH=".")).returncode == 0
