@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import vector as vectors
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -96,7 +97,7 @@ def _assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, sig
     for index, element, value in items:
         if registers[index] is None:
             registers[index] = llvm.mlir_undef(ir.VectorType.get((layout.vector_length,), value.type))
-        registers[index] = vector.insert(value, registers[index], dynamic_position=[], static_position=[element])
+        registers[index] = vectors.insert(value, registers[index], dynamic_position=[], static_position=[element])
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
@@ -234,7 +235,7 @@ def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interp
         for register, item, position in _places(vector.layout, (shape[0],)).constants:
             value = vector.registers[register]
             if isinstance(value.type, ir.VectorType):
-                value = vector.extract(value, dynamic_position=[], static_position=[item])
+                value = vectors.extract(value, dynamic_position=[], static_position=[item])
             bases[position[0]] = add(value, lane)
 
         def values() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
@@ -261,7 +262,7 @@ def scale_rows(tile: jax.Array, factor: jax.Array, interpret: bool) -> jax.Array
         flat = []
         for register in factors.registers.flat:
             if isinstance(register.type, ir.VectorType):
-                register = vector.extract(register, dynamic_position=[], static_position=[0])
+                register = vectors.extract(register, dynamic_position=[], static_position=[0])
             flat.append(arith.cmpf(arith.CmpFPredicate.UNE, register, one))
         mine = flat[0]
         for other in flat[1:]:
