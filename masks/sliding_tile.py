@@ -9,9 +9,7 @@ from flexjax.masks.mask_mod import MaskMod, named
 from flexjax.masks.natten import within
 
 
-def sliding_tile_2d(
-    canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int], text: int = 0
-) -> MaskMod:
+def sliding_tile_2d(canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int], text: int = 0) -> MaskMod:
     """mask = (both on the canvas and, on each axis, within(q_tile, kv_tile, tiles, kernel_tiles)) | text
 
         within(q, kv, size, kernel) = start <= kv < start + kernel
@@ -127,9 +125,7 @@ def _sliding_tile(
     return mask_mod
 
 
-def _check_division(
-    call: str, canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]
-) -> None:
+def _check_division(call: str, canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]) -> None:
     for name, size in (("canvas", canvas), ("kernel", kernel)):
         if any(s % t for s, t in zip(size, tile, strict=True)):
             raise ValueError(

@@ -27,8 +27,7 @@ def relative_table(table: ArrayLike) -> ScoreMod:
     by_distance = floats("relative_table", "table", table, {1: "[2T-1]", 2: "[N, 2T-1]"}, advice)
     if by_distance.shape[-1] % 2 == 0:
         raise ValueError(
-            f"`relative_table`: `table` has shape {by_distance.shape}; expected an odd last size, 2T-1. "
-            f"{advice}"
+            f"`relative_table`: `table` has shape {by_distance.shape}; expected an odd last size, 2T-1. {advice}"
         )
     middle = by_distance.shape[-1] // 2
     one_row = by_distance.ndim == 2 and by_distance.shape[0] == 1

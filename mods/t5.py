@@ -32,9 +32,7 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
     by_bucket = floats("t5_bias", "table", table, {2: "[num_buckets, N]"}, advice)
     reach = whole("t5_bias", "max_distance", max_distance, 1, "T5 uses 128.")
     relative = np.arange(-reach, reach + 1)
-    buckets = t5_buckets(
-        relative, num_buckets=by_bucket.shape[0], bidirectional=bidirectional, max_distance=reach
-    )
+    buckets = t5_buckets(relative, num_buckets=by_bucket.shape[0], bidirectional=bidirectional, max_distance=reach)
     by_distance = by_bucket[buckets]
 
     @named("t5_bias")
@@ -45,9 +43,7 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
     return score_mod
 
 
-def t5_buckets(
-    relative: np.ndarray, *, num_buckets: int, bidirectional: bool, max_distance: int = 128
-) -> np.ndarray:
+def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, max_distance: int = 128) -> np.ndarray:
     """bucket = n                                                           if n < m
              = m + min(floor(log(n / m) / log(max_distance / m) * (c - m)), c - m - 1)   otherwise
 

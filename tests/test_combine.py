@@ -38,9 +38,7 @@ def test_masks_combine_as_booleans_do(count: int) -> None:
         grids = [dense(mask) for mask in chosen]
         np.testing.assert_array_equal(dense(and_masks(*chosen)), functools.reduce(operator.and_, grids))
         np.testing.assert_array_equal(dense(or_masks(*chosen)), functools.reduce(operator.or_, grids))
-        np.testing.assert_array_equal(
-            dense(not_mask(and_masks(*chosen))), dense(or_masks(*map(not_mask, chosen)))
-        )
+        np.testing.assert_array_equal(dense(not_mask(and_masks(*chosen))), dense(or_masks(*map(not_mask, chosen))))
 
 
 @pytest.mark.parametrize("kept", [True, np.bool_(True), jnp.asarray(True)])
@@ -102,13 +100,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: not_mask(7), f"`not_mask`: `mask_mod` is 7; {MASK}. Pass the function itself."),
     (
         lambda: not_mask(lambda q_idx, kv_idx: True),
-        f"`not_mask`: `mask_mod` is `<lambda>(q_idx, kv_idx)`; {MASK}. "
-        "If it makes such a function, call it first.",
+        f"`not_mask`: `mask_mod` is `<lambda>(q_idx, kv_idx)`; {MASK}. If it makes such a function, call it first.",
     ),
     (
         lambda: and_masks(causal, lambda window: causal),
-        f"`and_masks`: `mask_mods[1]` is `<lambda>(window)`; {MASK}. "
-        "If it makes such a function, call it first.",
+        f"`and_masks`: `mask_mods[1]` is `<lambda>(window)`; {MASK}. If it makes such a function, call it first.",
     ),
     (
         lambda: chain_mods(causal),

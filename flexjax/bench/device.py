@@ -9,23 +9,20 @@ With `together` the processes run at once, so that one compiles while another me
 Without it they run one after another.  A process that dies is started again after the problem it died of.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from flexjax.bench.suites import MODS, SUITES, Problem
+from flexjax.bench.inputs import REFERENCE
+from flexjax.bench.suites import SUITES, Problem
 
-SAMPLE_ROWS = 16
-REFERENCE = "reference"
 Row = dict[str, Any]
 
 
@@ -155,42 +152,6 @@ class Child:
 
 
 # ------------------------------------------------------------------------------- inside of a peer's process
-
-
-@contextlib.contextmanager
-def alone(folder: str) -> Iterator[None]:
-    """The device to oneself, as far as processes of this run go."""
-    with open(os.path.join(folder, "lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def sample_rows(length: int) -> np.ndarray:
-    return np.linspace(0, length - 1, min(SAMPLE_ROWS, length)).astype(int)
-
-
-def drawn(problem: Problem) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """q, k, v, d_out and what the mod reads, in the dtypes they have on the device.
-
-    Hundreds of millions of normal numbers take longer to draw than everything else: large arrays go round and round a
-    prime number of them, so that no two rows are equal.
-    """
-    import ml_dtypes  # jax brings it
-
-    def fill(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-        size = min(int(np.prod(shape)), 4_194_301)
-        return np.resize(np.random.default_rng((seed, 0)).standard_normal(size, np.float32).astype(kind), shape)
-
-    heads = dict(q=problem.heads, k=problem.kv_heads, v=problem.kv_heads, d_out=problem.heads)
-    arrays = {
-        name: fill(i, (problem.batch, problem.length, n, problem.dim), problem.dtype)
-        for i, (name, n) in enumerate(heads.items())
-    }
-    mod = MODS[problem.mod] if problem.mod else None
-    if mod is None or mod.shape is None:
-        return arrays, None
-    return arrays, mod.values(problem) if mod.values else fill(4, mod.shape(problem), mod.stored)
 
 
 def main(argument: str) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.bench.device import REFERENCE, alone, drawn, sample_rows
+from flexjax.bench.inputs import REFERENCE, alone, drawn, sample_rows
 from flexjax.bench.suites import MODS, Problem
 
 Attention = Callable[..., jax.Array]  # q, k, v [B, T, N, D], what the mod reads -> out

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexjax.bench.device import alone, drawn, sample_rows
+from flexjax.bench.inputs import alone, drawn, sample_rows
 from flexjax.bench.suites import MODS, Problem, document_ids
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexjax.bench import __main__ as command
-from flexjax.bench import device, gpu_peers, report, suites
+from flexjax.bench import gpu_peers, inputs, report, suites
 
 TINY = suites.SUITES["gpu-tiny"]
 
@@ -27,7 +27,7 @@ def test_every_gradient_of_a_mod_follows_the_plain_problem_of_its_shape():
 def test_mods_take_scalars_and_arrays(name: str):
     mod = suites.MODS[name]
     problem = suites.Problem("x", "full", 0, 8, heads=2, kv_heads=2, dim=4, mod=name, dtype="bfloat16")
-    _, array = device.drawn(problem)
+    _, array = inputs.drawn(problem)
     stored = None if array is None else jnp.asarray(array)
     q, kv = jnp.arange(8)[:, None], jnp.arange(8)
     s = jnp.linspace(-2.0, 2.0, 64).reshape(8, 8)
@@ -40,7 +40,7 @@ def test_mods_take_scalars_and_arrays(name: str):
 
 def test_no_two_rows_of_a_large_array_are_equal():
     problem = suites.Problem("x", "full", 0, 40960, heads=2, kv_heads=2, dim=64, dtype="float16")
-    arrays, _ = device.drawn(problem)
+    arrays, _ = inputs.drawn(problem)
     rows = arrays["q"].reshape(-1, 64)
     assert rows.size > 4_194_301
     assert len(np.unique(rows[:, :8], axis=0)) == len(rows)

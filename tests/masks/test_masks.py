@@ -83,9 +83,7 @@ def everyone_if_global(chosen: set[int]) -> Callable[[int, int], Iterable[int]]:
 
 def summaries(stride: int, summary: int) -> Callable[[int, int], list[int]]:
     def keys(q: int, kv_len: int) -> list[int]:
-        ends = [
-            k for start in range(0, q + 1, stride) for k in range(start + stride - summary, start + stride)
-        ]
+        ends = [k for start in range(0, q + 1, stride) for k in range(start + stride - summary, start + stride)]
         return [k for k in [*ends, *chunk_of(q, stride)] if k <= q]
 
     return keys
@@ -123,9 +121,7 @@ def best_window(place: int, size: int, kernel: int) -> range:
     return range(start, start + kernel)
 
 
-def neighbours(
-    order: np.ndarray, canvas: tuple[int, int], kernel: tuple[int, int]
-) -> Callable[[int, int], list[int]]:
+def neighbours(order: np.ndarray, canvas: tuple[int, int], kernel: tuple[int, int]) -> Callable[[int, int], list[int]]:
     """`order[i]` is the row-major number of the point that token `i` is."""
     token = {int(point): i for i, point in enumerate(order)}
 
@@ -167,10 +163,7 @@ def tile_neighbours(
         texts = list(range(points, points + text))
         if q >= points:
             return [*range(points), *texts] if q in texts else []
-        near = [
-            best_window(p, c // t, k // t)
-            for p, c, t, k in zip(tile_of(q), canvas, tile, kernel, strict=True)
-        ]
+        near = [best_window(p, c // t, k // t) for p, c, t, k in zip(tile_of(q), canvas, tile, kernel, strict=True)]
         seen = [k for k in range(points) if all(p in w for p, w in zip(tile_of(k), near, strict=True))]
         return seen + texts
 
@@ -187,10 +180,7 @@ def media_so_far(is_media: list[int], tokens: int, latest: bool) -> Callable[[in
 
 def media_spans(spans: list[list[int]], tokens: int) -> Callable[[int, int], list[int]]:
     return lambda q, _: [
-        m * tokens + t
-        for m, (first, end) in enumerate(spans)
-        if q in range(first, end)
-        for t in range(tokens)
+        m * tokens + t for m, (first, end) in enumerate(spans) if q in range(first, end) for t in range(tokens)
     ]
 
 
@@ -390,9 +380,7 @@ def nearby_blocks(q: int, block: int, reach: int) -> range:
     return range(own.start - reach * block, own.stop + reach * block)
 
 
-ALL_CASES = [
-    pytest.param(case, id=f"{name}-{i}") for name in NAMES for i, case in enumerate(CASES.get(name, []))
-]
+ALL_CASES = [pytest.param(case, id=f"{name}-{i}") for name in NAMES for i, case in enumerate(CASES.get(name, []))]
 
 
 def test_every_exported_mask_has_a_case() -> None:
@@ -465,9 +453,7 @@ def test_masks_import_nothing_of_the_compiler() -> None:
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5))
 def test_windows_have_their_exact_width(length: int, width: int, dilation: int) -> None:
     q = np.arange(length)
-    np.testing.assert_array_equal(
-        dense(masks.sliding_window(width), length, length).sum(1), np.minimum(q + 1, width)
-    )
+    np.testing.assert_array_equal(dense(masks.sliding_window(width), length, length).sum(1), np.minimum(q + 1, width))
     np.testing.assert_array_equal(
         dense(masks.dilated_window(width, dilation), length, length).sum(1),
         np.minimum(-(-(q + 1) // dilation), width),
@@ -487,9 +473,7 @@ def test_trees_of_any_shape(data: st.DataObject) -> None:
     np.testing.assert_array_equal(got, rows(ancestors(parents, context), 12, 18))
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=12, max_size=12), st.lists(st.integers(0, 3), min_size=9, max_size=9)
-)
+@given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.lists(st.integers(0, 3), min_size=9, max_size=9))
 def test_documents_of_any_order(q_ids: list[int], kv_ids: list[int]) -> None:
     got = dense(masks.document(np.array(q_ids), np.array(kv_ids)), len(q_ids), len(kv_ids))
     wanted = rows(same_group(np.array(q_ids), np.array(kv_ids)), len(q_ids), len(kv_ids))
@@ -517,9 +501,7 @@ def test_big_bird_draws_whole_blocks_outside_window_and_global(
     length: int, block: int, window: int, first: int, drawn: int
 ) -> None:
     def mask(seed: int) -> np.ndarray:
-        given = masks.big_bird(
-            length, block, window_blocks=window, global_blocks=first, random_blocks=drawn, seed=seed
-        )
+        given = masks.big_bird(length, block, window_blocks=window, global_blocks=first, random_blocks=drawn, seed=seed)
         return dense(given, length, length)
 
     got, blocks = mask(1), -(-length // block)
@@ -528,11 +510,7 @@ def test_big_bird_draws_whole_blocks_outside_window_and_global(
     by_block = got[::block, ::block]
     np.testing.assert_array_equal(got, by_block.repeat(block, 0).repeat(block, 1)[:length, :length])
     for i in range(blocks):
-        fixed = {
-            j
-            for j in range(blocks)
-            if j < first or i < first or j in range(i - window // 2, i + window // 2 + 1)
-        }
+        fixed = {j for j in range(blocks) if j < first or i < first or j in range(i - window // 2, i + window // 2 + 1)}
         seen = set(np.flatnonzero(by_block[i]).tolist())
         assert fixed <= seen
         assert len(seen - fixed) == min(drawn, blocks - len(fixed))
@@ -541,8 +519,7 @@ def test_big_bird_draws_whole_blocks_outside_window_and_global(
 def test_big_bird_draws_are_spread() -> None:
     """Over many seeds every block outside the window is drawn about equally often."""
     seen = sum(
-        dense(masks.big_bird(12, 1, global_blocks=1, random_blocks=2, seed=seed), 12, 12)[6]
-        for seed in range(120)
+        dense(masks.big_bird(12, 1, global_blocks=1, random_blocks=2, seed=seed), 12, 12)[6] for seed in range(120)
     )
     outside = [j for j in range(1, 12) if abs(j - 6) > 1]
     assert all(10 < seen[j] < 60 for j in outside)  # 30 expected
@@ -630,13 +607,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.two_sided_window(-1, 0),
-        "`two_sided_window`: `left` is -1; expected an int of at least 0. "
-        "It counts the keys before the query's own.",
+        "`two_sided_window`: `left` is -1; expected an int of at least 0. It counts the keys before the query's own.",
     ),
     (
         lambda: masks.two_sided_window(1, 1.0),  # pyright: ignore[reportArgumentType]
-        "`two_sided_window`: `right` is 1.0; expected an int of at least 0. "
-        "It counts the keys after the query's own.",
+        "`two_sided_window`: `right` is 1.0; expected an int of at least 0. It counts the keys after the query's own.",
     ),
     (
         lambda: masks.dilated_window(2, 0),
@@ -649,13 +624,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.prefix_lm(-1),
-        "`prefix_lm`: `prefix` is -1; expected an int of at least 0. "
-        "Pass one length, or one per batch entry.",
+        "`prefix_lm`: `prefix` is -1; expected an int of at least 0. Pass one length, or one per batch entry.",
     ),
     (
         lambda: masks.document(np.zeros(3)),
-        "`document`: `segment_ids` has dtype float32; expected integers. "
-        "Pass the document number of each token.",
+        "`document`: `segment_ids` has dtype float32; expected integers. Pass the document number of each token.",
     ),
     (
         lambda: masks.document(np.zeros((1, 2, 3), int)),
@@ -669,8 +642,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.padding(np.array([2.0])),
-        "`padding`: `lengths` has dtype float32; expected integers. "
-        "Pass the number of real keys per batch entry.",
+        "`padding`: `lengths` has dtype float32; expected integers. Pass the number of real keys per batch entry.",
     ),
     (
         lambda: masks.padding(np.zeros(0, int)),
@@ -689,13 +661,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.strided_fixed(4, 5),
-        "`strided_fixed`: `summary` is 5; expected at most `stride`, which is 4. "
-        "A block has no more tokens than that.",
+        "`strided_fixed`: `summary` is 5; expected at most `stride`, which is 4. A block has no more tokens than that.",
     ),
     (
         lambda: masks.big_bird(64, 8, window_blocks=2),
-        "`big_bird`: `window_blocks` is 2; expected an odd int. "
-        "The window has the query's block in its middle.",
+        "`big_bird`: `window_blocks` is 2; expected an odd int. The window has the query's block in its middle.",
     ),
     (
         lambda: masks.tree(np.array([-1, 0, 2])),
@@ -709,8 +679,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.natten_2d((4,), (3, 3)),  # pyright: ignore[reportArgumentType]
-        "`natten_2d`: `canvas` is (4,); expected (height, width), ints of at least 1. "
-        "Pass a pair such as (32, 32).",
+        "`natten_2d`: `canvas` is (4,); expected (height, width), ints of at least 1. Pass a pair such as (32, 32).",
     ),
     (
         lambda: masks.natten_2d((4, 4), (5, 3)),
@@ -739,8 +708,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: masks.interleaved_media(np.array([0, 1]), 2),
-        "`interleaved_media`: `is_media` has dtype int32; expected bool. "
-        "Pass True where the text has a medium.",
+        "`interleaved_media`: `is_media` has dtype int32; expected bool. Pass True where the text has a medium.",
     ),
     (
         lambda: masks.media_intervals(np.zeros((2, 3), int), 2),
@@ -767,9 +735,7 @@ def test_every_number_is_checked(mask: Callable[..., MaskMod]) -> None:
     names = list(inspect.signature(mask).parameters)
     for name in names:
         arguments: dict[str, object] = dict.fromkeys(names, 2) | {name: -1}
-        with pytest.raises(
-            ValueError, match=f"^`{mask.__name__}`: `{name}` is -1; expected an int of at least "
-        ):
+        with pytest.raises(ValueError, match=f"^`{mask.__name__}`: `{name}` is -1; expected an int of at least "):
             mask(**arguments)
 
 
@@ -777,7 +743,5 @@ def test_names_tell_the_parameters() -> None:
     assert masks.sliding_window(256).__name__ == "sliding_window_256"
     assert masks.causal_offset(-3).__name__ == "causal_offset_-3"
     assert masks.natten_2d((32, 16), (7, 5)).__name__ == "natten_2d_32x16_7x5"
-    assert (
-        masks.sliding_tile_3d((4, 4, 4), (2, 2, 4), (2, 2, 2)).__name__ == "sliding_tile_3d_4x4x4_2x2x4_2x2x2"
-    )
+    assert masks.sliding_tile_3d((4, 4, 4), (2, 2, 4), (2, 2, 2)).__name__ == "sliding_tile_3d_4x4x4_2x2x4_2x2x2"
     assert masks.document(IDS).__name__ == "document"

@@ -20,9 +20,7 @@ from flexjax.mods.score_mod import ScoreMod
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 9, 7
 HELPERS = {"alibi_slopes", "t5_buckets", "tanh_approx"}
-FUNCTIONS = [
-    n for n, v in vars(mods).items() if not isinstance(v, types.ModuleType) and not n.startswith("_")
-]
+FUNCTIONS = [n for n, v in vars(mods).items() if not isinstance(v, types.ModuleType) and not n.startswith("_")]
 NAMES = [n for n in FUNCTIONS if n not in HELPERS]
 
 rng = np.random.default_rng(0)
@@ -195,9 +193,7 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 
-ALL_CASES = [
-    pytest.param(case, id=f"{name}-{i}") for name in NAMES for i, case in enumerate(CASES.get(name, []))
-]
+ALL_CASES = [pytest.param(case, id=f"{name}-{i}") for name in NAMES for i, case in enumerate(CASES.get(name, []))]
 
 
 def test_every_exported_mod_has_a_case() -> None:
@@ -309,9 +305,7 @@ def test_alibi_takes_more_off_the_farther_a_key_is() -> None:
 
 # ----------------------------------------------------------------- softcap
 
-POINTS = np.float32(
-    [-1e30, -40, -7, -5, -4.97, -4.9, -2, -0.3, -1e-3, 0, 1e-4, 0.1, 1, 3, 4.9, 4.98, 6, 1e30]
-)
+POINTS = np.float32([-1e30, -40, -7, -5, -4.97, -4.9, -2, -0.3, -1e-3, 0, 1e-4, 0.1, 1, 3, 4.9, 4.98, 6, 1e30])
 
 
 def test_tanh_approx_is_near_tanh() -> None:
@@ -356,9 +350,7 @@ def test_approximate_softcap_uses_its_own_rule() -> None:
     x = jnp.float32(1.25)
     value = mods.tanh_approx(x)
     assert jax.grad(mods.tanh_approx)(x) == 1 - value * value
-    np.testing.assert_allclose(
-        jax.grad(jax.grad(mods.tanh_approx))(x), -2 * value * (1 - value**2), rtol=1e-6
-    )
+    np.testing.assert_allclose(jax.grad(jax.grad(mods.tanh_approx))(x), -2 * value * (1 - value**2), rtol=1e-6)
 
 
 # ----------------------------------------------------------------- T5
@@ -368,9 +360,7 @@ def test_approximate_softcap_uses_its_own_rule() -> None:
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (16, 100), (64, 1000), (8, 5)])
 def test_t5_buckets_are_the_definition(bidirectional: bool, num_buckets: int, max_distance: int) -> None:
     relative = np.arange(-1500, 1501)
-    got = mods.t5_buckets(
-        relative, num_buckets=num_buckets, bidirectional=bidirectional, max_distance=max_distance
-    )
+    got = mods.t5_buckets(relative, num_buckets=num_buckets, bidirectional=bidirectional, max_distance=max_distance)
     wanted = [t5_bucket(int(r), num_buckets, bidirectional, max_distance) for r in relative]
     np.testing.assert_array_equal(got, wanted)
 
@@ -440,8 +430,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: mods.log_distance_penalty(1, math.inf),
-        "`log_distance_penalty`: `rate` is inf; expected a finite number above 0. "
-        "Pass the factor of the distance.",
+        "`log_distance_penalty`: `rate` is inf; expected a finite number above 0. Pass the factor of the distance.",
     ),
     (
         lambda: mods.softcap(0),
@@ -463,13 +452,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: mods.t5_buckets(np.arange(3), num_buckets=32, bidirectional=False, max_distance=16),
-        "`t5_buckets`: `max_distance` is 16; expected an int of at least 17. "
-        "Nearer keys have their own bucket.",
+        "`t5_buckets`: `max_distance` is 16; expected an int of at least 17. Nearer keys have their own bucket.",
     ),
     (
         lambda: mods.t5_buckets(np.zeros(3), num_buckets=32, bidirectional=False),
-        "`t5_buckets`: `relative` has dtype float64; expected integers. "
-        "Pass key positions minus query positions.",
+        "`t5_buckets`: `relative` has dtype float64; expected integers. Pass key positions minus query positions.",
     ),
     (
         lambda: mods.relative_table(np.zeros((2, 8), np.float32)),
@@ -491,13 +478,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: mods.log_n_scaling(1),
-        "`log_n_scaling`: `train_length` is 1; expected an int of at least 2. "
-        "Pass the sequence length of training.",
+        "`log_n_scaling`: `train_length` is 1; expected an int of at least 2. Pass the sequence length of training.",
     ),
     (
         lambda: mods.scalable_softmax(False),
-        "`scalable_softmax`: `factor` is False; expected a finite number above 0. "
-        "The paper learns one per head.",
+        "`scalable_softmax`: `factor` is False; expected a finite number above 0. The paper learns one per head.",
     ),
     (
         lambda: mods.key_scales(np.zeros((1, 1, 1, 1), np.float32)),
@@ -506,8 +491,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: mods.key_scales(np.ones(3, np.float32), group=0),
-        "`key_scales`: `group` is 0; expected an int of at least 1. "
-        "Pass the number of query heads per key head.",
+        "`key_scales`: `group` is 0; expected an int of at least 1. Pass the number of query heads per key head.",
     ),
     (
         lambda: mods.query_scales(np.ones(3, np.int32)),

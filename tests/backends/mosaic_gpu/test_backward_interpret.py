@@ -46,9 +46,7 @@ class Problem(typing.NamedTuple):
     expected: Gradients
 
     def gradients(self) -> Gradients:
-        run = functools.partial(
-            backward_sm90.backward, self.plan, wanted=self.wanted, derivative=self.derivative
-        )
+        run = functools.partial(backward_sm90.backward, self.plan, wanted=self.wanted, derivative=self.derivative)
         call = jax.jit(lambda o, r, d, l: run(o, r, d, l))
         return call(self.operands, self.results, self.d_out, self.d_lse)
 
@@ -62,9 +60,7 @@ def over_all(mod: Mod, leading: int) -> Mod:
 def block_lists(on: np.ndarray, block: tuple[int, int]) -> tuple[BlockLayout, BlockLists]:
     """Lists in both directions of a dense [b, h, T, S] mask."""
     padding = [(0, 0), (0, 0), *((0, -n % s) for n, s in zip(on.shape[2:], block, strict=True))]
-    shape = lambda x: x.reshape(
-        *x.shape[:2], x.shape[2] // block[0], block[0], x.shape[3] // block[1], block[1]
-    )
+    shape = lambda x: x.reshape(*x.shape[:2], x.shape[2] // block[0], block[0], x.shape[3] // block[1], block[1])
     some = shape(np.pad(on, padding)).any((3, 5))
     every = shape(np.pad(on, padding, constant_values=True)).all((3, 5))
     arrays: list[jax.Array | None] = []

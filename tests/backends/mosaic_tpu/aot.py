@@ -56,8 +56,16 @@ def of_case(name: str, dtype: str) -> Compilable:
 
 
 def large(
-    heads: tuple[int, int], length: int, dim: int, dtype: str = "bfloat16", score=None, mask=None, width: int = 0,
-    learn: bool = False, layout: str = "BTNH", list_heads: int = 1,
+    heads: tuple[int, int],
+    length: int,
+    dim: int,
+    dtype: str = "bfloat16",
+    score=None,
+    mask=None,
+    width: int = 0,
+    learn: bool = False,
+    layout: str = "BTNH",
+    list_heads: int = 1,
 ) -> Compilable:
     """A problem of real size, as shapes; `width` is that of the four block lists (0: no lists)."""
     n, m = heads
@@ -66,8 +74,19 @@ def large(
     masked = None if mask is None else trace_mask_mod(mask, sizes)
     blocks = BlockLayout(1, list_heads, 128, 128, width, width, width, width) if width else None
     plan = KernelPlan(
-        1, n, m, length, length, dim, dim, dtype, layout, dim**-0.5,
-        score=scored.program if scored else None, mask=masked.program if masked else None, blocks=blocks,
+        1,
+        n,
+        m,
+        length,
+        length,
+        dim,
+        dim,
+        dtype,
+        layout,
+        dim**-0.5,
+        score=scored.program if scored else None,
+        mask=masked.program if masked else None,
+        blocks=blocks,
     )
     shape = (lambda h: (1, length, h, dim)) if layout == "BTNH" else (lambda h: (1, h, length, dim))
     array = lambda h: jax.ShapeDtypeStruct(shape(h), dtype)

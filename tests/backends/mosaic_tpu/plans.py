@@ -97,17 +97,37 @@ def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> 
         layout = BlockLayout(on.shape[0], on.shape[1], block_q, block_kv, *widths)
     extra_heads, extra_dim = case.extra or (0, 0)
     plan = KernelPlan(
-        B, N, M, T, S, D, E, dtype, case.layout, D**-0.5 if case.scale is None else case.scale,
+        B,
+        N,
+        M,
+        T,
+        S,
+        D,
+        E,
+        dtype,
+        case.layout,
+        D**-0.5 if case.scale is None else case.scale,
         score=score.program if score else None,
         mask=mask.program if mask else None,
         dropout=drop.program if drop else None,
-        blocks=layout, has_sinks=case.sinks, extra_dim=extra_dim, extra_heads=extra_heads, max_scores=True,
+        blocks=layout,
+        has_sinks=case.sinks,
+        extra_dim=extra_dim,
+        extra_heads=extra_heads,
+        max_scores=True,
         options=options or KernelOptions(interpret=True),
     )
     operands = Operands(
-        arrays["q"], arrays["k"], arrays["v"], arrays.get("query_extra"), arrays.get("key_extra"),
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        arrays.get("query_extra"),
+        arrays.get("key_extra"),
         jnp.asarray(inputs["sinks"]) if case.sinks else None,
-        score.arrays if score else (), mask.arrays if mask else (), drop.arrays if drop else (), lists,
+        score.arrays if score else (),
+        mask.arrays if mask else (),
+        drop.arrays if drop else (),
+        lists,
     )
     learned = oracle.learned(case, captured)
     names = []
@@ -149,7 +169,9 @@ def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[st
     results, grads = step(problem.operands)
     found = {"out": turn(results.out), "lse": turn(results.lse), "max_scores": turn(results.max_scores)}
     if grads is not None:
-        named = dict(q=grads.query, k=grads.key, v=grads.value, query_extra=grads.query_extra, key_extra=grads.key_extra)
+        named = dict(
+            q=grads.query, k=grads.key, v=grads.value, query_extra=grads.query_extra, key_extra=grads.key_extra
+        )
         found |= {"d:" + n: turn(x) for n, x in named.items() if x is not None}
         if grads.sinks is not None:
             found["d:sinks"] = grads.sinks

@@ -14,7 +14,8 @@ pytestmark = [
     pytest.mark.aot,
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed: pip install 'jax[tpu]'"
+        importlib.util.find_spec("libtpu") is None,
+        reason="the TPU compiler (libtpu) is not installed: pip install 'jax[tpu]'",
     ),
 ]
 
