@@ -639,12 +639,20 @@ def _cond(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.
     return outs
 
 
+def _scan_counts(params: dict) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried (jax 0.11 has trees where 0.10 had numbers)."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 def _scan(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value] | None:
     """A short loop, unrolled."""
     p = eqn.params
     if p["length"] > MAX_UNROLL:
         return None
-    n_const, n_carry = p["num_consts"], p["num_carry"]
+    n_const, n_carry = _scan_counts(p)
     consts, carry, xs = args[:n_const], args[n_const : n_const + n_carry], args[n_const + n_carry :]
     closed = p["jaxpr"]
     rows: list[list[Value]] = [[] for _ in closed.jaxpr.outvars[n_carry:]]
