@@ -175,7 +175,8 @@ def main(argument: str) -> int:
     for problem in problems:
         try:
             result, samples = run(problem, task["folder"])
-            np.savez(_samples(task["folder"], task["peer"], problem), **samples)
+            arrays: dict[str, Any] = samples
+            np.savez(_samples(task["folder"], task["peer"], problem), **arrays)
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0]
             result = dict(failed=f"{type(error).__name__}: {text[:300]}")

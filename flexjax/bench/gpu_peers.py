@@ -1,5 +1,8 @@
 """The peers of the gpu suite that run in jax, and the float32 answers all are checked against."""
 
+# pyright: reportMissingImports=false
+# peers are optional: they are measured where they are installed
+
 import functools
 import math
 import time
@@ -38,14 +41,14 @@ def flexjax(problem: Problem, deterministic: bool = True) -> Attention:
 
 
 def jax_nn(problem: Problem) -> Attention:
-    options = dict(implementation="cudnn", **_words(problem))
+    options: dict[str, Any] = dict(implementation="cudnn", **_words(problem))
     return lambda q, k, v, array: jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def tokamax(problem: Problem) -> Attention:
     import tokamax as package
 
-    options = dict(implementation="mosaic", **_words(problem))
+    options: dict[str, Any] = dict(implementation="mosaic", **_words(problem))
     if problem.mod == "softcap":
         options["logits_soft_cap"] = 30.0
     return lambda q, k, v, array: package.dot_product_attention(q, k, v, **options)

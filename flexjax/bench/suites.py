@@ -145,7 +145,7 @@ def _gpu(
     name: str, mask: str, parameter: int, length: int, heads: int, kv_heads: int, dim: int, **more: Any
 ) -> Problem:
     """Batch 2, bfloat16 unless said; times are those of the device, so no time budget."""
-    fields = dict(batch=2, dtype="bfloat16", passes=("forward", "backward")) | more
+    fields: dict[str, Any] = dict(batch=2, dtype="bfloat16", passes=("forward", "backward")) | more
     return Problem(name, mask, parameter, length, heads=heads, kv_heads=kv_heads, dim=dim, **fields)
 
 

@@ -1,5 +1,8 @@
 """torch FlexAttention on the problems of the gpu suite; runs in a process of its own, without jax on the device."""
 
+# pyright: reportMissingImports=false
+# peers are optional: they are measured where they are installed
+
 import time
 from collections.abc import Callable
 from typing import Any

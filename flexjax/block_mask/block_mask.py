@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flexjax.block_mask import build, picture, transpose
 from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
@@ -34,7 +35,8 @@ class BlockMask(Parts):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, q_len, kv_len)."""
-        return (*self.kv_num_blocks.shape[-3:-1], self.q_len, self.kv_len)
+        batch, heads = self.kv_num_blocks.shape[-3:-1]
+        return (batch, heads, self.q_len, self.kv_len)
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
@@ -121,7 +123,7 @@ class BlockMask(Parts):
     def __repr__(self) -> str:
         b, h, q, kv = self.shape
         head = f"BlockMask(shape=({b}, {h}, {q}, {kv}), block_size={self.block_size}"
-        if isinstance(self.kv_num_blocks, jax.core.Tracer) or not hasattr(self.kv_num_blocks, "__array__"):
+        if isinstance(self.kv_num_blocks, Tracer) or not hasattr(self.kv_num_blocks, "__array__"):
             return head + ", traced)"
         return head + f", sparsity={self.sparsity():.1f}%)"
 
@@ -143,7 +145,7 @@ def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
     return keys, _flatten(mask)[1]
 
 
-jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatten, _flatten)  # pyright: ignore[reportArgumentType] jax types the leaves as iterables
 
 
 def create_block_mask(

@@ -4,15 +4,17 @@ A mask whose arrays are all known is classified in chunks and its lists are as n
 traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
 """
 
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import blocks_along, classify_on_host, classify_traced
-from flexjax.block_mask.parts import BROADCAST, Parts
+from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.errors import bad_argument
 from flexjax.trace.mod_ir import Program
@@ -45,7 +47,7 @@ def from_traced(
     traced: TracedMod, heads: tuple[int, int], sizes: tuple[int, int, int, int], exact: bool | None = None
 ) -> Parts:
     """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
-    if any(isinstance(a, jax.core.Tracer) for a in traced.arrays):
+    if any(isinstance(a, Tracer) for a in traced.arrays):
         classes = classify_traced(traced.program, traced.arrays, heads, sizes, bool(exact))
         return from_classes(classes, traced.program, traced.arrays, sizes)
     with jax.ensure_compile_time_eval():
@@ -57,7 +59,7 @@ def from_traced(
         for places in (partial, full):
             lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
         arrays = tuple(jnp.asarray(x) for x in lists)
-    return Parts(*arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return parts_of(arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
 
 
 def from_classes(
@@ -68,7 +70,7 @@ def from_classes(
     for view in (classes, jnp.swapaxes(classes, 2, 3)):
         for kind in (PARTIAL, FULL):
             lists += transpose.lists_of(view == kind)
-    return Parts(*lists, tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return parts_of(lists, tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
 
 
 # ------------------------------------------------------------------- from lists
@@ -117,13 +119,13 @@ def from_lists(
     if mask_mod is not None:
         # a list of one entry may serve any number of them
         counts = tuple(n if n > 1 else BROADCAST for n in num.shape[:2])
-        traced = trace_mask_mod(mask_mod, (*counts, q_len, kv_len))
+        traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len))
     back: list[Array] = []
     for n, i in ((num, index), (full_num, full_index)):
         flags = transpose.flags_of_lists(n, i, columns)
         back += transpose.narrowed(*transpose.lists_of(jnp.swapaxes(flags, 2, 3)))
     arrays = (num, index, full_num, full_index, *back)
-    return Parts(*arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
+    return parts_of(arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
@@ -147,7 +149,7 @@ def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
-    if any(isinstance(x, jax.core.Tracer) for x in lists):
+    if any(isinstance(x, Tracer) for x in lists):
         raise bad_argument(
             "kv_len", "None", "the number of keys, since the lists are traced", "Pass kv_len=key.shape[1]."
         )
@@ -161,7 +163,7 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
     """Block numbers in range, none twice; only where the lists are known."""
-    if any(isinstance(x, jax.core.Tracer) for x in lists):
+    if any(isinstance(x, Tracer) for x in lists):
         return
     seen = []
     for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
@@ -205,7 +207,8 @@ def block_sizes(block_size: object) -> tuple[int, int]:
             "a positive int, or two: (queries, keys)",
             "128 suits every backend.",
         )
-    return int(pair[0]), int(pair[1])
+    queries, keys = typing.cast(Sequence[int], pair)
+    return int(queries), int(keys)
 
 
 def _length(name: str, value: object) -> int:

@@ -1,6 +1,7 @@
 """The fields of a block mask: what build.py and slice.py make, and what a BlockMask is made of."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
@@ -59,3 +60,18 @@ class Parts:
     def blocks(self) -> tuple[int, int]:
         """(query blocks, key blocks)."""
         return (-(-self.q_len // self.block_size[0]), -(-self.kv_len // self.block_size[1]))
+
+
+def parts_of(
+    lists: Sequence[Array],
+    captures: tuple[Array, ...],
+    program: Program | None,
+    q_len: int,
+    kv_len: int,
+    block_size: tuple[int, int],
+) -> Parts:
+    """Parts from the eight list arrays in the order of the fields."""
+    kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q = lists
+    return Parts(
+        kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q, captures, program, q_len, kv_len, block_size
+    )

@@ -1,9 +1,10 @@
 """Pictures of a block mask: text, HTML and matplotlib. They need concrete lists."""
 
 import html as html_text
+import typing
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL, places_of_lists
@@ -15,7 +16,7 @@ COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
     """int8 [q blocks, kv blocks] of one batch entry and head."""
-    if isinstance(mask.kv_num_blocks, jax.core.Tracer):
+    if isinstance(mask.kv_num_blocks, Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
     out = np.zeros(mask.blocks, np.int8)
     for kind, num, index in (
@@ -55,7 +56,7 @@ def text(mask: Parts, title: str, width: int) -> str:
 def html(mask: Parts, title: str) -> str:
     """The first (b, h) as a table of coloured cells, at most 64 by 64."""
     title = html_text.escape(title)
-    if isinstance(mask.kv_num_blocks, jax.core.Tracer) or not mask.kv_num_blocks.size:
+    if isinstance(mask.kv_num_blocks, Tracer) or not mask.kv_num_blocks.size:
         return f"<code>{title}</code>"
     cell = '<td style="width:6px;height:6px;padding:0;background:{}"></td>'
     rows = [
@@ -64,7 +65,7 @@ def html(mask: Parts, title: str) -> str:
     return f'<code>{title}</code><table style="border:1px solid #888;border-collapse:collapse">{"".join(rows)}</table>'
 
 
-def plot(mask: Parts, title: str, batch: int, head: int, axes: object) -> object:
+def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> typing.Any:
     """matplotlib image of one (batch, head); returns the Axes."""
     try:
         import matplotlib.pyplot as plt

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.parts import BROADCAST, Parts
+from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.errors import bad_argument
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
@@ -37,7 +38,7 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
         back += transpose.narrowed(*transpose.lists_of(flags))
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)
-    return Parts(*lists, *back, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
+    return parts_of([*lists, *back], traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
@@ -48,7 +49,7 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
     """The selected positions along an axis."""
     if isinstance(part, slice):
         return np.arange(size)[part]
-    if isinstance(part, jax.core.Tracer):
+    if isinstance(part, Tracer):
         raise bad_argument(
             "index",
             f"a traced {name} number",
@@ -95,4 +96,4 @@ def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable)
 
     # a list of one entry may serve any number of them
     counts = tuple(len(p) if len(p) > 1 else BROADCAST for p in picked[:2])
-    return trace_mask_mod(mask_mod, (*counts, q_len, mask.kv_len))
+    return trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, mask.kv_len))

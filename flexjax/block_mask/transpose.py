@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 Array = jax.Array
 
@@ -47,7 +48,7 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int]) -> tuple[np
 
 def narrowed(num: Array, index: Array) -> tuple[Array, Array]:
     """The lists as narrow as the widest row, where they are known."""
-    if isinstance(num, jax.core.Tracer) or isinstance(index, jax.core.Tracer) or not num.size:
+    if isinstance(num, Tracer) or isinstance(index, Tracer) or not num.size:
         return num, index
     return num, index[..., : int(np.max(np.asarray(num)))]
 

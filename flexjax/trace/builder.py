@@ -5,7 +5,9 @@ of b, h, q, kv, where it is one), and for integers its range over the whole atte
 `x[q - kv + c]` lose the wrap-around of negative indices and the clamp at the end, so that it is seen as a diagonal window.
 """
 
+import dataclasses
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ from flexjax.trace.rewrite import rename_steps
 Range = tuple[int, int] | None
 
 
-def literal(value: object, dtype: object) -> Lit:
+def literal(value: object, dtype: typing.Any) -> Lit:
     """A literal of that dtype; the value is stored as the Python scalar the dtype holds."""
     name = jnp.dtype(dtype).name
     with np.errstate(over="ignore"):
@@ -97,7 +99,7 @@ class Builder:
         self.inputs = (
             Val(SCORE, score_dtype, mixed_axes([frozenset({"score"})])),
             *(
-                Val(ident, "int32", frozenset({name}), Linear(**{name: 1}), 0, max(size - 1, 0))
+                Val(ident, "int32", frozenset({name}), dataclasses.replace(Linear(), **{name: 1}), 0, max(size - 1, 0))
                 for ident, name, size in zip((B, H, Q, KV), ("b", "h", "q", "kv"), sizes, strict=True)
             ),
         )
@@ -118,11 +120,11 @@ class Builder:
         self._next += 1
         return val
 
-    def capture(self, shape: tuple[int, ...], dtype: object) -> int:
+    def capture(self, shape: tuple[int, ...], dtype: typing.Any) -> int:
         self.captures.append(ArrayType(tuple(shape), jnp.dtype(dtype).name))
         return len(self.captures) - 1
 
-    def op(self, prim: str, inputs: Sequence[Atom], dtype: object, **params: object) -> Atom:
+    def op(self, prim: str, inputs: Sequence[Atom], dtype: typing.Any, **params: object) -> Atom:
         """The result of an elementwise primitive, folded where its operands tell."""
         inputs = tuple(inputs)
         name = jnp.dtype(dtype).name
@@ -190,7 +192,7 @@ class Builder:
         both = self.op("min", (low, literal(limit, index.dtype)), index.dtype)
         return self.convert(both, "int32")
 
-    def convert(self, atom: Atom, dtype: object) -> Atom:
+    def convert(self, atom: Atom, dtype: typing.Any) -> Atom:
         return self.op("convert_element_type", (atom,), dtype, new_dtype=jnp.dtype(dtype).name)
 
     def select(self, predicate: Atom, on_true: Atom, on_false: Atom) -> Atom:
@@ -370,8 +372,8 @@ PYTHON_RULES: dict[str, Callable] = {
 def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
     if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):
         return None
-    forms = [linear_of(a) for a in inputs]
-    if any(f is None for f in forms):
+    forms = [f for f in map(linear_of, inputs) if f is not None]
+    if len(forms) < len(inputs):
         return None
     if prim == "add":
         return forms[0] + forms[1]
@@ -384,7 +386,8 @@ def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | 
     if prim == "mul":
         for x, y in (inputs, inputs[::-1]):
             if isinstance(y, Lit):
-                return linear_of(x).times(int(y.value))
+                form = linear_of(x)
+                return None if form is None else form.times(int(y.value))
     return None
 
 
@@ -397,7 +400,7 @@ def _range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[
     ranges = [range_of(a) for a in (inputs[1:] if prim == "select_n" else inputs)]
     if any(r is None for r in ranges):
         return None
-    return integer_range(prim, ranges)
+    return integer_range(prim, [r for r in ranges if r is not None])
 
 
 def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:

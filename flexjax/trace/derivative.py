@@ -9,6 +9,8 @@ Index expressions are integers, so no derivative passes through them. Custom der
 replayed with them in place and differentiated by JAX.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -57,10 +59,10 @@ def replay(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering,
     return lowering, env, loads
 
 
-def _replay_call(lowering: Lowering, step: Call, new: object) -> list[Atom]:
+def _replay_call(lowering: Lowering, step: Call, new: Callable[[Atom], Atom]) -> list[Atom]:
     arguments = [a if isinstance(a, int) else (a[0], tuple(map(new, a[1]))) for a in step.arguments]
     if step.name in CUSTOM:
-        arrays = [object_array(atoms).reshape(shape) for shape, atoms in arguments]
+        arrays = [object_array(a[1]).reshape(a[0]) for a in arguments if not isinstance(a, int)]
         outs = lowering.run(step.inner.jaxpr, step.inner.consts, arrays)
         return [atom for out in outs for atom in lowering.as_atoms(out).ravel()]
     results = tuple(
@@ -140,7 +142,8 @@ def evaluate_scalars(program: Program, known: dict[int, jax.Array]) -> jax.Array
             continue
         if any(isinstance(a, int) for a in step.arguments):
             raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")
-        outs = step.bind(*(_joined(shape, [read(a) for a in atoms]) for shape, atoms in step.arguments))
+        operands = [_joined(a[0], [read(x) for x in a[1]]) for a in step.arguments if not isinstance(a, int)]
+        outs = step.bind(*operands)
         for (_, vals), out in zip(step.results, outs, strict=True):
             env.update({v.id: out.ravel()[i] for i, v in enumerate(vals)})
     return read(program.results[0])

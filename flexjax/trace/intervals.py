@@ -114,7 +114,7 @@ def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int,
 
 def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Truth:
     """The mask's truth in each block of the grid."""
-    env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
+    env: dict[int, typing.Any] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
     # What b and h alone decide, as the program's own arithmetic has it: one value in every block.
     points: dict[int, Array] = {i: typing.cast(Interval, env[i]).low for i in (mod_ir.B, mod_ir.H)}
     products: set[int] = set()
@@ -230,14 +230,14 @@ def _or(a: Flag, b: Flag) -> Flag:
 # ------------------------------------------------------------------- operations
 
 
-def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], products: set[int]) -> Abstract:
+def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], products: set[int]) -> Abstract:
     if op.out.linear is not None:
         exact = _linear(op.out, env)
         if exact is not None:
             return exact
     apart = independent([axes_of(a) for a in op.inputs])
     if op.prim in COMPARISONS and all(isinstance(a, Interval) for a in args):
-        return COMPARISONS[op.prim](*args, apart)
+        return COMPARISONS[op.prim](args[0], args[1], apart)
     if op.out.dtype == "bool":
         return _logic(op, args, apart)
     rule = RULES.get(op.prim)
@@ -263,7 +263,7 @@ INEXACT = frozenset(
 """Functions that implementations round in their own ways."""
 
 
-def _rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -> Interval:
+def _rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int]) -> Interval:
     """The interval with room for other roundings, and NaN at both ends where a NaN can occur."""
     low, high, attained, _ = found
     if op.prim in INEXACT:
@@ -282,7 +282,7 @@ def _rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) 
     return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
 
 
-def _makes_nan(prim: str, args: list[Abstract]) -> Array:
+def _makes_nan(prim: str, args: list[typing.Any]) -> Array:
     """Blocks in which the operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf."""
     no = jnp.zeros((1, 1, 1, 1), bool)
     if prim not in ("add", "sub", "mul", "div") or not all(isinstance(a, Interval) for a in args):
@@ -312,9 +312,10 @@ def independent(parts: Sequence[Axes]) -> bool:
     return True
 
 
-def _linear(val: Val, env: Mapping[int, Abstract]) -> Interval | None:
+def _linear(val: Val, env: Mapping[int, typing.Any]) -> Interval | None:
     """The exact interval of b*b + h*h + q*q + kv*kv + const + uniform terms."""
     linear = val.linear
+    assert linear is not None
     terms = [(c, env[i]) for i, c in zip((1, 2, 3, 4), (linear.b, linear.h, linear.q, linear.kv), strict=True) if c]
     for ident, coefficient in linear.uniform:
         terms.append((coefficient, env[ident]))
@@ -346,7 +347,7 @@ def _widened(found: Interval, wraps: Array) -> Interval:
     )
 
 
-def _unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
+def _unless_wrapped(op: Op, args: list[typing.Any], found: Interval) -> Interval:
     """The interval, or all of the type where integer arithmetic may leave it."""
     dtype = jnp.dtype(op.out.dtype)
     if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
@@ -487,7 +488,7 @@ def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
     return None if y < 0 else _power(args[0], y)
 
 
-def _convert(op: Op, args: list[Abstract]) -> Interval | None:
+def _convert(op: Op, args: list[typing.Any]) -> Interval | None:
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)
     if isinstance(x, Truth):
@@ -524,7 +525,7 @@ def range_known(atom: mod_ir.Atom) -> bool:
     return isinstance(atom, Lit) or atom.low is not None
 
 
-def _select(op: Op, args: list[Abstract]) -> Interval | None:
+def _select(op: Op, args: list[typing.Any]) -> Interval | None:
     predicate, *cases = args
     if not all(isinstance(c, Interval) for c in cases):
         return None
@@ -630,7 +631,7 @@ def either(a: Truth, b: Truth, apart: bool) -> Truth:
     return negate(both(negate(a), negate(b), apart))
 
 
-def _logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
+def _logic(op: Op, args: list[typing.Any], apart: bool) -> Abstract:
     if op.prim == "convert_element_type":
         (x,) = args
         if isinstance(x, Truth):
@@ -642,9 +643,9 @@ def _logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
     if op.prim == "not":
         return negate(args[0])
     if op.prim == "and":
-        return both(*args, apart)
+        return both(args[0], args[1], apart)
     if op.prim == "or":
-        return either(*args, apart)
+        return either(args[0], args[1], apart)
     if op.prim in ("xor", "ne", "eq"):
         x, y = args
         differ = either(both(x, negate(y), apart), both(negate(x), y, apart), False)
@@ -764,7 +765,7 @@ def _extremes_of_rows(load: Load, index: list[Interval], array: Array, moving: l
         r.at[tuple(where)].get(mode="clip") if where else r.reshape(1, 1, 1, 1)
         for r in (rows.min(axes), rows.max(axes))
     ]
-    return _of_ends(*ends, False, load.out.dtype)
+    return _of_ends(ends[0], ends[1], False, load.out.dtype)
 
 
 def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Interval]) -> tuple[Array, Array]:

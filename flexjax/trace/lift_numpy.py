@@ -10,6 +10,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ class Lift:
             return table
         return self._object(value)
 
-    def _keep(self, old: object, fresh: object) -> object:
+    def _keep(self, old: object, fresh: object) -> Any:
         self._copies[id(old)] = fresh
         self._alive.append(old)
         return fresh

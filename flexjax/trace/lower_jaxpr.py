@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -172,7 +173,7 @@ class Lowering:
         def read(var: object) -> Value:
             if isinstance(var, jex_core.Literal):
                 if np.ndim(var.val) == 0:
-                    return scalar(literal(var.val, var.aval.dtype))
+                    return scalar(literal(var.val, aval_of(var).dtype))
                 return jnp.asarray(var.val)
             return env[var]
 
@@ -183,7 +184,7 @@ class Lowering:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def equation(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value]:
+    def equation(self, eqn: Any, args: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         if name in COLLECTIVES:
             raise ModError(
@@ -211,16 +212,16 @@ class Lowering:
                 return outs
         return self.call(eqn, args)
 
-    def outside(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value]:
+    def outside(self, eqn: Any, args: list[Value]) -> list[Value]:
         """Computes the equation now, in the caller's trace: it depends on captured arrays alone."""
         values = [jnp.asarray(a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
-        if any(isinstance(v, jax.core.Tracer) for v in values):
+        if any(isinstance(v, Tracer) for v in values):
             return run(*values)
         with jax.ensure_compile_time_eval():
             return run(*values)
 
-    def inline(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value]:
+    def inline(self, eqn: Any, args: list[Value]) -> list[Value]:
         closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
@@ -246,7 +247,7 @@ class Lowering:
                 "or kv_idx, or reduce it outside the mod."
             )
         out = np.empty(value.shape, object)
-        if self.inline_constants and not isinstance(value, jax.core.Tracer):
+        if self.inline_constants and not isinstance(value, Tracer):
             known = np.asarray(value)
             for place in np.ndindex(*value.shape):
                 out[place] = literal(known[place], value.dtype)
@@ -262,7 +263,7 @@ class Lowering:
             self.arrays.append(value)
         return self._capture_of[id(value)]
 
-    def elementwise(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> np.ndarray:
+    def elementwise(self, eqn: Any, args: list[Value]) -> np.ndarray:
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
@@ -274,10 +275,11 @@ class Lowering:
         params = {k: v for k, v in eqn.params.items() if k in KEPT_PARAMS}
         if "new_dtype" in params:
             params["new_dtype"] = jnp.dtype(params["new_dtype"]).name
-        make = lambda *atoms: self.builder.op(name, atoms, out.dtype, **params)
+        prim = str(name)
+        make = lambda *atoms: self.builder.op(prim, atoms, out.dtype, **params)
         return map_elements(make, [self.as_atoms(a) for a in args], out.shape)
 
-    def call(self, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    def call(self, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         """The equation as it is: for backends that can map a jaxpr over a tile."""
         parts, axes = [], frozenset()
         for arg in args:
@@ -304,6 +306,11 @@ class Lowering:
         step = Call(eqn.primitive.name, equation_text(eqn), tuple(parts), tuple(results), bind, inner)
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
+
+
+def aval_of(var: Any) -> Any:
+    """The type of a variable: jax declares less of it than there is."""
+    return var.aval
 
 
 def is_atoms(value: Value) -> bool:
@@ -333,7 +340,7 @@ def map_elements(make: Callable[..., Atom], args: Sequence[np.ndarray], shape: t
     return out
 
 
-def equation_function(eqn: jex_core.JaxprEqn) -> Callable[..., list[jax.Array]]:
+def equation_function(eqn: Any) -> Callable[..., list[jax.Array]]:
     """The equation as a function of its operands."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
@@ -343,7 +350,7 @@ def equation_function(eqn: jex_core.JaxprEqn) -> Callable[..., list[jax.Array]]:
     return run
 
 
-def equation_text(eqn: jex_core.JaxprEqn) -> str:
+def equation_text(eqn: Any) -> str:
     """Parameters as text; constants inside nested jaxprs count by their values."""
     digest = hashlib.sha256()
     for const in nested_consts(eqn.params.values()):
@@ -351,7 +358,7 @@ def equation_text(eqn: jex_core.JaxprEqn) -> str:
     return f"{ {k: str(v) for k, v in sorted(eqn.params.items())} } {digest.hexdigest()[:16]}"
 
 
-def nested_consts(params: Sequence[object]) -> list[object]:
+def nested_consts(params: Sequence[Any]) -> list[object]:
     found: list[object] = []
     for param in params:
         if isinstance(param, tuple | list):
@@ -370,8 +377,8 @@ PYTHON_DIVISION = {"remainder": jnp.remainder, "floor_divide": jnp.floor_divide}
 
 def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -> bool:
     """Whether a nested function of two integers that bears the name is that function of jax.numpy, word for word."""
-    avals = [v.aval for v in jaxpr.invars]
-    if len(avals) != 2 or not jnp.issubdtype(jaxpr.outvars[0].aval.dtype, jnp.integer):
+    avals = [aval_of(v) for v in jaxpr.invars]
+    if len(avals) != 2 or not jnp.issubdtype(aval_of(jaxpr.outvars[0]).dtype, jnp.integer):
         return False
     key = (function, str(jaxpr))
     if key not in _jnp_functions:
@@ -388,13 +395,13 @@ _jnp_functions: dict[tuple[Callable, str], bool] = {}
 
 
 def _structural(change: Callable[[np.ndarray, dict], np.ndarray]) -> Callable:
-    def rule(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    def rule(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         return [change(self.as_atoms(args[0]), eqn.params)]
 
     return rule
 
 
-def _broadcast_in_dim(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _broadcast_in_dim(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     atoms, shape = self.as_atoms(args[0]), eqn.params["shape"]
     if math.prod(shape) > MAX_ELEMENTS:
         raise ModError(f"it broadcasts to shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
@@ -410,24 +417,24 @@ def _slice(atoms: np.ndarray, params: dict) -> np.ndarray:
     return atoms[tuple(slice(*p) for p in places)]
 
 
-def _concatenate(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _concatenate(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     return [np.concatenate([self.as_atoms(a) for a in args], axis=eqn.params["dimension"])]
 
 
-def _split(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _split(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     cuts = list(itertools.accumulate(eqn.params["sizes"]))[:-1]
     return np.split(self.as_atoms(args[0]), cuts, axis=eqn.params["axis"])
 
 
-def _stack(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _stack(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     return [np.stack([self.as_atoms(a) for a in args], axis=eqn.params["axis"])]
 
 
-def _unstack(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _unstack(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     return [as_object(row) for row in np.moveaxis(self.as_atoms(args[0]), eqn.params["axis"], 0)]
 
 
-def _iota(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _iota(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     aval = eqn.outvars[0].aval
     out = np.empty(aval.shape, object)
     for place in np.ndindex(*aval.shape):
@@ -435,7 +442,7 @@ def _iota(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.
     return [out]
 
 
-def _pad(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray] | None:
+def _pad(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray] | None:
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
@@ -454,7 +461,7 @@ def _pad(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.n
 
 
 def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Callable:
-    def rule(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    def rule(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
         dtype = eqn.outvars[0].aval.dtype
         moved = np.moveaxis(atoms, axes, range(len(axes)))
@@ -470,13 +477,13 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Callable:
     return rule
 
 
-def as_object(value: object) -> np.ndarray:
+def as_object(value: Any) -> np.ndarray:
     """numpy hands out a bare atom where an object array has no dimension."""
     return value if is_atoms(value) else scalar(value)
 
 
 def _arg_reduction(prim: str) -> Callable:
-    def rule(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    def rule(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         (axis,) = eqn.params["axes"]
         dtype = eqn.params["index_dtype"]
         rows = np.moveaxis(self.as_atoms(args[0]), axis, 0)
@@ -495,7 +502,7 @@ def _arg_reduction(prim: str) -> Callable:
 
 
 def _cumulative(prim: str) -> Callable:
-    def rule(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+    def rule(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
         dtype = eqn.outvars[0].aval.dtype
         order = range(1, len(atoms)) if not eqn.params["reverse"] else range(len(atoms) - 2, -1, -1)
@@ -508,7 +515,7 @@ def _cumulative(prim: str) -> Callable:
     return rule
 
 
-def _dot_general(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _dot_general(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     a, b = (self.as_atoms(x) for x in args)
     dtype = eqn.outvars[0].aval.dtype
@@ -522,7 +529,7 @@ def _dot_general(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> l
         left, right = rest[: len(free_a)], rest[len(free_a) :]
         total: Atom | None = None
         for inner in np.ndindex(*a.shape[a.ndim - nc :]):
-            pair = (a[(*head, *left, *inner)], b[(*head, *right, *inner)])
+            pair: Any = (a[(*head, *left, *inner)], b[(*head, *right, *inner)])
             product = self.builder.op("mul", tuple(self.builder.convert(x, dtype) for x in pair), dtype)
             total = product if total is None else self.builder.op("add", (total, product), dtype)
         out[place] = literal(0, dtype) if total is None else total
@@ -553,7 +560,7 @@ def _pick(self: Lowering, atoms: np.ndarray, index: list[Atom]) -> Atom:
     return chosen
 
 
-def _dynamic_slice(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _dynamic_slice(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     array, sizes = args[0], eqn.params["slice_sizes"]
     starts = [self.as_atoms(a).item() for a in args[1:]]
     starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]
@@ -566,7 +573,7 @@ def _dynamic_slice(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) ->
     return [out]
 
 
-def _gather(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _gather(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     array, indices = args[0], self.as_atoms(args[1])
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out_aval = eqn.outvars[0].aval
@@ -579,7 +586,7 @@ def _gather(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[n
     out = np.empty(out_aval.shape, object)
     for place in np.ndindex(*out_aval.shape):
         batch = tuple(place[d] for d in batch_axes)
-        index = [literal(0, "int32")] * len(sizes)
+        index: list[Atom] = [literal(0, "int32")] * len(sizes)
         valid: Atom = literal(True, "bool")
         for k, d in enumerate(dims.start_index_map):
             start = indices[(*batch, k)]
@@ -594,7 +601,7 @@ def _gather(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[n
     return [out]
 
 
-def _fill_value(eqn: jex_core.JaxprEqn) -> Lit | None:
+def _fill_value(eqn: Any) -> Lit | None:
     mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -622,7 +629,7 @@ def _in_bounds(self: Lowering, valid: Atom, start: Atom, limit: int) -> Atom:
 # ------------------------------------------------------------------- control flow
 
 
-def _cond(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[np.ndarray]:
+def _cond(self: Lowering, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     """Both branches are computed and selected: they have no effects."""
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
@@ -647,7 +654,7 @@ def _scan_counts(params: dict) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _scan(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value] | None:
+def _scan(self: Lowering, eqn: Any, args: list[Value]) -> list[Value] | None:
     """A short loop, unrolled."""
     p = eqn.params
     if p["length"] > MAX_UNROLL:
@@ -669,7 +676,7 @@ def _scan(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Val
     return [*carry, *stacked]
 
 
-def _one_minus_square(self: Lowering, eqn: jex_core.JaxprEqn, args: list[Value]) -> list[Value]:
+def _one_minus_square(self: Lowering, eqn: Any, args: list[Value]) -> list[Value]:
     """1 - x * x, which newer jax has as a primitive, for the derivative of tanh."""
     out = eqn.outvars[0].aval
     one = literal(1, out.dtype)

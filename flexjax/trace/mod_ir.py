@@ -18,6 +18,7 @@ is what tells a contiguous vector or tile from a gather.
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable, Iterator
 
 AXES = ("b", "h", "q", "kv", "delta", "score")
@@ -64,7 +65,7 @@ class Linear:
 class Lit:
     """A literal scalar; `dtype` is a numpy dtype name ("bfloat16" included)."""
 
-    value: bool | int | float | complex
+    value: typing.Any  # bool, int, float or complex
     dtype: str
 
     def __str__(self) -> str:
@@ -106,7 +107,7 @@ class Op:
     prim: str
     inputs: tuple[Atom, ...]
     out: Val
-    params: tuple[tuple[str, object], ...] = ()
+    params: tuple[tuple[str, typing.Any], ...] = ()
 
     @property
     def outs(self) -> tuple[Val, ...]:
@@ -148,7 +149,7 @@ class Call:
     arguments: tuple[int | tuple[tuple[int, ...], tuple[Atom, ...]], ...]
     results: tuple[tuple[tuple[int, ...], tuple[Val, ...]], ...]
     bind: Callable[..., list]
-    inner: object = None
+    inner: typing.Any = None
 
     @property
     def inputs(self) -> tuple[Atom, ...]:

@@ -55,6 +55,7 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
 
     for step in program.steps:
         if isinstance(step, Op) and _starts_diagonal(step):
+            assert step.out.linear is not None
             terms = step.out.linear.uniform
             env[step.out.id] = tile.diagonal(step.out, {i: env[i] for i, _ in terms})
         elif isinstance(step, Op):
@@ -111,7 +112,7 @@ def _floormod(op: Op, a: Array, b: Array) -> Array:
     return lax.select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
-def _param(op: Op, name: str) -> object:
+def _param(op: Op, name: str) -> typing.Any:
     return dict(op.params)[name]
 
 
