@@ -163,11 +163,16 @@ def fuses(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> 
     return backward_bytes(plan, tiles, score) + sums <= chip.budget
 
 
+Choice = tuple[int, int, int]
+"""Queries, keys, part."""
+
 FORWARD_CHOICES = ((1024, 1024, 512), (512, 1024, 512), (512, 512, 512), (256, 512, 512), (256, 256, 256), (128, 128, 128))
 BACKWARD_CHOICES = (
     (1024, 1024, 512), (512, 1024, 512), (512, 512, 512), (512, 512, 256), (256, 512, 256), (256, 256, 256), (128, 256, 128),
     (128, 128, 128),
 )
+DENSE_FORWARD, DENSE_BACKWARD = (2048, 2048, 512), (1024, 2048, 512)
+"""Where every tile is visited and nothing is added: a larger one, for fewer grid steps."""
 WIDE_PARTS = frozenset({"v6e", "tpu7x"})
 """Chips whose matrix unit outruns the vector unit: the state of a row is touched once a tile, not once a part."""
 
@@ -177,12 +182,17 @@ def _first(plan: KernelPlan) -> int:
     return 1 if plan.dtype == "float32" else 0
 
 
+def _choices(plan: KernelPlan, dense: Choice, others: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    plain = plan.mask is None and plan.blocks is None and plan.score is None and plan.dropout is None
+    return (dense, *others) if plain and plan.dtype == "bfloat16" else others
+
+
 def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
     """Tiles that fit, best first."""
     found: list[Tiles] = []
     options = plan.options
-    for q, kv, part in FORWARD_CHOICES[_first(plan) :]:
-        if chip.name in WIDE_PARTS and part == 512:
+    for q, kv, part in _choices(plan, DENSE_FORWARD, FORWARD_CHOICES[_first(plan) :]):
+        if chip.name in WIDE_PARTS and part == 512 and kv <= 1024:
             part = kv
         sizes = _sizes(plan, options.block_q or q, options.block_kv or kv)
         tiles = Tiles(*sizes, min(part, sizes[1]))
@@ -194,7 +204,7 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
 def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
     found: list[Tiles] = []
     options = plan.options
-    for q, kv, part in BACKWARD_CHOICES[2 * _first(plan) :]:
+    for q, kv, part in _choices(plan, DENSE_BACKWARD, BACKWARD_CHOICES[2 * _first(plan) :]):
         sizes = _sizes(plan, options.block_q_bwd or q, options.block_kv_bwd or kv)
         tiles = Tiles(*sizes, min(part, *sizes))
         if backward_bytes(plan, tiles, score) <= chip.budget and tiles not in found:
