@@ -1,6 +1,8 @@
 """Settings of every test: two CPU devices, reproducible hypothesis, no slow tests unless asked for."""
 
+import hashlib
 import os
+import time
 
 # before jax is imported: tests of meshes need a second device
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -19,10 +21,24 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, and only them")
+    parser.addoption(
+        "--minutes", type=float, help="in an order mixed over all files, skip what would begin after so many minutes"
+    )
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the slow tests unless `-m` or a full test name is given; `--slow` runs them alone."""
+    if config.getoption("--minutes") is not None:
+        items.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).hexdigest())
     if config.getoption("-m") or any("::" in arg for arg in config.args):
         return
     wanted = bool(config.getoption("--slow"))
