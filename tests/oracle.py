@@ -181,7 +181,7 @@ _through.defvjp(_through_fwd, _through_bwd)
 
 @functools.cache
 def plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
-    """Dense attention as an eager framework does it: softmax in float32; p, ds and results in `dtype`.
+    """Dense attention in low precision: softmax in float32; p, ds and results in `dtype`.
 
     Its distance from `expected` is the error that a fused kernel may double.  Sinks stay float32.
     """
@@ -215,19 +215,49 @@ def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str
     on = jnp.ones((B, N, T, S), bool)
     if mask_mod is not None:
         on = jax.vmap(mask_mod)(*(i.ravel() for i in index)).reshape(on.shape)
-    if score_mod is not None:
+    if score_mod is not None and on.size:
         place = jnp.unravel_index(jnp.argmax(on), on.shape)
         spots = [jnp.where(on, i, at).ravel() for i, at in zip(index, place, strict=True)]
         modded = jax.vmap(score_mod)(jnp.where(on, scores, scores[place]).ravel(), *spots)
         scores = modded.astype(jnp.float32).reshape(on.shape)
     scores = jnp.where(on, scores, -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
+    sinks = narrow["sinks"] if case.sinks else jnp.full(N, -jnp.inf)
+    out, lse = _softmax_of_values(scores, repeat(narrow["v"]), sinks, dtype)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf))
+    return dict(out=_through(out, dtype, dtype), lse=lse, max_scores=top)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _softmax_of_values(
+    scores: jax.Array, value: jax.Array, sinks: jax.Array, dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, N, T, E] and lse [B, N, T] of scores [B, N, T, S], value [B, N, S, E] and sinks [N].
+
+    Its gradient is the one of flash attention (Dao et al. 2022, algorithm 4), which every fused kernel uses: the
+    row sum of p * dp is taken from the output, and the output that is kept is in `dtype`.
+    """
+    return _softmax_fwd(scores, value, sinks, dtype)[0]
+
+
+def _softmax_fwd(scores, value, sinks, dtype):
+    top = jnp.maximum(jnp.max(scores, axis=-1, initial=-jnp.inf), sinks[:, None])
     shift = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - shift[..., None])
-    total = jnp.sum(weights, axis=-1)
-    if case.sinks:
-        total += jnp.exp(narrow["sinks"][:, None] - shift)
+    sunk = jnp.exp(sinks[:, None] - shift)
+    total = jnp.sum(weights, axis=-1) + sunk
     safe = jnp.where(total == 0, 1.0, total)
-    probs = _through(weights / safe[..., None], dtype, "float32")
-    out = _through(jnp.einsum("bhqk,bhke->bhqe", probs, repeat(narrow["v"])), dtype, dtype)
-    return dict(out=out, lse=jnp.where(total == 0, -jnp.inf, jnp.log(safe) + shift), max_scores=top)
+    probs = weights / safe[..., None]
+    out = _through(jnp.einsum("bhqk,bhke->bhqe", _through(probs, dtype, dtype), value), dtype, dtype)
+    lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + shift)
+    return (out, lse), (probs, sunk / safe, value, out)
+
+
+def _softmax_bwd(dtype, kept, cotangents):
+    (probs, sunk, value, out), (d_out, d_lse) = kept, cotangents
+    shared = d_lse - jnp.sum(d_out * out, axis=-1)
+    d_probs = jnp.einsum("bhqe,bhke->bhqk", d_out, value)
+    d_value = jnp.einsum("bhqk,bhqe->bhke", _through(probs, dtype, dtype), d_out)
+    return probs * (d_probs + shared[..., None]), d_value, jnp.sum(sunk * shared, axis=(0, 2))
+
+
+_softmax_of_values.defvjp(_softmax_fwd, _softmax_bwd)

@@ -71,14 +71,23 @@ class Problem:
             for name, x in self.case.inputs().items()
             if name not in ("w", "u")
         }
-        captured = {name: jnp.asarray(x) for name, x in self.case.captured().items()}
+        captured = self.constants
         learn = oracle.learned(self.case, captured)
         rest = {name: x for name, x in captured.items() if name not in learn}
         return inputs, learn, rest if self.case.traced else {}
 
     @functools.cached_property
     def constants(self) -> Arrays:
-        return {name: jnp.asarray(x) for name, x in self.case.captured().items()}
+        """Every captured array; float32 ones widened in the float64 runs that a row does not name itself."""
+        return {
+            name: jnp.asarray(x, "float64" if self.widens and x.dtype == "float32" else x.dtype)
+            for name, x in self.case.captured().items()
+        }
+
+    @property
+    def widens(self) -> bool:
+        """A mod that computes on a captured float32 array does so in float32, which float64 attention would show."""
+        return self.dtype == "float64" and self.dtype not in self.case.dtypes
 
     @functools.cached_property
     def block_mask(self) -> flexjax.BlockMask | None:
@@ -217,7 +226,7 @@ class Conformance:
                 name,
                 np.asarray(x.astype(jnp.float32) if low else x),
                 want[name],
-                dtype="float32" if dtype == "float64" and _is_single(case, name) else dtype,
+                dtype="float32" if dtype == "float64" and _is_single(problem, name) else dtype,
                 plain=plain.get(name),
                 result_dtype=narrow.get(name),
                 loosen=case.loosen * self.loosen if dtype == "float32" else 1.0,
@@ -410,9 +419,10 @@ def _document(ids: jax.Array):
     return lambda b, h, q, k: ids[q] == ids[k]
 
 
-def _is_single(case: Case, name: str) -> bool:
+def _is_single(problem: Problem, name: str) -> bool:
     """Whether a gradient stays single precision in float64 attention: its array is captured as float32."""
-    return name == "d:sinks" or name in {"d:" + n for n, _ in case.captures}
+    captured = {"d:" + n for n, x in problem.constants.items() if x.dtype != "float64"}
+    return name == "d:sinks" or name in captured
 
 
 def _same_as_loop(mapped, one, arrays: tuple, in_axes: tuple | None = None) -> None:
