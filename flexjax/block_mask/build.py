@@ -4,6 +4,7 @@ A mask whose arrays are all known is classified in chunks and its lists are as n
 traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
 """
 
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, PartitionSpec
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import blocks_along, classify_on_host, classify_traced
@@ -47,11 +49,17 @@ def from_traced(
     traced: TracedMod, heads: tuple[int, int], sizes: tuple[int, int, int, int], exact: bool | None = None
 ) -> Parts:
     """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
+    split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
-        classes = classify_traced(traced.program, traced.arrays, heads, sizes, bool(exact))
-        return from_classes(classes, traced.program, traced.arrays, sizes)
+        classify: Callable[[Sequence[Array]], Array] = functools.partial(
+            classify_traced, traced.program, heads=heads, sizes=sizes, exact=bool(exact)
+        )
+        if split:  # the partitioner splits the work; every device gets the few bytes of the result
+            classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
+        return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
     with jax.ensure_compile_time_eval():
-        partial, full = classify_on_host(traced.program, traced.arrays, heads, sizes, exact)
+        known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
+        partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
         rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
         lists = []
         for places in (partial, full):

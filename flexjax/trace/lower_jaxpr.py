@@ -40,11 +40,13 @@ COLLECTIVES = frozenset(
         "all_to_all",
         "reduce_scatter",
         "axis_index",
-        "pvary",
         "all_gather_invariant",
         "psum_scatter",
     ]
 )
+SAME = frozenset(["optimization_barrier", "pvary"])
+"""Primitives that return their operands; `pvary` marks values inside shard_map that differ between devices."""
+
 CALLBACKS = frozenset(
     ["pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "infeed", "outfeed"]
 )
@@ -196,7 +198,7 @@ class Lowering:
         known = all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args)
         if known and (held or any(v.aval.shape != () for v in eqn.outvars)):
             return self.outside(eqn, args)
-        if name == "optimization_barrier":
+        if name in SAME:
             return [self.as_atoms(a) for a in args]
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]

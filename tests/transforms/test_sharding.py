@@ -60,13 +60,14 @@ def _biased(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.A
     return flexjax.flex_attention(q, k, v, score_mod=mod, mask_mod=masks.causal)
 
 
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("split", ["batch", "heads"])
-def test_shard_map_of_captured_arrays(split: str) -> None:
+def test_shard_map_of_captured_arrays(split: str, check: bool) -> None:
     q, k, v, _ = inputs()
     table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
     main = SPECS[split]
     specs = (main, main, main, P("x") if split == "heads" else P())
-    run = jax.shard_map(_biased, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=main, check_vma=False)
+    run = jax.shard_map(_biased, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=main, check_vma=check)
     close(jax.jit(run)(q, k, v, table), _biased(q, k, v, table))
     close(gradients(run)(q, k, v, table), gradients(_biased)(q, k, v, table))
 
@@ -99,6 +100,29 @@ def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
                 assert x.sharding.is_equivalent_to(where, 4)
     close((eager, out), (attend(q, k, v, sinks),) * 2)
     close((value, grads), gradients(attend)(q, k, v, sinks))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax cannot index an array that is split explicitly")
+@pytest.mark.parametrize("split", SPECS)
+def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
+    """The bias is split with the heads, the document ids with the batch; the block mask is built from them."""
+    q, k, v, _ = inputs()
+    table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 11)), -1), jnp.int32)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
+        score_mod = lambda s, b, h, i, j: s + table[h, i - j + 10]
+        mask_mod = lambda b, h, i, j: ids[b, i] == ids[b, j]
+        return flexjax.flex_attention(q, k, v, score_mod=score_mod, mask_mod=mask_mod)
+
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        put = lambda x, spec: jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
+        specs = dict(batch=(P(), P("x")), heads=(P("x"), P()))[split]
+        placed = [*(put(x, SPECS[split]) for x in (q, k, v)), put(table, specs[0]), put(ids, specs[1])]
+        eager, jitted = run(*placed), jax.jit(run)(*placed)
+        slopes = jax.jit(jax.grad(lambda *a: (run(*a) ** 2).sum(), argnums=(0, 1, 2, 3)))(*placed)
+    close((eager, jitted), (run(q, k, v, table, ids),) * 2)
+    close(slopes, jax.grad(lambda *a: (run(*a) ** 2).sum(), argnums=(0, 1, 2, 3))(q, k, v, table, ids))
 
 
 @pytest.mark.slow

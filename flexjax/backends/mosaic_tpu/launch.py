@@ -98,7 +98,7 @@ def launch(
                 out_specs=[o.spec for o in outputs],
                 scratch_shapes=typing.cast(list[typing.Any], list(scratch)),
             ),
-            out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outputs],
+            out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, manual_axis_type=varying) for o in outputs],
             input_output_aliases={count + len(operands) + n: place for n, place in enumerate(passed)},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=typing.cast(typing.Any, order.semantics()), vmem_limit_bytes=vmem_limit
@@ -106,9 +106,22 @@ def launch(
             name=name,
             interpret=interpret,
         )
-        return list(call(*tables, *feeds.tables, *extra, *[o.array for o in operands], *[before[n] for n in passed]))
+        given = (*tables, *feeds.tables, *extra, *[o.array for o in operands], *[before[n] for n in passed])
+        return list(call(*(_as_varying(x, varying) for x in given)))
 
-    start = [jnp.zeros(o.shape, o.dtype) for o in outputs] if passed else []
+    varying = _varying([*order.arrays, *feeds.tables, *extra, *[o.array for o in operands]])
+    start = [_as_varying(jnp.zeros(o.shape, o.dtype), varying) for o in outputs] if passed else []
     if not chunked:
         return run(0, start)
     return list(lax.fori_loop(0, order.chunks, lambda chunk, held: run(chunk, held), start))
+
+
+def _varying(arrays: Sequence[jax.Array]) -> jax.sharding.ManualAxisType:
+    """The axes of a surrounding shard_map along which any of the arrays differs from shard to shard: so do all outputs."""
+    axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+    return jax.sharding.ManualAxisType(varying=frozenset().union(*axes))
+
+
+def _as_varying(array: jax.Array, varying: jax.sharding.ManualAxisType) -> jax.Array:
+    missing = varying.varying - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array

@@ -57,6 +57,7 @@ class Order:
     prefetch    how many prefetched arrays the order has
     where       index-map side: (batch, query head, query tile, key tile)
     visit       kernel side
+    arrays      what the prefetched arrays are made of
     """
 
     geometry: Geometry
@@ -67,6 +68,7 @@ class Order:
 
     chunks = 1
     prefetch = 0
+    arrays: tuple[jax.Array, ...] = ()
 
 
 class DenseOrder(Order):
@@ -158,6 +160,7 @@ class ListedOrder(Order):
         self._state = jnp.pad(state.reshape(rows, columns), ((0, pad), (0, 0)))
         self._on = [jnp.pad(w.reshape(rows, columns), ((0, pad), (0, 0))) for w in jnp.moveaxis(on, -1, 0)]
         self._full = [jnp.pad(w.reshape(rows, columns), ((0, pad), (0, 0))) for w in jnp.moveaxis(full, -1, 0)]
+        self.arrays = (self._state, *self._on, *self._full)
 
     def _tile_states(self, plan: KernelPlan, lists: BlockLists) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[list batch, list heads, q tiles, kv tiles] kinds, and the two bit sets with a last dimension of words."""

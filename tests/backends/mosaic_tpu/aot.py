@@ -1,25 +1,19 @@
-"""Compiles plans for TPUs on a machine without one: the compiler in libtpu is the real one, only running is impossible.
+"""Compiles calls for TPUs on a machine without one: the compiler in libtpu is the real one, only running is impossible.
 
-    python -m tests.backends.mosaic_tpu.aot CHIP [name ...]     one line per plan: ok or FAIL and why
+    python -m tests.backends.mosaic_tpu.aot CHIP [name ...]     one line per call: ok, refused or FAIL, how long or why
 
-Run as a child process: one process at a time may hold libtpu, unless told otherwise.
+CHIP is v5e, v5p, v6e, tpu7x or `all`; `--sample` takes every call on v5e and on one of the others. Each chip has a child
+process; where the compiler ends the process, that call has failed, and a new child goes on with the next.
 """
 
-# ruff: noqa: E402  (the environment is read when jax is imported)
-
 import os
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-
-for _name, _value in {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}.items():
-    os.environ.setdefault(_name, _value)
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +25,18 @@ from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
-from flexjax.types import KernelOptions
-from tests.backends.mosaic_tpu import plans
+from tests.backends.conformance import Problem
 from tests.cases import CASES
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What a child is started with: libtpu without a TPU, several processes at a time."""
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
@@ -50,9 +53,15 @@ def compile_for(function, avals: list[jax.ShapeDtypeStruct], chip: str, devices:
         return jax.jit(function).lower(*placed).compile()
 
 
-def of_case(name: str, dtype: str) -> Compilable:
-    problem = plans.problem_of(CASES[name], dtype, KernelOptions())
-    return problem.plan, problem.operands, problem.derivative, plans.wanted_of(problem)
+def compile_case(name: str, dtype: str, chip: str) -> str:
+    """A case of the table as the suite runs it, through the front door: results and all gradients. Returns the program."""
+    problem = Problem(CASES[name], dtype, "mosaic_tpu")
+    leaves, tree = jax.tree.flatten(problem.arrays())
+
+    def step(*flat: jax.Array):
+        return jax.grad(problem.loss, argnums=(0, 1), has_aux=True)(*jax.tree.unflatten(tree, flat))
+
+    return compile_for(step, leaves, chip).as_text()
 
 
 def large(
@@ -147,42 +156,121 @@ LARGE = {
 }
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 def entries() -> list[str]:
-    """Names of all plans: the table of cases in both dtypes, and the large ones."""
-    small = [f"{n}-{d}" for n, c in CASES.items() for d in c.dtypes if d in ("float32", "bfloat16")]
-    return small + list(LARGE)
+    """Names of all calls: the table of cases in both dtypes, and the large ones."""
+    return [f"{name}-{dtype}" for name in CASES for dtype in DTYPES] + list(LARGE)
 
 
-def compile_entry(entry: str, chip: str) -> None:
-    plan, operands, derivative, wanted = LARGE[entry]() if entry in LARGE else of_case(*entry.rsplit("-", 1))
+def sampled(chip: str) -> list[str]:
+    """All calls for v5e; for the others the large ones and a third of the table, each call at one of them."""
+    others = [c for c in TOPOLOGIES if c != "v5e"]
+    if chip == "v5e":
+        return entries()
+    return [e for e in entries() if e in LARGE or zlib.crc32(e.encode()) % len(others) == others.index(chip)]
+
+
+def compile_large(entry: str, chip: str) -> str:
+    plan, operands, derivative, wanted = LARGE[entry]()
     backend = MosaicTpuBackend()
-    reason = backend.refuses(plan)
-    if reason is not None:
-        print("refused", entry, chip, reason, flush=True)
-        return
     leaves, tree = jax.tree.flatten(operands)
     length, value_dim = plan.q_len, plan.value_dim
     rows = (plan.batch, length, plan.q_heads) if plan.layout == "BTNH" else (plan.batch, plan.q_heads, length)
 
     def step(d_out: jax.Array, d_lse: jax.Array, *flat: jax.Array):
+        reason = backend.refuses(plan)  # asked here, where the chip is known
+        if reason is not None:
+            raise NotImplementedError(reason)
         given = jax.tree.unflatten(tree, flat)
         results = backend.forward(plan, given)
         return results, backend.backward(plan, given, results, d_out, d_lse, wanted, derivative)
 
     avals = [jax.ShapeDtypeStruct((*rows, value_dim), plan.dtype), jax.ShapeDtypeStruct(rows, "float32")]
-    compile_for(step, [*avals, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)], chip)
+    return compile_for(step, [*avals, *leaves], chip).as_text()
 
 
-def main(chip: str, names: list[str]) -> None:
-    for entry in names or entries():
-        start = time.time()
-        try:
-            compile_entry(entry, chip)
-            print("ok", entry, chip, f"{time.time() - start:.1f}s", flush=True)
-        except Exception as error:  # the child reports every plan, whatever the compiler raises
-            text = str(error).replace("\n", " | ")[:600]
-            print("FAIL", entry, chip, type(error).__name__, text, flush=True)
+def outcome(entry: str, chip: str) -> str:
+    """A line that starts with ok, refused or FAIL."""
+    start = time.time()
+    try:
+        text = compile_large(entry, chip) if entry in LARGE else compile_case(*entry.rsplit("-", 1), chip)
+    except NotImplementedError as error:
+        return f"refused {entry} {chip} {error}"
+    except Exception as error:  # whatever the compiler raises
+        return f"FAIL {entry} {chip} {type(error).__name__} " + str(error).replace("\n", " | ")[:600]
+    absent = [
+        names for names in (("flexjax_forward",), ("flexjax_dq", "flexjax_dkv")) if not any(n in text for n in names)
+    ]
+    if absent:
+        return f"FAIL {entry} {chip} compiled without the kernel " + " or ".join(absent[0])
+    return f"ok {entry} {chip} {time.time() - start:.1f}s"
+
+
+def child(chip: str, names: list[str]) -> None:
+    # The front door leaves the kernels alone unless the default device is a TPU; nothing is run here.
+    jax.default_backend = lambda: "tpu"
+    for entry in names:
+        print("begin", entry, flush=True)
+        print(outcome(entry, chip), flush=True)
+
+
+def sweep(
+    chip: str,
+    names: Sequence[str],
+    command: Callable[[str, Sequence[str]], list[str]] | None = None,
+    seconds: float = 600,
+) -> Iterator[str]:
+    """The outcomes, one line each, whatever becomes of the children; `seconds` is the longest that one call may take."""
+    command = command or (
+        lambda chip, names: [sys.executable, "-m", "tests.backends.mosaic_tpu.aot", "--child", chip, *names]
+    )
+    left = list(names)
+    while left:
+        with tempfile.TemporaryFile("w+") as complaints:
+            process = subprocess.Popen(
+                command(chip, left),
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+                env={**os.environ, **ENVIRONMENT},
+            )
+            assert process.stdout is not None
+            watch = threading.Timer(seconds, process.kill)
+            watch.start()
+            for line in process.stdout:
+                if line.startswith(("ok", "refused", "FAIL")):
+                    left.pop(0)
+                    yield line.rstrip("\n")
+                elif line.startswith("begin"):
+                    watch.cancel()
+                    watch = threading.Timer(seconds, process.kill)
+                    watch.start()
+            code = process.wait()
+            watch.cancel()
+            if left:
+                complaints.seek(0)
+                said = " | ".join(line.strip() for line in complaints.readlines()[-8:])
+                yield f"FAIL {left.pop(0)} {chip} its process ended with {code}: {said}"
+
+
+def main(arguments: list[str]) -> int:
+    sample = "--sample" in arguments
+    chosen, *names = [a for a in arguments if a != "--sample"]
+    worst = 0
+    for chip in TOPOLOGIES if chosen == "all" else (chosen,):
+        began, count = time.time(), {"ok": 0, "refused": 0, "FAIL": 0}
+        for line in sweep(chip, names or (sampled(chip) if sample else entries())):
+            count[line.split()[0]] += 1
+            print(line, flush=True)
+        print(chip, *(f"{n} {kind}" for kind, n in count.items()), f"in {time.time() - began:.0f} s", flush=True)
+        worst = max(worst, int(count["FAIL"] > 0))
+    return worst
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] == "--child":
+        child(sys.argv[2], sys.argv[3:])
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,23 +1,27 @@
 """The kernels on their own: split lists, small tiles, the TPU simulator with its race detector, meshes."""
 
-import functools
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, PartitionSpec
 
 from flexjax.backends.mosaic_tpu import tables, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.types import KernelOptions
 from tests import oracle
-from tests.backends.mosaic_tpu import plans
+from tests.backends.mosaic_tpu import on_mesh, plans
 from tests.cases import CASES
 from tests.compare import assert_close
 
 BACKEND = MosaicTpuBackend()
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def check(name: str, options: KernelOptions, backward: bool = True) -> None:
@@ -51,37 +55,63 @@ def test_dq_alone(name: str, monkeypatch: pytest.MonkeyPatch):
     check(name, KernelOptions(interpret=True, block_q_bwd=128, block_kv_bwd=128))
 
 
-@pytest.mark.parametrize("name", ["window", "mqa", "relative_bias"])
-def test_simulator_finds_no_race(name: str):
+@pytest.fixture
+def found_races(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
+    """Whether each kernel that the simulator ran had a race. jax keeps that of the last kernel alone."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    tiles = dict(block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-        check(name, KernelOptions(**tiles))
+    made = []
+    make = interpret_pallas_call.RaceDetectionState
+
+    def remembered(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", remembered)
+
+    def found() -> list[bool]:
         jax.effects_barrier()
-    races = getattr(interpret_pallas_call, "races", None)
-    assert races is None or not races.races_found
+        return [state.races_found for state in made]
+
+    return found
+
+
+SMALL_TILES = KernelOptions(block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128)
+
+
+@pytest.mark.parametrize("name", ["window", "mqa", "relative_bias", "by_batch_and_head", "column_bias", "pair_bias"])
+def test_simulator_finds_no_race(name: str, found_races: Callable[[], list[bool]]):
+    """On two cores, which share the parallel dimensions of the grid."""
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+        check(name, SMALL_TILES)
+        races = found_races()
+    assert len(races) >= 2, "forward and backward kernels were not simulated"
+    assert not any(races)
+
+
+def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypatch: pytest.MonkeyPatch):
+    """Visits of one row on two cores at a time write the same block, and the simulator says so."""
+    monkeypatch.setattr(tables.DenseOrder, "semantics", lambda order: ("parallel",) * (5 if order.by_keys else 4))
+    case = dataclasses.replace(CASES["plain"], name="race", shape=(1, 1, 1, 128, 256, 16, 16))
+    problem = plans.problem_of(case, "float32", SMALL_TILES)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+        plans.run(BACKEND, problem, case, backward=False)
+        assert any(found_races())
 
 
 def test_inside_shard_map():
-    """Heads over two devices; the mods see the heads of their shard."""
-    case = CASES["mqa"]
-    rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal((2, 4, 40, 16)), jnp.float32) for _ in range(3)]
-    plan = plans.problem_of(case, "float32").plan
-    fields = dict(batch=2, q_heads=2, kv_heads=2, q_len=40, kv_len=40, head_dim=16, value_dim=16, layout="BNTH")
-    plan = plans.dataclasses.replace(plan, score=None, mask=None, max_scores=False, **fields)
-    one = plans.dataclasses.replace(plan, q_heads=4, kv_heads=4)
-
-    def attend(plan, q, k, v):
-        return BACKEND.forward(plan, plans.Operands(q, k, v, None, None, None, (), (), (), None)).out
-
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    spec = PartitionSpec(None, "x")
-    sharded = jax.shard_map(
-        functools.partial(attend, plan), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
-    )
-    np.testing.assert_allclose(jax.jit(sharded)(*arrays), attend(one, *arrays), rtol=1e-6, atol=1e-6)
+    """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma."""
+    flags = "--xla_force_host_platform_device_count=4"
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.backends.mosaic_tpu.on_mesh"],
+        cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-2000:]
+    lines = [line.split() for line in child.stdout.splitlines()]
+    assert len(lines) == 2 * len(on_mesh.NAMES)
+    for how, name, error, devices in lines:
+        assert float(error) < 5e-6, (how, name, error)
+        assert devices == "4"
 
 
 @pytest.mark.parametrize("chip", sorted(vmem.CHIPS))
