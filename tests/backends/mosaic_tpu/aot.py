@@ -25,7 +25,9 @@ from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
+from flexjax.types import KernelOptions
 from tests.backends.conformance import Problem
+from tests.backends.mosaic_tpu import on_mesh
 from tests.cases import CASES
 
 ENVIRONMENT = {
@@ -44,10 +46,13 @@ Compilable = tuple[KernelPlan, Operands, Program | None, Wanted]
 """Plan, operands as arrays or ShapeDtypeStructs, derivative, wanted gradients."""
 
 
-def compile_for(function, avals: list[jax.ShapeDtypeStruct], chip: str, devices: int = 1):
-    """Compiles a function of replicated arrays; raises what the compiler raises."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    mesh = Mesh(np.array(found[:devices]), ("x",))
+def _devices(chip: str) -> list:
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+
+
+def compile_for(function, avals: Sequence[jax.ShapeDtypeStruct | jax.Array], chip: str):
+    """Compiles a function for one chip; raises what the compiler raises."""
+    mesh = Mesh(np.array(_devices(chip)[:1]), ("x",))
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for a in avals]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(*placed).compile()
@@ -160,16 +165,18 @@ DTYPES = ("float32", "bfloat16")
 
 
 def entries() -> list[str]:
-    """Names of all calls: the table of cases in both dtypes, and the large ones."""
-    return [f"{name}-{dtype}" for name in CASES for dtype in DTYPES] + list(LARGE)
+    """Names of all calls: the table of cases in both dtypes, the large ones, those on a mesh."""
+    return [f"{name}-{dtype}" for name in CASES for dtype in DTYPES] + [*LARGE, *ON_MESH]
 
 
 def sampled(chip: str) -> list[str]:
-    """All calls for v5e; for the others the large ones and a third of the table, each call at one of them."""
+    """All calls for v5e; for the others a third of the table, each call on one of them, and the rest."""
     others = [c for c in TOPOLOGIES if c != "v5e"]
     if chip == "v5e":
         return entries()
-    return [e for e in entries() if e in LARGE or zlib.crc32(e.encode()) % len(others) == others.index(chip)]
+    return [
+        e for e in entries() if not e.endswith(DTYPES) or zlib.crc32(e.encode()) % len(others) == others.index(chip)
+    ]
 
 
 def compile_large(entry: str, chip: str) -> str:
@@ -191,11 +198,27 @@ def compile_large(entry: str, chip: str) -> str:
     return compile_for(step, [*avals, *leaves], chip).as_text()
 
 
+ON_MESH = {"mesh": False, "mesh_check_vma": True}
+
+
+def compile_on_mesh(entry: str, chip: str) -> str:
+    """The call of on_mesh.py for four chips."""
+    mesh = on_mesh.mesh_of(_devices(chip)[:4])
+    specs = zip(on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS, strict=True)
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in specs]
+    return jax.jit(on_mesh.sharded(mesh, KernelOptions(), ON_MESH[entry])).lower(*avals).compile().as_text()
+
+
 def outcome(entry: str, chip: str) -> str:
     """A line that starts with ok, refused or FAIL."""
     start = time.time()
     try:
-        text = compile_large(entry, chip) if entry in LARGE else compile_case(*entry.rsplit("-", 1), chip)
+        if entry in LARGE:
+            text = compile_large(entry, chip)
+        elif entry in ON_MESH:
+            text = compile_on_mesh(entry, chip)
+        else:
+            text = compile_case(*entry.rsplit("-", 1), chip)
     except NotImplementedError as error:
         return f"refused {entry} {chip} {error}"
     except Exception as error:  # whatever the compiler raises

@@ -79,7 +79,14 @@ def found_races(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
 SMALL_TILES = KernelOptions(block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128)
 
 
-@pytest.mark.parametrize("name", ["window", "mqa", "relative_bias", "by_batch_and_head", "column_bias", "pair_bias"])
+@pytest.mark.parametrize(
+    "name",
+    ["window", "mqa", "relative_bias", "column_bias"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("by_batch_and_head", "pair_bias", "sinks", "bucket_bias")
+    ],
+)
 def test_simulator_finds_no_race(name: str, found_races: Callable[[], list[bool]]):
     """On two cores, which share the parallel dimensions of the grid."""
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
