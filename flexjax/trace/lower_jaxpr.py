@@ -690,7 +690,16 @@ def _one_minus_square(self: Lowering, eqn: Any, args: list[Value]) -> list[Value
     return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
 
 
+def _log2(self: Lowering, eqn: Any, args: list[Value]) -> list[Value]:
+    """log(x) / log(2), which newer jax has as a primitive; it compiles it to this product too."""
+    out = eqn.outvars[0].aval
+    factor = literal(1 / math.log(2), out.dtype)
+    make = lambda x: self.builder.op("mul", (self.builder.op("log", (x,), out.dtype), factor), out.dtype)
+    return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
+
+
 RULES: dict[str, Callable] = {
+    "log2": _log2,
     "one_minus_square": _one_minus_square,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _structural(lambda a, p: a.reshape(p["new_sizes"])),
