@@ -217,7 +217,9 @@ def test_tiles_that_xla_cannot_cut() -> None:
     # fmt: off
     rows = {
         KernelOptions(block_q=64): "block_q=64 is not its query block size 128.",
+        KernelOptions(block_q_bwd=64): "block_q_bwd=64 is not its query block size 128.",
         KernelOptions(block_kv=100): "block_kv=100 is not a multiple of its key block size 128.",
+        KernelOptions(block_kv_bwd=100): "block_kv_bwd=100 is not a multiple of its key block size 128.",
     }
     # fmt: on
     for options, end in rows.items():

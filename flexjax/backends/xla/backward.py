@@ -41,7 +41,7 @@ def backward(
     """Cotangents of the wanted operands. d_out has the shape of out, d_lse that of lse (None: zero)."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return _zeros(operands, wanted, d_lse, plan)
-    problem = Problem(plan, operands, derivative)
+    problem = Problem(plan, operands, derivative, backward=True)
     s = problem.schedule
     wide = lambda x: heads_first(x, plan).astype(problem.compute)
     delta = jnp.sum(wide(d_out) * wide(results.out), -1)

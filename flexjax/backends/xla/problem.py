@@ -75,11 +75,13 @@ class Scores:
 
 
 class Problem:
-    """The operands of one call in tiles."""
+    """The operands of one pass in tiles."""
 
-    def __init__(self, plan: KernelPlan, operands: Operands, derivative: Program | None = None):
+    def __init__(
+        self, plan: KernelPlan, operands: Operands, derivative: Program | None = None, *, backward: bool = False
+    ):
         self.plan = plan
-        self.schedule = choose(plan)
+        self.schedule = choose(plan, backward)
         self.compute = jnp.dtype(plan.score_dtype)
         # A CPU has no low-precision units: widening once beats widening in every product.
         narrow = jax.default_backend() != "cpu" and plan.dtype in ("bfloat16", "float16")

@@ -55,14 +55,17 @@ class Schedule:
         return self.batch_groups * self.head_groups * self.rows
 
 
-def choose(plan: KernelPlan) -> Schedule:
-    """The tiles of a plan: as many heads, batch entries and key blocks as fit the budget of the platform."""
+def choose(plan: KernelPlan, backward: bool = False) -> Schedule:
+    """The tiles of a pass: as many heads, batch entries and key blocks as fit the budget of the platform."""
+    options = plan.options
+    asked_q = options.block_q_bwd if backward else options.block_q
+    asked_kv = options.block_kv_bwd if backward else options.block_kv
     on_cpu = jax.default_backend() == "cpu"
     budget = CPU_TILE if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
         dense = DENSE_BLOCK if on_cpu else 512
-        block_q = plan.options.block_q or even_block(plan.q_len, dense)
-        block_kv = plan.options.block_kv or even_block(plan.kv_len, 2 * dense)
+        block_q = asked_q or even_block(plan.q_len, dense)
+        block_kv = asked_kv or even_block(plan.kv_len, 2 * dense)
         lists_batch = lists_heads = widest = 1
     else:
         block_q, block_kv = plan.blocks.block_q, plan.blocks.block_kv
@@ -76,8 +79,8 @@ def choose(plan: KernelPlan) -> Schedule:
     if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads:
         batch = largest_divisor(plan.batch, budget // (area * heads), 1)
     chunk = 1 if plan.blocks is None else max(1, min(budget // (area * heads * batch), widest, MAX_CHUNK))
-    if plan.blocks is not None and plan.options.block_kv:
-        chunk = max(1, plan.options.block_kv // block_kv)
+    if plan.blocks is not None and asked_kv:
+        chunk = max(1, asked_kv // block_kv)
     return Schedule(
         batch,
         heads,
@@ -90,6 +93,25 @@ def choose(plan: KernelPlan) -> Schedule:
         plan.batch // batch,
         plan.q_heads // heads,
     )
+
+
+def tile_candidates(plan: KernelPlan) -> list[dict[str, int]]:
+    """Tiles for autotuning: with a block mask, how many of its blocks are taken at once; else squares and oblongs.
+
+    Both passes of a candidate have the same tile.
+    """
+    default = choose(plan)
+    width = default.chunk * default.block_kv
+    if plan.blocks is not None:
+        chunks = [d for d in (1, 2, 4, 8, 16) if d <= default.columns]
+        shapes = [(default.block_q, d * default.block_kv) for d in chunks]
+    else:
+        sides = [side for side in (64, 128, 256, 512, 1024) if side < 2 * max(plan.q_len, plan.kv_len, 32)]
+        shapes = [(even_block(plan.q_len, q), even_block(plan.kv_len, kv)) for q in sides for kv in (q, 2 * q)]
+    return [
+        {"block_q": q, "block_kv": kv, "block_q_bwd": q, "block_kv_bwd": kv}
+        for q, kv in dict.fromkeys([(default.block_q, width), *shapes])
+    ]
 
 
 def even_block(length: int, most: int) -> int:

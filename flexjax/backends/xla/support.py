@@ -4,7 +4,7 @@ import jax
 
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
-from flexjax.backends.xla.schedule import Schedule, choose
+from flexjax.backends.xla.schedule import Schedule, choose, tile_candidates
 from flexjax.backends.xla.tangent import tangent
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace.mod_ir import Program
@@ -17,24 +17,31 @@ class XlaBackend:
 
     def refuses(self, plan: KernelPlan) -> str | None:
         options, blocks = plan.options, plan.blocks
-        if blocks is not None and options.block_q not in (None, blocks.block_q):
-            return (
-                f"xla visits whole blocks of the block mask: block_q={options.block_q} is not its query block "
-                f"size {blocks.block_q}."
-            )
-        if blocks is not None and options.block_kv is not None and options.block_kv % blocks.block_kv:
-            return (
-                f"xla visits whole blocks of the block mask: block_kv={options.block_kv} is not a multiple of its "
-                f"key block size {blocks.block_kv}."
-            )
+        if blocks is None:
+            return None
+        for name in ("block_q", "block_q_bwd"):
+            tile = getattr(options, name)
+            if tile not in (None, blocks.block_q):
+                return f"xla visits whole blocks of the block mask: {name}={tile} is not its query block size {blocks.block_q}."
+        for name in ("block_kv", "block_kv_bwd"):
+            tile = getattr(options, name)
+            if tile is not None and tile % blocks.block_kv:
+                return (
+                    f"xla visits whole blocks of the block mask: {name}={tile} is not a multiple of its key block "
+                    f"size {blocks.block_kv}."
+                )
         return None
 
     def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
         return None
 
     def schedule(self, plan: KernelPlan) -> Schedule:
-        """The tiles it will use."""
+        """The tiles it will use in the forward pass."""
         return choose(plan)
+
+    def tile_candidates(self, plan: KernelPlan) -> list[dict[str, int]]:
+        """Values for KernelOptions that are worth timing, the default's own first."""
+        return tile_candidates(plan)
 
     def forward(self, plan: KernelPlan, operands: Operands) -> Results:
         return forward(plan, operands)
