@@ -34,9 +34,9 @@ class MosaicTpuBackend:
         """Why the backward pass of an accepted plan cannot give the wanted gradients; None if it can."""
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of())
 
-    def tile_candidates(self, plan: KernelPlan, chip: str) -> list[dict[str, int]]:
-        """Options that fit the chip (a key of vmem.CHIPS), best guess first."""
-        facts = vmem.CHIPS.get(chip, vmem.UNKNOWN)
+    def tile_candidates(self, plan: KernelPlan, chip: str | None = None) -> list[dict[str, int]]:
+        """Options that fit the chip (a key of vmem.CHIPS; by default the one at hand), best guess first."""
+        facts = vmem.chip_of() if chip is None else vmem.CHIPS.get(chip, vmem.UNKNOWN)
         forward_tiles = vmem.forward_candidates(plan, facts)
         backward_tiles = vmem.backward_candidates(plan, facts, plan.score)
         pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(forward_tiles)]

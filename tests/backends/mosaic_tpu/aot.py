@@ -28,7 +28,8 @@ from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests.backends.conformance import Problem
 from tests.backends.mosaic_tpu import on_mesh
-from tests.cases import CASES
+from tests.backends.mosaic_tpu.extremes import EXTREMES, Row, random_case
+from tests.cases import CASES, Case
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -58,9 +59,9 @@ def compile_for(function, avals: Sequence[jax.ShapeDtypeStruct | jax.Array], chi
         return jax.jit(function).lower(*placed).compile()
 
 
-def compile_case(name: str, dtype: str, chip: str) -> str:
-    """A case of the table as the suite runs it, through the front door: results and all gradients. Returns the program."""
-    problem = Problem(CASES[name], dtype, "mosaic_tpu")
+def compile_case(case: Case, dtype: str, chip: str) -> str:
+    """A case as the suite runs it, through the front door: results and all gradients. Returns the program."""
+    problem = Problem(case, dtype, "mosaic_tpu")
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array):
@@ -161,22 +162,30 @@ LARGE = {
 }
 
 
-DTYPES = ("float32", "bfloat16")
+TABLE: dict[str, Row] = {
+    f"{name}-{dtype}": (case, dtype) for name, case in CASES.items() for dtype in ("float32", "bfloat16")
+}
+RANDOM = 40
+"""How many random calls are among the entries; `random_N` can be asked for with any N."""
 
 
 def entries() -> list[str]:
-    """Names of all calls: the table of cases in both dtypes, the large ones, those on a mesh."""
-    return [f"{name}-{dtype}" for name in CASES for dtype in DTYPES] + [*LARGE, *ON_MESH]
+    """Names of all calls: the table of cases in both dtypes, edges and random calls, the large ones, those on a mesh."""
+    return [*TABLE, *EXTREMES, *(f"random_{n}" for n in range(RANDOM)), *LARGE, *ON_MESH]
+
+
+def row_of(entry: str) -> Row:
+    found = TABLE.get(entry) or EXTREMES.get(entry)
+    return found or random_case(int(entry.removeprefix("random_")))
 
 
 def sampled(chip: str) -> list[str]:
-    """All calls for v5e; for the others a third of the table, each call on one of them, and the rest."""
+    """All calls for v5e; the large ones and those on a mesh for every chip; of the rest a third on each of the others."""
     others = [c for c in TOPOLOGIES if c != "v5e"]
     if chip == "v5e":
         return entries()
-    return [
-        e for e in entries() if not e.endswith(DTYPES) or zlib.crc32(e.encode()) % len(others) == others.index(chip)
-    ]
+    mine = lambda entry: zlib.crc32(entry.encode()) % len(others) == others.index(chip)
+    return [e for e in entries() if e in LARGE or e in ON_MESH or mine(e)]
 
 
 def compile_large(entry: str, chip: str) -> str:
@@ -218,7 +227,7 @@ def outcome(entry: str, chip: str) -> str:
         elif entry in ON_MESH:
             text = compile_on_mesh(entry, chip)
         else:
-            text = compile_case(*entry.rsplit("-", 1), chip)
+            text = compile_case(*row_of(entry), chip)
     except NotImplementedError as error:
         return f"refused {entry} {chip} {error}"
     except Exception as error:  # whatever the compiler raises

@@ -1,11 +1,12 @@
 """Cycles that the TPU compiler estimates for the kernels at B1 T4096 D128 bfloat16. Estimates, not measurements.
 
-    python -m tests.backends.mosaic_tpu.estimate CHIP HEADS PASS,KIND[,q,kv,part] ...
+    python -m tests.backends.mosaic_tpu.estimate CHIP HEADS [PEER:]PASS,KIND[,q,kv,part] ...
 
-PASS is fwd or bwd, KIND full, causal, alibi or softcap. What is read from memory counts as not taken in the compiler's simulation
-of a kernel, so causal visits are estimated with a twin of the block lists whose order is arithmetic on the program ids: the
-same kernel bodies, with idle steps above the diagonal that the real lists do not have. The simulation itself can give up
-(None). Each estimate runs in a child process.
+PASS is fwd or bwd, KIND full, causal, alibi or softcap; PEER is splash or flash, the kernels that come with jax, which know full
+and causal. What is read from memory counts as not taken in the compiler's simulation of a kernel, so causal visits are
+estimated with twins whose order is arithmetic on the program ids: of ours, the same kernel bodies with idle steps above the
+diagonal that the real lists do not have; of splash, the same kernels with the same idle steps, without their tables. The
+simulation itself can give up (None). Each estimate runs in a child process.
 """
 
 import glob
@@ -15,7 +16,16 @@ import subprocess
 import sys
 import tempfile
 
-PASSES = ("fwd", "bwd")
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_tpu import backward, backward_dkv, forward, support, tables, vmem
+from flexjax.plan.kernel_plan import BlockLists, Operands, Results, Wanted
+from tests.backends.mosaic_tpu import aot
+
+LENGTH, DIM = 4096, 128
 
 
 def estimate(chip: str, heads: int, what: str) -> dict[str, int] | None:
@@ -23,7 +33,7 @@ def estimate(chip: str, heads: int, what: str) -> dict[str, int] | None:
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.run(
             [sys.executable, "-m", "tests.backends.mosaic_tpu.estimate", "--child", chip, str(heads), what],
-            env={**os.environ, "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"},
+            env={**os.environ, **aot.ENVIRONMENT, "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"},
             capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         found: dict[str, int] = {}
@@ -34,64 +44,55 @@ def estimate(chip: str, heads: int, what: str) -> dict[str, int] | None:
         return found if child.returncode == 0 else None
 
 
-def child(chip: str, heads: int, what: str) -> None:
-    from tests.backends.mosaic_tpu import aot  # sets the environment before jax is imported
+class CausalTwin(tables.ListedOrder):
+    """All tiles of a square, those above the diagonal idle, without lists."""
 
-    import jax  # isort: skip
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import pallas as pl
+    prefetch = 0
+    chunks = 1
 
-    from flexjax.backends.mosaic_tpu import backward, backward_dkv, forward, support, tables, vmem
-    from flexjax.plan.kernel_plan import BlockLists, Operands, Results, Wanted
+    def __init__(self, plan, geometry, group, by_keys, lists):
+        self.geometry, self.group, self.by_keys = geometry, group, by_keys
+        self.kinds = frozenset({tables.IDLE, tables.FULL, tables.PARTIAL, tables.EDGE})
+        self.ragged = False
+        self.shape = tables.list_shape(plan, geometry, group, by_keys)
+        self.sub_blocks, self.words = self.shape.sub_blocks, self.shape.words
+        self.rows_a_word = 32 // self.sub_blocks[1]
+        self.block_sizes = (128, 128)
+        self.list_heads = self.list_batch = 1
 
-    class CausalTwin(tables.ListedOrder):
-        """All tiles of a square, those above the diagonal idle, without lists."""
+    def tables(self, chunk):
+        return (), None
 
-        prefetch = 0
-        chunks = 1
+    def grid(self, count):
+        g = self.geometry
+        square = (g.batch, g.heads // (self.group if self.by_keys else 1), g.q_tiles, g.q_tiles)
+        return (*square, self.group) if self.by_keys else square
 
-        def __init__(self, plan, geometry, group, by_keys, lists):
-            self.geometry, self.group, self.by_keys = geometry, group, by_keys
-            self.kinds = frozenset({tables.IDLE, tables.FULL, tables.PARTIAL, tables.EDGE})
-            self.ragged = False
-            self.shape = tables.list_shape(plan, geometry, group, by_keys)
-            self.sub_blocks, self.words = self.shape.sub_blocks, self.shape.words
-            self.rows_a_word = 32 // self.sub_blocks[1]
-            self.block_sizes = (128, 128)
-            self.list_heads = self.list_batch = 1
+    def semantics(self):
+        return ("parallel", "parallel") + ("arbitrary",) * (3 if self.by_keys else 2)
 
-        def tables(self, chunk):
-            return (), None
+    def where(self, *ids):
+        if self.by_keys:
+            return ids[0], ids[1] * np.int32(self.group) + ids[4], jnp.maximum(ids[3], ids[2]), ids[2]
+        return ids[0], ids[1], ids[2], jnp.minimum(ids[3], ids[2])
 
-        def grid(self, count):
-            g = self.geometry
-            square = (g.batch, g.heads // (self.group if self.by_keys else 1), g.q_tiles, g.q_tiles)
-            return (*square, self.group) if self.by_keys else square
+    def visit(self, refs):
+        ids = [pl.program_id(n) for n in range(5 if self.by_keys else 4)]
+        b, h, i, j = self.where(*ids)
+        on = ids[3] >= ids[2] if self.by_keys else ids[3] <= ids[2]
+        below = jnp.where(on, np.int32(tables.FULL), np.int32(tables.IDLE))
+        kind = jnp.where(ids[2] == ids[3], np.int32(tables.PARTIAL), below)
+        words = tuple((i * 7 + j * 13 + n) * 77777 for n in range(2 * self.words))
+        last = ids[3] == np.int32(self.geometry.q_tiles - 1)
+        return tables.Visit(b, h, i, j, ids[3] == 0, last, kind, words, ids[4] if self.by_keys else np.int32(0))
 
-        def semantics(self):
-            return ("parallel", "parallel") + ("arbitrary",) * (3 if self.by_keys else 2)
 
-        def where(self, *ids):
-            if self.by_keys:
-                return ids[0], ids[1] * np.int32(self.group) + ids[4], jnp.maximum(ids[3], ids[2]), ids[2]
-            return ids[0], ids[1], ids[2], jnp.minimum(ids[3], ids[2])
-
-        def visit(self, refs):
-            ids = [pl.program_id(n) for n in range(5 if self.by_keys else 4)]
-            b, h, i, j = self.where(*ids)
-            on = ids[3] >= ids[2] if self.by_keys else ids[3] <= ids[2]
-            below = jnp.where(on, np.int32(tables.FULL), np.int32(tables.IDLE))
-            kind = jnp.where(ids[2] == ids[3], np.int32(tables.PARTIAL), below)
-            words = tuple((i * 7 + j * 13 + n) * 77777 for n in range(2 * self.words))
-            last = ids[3] == np.int32(self.geometry.q_tiles - 1)
-            return tables.Visit(b, h, i, j, ids[3] == 0, last, kind, words, ids[4] if self.by_keys else np.int32(0))
-
+def ours(chip: str, heads: int, what: str) -> None:
     name, kind, *sizes = what.split(",")
     score = {"alibi": aot._alibi, "softcap": aot._softcap}.get(kind)
     mask = aot._causal if kind in ("causal", "alibi") else None
     plan, operands, derivative, _ = aot.large(
-        (heads, heads), 4096, 128, score=score, mask=mask, width=32 if mask else 0, layout="BNTH"
+        (heads, heads), LENGTH, DIM, score=score, mask=mask, width=32 if mask else 0, layout="BNTH"
     )
     if sizes:
         tiles = vmem.Tiles(*map(int, sizes))
@@ -119,14 +120,81 @@ def child(chip: str, heads: int, what: str) -> None:
         wanted = Wanted(True, True, True, False, False, False, tuple(False for _ in operands.score_captures))
         return backend.backward(plan, given(q, k, v), Results(out, lse, None), d_out, None, wanted, derivative)
 
-    line = jax.ShapeDtypeStruct((1, heads, 4096), "float32")
+    line = jax.ShapeDtypeStruct((1, heads, LENGTH), "float32")
     q = operands.query
     aot.compile_for(run, [q, q, q, line, q, q], chip)
+
+
+def splash(chip: str, heads: int, what: str) -> None:
+    """Tiles of q x kv, kv worked on in parts; one backward kernel (fused) unless the parts are given as negative."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+    name, kind, *sizes = what.split(",")
+    q_block, kv_block, part = map(int, sizes) if sizes else (1024, 1024, 512)
+    fused, part = part > 0, abs(part)
+    causal = kind == "causal"
+
+    def next_tile(h, i, j, data_next, block_mask, mask_next, next_i=False):
+        if not causal:
+            return (i if next_i else j), None, True, False
+        below = j * kv_block < (i + 1) * q_block
+        first_q, last_kv = j * kv_block // q_block, ((i + 1) * q_block - 1) // kv_block
+        return (jnp.maximum(i, first_q) if next_i else jnp.minimum(j, last_kv)), None, below, False
+
+    kernel._next_nonzero = next_tile
+    positions = np.arange(LENGTH, dtype=np.int32) if causal else None
+    info = MaskInfo(None, None, None, None, positions)
+    mask = (lambda q, k: q >= k) if causal else None
+    sizes_of = kernel.BlockSizes(
+        block_q=q_block, block_kv=kv_block, block_kv_compute=part, block_q_dkv=q_block, block_kv_dkv=kv_block,
+        block_kv_dkv_compute=part, block_q_dq=None if fused else q_block, block_kv_dq=None if fused else kv_block,
+        use_fused_bwd_kernel=fused,
+    )  # fmt: skip
+
+    def run(q, k, v, lse, out, d_out):
+        if name == "fwd":
+            return kernel._splash_attention_forward(
+                info, q, k, v, None, None, -1e30, False, sizes_of, None, True, mask, None, False
+            )
+        kept = (q, k, v, None, None, out, lse, info, info)
+        return kernel._splash_attention_bwd(False, -1e30, False, sizes_of, None, mask, None, False, kept, d_out)[3:6]
+
+    x, line = (jax.ShapeDtypeStruct((heads, LENGTH, *d), t) for d, t in (((DIM,), "bfloat16"), ((), "float32")))
+    aot.compile_for(run, [x, x, x, line, x, x], chip)
+
+
+def flash(chip: str, heads: int, what: str) -> None:
+    from jax.experimental.pallas.ops.tpu import flash_attention as kernel
+
+    name, kind, *sizes = what.split(",")
+    q, kv, part = map(int, sizes) if sizes else (1024, 1024, 512)
+    sizes_of = kernel.BlockSizes(q, kv, part, 1, q, kv, part, min(part, q), kv, part, q)
+    causal = kind == "causal"
+
+    def run(q, k, v, lse, out, d_out):
+        if name == "fwd":
+            return kernel._flash_attention_fwd(q, k, v, None, None, False, causal, 1.0, sizes_of, False)
+        kept = (q, k, v, None, None, out, lse, lse)
+        return kernel._flash_attention_bwd(False, causal, 1.0, sizes_of, False, kept, d_out)[:3]
+
+    x, line = (jax.ShapeDtypeStruct((1, heads, LENGTH, *d), t) for d, t in (((DIM,), "bfloat16"), ((), "float32")))
+    aot.compile_for(run, [x, x, x, line, x, x], chip)
+
+
+def child(chip: str, heads: int, what: str) -> None:
+    peer, _, rest = what.rpartition(":")
+    {"": ours, "splash": splash, "flash": flash}[peer](chip, heads, rest)
+
+
+def main(chip: str, heads: int, wanted: list[str]) -> None:
+    for what in wanted:
+        found = estimate(chip, heads, what)
+        print(chip, heads, what, None if found is None else sum(found.values()), found, flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--child":
         child(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     else:
-        for wanted_kind in sys.argv[3:]:
-            print(sys.argv[1], wanted_kind, estimate(sys.argv[1], int(sys.argv[2]), wanted_kind), flush=True)
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
