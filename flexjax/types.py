@@ -38,7 +38,7 @@ class KernelOptions:
 
     block_q, block_kv          tile of the forward pass, in tokens
     block_q_bwd, block_kv_bwd  tile of the backward pass
-    num_stages                 key and value tiles in flight (GPU)
+    num_stages                 key tiles in flight in the forward pass (GPU)
     deterministic              False allows additions in any order in the backward pass where that is faster
     interpret                  run a kernel in the simulator of its platform, on the CPU
     """

@@ -3,9 +3,10 @@
 To add a backend:
 1. Make a folder `backends/<name>/` with `support.py` (this interface), and one file a kernel.
 2. `refuses(plan)` says in a sentence why a plan cannot run, from the plan alone; None accepts.
-3. `forward` and `backward` take the plan and its operands and return what `Results` and `Gradients` document.
-4. Import only plan, block_mask types, trace, tile_math and runtime; never attention, dispatch or another backend.
-5. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
+3. `tile_candidates` lists tiles for autotuning; `refuses` refuses, by name, a tile that is asked for and cannot be had.
+4. `forward` and `backward` take the plan and its operands and return what `Results` and `Gradients` document.
+5. Import only plan, block_mask types, trace, tile_math and runtime; never attention, dispatch or another backend.
+6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
 """
 
 import typing
@@ -27,6 +28,10 @@ class Backend(typing.Protocol):
 
     def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
         """A sentence that says why it cannot compute these gradients, None if it can; xla then does. Pure."""
+        ...
+
+    def tile_candidates(self, plan: KernelPlan) -> list[dict[str, int]]:
+        """Values for KernelOptions that are worth timing, of both passes, those that run by themselves first. Pure."""
         ...
 
     def forward(self, plan: KernelPlan, operands: Operands) -> Results: ...

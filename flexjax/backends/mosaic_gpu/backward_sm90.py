@@ -11,11 +11,19 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv, dkv_tiles
-from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide, wide_tiles
-from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq, dq_tiles
-from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused, fused_tiles
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide
+from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
+from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
+from flexjax.backends.mosaic_gpu.backward_tiles import (
+    NARROW,
+    choose_fused,
+    dkv_tiles,
+    dq_tiles,
+    fused_tiles,
+    wide_tiles,
+)
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
 
@@ -38,24 +46,6 @@ def refuses(plan: KernelPlan) -> str | None:
     if min(plan.batch, plan.q_heads, plan.kv_heads, plan.q_len, plan.kv_len) == 0:
         return "the Hopper backward kernels want a problem that is not empty."
     return None
-
-
-def choose_fused(plan: KernelPlan) -> bool:
-    """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements.
-
-    Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
-    In a fixed order: where all tiles take turns evenly (a full matrix, head dim above 64), and where the mod costs so much
-    that evaluating it once a tile instead of twice makes up for waiting.
-    """
-    score = plan.score
-    kinds = {mod_ir.classify_load(load).kind for load in score.loads} if score is not None else set()
-    if mod_ir.TILE in kinds:
-        return False
-    if not plan.options.deterministic:
-        return True
-    if score is not None and kinds - {mod_ir.SCALAR}:
-        return True
-    return plan.blocks is None and plan.mask is None and plan.head_dim > 64 and plan.group == 1
 
 
 def backward(
@@ -84,7 +74,7 @@ def backward(
     else:
         if want_query:
             d_query = backward_dq(*common_arguments, by_query, captures, dq_tiles(joined_plan))
-        if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > 128:
+        if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > NARROW:
             d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
         elif want_keys:
             d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv_tiles(joined_plan))

@@ -30,21 +30,16 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
+from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 
 LOG2E = math.log2(math.e)
-SMEM_LIMIT = 227 * 1024
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile
 ALONG_COLUMNS = WGMMA.reduce(0)  # a number for each column of a tile
 
 
 # ------------------------------------------------------------------- operands as the kernels want them
-
-
-def padded_dim(dim: int) -> int:
-    """Head dim as the matrix instructions take it: rows of 32, 64 or a multiple of 64 bytes."""
-    return 16 if dim <= 16 else -(-dim // 32) * 32
 
 
 def padded_len(length: int, interpret: bool) -> int:
@@ -358,16 +353,3 @@ def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple
 def multiprocessors() -> int:
     """Of the default device; those of an H100 or H200 where it is no GPU (compiling ahead, simulating)."""
     return getattr(jax.devices()[0], "core_count", None) or 132
-
-
-# ------------------------------------------------------------------- block sizes
-
-
-def own_tile(blocks: BlockLayout | None, which: str, wanted: tuple[int, ...]) -> int:
-    """The first of the wanted tile sizes that divides the block mask's block."""
-    block = None if blocks is None else (blocks.block_q if which == "q" else blocks.block_kv)
-    return next(t for t in wanted if block is None or block % t == 0)
-
-
-def at_most(value: int, limit: int | None) -> int:
-    return value if limit is None else min(value, limit)

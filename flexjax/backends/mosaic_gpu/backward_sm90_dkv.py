@@ -18,33 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
-
-
-class DkvTiles(typing.NamedTuple):
-    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out; launch order."""
-
-    rows: int
-    groups: int
-    queries: int
-    query_slots: int
-    out_slots: int
-    by_head: bool = True
-
-
-def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int) -> int:
-    keys = tiles.rows * tiles.groups
-    ring = tiles.queries * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
-    return 2 * (keys * (dim + value_dim) + ring) + 2048
-
-
-def dkv_tiles(plan: KernelPlan) -> DkvTiles:
-    """Largest tiles that fit registers and shared memory, for head dims up to 128."""
-    keys = common.own_tile(plan.blocks, "kv", (128, 64))
-    narrow = max(plan.head_dim, plan.value_dim) <= 64 and plan.score is None and plan.dropout is None
-    queries = common.own_tile(plan.blocks, "q", (128, 64)) if narrow else 64
-    return DkvTiles(64, keys // 64, queries, 2, 2, by_head=plan.group == 1)
 
 
 def backward_dkv(

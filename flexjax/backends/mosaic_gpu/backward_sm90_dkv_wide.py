@@ -19,35 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tiles import WIDE_KEYS, WIDE_QUERIES, WideTiles
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
-KEYS = 64
-QUERIES = 64
+KEYS, QUERIES = WIDE_KEYS, WIDE_QUERIES
 GROUPS = 2
-
-
-class WideTiles(typing.NamedTuple):
-    """Slots for query tiles, for d_out tiles and for tiles handed over; launch order."""
-
-    query_slots: int
-    out_slots: int
-    hand_slots: int
-    by_head: bool = True
-
-
-def wide_smem_bytes(tiles: WideTiles, dim: int, value_dim: int) -> int:
-    ring = 2 * QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
-    return 2 * KEYS * (dim + value_dim) + ring + 4 * tiles.hand_slots * KEYS * QUERIES + 1024
-
-
-def wide_tiles(plan: KernelPlan) -> WideTiles:
-    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
-    by_head = plan.group == 1
-    for tiles in (WideTiles(2, 2, 2, by_head), WideTiles(2, 2, 1, by_head)):
-        if wide_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
-            return tiles
-    return WideTiles(1, 1, 1, by_head)
 
 
 def backward_dkv_wide(

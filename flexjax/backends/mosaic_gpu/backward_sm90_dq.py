@@ -18,40 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
+from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
-
-
-class DqTiles(typing.NamedTuple):
-    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles; launch order."""
-
-    rows: int
-    groups: int
-    keys: int
-    key_slots: int
-    value_slots: int
-    by_head: bool = True
-
-
-def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
-    queries = tiles.rows * tiles.groups
-    return (
-        2 * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)) + 2048
-    )
-
-
-def dq_tiles(plan: KernelPlan) -> DqTiles:
-    """Largest tiles that fit registers and shared memory."""
-    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
-    q_tile = common.own_tile(plan.blocks, "q", (128, 64))
-    light = plan.score is None and plan.dropout is None
-    widest = 128 if dim <= 128 and light else 64
-    keys = common.own_tile(plan.blocks, "kv", (128, 64) if widest == 128 else (64,))
-    for slots in ((2, 2), (2, 1), (1, 1)):
-        tiles = DqTiles(64, q_tile // 64, keys, *slots, by_head=plan.group == 1)
-        if dq_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
-            return tiles
-    return DqTiles(64, q_tile // 64, 64, 1, 1, by_head=plan.group == 1)
 
 
 def backward_dq(

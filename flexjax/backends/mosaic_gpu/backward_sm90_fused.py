@@ -26,43 +26,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FUSED_QUERIES, FusedTiles
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
 GROUPS = 2
 ROWS = 64
-KV_TILE = GROUPS * ROWS
-QUERIES = 64
+KV_TILE, QUERIES = FUSED_KEYS, FUSED_QUERIES
 FAR = 1 << 30
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
-
-
-class FusedTiles(typing.NamedTuple):
-    """Slots for query tiles, for d_out tiles and for finished dQ tiles; launch order."""
-
-    query_slots: int
-    out_slots: int
-    dq_slots: int
-    by_head: bool = True
-
-
-def fused_smem_bytes(tiles: FusedTiles, dim: int, value_dim: int) -> int:
-    own = 2 * KV_TILE * (dim + value_dim)
-    ring = 2 * QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
-    return own + ring + 2 * 2 * KV_TILE * QUERIES + 4 * tiles.dq_slots * QUERIES * dim + 1024
-
-
-def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
-    """Slots that fit, None where this kernel does not apply."""
-    dim, value_dim = common.padded_dim(plan.head_dim), common.padded_dim(plan.value_dim)
-    blocks = plan.blocks
-    if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % KV_TILE):
-        return None
-    for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
-        tiles = FusedTiles(*slots, by_head=plan.group == 1)
-        if fused_smem_bytes(tiles, dim, value_dim) <= common.SMEM_LIMIT:
-            return tiles
-    return None
 
 
 # ------------------------------------------------------------------- who visits what, and in which order

@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-from flexjax.backends.mosaic_gpu import tile_programs, tiles
+from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace.mod_ir import Program
 
@@ -89,7 +89,7 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
             + (f" with {', '.join(asked)}" if asked else "")
             + ": the GPU kernels take block_q 64, 128 or 192, block_kv 64 or 128, num_stages 2 to 4, dividing the mask's blocks."
         )
-    return None
+    return backward_tiles.refuses(plan)
 
 
 class MosaicGpu:
@@ -111,9 +111,16 @@ class MosaicGpu:
             return f"The derivative of score_mod {reason}."
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
-    def tile_candidates(self, plan: KernelPlan) -> tuple[tiles.ForwardTile, ...]:
-        """Tiles of the forward kernel that fit, the expected best first."""
-        return tiles.forward_candidates(plan)
+    def tile_candidates(self, plan: KernelPlan) -> list[dict[str, int]]:
+        """Values for KernelOptions that are worth timing, what runs by itself first."""
+        forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles.forward_candidates(plan)))
+        backward = backward_tiles.backward_candidates(plan)
+        at = lambda found, n: found[min(n, len(found) - 1)]
+        names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
+        return [
+            dict(zip(names, (*at(forward, n), *at(backward, n)), strict=True))
+            for n in range(max(len(forward), len(backward)))
+        ]
 
     def forward(self, plan: KernelPlan, operands: Operands, tile: tiles.ForwardTile | None = None) -> Results:
         from flexjax.backends.mosaic_gpu import forward_sm90

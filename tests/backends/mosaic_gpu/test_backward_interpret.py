@@ -219,6 +219,7 @@ CASES: dict[str, dict[str, typing.Any]] = {
     "blocks of 64": {"mask": causal, "block": (64, 64), "q_len": 128, "kv_len": 128, "heads": 1},
     "mask of each head": {"mask": lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0), "mask_heads": 2, "q_len": 128},
     "extra features": {"extra": 16, "q_len": 128, "kv_len": 128},
+    "tiles of 64 x 64": {"mask": causal, "heads": 1, "options": KernelOptions(block_q_bwd=64, block_kv_bwd=64)},
 }  # fmt: skip
 
 CAPTURED: dict[str, dict[str, typing.Any]] = {

@@ -1,0 +1,224 @@
+"""Tile sizes of the Hopper backward kernels: the shared-memory model, what the options ask for, and which is chosen.
+
+Which kernels run, and what KernelOptions means to them (None: the largest that fits registers and shared memory):
+
+    kernel         own tile                          walks tiles of
+    dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
+    dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
+    dK/dV above head dim 128   64 keys               64 queries
+    one kernel     128 keys                          64 queries; only where the options do not ask for another tile
+"""
+
+import typing
+
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
+from flexjax.trace import mod_ir
+
+SMEM_LIMIT = 227 * 1024
+NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients in one warpgroup
+
+
+def padded_dim(dim: int) -> int:
+    """Head dim as the matrix instructions take it: rows of 32, 64 or a multiple of 64 bytes."""
+    return 16 if dim <= 16 else -(-dim // 32) * 32
+
+
+def padded_dims(plan: KernelPlan) -> tuple[int, int]:
+    """Head dims of keys, extra features included, and of values."""
+    return padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
+
+
+def own_tile(blocks: BlockLayout | None, which: str, wanted: tuple[int, ...]) -> int:
+    """The first of the wanted tile sizes that divides the block mask's block."""
+    block = None if blocks is None else (blocks.block_q if which == "q" else blocks.block_kv)
+    return next(t for t in wanted if block is None or block % t == 0)
+
+
+def _sizes(asked: int | None) -> tuple[int, ...]:
+    """Tile sizes to try for the axis that a kernel owns."""
+    return (128, 64) if asked is None else (asked,)
+
+
+def _steps(asked: int | None, most: int) -> tuple[int, ...]:
+    """Tile sizes to try for the axis that a kernel walks."""
+    return tuple(n for n in (128, 64) if n <= min(most, asked or most))
+
+
+# ------------------------------------------------------------------- what the options may ask for
+
+
+def refuses(plan: KernelPlan) -> str | None:
+    """Why the tile that the options ask for cannot be had, with what can; None if it can."""
+    options, blocks = plan.options, plan.blocks
+    wide = max(padded_dims(plan)) > NARROW
+    for name, asked, choices, block in (
+        ("block_q_bwd", options.block_q_bwd, (64, 128), None if blocks is None else blocks.block_q),
+        (
+            "block_kv_bwd",
+            options.block_kv_bwd,
+            (64,) if wide else (64, 128),
+            None if blocks is None else blocks.block_kv,
+        ),
+    ):
+        allowed = [n for n in choices if block is None or block % n == 0]
+        if asked is None or asked in allowed:
+            continue
+        why = ""
+        if asked in choices:
+            why = f", dividing the mask's blocks of {block}"
+        elif wide and name == "block_kv_bwd":
+            why = f" for head dims above {NARROW}"
+        listed = " or ".join(map(str, allowed))
+        return f"The GPU kernels of the backward pass take {name} {listed}{why}, not {asked}."
+    return None
+
+
+def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
+    """(block_q_bwd, block_kv_bwd) that the options and the block mask allow, what runs by itself first."""
+    options, blocks = plan.options, plan.blocks
+    fits = lambda n, block: block is None or block % n == 0
+    queries = [n for n in (128, 64) if options.block_q_bwd in (None, n) and fits(n, blocks and blocks.block_q)]
+    keys = [n for n in (128, 64) if options.block_kv_bwd in (None, n) and fits(n, blocks and blocks.block_kv)]
+    if max(padded_dims(plan)) > NARROW:
+        keys = [n for n in keys if n == 64]
+    pairs = [(q, kv) for q in queries for kv in keys]
+    if choose_fused(plan) and fused_tiles(plan) is not None:
+        pairs.sort(key=lambda pair: pair != (FUSED_QUERIES, FUSED_KEYS))
+    return tuple(pairs)
+
+
+# ------------------------------------------------------------------- dQ
+
+
+class DqTiles(typing.NamedTuple):
+    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles; launch order."""
+
+    rows: int
+    groups: int
+    keys: int
+    key_slots: int
+    value_slots: int
+    by_head: bool = True
+
+
+def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
+    queries = tiles.rows * tiles.groups
+    return (
+        2 * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)) + 2048
+    )
+
+
+def dq_tiles(plan: KernelPlan) -> DqTiles:
+    """Largest tiles that fit registers and shared memory."""
+    dim, value_dim = padded_dims(plan)
+    q_tile = own_tile(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
+    light = plan.score is None and plan.dropout is None
+    widest = 128 if dim <= 128 and light else 64
+    keys = own_tile(plan.blocks, "kv", _steps(plan.options.block_kv_bwd, widest))
+    for slots in ((2, 2), (2, 1), (1, 1)):
+        tiles = DqTiles(64, q_tile // 64, keys, *slots, by_head=plan.group == 1)
+        if dq_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
+            return tiles
+    return DqTiles(64, q_tile // 64, 64, 1, 1, by_head=plan.group == 1)
+
+
+# ------------------------------------------------------------------- dK and dV
+
+
+class DkvTiles(typing.NamedTuple):
+    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out; launch order."""
+
+    rows: int
+    groups: int
+    queries: int
+    query_slots: int
+    out_slots: int
+    by_head: bool = True
+
+
+def dkv_tiles(plan: KernelPlan) -> DkvTiles:
+    """Largest tiles that fit registers and shared memory, for head dims up to 128."""
+    keys = own_tile(plan.blocks, "kv", _sizes(plan.options.block_kv_bwd))
+    dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
+    narrow = dims <= 64 and plan.score is None and plan.dropout is None
+    queries = own_tile(plan.blocks, "q", _steps(plan.options.block_q_bwd, 128 if narrow else 64))
+    return DkvTiles(64, keys // 64, queries, 2, 2, by_head=plan.group == 1)
+
+
+WIDE_KEYS, WIDE_QUERIES = 64, 64
+
+
+class WideTiles(typing.NamedTuple):
+    """Slots for query tiles, for d_out tiles and for tiles handed over; launch order."""
+
+    query_slots: int
+    out_slots: int
+    hand_slots: int
+    by_head: bool = True
+
+
+def wide_smem_bytes(tiles: WideTiles, dim: int, value_dim: int) -> int:
+    ring = 2 * WIDE_QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return 2 * WIDE_KEYS * (dim + value_dim) + ring + 4 * tiles.hand_slots * WIDE_KEYS * WIDE_QUERIES + 1024
+
+
+def wide_tiles(plan: KernelPlan) -> WideTiles:
+    dim, value_dim = padded_dims(plan)
+    by_head = plan.group == 1
+    for tiles in (WideTiles(2, 2, 2, by_head), WideTiles(2, 2, 1, by_head)):
+        if wide_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
+            return tiles
+    return WideTiles(1, 1, 1, by_head)
+
+
+# ------------------------------------------------------------------- all three in one kernel
+
+FUSED_KEYS, FUSED_QUERIES = 128, 64
+
+
+class FusedTiles(typing.NamedTuple):
+    """Slots for query tiles, for d_out tiles and for finished dQ tiles; launch order."""
+
+    query_slots: int
+    out_slots: int
+    dq_slots: int
+    by_head: bool = True
+
+
+def fused_smem_bytes(tiles: FusedTiles, dim: int, value_dim: int) -> int:
+    own = 2 * FUSED_KEYS * (dim + value_dim)
+    ring = 2 * FUSED_QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return own + ring + 2 * 2 * FUSED_KEYS * FUSED_QUERIES + 4 * tiles.dq_slots * FUSED_QUERIES * dim + 1024
+
+
+def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
+    """Slots that fit, None where this kernel does not apply."""
+    dim, value_dim = padded_dims(plan)
+    blocks, options = plan.blocks, plan.options
+    if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % FUSED_KEYS):
+        return None
+    if options.block_q_bwd not in (None, FUSED_QUERIES) or options.block_kv_bwd not in (None, FUSED_KEYS):
+        return None
+    for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
+        tiles = FusedTiles(*slots, by_head=plan.group == 1)
+        if fused_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
+            return tiles
+    return None
+
+
+def choose_fused(plan: KernelPlan) -> bool:
+    """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements.
+
+    Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
+    In a fixed order: where all tiles take turns evenly (a full matrix, head dim above 64), and where the mod costs so much
+    that evaluating it once a tile instead of twice makes up for waiting.
+    """
+    score = plan.score
+    kinds = {mod_ir.classify_load(load).kind for load in score.loads} if score is not None else set()
+    if mod_ir.TILE in kinds:
+        return False
+    if not plan.options.deterministic:
+        return True
+    if score is not None and kinds - {mod_ir.SCALAR}:
+        return True
+    return plan.blocks is None and plan.mask is None and plan.head_dim + plan.extra_dim > 64 and plan.group == 1

@@ -1,0 +1,147 @@
+"""Tiles of the GPU kernels: what runs by itself, what the options ask for, and the sentences where that cannot be had.
+
+Nothing here compiles or runs a kernel.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flexjax
+from flexjax import KernelOptions
+from flexjax.backends.mosaic_gpu import backward_tiles, support, tiles
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
+
+HOPPER = support.Facts((0, 11, 2), "gpu", "9.0")
+
+
+def plan(
+    dim: int = 128, block: tuple[int, int] | None = None, group: int = 1, listed: int = 32, **options: typing.Any
+) -> KernelPlan:
+    """Attention over 8192 tokens; `block` and `listed`: the blocks of a mask and how many a row lists."""
+    blocks = None if block is None else BlockLayout(1, 1, *block, 1, listed, 1, listed)
+    return KernelPlan(
+        *(2, 16, 16 // group, 8192, 8192, dim, dim, "bfloat16", "BTNH", dim**-0.5),
+        blocks=blocks,
+        options=KernelOptions(**options),
+    )
+
+
+def backward_of(made: KernelPlan) -> str:
+    """The kernels of the backward pass with their tiles, queries x keys."""
+    if backward_tiles.choose_fused(made) and backward_tiles.fused_tiles(made) is not None:
+        return f"one {backward_tiles.FUSED_QUERIES}x{backward_tiles.FUSED_KEYS}"
+    dq = backward_tiles.dq_tiles(made)
+    text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
+    if max(backward_tiles.padded_dims(made)) > backward_tiles.NARROW:
+        return text + f" dkv {backward_tiles.WIDE_QUERIES}x{backward_tiles.WIDE_KEYS}"
+    dkv = backward_tiles.dkv_tiles(made)
+    return text + f" dkv {dkv.queries}x{dkv.rows * dkv.groups} slots {dkv.query_slots},{dkv.out_slots}"
+
+
+BLOCKS = (128, 128)
+# fmt: off
+CHOSEN: dict[str, tuple[dict[str, typing.Any], str]] = {
+    "full 128": ({}, "one 64x128"),
+    "full 128, grouped": ({"group": 4}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
+    "full 64": ({"dim": 64}, "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"),
+    "causal 64": ({"dim": 64, "block": BLOCKS}, "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"),
+    "causal 128": ({"block": BLOCKS}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
+    "causal 128, any order": ({"block": BLOCKS, "deterministic": False}, "one 64x128"),
+    "causal 256": ({"dim": 256, "block": BLOCKS}, "dq 128x64 slots 2,1 dkv 64x64"),
+    "blocks of 64": ({"block": (64, 64)}, "dq 64x64 slots 2,2 dkv 64x64 slots 2,2"),
+    "blocks of 192 x 64": ({"block": (192, 64)}, "dq 64x64 slots 2,2 dkv 64x64 slots 2,2"),
+    "few queries": ({"block": BLOCKS, "block_q_bwd": 64}, "dq 64x128 slots 2,2 dkv 64x128 slots 2,2"),
+    "few keys": ({"block": BLOCKS, "block_kv_bwd": 64}, "dq 128x64 slots 2,2 dkv 64x64 slots 2,2"),
+    "few of both": (
+        {"dim": 64, "block": BLOCKS, "block_q_bwd": 64, "block_kv_bwd": 64}, "dq 64x64 slots 2,2 dkv 64x64 slots 2,2",
+    ),
+    "few queries at 64": (
+        {"dim": 64, "block": BLOCKS, "block_q_bwd": 64}, "dq 64x128 slots 2,2 dkv 64x128 slots 2,2",
+    ),
+    "few queries at 256": ({"dim": 256, "block_q_bwd": 64, "block_kv_bwd": 64}, "dq 64x64 slots 2,2 dkv 64x64"),
+    "the tile of one kernel": ({"block_q_bwd": 64, "block_kv_bwd": 128}, "one 64x128"),
+    "another tile than that of one kernel": ({"block_q_bwd": 128}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
+    "fewer keys than one kernel takes": ({"block_kv_bwd": 64}, "dq 128x64 slots 2,2 dkv 64x64 slots 2,2"),
+}
+
+REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
+    "queries": (
+        {"block_q_bwd": 32}, "The GPU kernels of the backward pass take block_q_bwd 64 or 128, not 32.",
+    ),
+    "keys": (
+        {"block_kv_bwd": 256}, "The GPU kernels of the backward pass take block_kv_bwd 64 or 128, not 256.",
+    ),
+    "keys above 128": (
+        {"dim": 256, "block_kv_bwd": 128},
+        "The GPU kernels of the backward pass take block_kv_bwd 64 for head dims above 128, not 128.",
+    ),
+    "queries that do not divide": (
+        {"block": (192, 128), "block_q_bwd": 128},
+        "The GPU kernels of the backward pass take block_q_bwd 64, dividing the mask's blocks of 192, not 128.",
+    ),
+    "keys that do not divide": (
+        {"block": (128, 64), "block_kv_bwd": 128},
+        "The GPU kernels of the backward pass take block_kv_bwd 64, dividing the mask's blocks of 64, not 128.",
+    ),
+    "tile of the forward pass": (
+        {"block_q": 96, "num_stages": 3},
+        "No tile fits head dims 128 and 128 with block_q=96, num_stages=3: the GPU kernels take block_q 64, 128 or 192, "
+        "block_kv 64 or 128, num_stages 2 to 4, dividing the mask's blocks.",
+    ),
+    "too many stages": (
+        {"dim": 256, "num_stages": 4},
+        "No tile fits head dims 256 and 256 with num_stages=4: the GPU kernels take block_q 64, 128 or 192, block_kv 64 "
+        "or 128, num_stages 2 to 4, dividing the mask's blocks.",
+    ),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_tiles_of_the_backward_pass(name: str) -> None:
+    options, chosen = CHOSEN[name]
+    made = plan(**options)
+    assert support.refuses(made, HOPPER) is None
+    assert backward_of(made) == chosen
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_tiles(name: str) -> None:
+    options, sentence = REFUSED[name]
+    assert support.refuses(plan(**options), HOPPER) == sentence
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 64}, {"dim": 256}, {"block": BLOCKS}, {"block": (64, 192)}], ids=str)
+def test_candidates(options: dict[str, typing.Any]) -> None:
+    """What runs by itself first, both passes; every one is accepted and is what runs when it is asked for."""
+    made = plan(**options)
+    found = support.BACKEND.tile_candidates(made)
+    assert len(found) == len({tuple(c.items()) for c in found}) >= 2
+    for n, candidate in enumerate(found):
+        asked = dataclasses.replace(made, options=KernelOptions(**candidate))
+        assert support.refuses(asked, HOPPER) is None
+        tile = tiles.forward_tile(asked)
+        assert (tile.block_q, tile.block_kv, tile.stages) == tuple(list(candidate.values())[:3])
+        assert f"{candidate['block_q_bwd']}x" in backward_of(asked)
+        assert f"x{candidate['block_kv_bwd']}" in backward_of(asked)
+        if n == 0:
+            assert tile == tiles.forward_tile(made)
+            assert backward_of(asked) == backward_of(made)
+
+
+def test_the_door_says_it() -> None:
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("the GPU kernels need jax 0.11")
+    x = jnp.ones((1, 64, 1, 32), jnp.bfloat16)
+    with pytest.raises(NotImplementedError) as caught:
+        flexjax.flex_attention(
+            x, x, x, implementation="mosaic_gpu", kernel_options=KernelOptions(interpret=True, block_q_bwd=48)
+        )
+    assert str(caught.value) == (
+        "No implementation accepts this call: mosaic_gpu: "
+        "The GPU kernels of the backward pass take block_q_bwd 64 or 128, not 48."
+    )
