@@ -41,7 +41,7 @@ def dot(a: jax.Array, b: jax.Array, dims: tuple) -> jax.Array:
     """A product with sums in float32."""
     if dims == NT and b.shape[0] == 1 and b.dtype != F32:
         # One row: Mosaic makes this a product of vectors, and gets their types wrong below float32.
-        return jnp.sum(a.astype(F32) * b.astype(F32), axis=1, keepdims=True)
+        return dot(a, jnp.broadcast_to(b, (8, b.shape[1])), NT)[:, :1]
     return lax.dot_general(a, b, dims, preferred_element_type=F32, precision=precision(a.dtype))
 
 

@@ -184,8 +184,8 @@ BACKWARD_CHOICES = (
     (128, 256, 128),
     (128, 128, 128),
 )
-DENSE_FORWARD, DENSE_BACKWARD = (2048, 2048, 512), (1024, 2048, 512)
-"""Where every tile is visited and nothing is added: a larger one, for fewer grid steps."""
+DENSE_FORWARD, WIDE_DENSE_FORWARD, DENSE_BACKWARD = (512, 4096, 1024), (2048, 2048, 2048), (1024, 2048, 512)
+"""Where every tile is visited and nothing is added: a larger one, for fewer grid steps; the second for WIDE_PARTS."""
 WIDE_PARTS = frozenset({"v6e", "tpu7x"})
 """Chips whose matrix unit outruns the vector unit: the state of a row is touched once a tile, not once a part."""
 
@@ -204,7 +204,8 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
     """Tiles that fit, best first."""
     found: list[Tiles] = []
     options = plan.options
-    for q, kv, part in _choices(plan, DENSE_FORWARD, FORWARD_CHOICES[_first(plan) :]):
+    dense = WIDE_DENSE_FORWARD if chip.name in WIDE_PARTS else DENSE_FORWARD
+    for q, kv, part in _choices(plan, dense, FORWARD_CHOICES[_first(plan) :]):
         if chip.name in WIDE_PARTS and part == 512 and kv <= 1024:
             part = kv
         sizes = _sizes(plan, options.block_q or q, options.block_kv or kv)

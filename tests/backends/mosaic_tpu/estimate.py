@@ -4,9 +4,9 @@
 
 PASS is fwd or bwd, KIND full, causal, alibi or softcap; PEER is splash or flash, the kernels that come with jax, which know full
 and causal. What is read from memory counts as not taken in the compiler's simulation of a kernel, so causal visits are
-estimated with twins whose order is arithmetic on the program ids: of ours, the same kernel bodies with idle steps above the
-diagonal that the real lists do not have; of splash, the same kernels with the same idle steps, without their tables. The
-simulation itself can give up (None). Each estimate runs in a child process.
+estimated with twins whose order is arithmetic on the program ids: of ours, the same kernel bodies and the visits of the real
+lists; of splash, the same kernels and the idle steps that it has above the diagonal, without its tables. The simulation itself
+can give up (None). Each estimate runs in a child process.
 """
 
 import glob
@@ -45,13 +45,14 @@ def estimate(chip: str, heads: int, what: str) -> dict[str, int] | None:
 
 
 class CausalTwin(tables.ListedOrder):
-    """All tiles of a square, those above the diagonal idle, without lists."""
+    """The tiles on and below the diagonal of a square, one after another as in the lists, counted without them."""
 
     prefetch = 0
     chunks = 1
 
     def __init__(self, plan, geometry, group, by_keys, lists):
         self.geometry, self.group, self.by_keys = geometry, group, by_keys
+        assert geometry.block_q == geometry.block_kv
         self.kinds = frozenset({tables.IDLE, tables.FULL, tables.PARTIAL, tables.EDGE})
         self.ragged = False
         self.shape = tables.list_shape(plan, geometry, group, by_keys)
@@ -65,26 +66,35 @@ class CausalTwin(tables.ListedOrder):
 
     def grid(self, count):
         g = self.geometry
-        square = (g.batch, g.heads // (self.group if self.by_keys else 1), g.q_tiles, g.q_tiles)
-        return (*square, self.group) if self.by_keys else square
+        visits = g.q_tiles * (g.q_tiles + 1) // 2
+        grid = (g.batch, g.heads // (self.group if self.by_keys else 1), visits)
+        return (*grid, self.group) if self.by_keys else grid
 
-    def semantics(self):
-        return ("parallel", "parallel") + ("arbitrary",) * (3 if self.by_keys else 2)
+    def _row_and_place(self, v):
+        """Which row of tiles visit v is in, and its number there: comparisons alone, which the simulation follows."""
+        n = self.geometry.q_tiles
+        lengths = range(n, 0, -1) if self.by_keys else range(1, n + 1)
+        starts = np.concatenate([[0], np.cumsum(list(lengths))])[:-1]
+        row, start = jnp.int32(0), jnp.int32(0)
+        for number, first in enumerate(starts[1:], 1):
+            row = jnp.where(v >= np.int32(first), np.int32(number), row)
+            start = jnp.where(v >= np.int32(first), np.int32(first), start)
+        return row, v - start
 
     def where(self, *ids):
+        row, place = self._row_and_place(ids[2])
         if self.by_keys:
-            return ids[0], ids[1] * np.int32(self.group) + ids[4], jnp.maximum(ids[3], ids[2]), ids[2]
-        return ids[0], ids[1], ids[2], jnp.minimum(ids[3], ids[2])
+            return ids[0], ids[1] * np.int32(self.group) + ids[3], row + place, row
+        return ids[0], ids[1], row, place
 
     def visit(self, refs):
-        ids = [pl.program_id(n) for n in range(5 if self.by_keys else 4)]
+        ids = [pl.program_id(n) for n in range(4 if self.by_keys else 3)]
         b, h, i, j = self.where(*ids)
-        on = ids[3] >= ids[2] if self.by_keys else ids[3] <= ids[2]
-        below = jnp.where(on, np.int32(tables.FULL), np.int32(tables.IDLE))
-        kind = jnp.where(ids[2] == ids[3], np.int32(tables.PARTIAL), below)
+        row, place = self._row_and_place(ids[2])
+        kind = jnp.where(i == j, np.int32(tables.PARTIAL), np.int32(tables.FULL))
         words = tuple((i * 7 + j * 13 + n) * 77777 for n in range(2 * self.words))
-        last = ids[3] == np.int32(self.geometry.q_tiles - 1)
-        return tables.Visit(b, h, i, j, ids[3] == 0, last, kind, words, ids[4] if self.by_keys else np.int32(0))
+        end = np.int32(self.geometry.q_tiles - 1) - row if self.by_keys else row
+        return tables.Visit(b, h, i, j, place == 0, place == end, kind, words, ids[3] if self.by_keys else np.int32(0))
 
 
 def ours(chip: str, heads: int, what: str) -> None:
@@ -126,7 +136,7 @@ def ours(chip: str, heads: int, what: str) -> None:
 
 
 def splash(chip: str, heads: int, what: str) -> None:
-    """Tiles of q x kv, kv worked on in parts; one backward kernel (fused) unless the parts are given as negative."""
+    """Tiles of q x kv, kv worked on in parts; lse is left out of the forward pass; one backward kernel (fused) unless the parts are given as negative."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -154,8 +164,22 @@ def splash(chip: str, heads: int, what: str) -> None:
 
     def run(q, k, v, lse, out, d_out):
         if name == "fwd":
+            # It has no scale of its own.
             return kernel._splash_attention_forward(
-                info, q, k, v, None, None, -1e30, False, sizes_of, None, True, mask, None, False
+                info,
+                q * jnp.bfloat16(DIM**-0.5),
+                k,
+                v,
+                None,
+                None,
+                -1e30,
+                False,
+                sizes_of,
+                None,
+                False,
+                mask,
+                None,
+                False,
             )
         kept = (q, k, v, None, None, out, lse, info, info)
         return kernel._splash_attention_bwd(False, -1e30, False, sizes_of, None, mask, None, False, kept, d_out)[3:6]
@@ -174,9 +198,9 @@ def flash(chip: str, heads: int, what: str) -> None:
 
     def run(q, k, v, lse, out, d_out):
         if name == "fwd":
-            return kernel._flash_attention_fwd(q, k, v, None, None, False, causal, 1.0, sizes_of, False)
+            return kernel._flash_attention(q, k, v, None, None, False, causal, DIM**-0.5, sizes_of, False)
         kept = (q, k, v, None, None, out, lse, lse)
-        return kernel._flash_attention_bwd(False, causal, 1.0, sizes_of, False, kept, d_out)[:3]
+        return kernel._flash_attention_bwd(False, causal, DIM**-0.5, sizes_of, False, kept, d_out)[:3]
 
     x, line = (jax.ShapeDtypeStruct((1, heads, LENGTH, *d), t) for d, t in (((DIM,), "bfloat16"), ((), "float32")))
     aot.compile_for(run, [x, x, x, line, x, x], chip)
