@@ -18,6 +18,7 @@ def assert_close(
     dtype: str,
     plain: np.ndarray | None = None,
     result_dtype: str | None = None,
+    roundings: int = 1,
     loosen: float = 1.0,
 ) -> None:
     """Shape, the places of -inf, no NaN, and the largest error against the float64 `want`.
@@ -25,6 +26,7 @@ def assert_close(
     dtype         of q, k, v
     plain         the same quantity from plain dense attention in `dtype`; needed below float32
     result_dtype  of the result where it is narrower than `dtype` (a bfloat16 capture in float32 attention)
+    roundings     how often the sum behind such a result is rounded to it
     """
     assert got.shape == want.shape, f"{name}: shape {got.shape}, not {want.shape}"
     got = np.asarray(got, np.float64)
@@ -39,7 +41,7 @@ def assert_close(
     top = float(np.abs(want[live]).max())
     allowed = loosen * _allowance(name, dtype, top, None if plain is None else _gap(plain, want, live).max())
     if result_dtype is not None:
-        allowed += float(jnp.finfo(result_dtype).eps) * top
+        allowed += roundings * float(jnp.finfo(result_dtype).eps) * top
     gap = _gap(got, want, live)
     at = np.unravel_index(int(np.argmax(gap)), gap.shape)
     assert gap[at] <= allowed, (

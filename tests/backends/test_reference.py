@@ -19,6 +19,7 @@ SAMPLE = [
 class TestReference(Conformance):
     implementation = "reference"
     extra_dtypes = ()
+    roundings = 4  # jax adds the gradients of reads up in the dtype of the array
     everyday = frozenset({"plain", "window", "packed", "poison_root", "sinks", "dropout", "everything_at_once"})
 
 
