@@ -1,6 +1,7 @@
 """Cycles that the TPU compiler estimates for the kernels at B1 T4096 D128 bfloat16. Estimates, not measurements.
 
     python -m tests.backends.mosaic_tpu.estimate CHIP HEADS [PEER:]PASS,KIND[,q,kv,part] ...
+    python -m tests.backends.mosaic_tpu.estimate --spills CHIP HEADS PASS,KIND ...      registers stored, loaded; bundles
 
 PASS is fwd or bwd, KIND full, causal, alibi or softcap; PEER is splash or flash, the kernels that come with jax, which know full
 and causal. What is read from memory counts as not taken in the compiler's simulation of a kernel, so causal visits are
@@ -26,6 +27,33 @@ from flexjax.plan.kernel_plan import BlockLists, Operands, Results, Wanted
 from tests.backends.mosaic_tpu import aot
 
 LENGTH, DIM = 4096, 128
+
+
+def in_child(chip: str, heads: int, what: str, arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.backends.mosaic_tpu.estimate", "--child", chip, str(heads), what],
+        env={**os.environ, **aot.ENVIRONMENT, "LIBTPU_INIT_ARGS": arguments}, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+
+
+def spills(chip: str, heads: int, what: str) -> dict[str, tuple[int, int, int]]:
+    """{kernel: (vector registers stored, loaded, bundles)} of the final schedule."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+        in_child(chip, heads, what, dump)
+        found = {}
+        for path in glob.glob(folder + "/*flexjax*-final_bundles.txt"):
+            if "analysis" in path:
+                continue
+            with open(path) as file:
+                text = file.read()
+            stored, loaded = (len(re.findall(rf"{op} \[vmem:\[#allocation\d+_spill", text)) for op in ("vst", "vld"))
+            found[re.findall(r"-(flexjax\w+)", path)[0]] = (
+                stored,
+                loaded,
+                len(re.findall(r"(?m)^\s*0x[0-9a-f]+\s+:", text)),
+            )
+        return found
 
 
 def estimate(chip: str, heads: int, what: str) -> dict[str, int] | None:
@@ -220,5 +248,8 @@ def main(chip: str, heads: int, wanted: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--child":
         child(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    elif sys.argv[1] == "--spills":
+        for asked in sys.argv[4:]:
+            print(sys.argv[2], asked, spills(sys.argv[2], int(sys.argv[3]), asked), flush=True)
     else:
         main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
