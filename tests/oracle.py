@@ -247,7 +247,8 @@ def _softmax_fwd(scores, value, sinks, dtype):
     total = jnp.sum(weights, axis=-1) + sunk
     safe = jnp.where(total == 0, 1.0, total)
     probs = weights / safe[..., None]
-    out = _through(jnp.einsum("bhqk,bhke->bhqe", _through(probs, dtype, dtype), value), dtype, dtype)
+    narrow = _through(weights, dtype, dtype)  # before the division, as no fused kernel knows the sum so early
+    out = _through(jnp.einsum("bhqk,bhke->bhqe", narrow, value) / safe[..., None], dtype, dtype)
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + shift)
     return (out, lse), (probs, sunk / safe, value, out)
 
