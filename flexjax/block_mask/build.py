@@ -51,7 +51,7 @@ def from_traced(
     """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
-        classify: Callable[[Sequence[Array]], Array] = functools.partial(
+        classify: Callable = functools.partial(
             classify_traced, traced.program, heads=heads, sizes=sizes, exact=bool(exact)
         )
         if split:  # the partitioner splits the work; every device gets the few bytes of the result
