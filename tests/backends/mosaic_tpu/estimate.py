@@ -3,13 +3,14 @@
     python -m tests.backends.mosaic_tpu.estimate CHIP HEADS [PEER:]PASS,KIND[,q,kv,part] ...
     python -m tests.backends.mosaic_tpu.estimate --spills CHIP HEADS PASS,KIND ...      registers stored, loaded; bundles
 
-PASS is fwd or bwd, KIND full, causal, alibi or softcap; PEER is splash or flash, the kernels that come with jax, which know full
-and causal. What is read from memory counts as not taken in the compiler's simulation of a kernel, so causal visits are
+PASS is fwd or bwd, KIND full, causal, alibi or softcap; PEER is splash, splash+lse or flash, the kernels that come with jax, which know
+full and causal. What is read from memory counts as not taken in the compiler's simulation of a kernel, so causal visits are
 estimated with twins whose order is arithmetic on the program ids: of ours, the same kernel bodies and the visits of the real
 lists; of splash, the same kernels and the idle steps that it has above the diagonal, without its tables. The simulation itself
 can give up (None). Each estimate runs in a child process.
 """
 
+import functools
 import glob
 import os
 import re
@@ -163,8 +164,8 @@ def ours(chip: str, heads: int, what: str) -> None:
     aot.compile_for(run, [q, q, q, line, q, q], chip)
 
 
-def splash(chip: str, heads: int, what: str) -> None:
-    """Tiles of q x kv, kv worked on in parts; lse is left out of the forward pass; one backward kernel (fused) unless the parts are given as negative."""
+def splash(chip: str, heads: int, what: str, lse_too: bool = False) -> None:
+    """Tiles of q x kv, kv worked on in parts; the forward pass gives lse only if `lse_too`; one backward kernel (fused) unless the parts are given as negative."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -204,7 +205,7 @@ def splash(chip: str, heads: int, what: str) -> None:
                 False,
                 sizes_of,
                 None,
-                False,
+                lse_too,
                 mask,
                 None,
                 False,
@@ -236,7 +237,8 @@ def flash(chip: str, heads: int, what: str) -> None:
 
 def child(chip: str, heads: int, what: str) -> None:
     peer, _, rest = what.rpartition(":")
-    {"": ours, "splash": splash, "flash": flash}[peer](chip, heads, rest)
+    with_lse = functools.partial(splash, lse_too=True)
+    {"": ours, "splash": splash, "splash+lse": with_lse, "flash": flash}[peer](chip, heads, rest)
 
 
 def main(chip: str, heads: int, wanted: list[str]) -> None:
