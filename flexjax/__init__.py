@@ -3,6 +3,7 @@
 from flexjax import masks as masks
 from flexjax import mods as mods
 from flexjax.attention import flex_attention as flex_attention
+from flexjax.autotune import autotune as autotune
 from flexjax.block_mask.block_mask import BlockMask as BlockMask
 from flexjax.block_mask.block_mask import create_block_mask as create_block_mask
 from flexjax.combine import and_masks as and_masks

@@ -84,7 +84,8 @@ def flex_attention(
         if choice.name == dispatch.REFERENCE:
             results = _reference(call, arguments)
         else:
-            results = attention(call.problem(choice.name), call.operands)
+            plan = dispatch.with_measured_tiles(call.plan, choice.name)
+            results = attention(dataclasses.replace(call, plan=plan).problem(choice.name), call.operands)
     except Exception as error:
         error.add_note(describe_call("flex_attention", query, key, value, arguments))
         raise

@@ -1,13 +1,16 @@
 """Which backend runs a plan: an ordered table, the first that accepts, and every refusal kept as a sentence."""
 
+import dataclasses
 import functools
 import typing
+import warnings
 from collections.abc import Sequence
 
 import jax
 
 from flexjax.backends.base import Backend
 from flexjax.errors import bad_argument
+from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.trace.mod_ir import Program
 
@@ -92,6 +95,23 @@ def _refusal(name: str, plan: KernelPlan, named: bool) -> str | None:
     if home and plan.options.interpret and not named:
         return f"{name} is simulated only where implementation names it."
     return backend(name).refuses(plan)
+
+
+def with_measured_tiles(plan: KernelPlan, name: str) -> KernelPlan:
+    """The plan with tiles that were measured for it on this device, where its options leave them open (plan/tuned.py)."""
+    found = tuned.find(plan, name)
+    return _filled(plan, name, tuple(found.tiles.items())) if found.tiles else plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _filled(plan: KernelPlan, name: str, tiles: tuple[tuple[str, int], ...]) -> KernelPlan:
+    filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **dict(tiles)))
+    why = backend(name).refuses(filled)
+    if why is None:
+        return filled
+    text = ", ".join(f"{n}={v}" for n, v in tiles)
+    warnings.warn(f"Measured tiles ({text}) are not used. {why} Run flexjax.autotune again.", stacklevel=2)
+    return plan
 
 
 def backward_backend(name: str, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> Backend:

@@ -124,7 +124,7 @@ def _choice(choice: dispatch.Choice, plan: KernelPlan) -> str:
     if choice.name != dispatch.REFERENCE:
         schedule = getattr(dispatch.backend(choice.name), "schedule", None)
         if schedule is not None:
-            lines.append(f"  tiles: {schedule(plan)}")
+            lines.append(f"  tiles: {schedule(dispatch.with_measured_tiles(plan, choice.name))}")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
-    "AuxOutput", "KernelOptions", "explain", "dot_product_attention", "masks", "mods",
+    "AuxOutput", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
 }
 
 SIGNATURES = {
@@ -27,6 +27,8 @@ SIGNATURES = {
     "or_masks": "*mask_mods",
     "not_mask": "mask_mod",
     "chain_mods": "*score_mods",
+    "autotune": "query, key, value, *, backward=True, seconds=60.0, implementation=None, cache=True, progress=None, "
+        "**arguments",
     "explain": "query, key, value, *, implementation=None, **arguments",
 }
 BLOCK_MASK = {

@@ -1,0 +1,345 @@
+"""autotune: what it times, in which order and for how long; what it keeps; what it refuses. With the tiles of xla."""
+
+import importlib
+import io
+import json
+import logging
+import pathlib
+import re
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import KernelOptions, dispatch, masks
+from flexjax.attention import DEFAULTS, prepare
+from flexjax.plan import tuned
+
+MODULE = importlib.import_module("flexjax.autotune")
+FORWARD, BACKWARD = tuned.PASSES["forward"], tuned.PASSES["backward"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("FLEXJAX_CACHE_DIR", str(tmp_path))
+    return tmp_path / "tuned.json"
+
+
+def qkv(tokens: int = 160) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(1)
+    return tuple(jnp.asarray(rng.standard_normal((1, tokens, 2, 8)), jnp.float32) for _ in range(3))
+
+
+def candidates(**arguments: typing.Any) -> list[dict[str, int]]:
+    filled: typing.Any = DEFAULTS | arguments
+    return dispatch.backend("xla").tile_candidates(prepare(*qkv(), **filled).plan)
+
+
+def parts(names: tuple[str, ...], found: list[dict[str, int]]) -> list[dict[str, int]]:
+    picked = [{n: c[n] for n in names if n in c} for c in found]
+    return [t for n, t in enumerate(picked) if t not in picked[:n]]
+
+
+class Scripted:
+    """A clock that stands, and candidates that take as long as `seconds(which, number)` says, each trial ten times that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float | None]) -> None:
+        self.now, self.tried, self.seconds = 100.0, [], seconds
+        monkeypatch.setattr(MODULE, "clock", lambda: self.now)
+        monkeypatch.setattr(MODULE, "_time", self._time)
+
+    def _time(
+        self, call: typing.Any, plan: typing.Any, name: str, which: str, tile: dict, *_: typing.Any
+    ) -> typing.Any:
+        number = sum(t[0] == which for t in self.tried)
+        self.tried.append((which, tile, plan.options))
+        took = self.seconds(which, number)
+        self.now += 10 * (took or 0.1)
+        return MODULE.Timing(which, tile, took, 1, "" if took else "it does not fit")
+
+
+# ------------------------------------------------------------------- the real thing
+
+
+@pytest.mark.parametrize("mask_mod", [None, masks.causal], ids=["plain", "causal"])
+def test_it_times_every_candidate(cache: pathlib.Path, mask_mod: typing.Any) -> None:
+    found = flexjax.autotune(*qkv(), mask_mod=mask_mod, seconds=300.0, progress=False)
+    every = candidates(mask_mod=mask_mod)
+    assert [t.tile for t in found.timings if t.which == "forward"] == parts(FORWARD, every)
+    assert [t.tile for t in found.timings if t.which == "backward"] == parts(BACKWARD, every)
+    assert all(t.seconds is not None and t.seconds > 0 and t.calls >= 3 and not t.skipped for t in found.timings)
+    assert (found.finished, found.backend, found.kept) == (True, "xla", cache)
+    for names in (FORWARD[:2], BACKWARD):
+        assert {n: getattr(found.options, n) for n in names} in parts(names, every)
+
+    def step(options: KernelOptions | None) -> typing.Any:
+        loss = lambda *x: jnp.sum(flexjax.flex_attention(*x, mask_mod=mask_mod, kernel_options=options) ** 2)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*qkv())
+
+    by_itself = step(None)  # finds the tiles in the file
+    assert all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(jax.tree.leaves(by_itself), jax.tree.leaves(step(found.options)), strict=True)
+    )
+    cache.unlink()
+    tuned.forget()
+    for a, b in zip(jax.tree.leaves(by_itself), jax.tree.leaves(step(None)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_instead_of_arrays(cache: pathlib.Path) -> None:
+    """Every kind of array, and the same entry as with arrays of that shape."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(40)]
+    rest = dict(
+        sinks=jax.ShapeDtypeStruct((2,), jnp.float32),
+        query_extra=jax.ShapeDtypeStruct((1, 40, 2, 4), jnp.float32),
+        key_extra=jax.ShapeDtypeStruct((1, 40, 1, 4), jnp.float32),
+        dropout_key=jax.ShapeDtypeStruct((), jax.random.key(0).dtype),
+    )
+    # a second or two for what would take longer: one candidate of the forward pass at least
+    found = flexjax.autotune(*shapes, **rest, dropout_rate=0.1, seconds=0.01, backward=False)
+    assert found.timings[0].seconds is not None
+    (name,) = tuned.read(cache)
+    filled: typing.Any = DEFAULTS | dict(
+        sinks=jnp.ones(2), query_extra=jnp.ones((1, 40, 2, 4)), key_extra=jnp.ones((1, 40, 1, 4)),
+        dropout_rate=0.1, dropout_key=jax.random.key(3),
+    )  # fmt: skip
+    plan = prepare(*qkv(40), **filled).plan
+    assert name == tuned.digest(plan, "xla", tuned.device_kind(), tuned.versions())
+
+
+# ------------------------------------------------------------------- the search
+
+
+def test_the_fastest_is_chosen(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"forward": [1.0, 0.9, 0.5, 0.7], "backward": [3.0, 2.0, 2.5, 2.6]}
+    script = Scripted(monkeypatch, lambda which, n: (times[which] + [9.0] * 20)[n])
+    found = flexjax.autotune(*qkv(), seconds=1e6, implementation="xla")
+    every = candidates()
+    best = parts(FORWARD, every)[2] | parts(BACKWARD, every)[1]
+    assert found.options == KernelOptions(**best)
+    assert all(options.block_q == best["block_q"] for which, _, options in script.tried if which == "backward")
+    (entry,) = tuned.read(cache).values()
+    assert {k: entry[k] for k in ("device", "backend", "jax", "flexjax")} == dict(
+        device=tuned.device_kind(), backend="xla", jax=jax.__version__, flexjax=flexjax.__version__
+    )
+    assert entry["plan"] == "B=1 N=2 M=2 T=160 S=160 D=8 E=8 float32 BTNH"
+    for which, names, seconds in (("forward", FORWARD[:2], 0.5), ("backward", BACKWARD, 2.0)):
+        assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry[which].pop("measured"))
+        assert entry[which] == dict(tile={n: best[n] for n in names}, seconds=seconds, finished=True)
+
+
+def test_the_backends_own_tile_stays_unless_another_is_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    Scripted(monkeypatch, lambda which, n: 1.0 if n == 0 else 0.985)
+    found = flexjax.autotune(*qkv(), seconds=1e6, backward=False)
+    assert found.options == KernelOptions(**parts(FORWARD, candidates())[0])
+
+
+def test_it_stops_when_the_time_is_up(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial takes 10 s: of 100 s the forward pass gets 40, the backward pass what is left."""
+    count = len(parts(FORWARD, candidates(mask_mod=None)))
+    assert count > 4
+    script = Scripted(monkeypatch, lambda which, n: 1.0)
+    found = flexjax.autotune(*qkv(), seconds=100.0)
+    assert [which for which, *_ in script.tried].count("forward") == 4
+    assert script.now <= 200.0
+    assert not found.finished
+    assert str(found).splitlines()[-1] == "  the time was up before every candidate was tried"
+    (entry,) = tuned.read(cache).values()
+    assert entry["forward"]["finished"] is False
+    # no time at all: the backend's own forward tile is timed, and nothing else
+    script.tried.clear()
+    found = flexjax.autotune(*qkv(), seconds=1e-9, cache=False)
+    assert [(which, tile) for which, tile, _ in script.tried] == [("forward", parts(FORWARD, candidates())[0])]
+    assert found.options.block_q_bwd is None
+
+
+def test_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of calls that are waited for; no more of them than the limits say."""
+    filled: typing.Any = DEFAULTS
+    call = prepare(*qkv(), **filled)
+    took = {"now": 0.0, "call": 0.0}
+    monkeypatch.setattr(MODULE, "clock", lambda: took["now"])
+
+    def ready(x: typing.Any) -> typing.Any:
+        took["now"] += took["call"]
+        return x
+
+    monkeypatch.setattr(MODULE.jax, "block_until_ready", ready)
+
+    def timing(seconds: float, limit: float) -> typing.Any:
+        took.update(now=0.0, call=seconds)
+        return MODULE._time(call, call.plan, "xla", "forward", {}, (0, 1, 2), limit)
+
+    assert timing(0.001, 100.0)[2:4] == (pytest.approx(0.001), 20)
+    assert timing(0.1, 100.0)[2:4] == (pytest.approx(0.1), 5)  # half a second
+    assert timing(1.0, 100.0)[2:4] == (pytest.approx(1.0), 3)
+    assert timing(10.0, 100.0)[2:4] == (pytest.approx(10.0), 1)  # seconds: once is enough
+    assert timing(0.001, 0.0025)[2:4] == (pytest.approx(0.001), 2)  # the warm-up counts too
+    assert timing(0.001, 0.0)[2:4] == (pytest.approx(0.001), 1)
+
+
+def test_candidates_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    real = MODULE.attention
+
+    def attention(problem: typing.Any, operands: typing.Any) -> typing.Any:
+        if problem.plan.options.block_q == parts(FORWARD, candidates())[0]["block_q"]:
+            raise NotImplementedError("too large.\nThe rest is long.")
+        return real(problem, operands)
+
+    monkeypatch.setattr(MODULE, "attention", attention)
+    with caplog.at_level(logging.WARNING):
+        found = flexjax.autotune(*qkv(), seconds=300.0, backward=False, cache=False)
+    first = parts(FORWARD, candidates())[0]
+    assert found.timings[0] == ("forward", first, None, 0, "NotImplementedError: too large.")
+    assert found.options.block_q not in (None, first["block_q"])
+    text = f"block_q={first['block_q']} block_kv={first['block_kv']}"
+    assert f"autotune leaves out {text}: NotImplementedError: too large." in [r.getMessage() for r in caplog.records]
+    assert f"  forward               -     {text}  NotImplementedError: too large." in str(found).splitlines()
+
+
+def test_a_tile_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_tiles", lambda *_: [{"block_q": 100}, {"block_kv": 128}])
+    found = flexjax.autotune(*qkv(300), mask_mod=masks.causal, backward=False, cache=False)
+    sentence = "xla visits whole blocks of the block mask: block_q=100 is not its query block size 128."
+    assert found.timings[0] == ("forward", {"block_q": 100}, None, 0, sentence)
+    assert found.options == KernelOptions(block_kv=128)
+
+
+def test_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    Scripted(monkeypatch, lambda which, n: None)
+    monkeypatch.setattr(MODULE, "_tiles", lambda *_: [{"block_q": 7}])
+    with pytest.raises(RuntimeError) as caught:
+        flexjax.autotune(*qkv(), backward=False)
+    assert str(caught.value) == "No candidate of xla runs. block_q=7: it does not fit"
+    assert caught.value.__notes__ == [
+        "in autotune(query=float32[1, 160, 2, 8], key=float32[1, 160, 2, 8], value=float32[1, 160, 2, 8])"
+    ]
+
+
+def test_tiles_that_the_call_names_are_kept(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search in part of the candidates says nothing about the best: it is not written."""
+    script = Scripted(monkeypatch, lambda which, n: 1.0 / (n + 1))
+    found = flexjax.autotune(*qkv(), kernel_options=KernelOptions(block_q=32, deterministic=False), backward=False)
+    assert all(options.block_q == 32 and not options.deterministic for _, _, options in script.tried)
+    assert set(found.timings[0].tile) == {"block_kv"}
+    assert (found.options.block_q, found.options.deterministic) == (32, False)
+    assert found.kept is None
+    assert not cache.exists()
+
+
+def test_where_it_is_kept(tmp_path: pathlib.Path, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Scripted(monkeypatch, lambda which, n: 1.0)
+    assert flexjax.autotune(*qkv(), cache=False).kept is None
+    mine = tmp_path / "deep" / "mine.json"
+    assert flexjax.autotune(*qkv(), cache=mine).kept == mine
+    assert not cache.exists()
+    assert json.loads(mine.read_text())["format"] == 1
+    monkeypatch.setenv("FLEXJAX_CACHE_DIR", "")
+    assert flexjax.autotune(*qkv()).kept is None
+
+
+# ------------------------------------------------------------------- what is shown
+
+
+def test_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        terminal = False
+
+        def isatty(self) -> bool:
+            return self.terminal
+
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(MODULE, "_tiles", lambda name, plan, which: [{"block_q": 8}, {"block_q": 16}])
+    Scripted(monkeypatch, lambda which, n: 1.0)
+    arguments: typing.Any = dict(backward=False, cache=False, seconds=100.0)
+    flexjax.autotune(*qkv(), **arguments)
+    flexjax.autotune(*qkv(), **arguments, progress=False)
+    assert stream.getvalue() == ""
+    lines = [
+        "[........................] 0/2, 100 s left, now block_q=8",
+        "[############............] 1/2, 90 s left, best 1000.000 ms, now block_q=16",
+        "",
+    ]
+    Scripted(monkeypatch, lambda which, n: 1.0)
+    flexjax.autotune(*qkv(), **arguments, progress=True)
+    assert stream.getvalue().split("\r\x1b[K") == ["", *lines]
+    stream.seek(0)
+    stream.truncate()
+    stream.terminal = True
+    Scripted(monkeypatch, lambda which, n: 1.0)
+    flexjax.autotune(*qkv(), **arguments)
+    assert stream.getvalue().split("\r\x1b[K") == ["", *lines]
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    Scripted(monkeypatch, lambda which, n: 0.002 if n == 1 else 0.003)
+    tiles = {"forward": [{"block_q": 8}, {"block_q": 16}], "backward": [{"block_kv_bwd": 4}]}
+    monkeypatch.setattr(MODULE, "_tiles", lambda name, plan, which: tiles[which])
+    assert str(flexjax.autotune(*qkv(), cache=False)).splitlines() == [
+        "xla: best block_q=16 block_kv_bwd=4",
+        "  forward           3.000 ms  block_q=8",
+        "* forward           2.000 ms  block_q=16",
+        "* both passes       3.000 ms  block_kv_bwd=4",
+    ]
+
+
+# ------------------------------------------------------------------- what it refuses
+
+# fmt: off
+BAD: dict[str, tuple[dict[str, typing.Any], str]] = {
+    "backward": ({"backward": 1}, "`backward` is 1; expected True or False. Pass a Python bool."),
+    "seconds": ({"seconds": 0}, "`seconds` is 0; expected a positive, finite number. For example 60."),
+    "endless": ({"seconds": float("inf")}, "`seconds` is inf; expected a positive, finite number. For example 60."),
+    "no number": ({"seconds": "60"}, "`seconds` is '60'; expected a positive, finite number. For example 60."),
+    "cache": ({"cache": 3}, "`cache` is 3; expected True, False or a path. True is the user's file."),
+    "progress": ({"progress": "yes"}, "`progress` is 'yes'; expected True, False or None. None draws a bar on a terminal."),
+    "simulator": (
+        {"kernel_options": KernelOptions(interpret=True), "implementation": "xla"},
+        "`kernel_options.interpret` is True; expected False. The time of a simulated kernel says nothing about the kernel.",
+    ),
+    "layout": ({"layout": "TBN"}, "`layout` is 'TBN'; expected 'BTNH' or 'BNTH'. BTNH is [batch, tokens, heads, dim]."),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str) -> None:
+    arguments, sentence = BAD[case]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
+        flexjax.autotune(*qkv(), **arguments)
+    assert str(caught.value) == sentence
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(TypeError) as caught:
+        flexjax.autotune(*qkv(), mask=3)
+    assert str(caught.value) == "autotune() got unexpected arguments mask; it takes those of flex_attention."
+    with pytest.raises(NotImplementedError) as refused:
+        flexjax.autotune(*qkv(), implementation="reference")
+    assert str(refused.value) == "The reference implementation has no tiles to choose."
+    sentence = (
+        "`query` is traced; expected an array or a jax.ShapeDtypeStruct. Call autotune outside of jit, and pass shapes."
+    )
+    with pytest.raises(ValueError) as traced:  # noqa: PT011  # the whole message is compared
+        jax.jit(lambda q: flexjax.autotune(q, *qkv()[1:]).options.block_q)(qkv()[0])
+    assert str(traced.value) == sentence
+
+
+@pytest.mark.parametrize("name", sorted(dispatch.TABLE))
+def test_every_backend_has_candidates_of_both_passes(name: str) -> None:
+    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+    filled: typing.Any = DEFAULTS | {"mask_mod": masks.causal}
+    plan = prepare(x, x, x, **filled).plan
+    if name != "xla" and jax.__version_info__ < (0, 11):
+        pytest.skip("the kernels of this backend need jax 0.11")
+    found = dispatch.backend(name).tile_candidates(plan)
+    assert found
+    for candidate in found:
+        assert {"block_q", "block_kv", *BACKWARD} <= set(candidate) <= {*FORWARD, *BACKWARD}
+        KernelOptions(**candidate)
