@@ -44,8 +44,8 @@ COLLECTIVES = frozenset(
         "psum_scatter",
     ]
 )
-SAME = frozenset(["optimization_barrier", "pvary"])
-"""Primitives that return their operands; `pvary` marks values inside shard_map that differ between devices."""
+SAME = frozenset(["optimization_barrier", "pvary", "reshard"])
+"""Primitives that return their operands. On a mesh, `pvary` and `reshard` say where a value is; a scalar is everywhere."""
 
 CALLBACKS = frozenset(
     ["pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "infeed", "outfeed"]

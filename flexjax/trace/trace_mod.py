@@ -127,7 +127,11 @@ def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[ja
         return None, (), text if text.startswith("`") else f"`score_mod` cannot be differentiated: {text}"
 
 
-_cached_derivative = functools.lru_cache(maxsize=512)(derivative_program)
+@functools.lru_cache(maxsize=512)
+def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[jax.Array, ...]]:
+    """Traced on no mesh: calls on every mesh share it, and JAX writes the mesh it traces on into what it traces."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return derivative_program(source, sizes)
 
 
 # ------------------------------------------------------------------- calling the user's function

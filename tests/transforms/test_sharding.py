@@ -125,6 +125,30 @@ def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     close(slopes, jax.grad(lambda *a: (run(*a) ** 2).sum(), argnums=(0, 1, 2, 3))(q, k, v, table, ids))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax cannot index an array that is split explicitly")
+@pytest.mark.parametrize("custom", [False, True], ids=["plain", "custom-rule"])
+@pytest.mark.parametrize("first", [AxisType.Auto, AxisType.Explicit], ids=["auto-first", "explicit-first"])
+def test_a_mod_that_is_traced_on_one_mesh_runs_on_another(first: AxisType, custom: bool) -> None:
+    """Derivatives of mods are kept; what JAX writes of a mesh into a trace must not be kept with them."""
+    q, k, v, _ = inputs()
+    table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
+    shift = {AxisType.Auto: 8.0, AxisType.Explicit: 9.0}[first]  # a program of its own, which no other test has traced
+    bend = jax.nn.relu if custom else lambda x: x
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
+        mod = lambda s, b, h, i, j: bend(s + shift) + table[h, i - j + 10]
+        return (flexjax.flex_attention(q, k, v, score_mod=mod) ** 2).sum()
+
+    slopes = {}
+    for kind in (first, AxisType.Explicit if first == AxisType.Auto else AxisType.Auto):
+        with jax.set_mesh(mesh(kind)):
+            where = jax.NamedSharding(jax.sharding.get_mesh(), P("x"))
+            placed = [*(jax.device_put(x, where) for x in (q, k, v)), table]
+            slopes[kind] = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*placed)
+    close(slopes[AxisType.Auto], slopes[AxisType.Explicit])
+    close(slopes[first], jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, table))
+
+
 @pytest.mark.slow
 def test_the_table_of_problems_on_split_arrays() -> None:
     problem = PROBLEMS["documents"]
