@@ -28,14 +28,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu import exponential, memory
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, i32
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from flexjax.trace.bounds import bounds
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 SLACK = 8.0
+WIDEST = 80.0
+"""Largest power of two of a score, either way, that needs no running maximum: sums stay far inside float32 and bfloat16."""
 f32 = np.float32
 
 
@@ -81,6 +84,7 @@ class Kernel:
     schedule: Schedule
     signals: Signals
     interpret: bool
+    reference: float | None = None  # what the exponentials are relative to, where it need not follow the maximum
 
     def copy(self, arrays: Arrays, shared: Shared) -> None:
         """The copying warpgroup: queries, keys and values of every item in turn."""
@@ -276,7 +280,7 @@ class Kernel:
             return carry[1:]
 
         def all_steps() -> tuple:
-            stats = row(-math.inf), row(0.0)
+            stats = row(-math.inf if self.reference is None else self.reference), row(0.0)
             if not tile.overlap:
                 carry = loops(whole_step, 0, (empty, *stats))
                 signals.release("query", shared.query_free, q_slot)
@@ -363,8 +367,13 @@ class Kernel:
 
         Everything is in base-2 units. The reference follows the maximum of the row; with `slack` only once that has grown
         by SLACK: exponentials up to 2**SLACK cost no precision, and what was summed before then seldom needs rescaling.
+        Where the scores are bounded (a soft cap), it is one number, and the factor means nothing.
         """
         units = f32(LOG2E * scores.factor)
+        if self.reference is not None:
+            less = f32(self.reference) if scores.row is None else f32(self.reference) - scores.row * f32(LOG2E)
+            p = self._powers(scores, units, less)
+            return p, base, base, total + p.sum(axis=1)
         top = scores.tile.max(axis=1) * units
         offset = None if scores.row is None else scores.row * f32(LOG2E)
         if offset is not None:
@@ -375,10 +384,18 @@ class Kernel:
         finite = jnp.where(top == f32(-math.inf), f32(0), top)
         shrink = jnp.exp2(base - finite)
         less = finite if offset is None else finite - offset
-        p = jnp.exp2(scores.tile * units - memory.stretch(less, "row", scores.tile.shape))
+        p = self._powers(scores, units, less)
         return p, shrink, top, total * shrink + p.sum(axis=1)
 
+    def _powers(self, scores: Scores, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
+        if isinstance(less, jax.Array):
+            less = memory.stretch(less, "row", scores.tile.shape)
+        x = scores.tile * units - less if self.reference != 0.0 or scores.row is not None else scores.tile * units
+        return exponential.exp2_tile(x, self.tile.polynomials, self.interpret)
+
     def _rescale(self, out: jax.Array, shrink: jax.Array) -> jax.Array:
+        if self.reference is not None:
+            return out
         if self.tile.slack:
             return memory.scale_rows(out, shrink, self.interpret)
         return out * memory.stretch(shrink, "row", out.shape)
@@ -438,6 +455,19 @@ class Kernel:
 # ------------------------------------------------------------------- the call
 
 
+def fixed_reference(plan: KernelPlan) -> float | None:
+    """The middle of the scores, in powers of two, where no score is too far from it for a sum without a maximum.
+
+    float16 has too short an exponent for that.
+    """
+    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16":
+        return None
+    ((low, high),) = bounds(plan.score)
+    if not (high - low) / 2 * LOG2E <= WIDEST:  # infinite or unknown too
+        return None
+    return (low + high) / 2 * LOG2E
+
+
 def simulator() -> typing.Any:
     return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
 
@@ -492,7 +522,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     plan, operands = _joined(plan, operands)
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)
-    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret)
+    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, fixed_reference(plan))
     q_padded = schedule.q_tiles * tile.block_q
     # The copy engine wants lengths in multiples of 8 rows; it fills what lies past the end with zeros itself.
     q_length = q_padded if interpret else -(-plan.q_len // 8) * 8

@@ -21,6 +21,8 @@ class ForwardTile:
     turns              the computing warpgroups alternate in issuing products
     overlap            softmax of a step runs during P V of the step before
     slack              rescale the output only once a maximum has grown by a factor of 2^8
+    persistent         a program takes tile after tile of queries
+    polynomials        how many of eight exponentials are multiplied out (exponential.py)
     head_dim, value_dim  as padded for the matrix instructions
     """
 
@@ -37,6 +39,7 @@ class ForwardTile:
     overlap: bool = True
     slack: bool = True
     persistent: bool = True
+    polynomials: int = 0
     programs: int = MULTIPROCESSORS
 
     @property

@@ -40,6 +40,11 @@ CASES: dict[str, dict[str, typing.Any]] = {
     "relative table, odd": {"score": lambda s, b, h, q, k: s + TABLE[h, q - k + 300], "q_len": 130, "kv_len": 70},
     "pair bias": {"score": lambda s, b, h, q, k: s + PAIR[h, q, k]},
     "soft cap": {"score": lambda s, b, h, q, k: 5.0 * jnp.tanh(s / 5.0)},
+    "soft cap that needs no maximum": {
+        "score": lambda s, b, h, q, k: 50.0 * jnp.tanh(s / 2.0), "mask": lambda b, h, q, k: (q >= k) & (k > 100), "sinks": True,
+    },
+    "bounded away from 0": {"score": lambda s, b, h, q, k: 30.0 - 5.0 * jax.nn.sigmoid(s) - h, "mask": causal},
+    "soft cap, float16": {"score": lambda s, b, h, q, k: 50.0 * jnp.tanh(s / 2.0), "dtype": "float16"},
     "documents": {
         "mask": lambda b, h, q, k: (q >= k) & (SEGMENTS[b, q] == SEGMENTS[b, k]), "batch": 2, "mask_batch": 2,
     },
@@ -61,6 +66,28 @@ CASES: dict[str, dict[str, typing.Any]] = {
 }  # fmt: skip
 
 
+REFERENCES = {
+    "soft cap that needs no maximum": 0.0,
+    "bounded away from 0": 27.0 * forward_sm90.LOG2E,  # 24 to 30 over both heads
+    "soft cap, float16": None,
+    "soft cap": 0.0,
+    "full": None,
+    "relative table": None,
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_where_the_maximum_is_left_out(name: str) -> None:
+    plan = problem(**CASES[name]).plan
+    assert forward_sm90.fixed_reference(plan) == pytest.approx(REFERENCES[name])
+    assert forward_sm90.fixed_reference(dataclasses.replace(plan, max_scores=True)) is None
+
+
+def test_wide_scores_keep_their_maximum() -> None:
+    made = problem(score=lambda s, b, h, q, k: 56.0 * jnp.tanh(s))
+    assert forward_sm90.fixed_reference(made.plan) is None
+
+
 def run(made: Problem, programs: int = 3, **manner: typing.Any) -> Results:
     tile = dataclasses.replace(tiles.forward_tile(made.plan), programs=programs, **manner)
     return jax.jit(lambda operands: forward_sm90.forward(made.plan, operands, tile))(made.operands)
@@ -80,6 +107,12 @@ def assert_matches(made: Problem, got: Results) -> None:
 def test_matches_dense(name: str) -> None:
     made = problem(**CASES[name])
     assert_matches(made, run(made))
+
+
+@pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "soft cap that needs no maximum", "dead rows"])
+def test_exponentials_by_polynomial(name: str) -> None:
+    made = problem(**CASES[name])
+    assert_matches(made, run(made, polynomials=4))
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])

@@ -1,0 +1,87 @@
+"""Between which numbers the results of a program lie, whatever the score and the captured arrays hold.
+
+A soft cap, `cap * tanh(score / cap)`, lies between -cap and cap; a kernel that knows it needs no running maximum. The bounds are
+numbers known while compiling, for the whole attention matrix; `intervals` bounds masks block by block. NaN passes through what
+is here, so a bounded result may be NaN.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from flexjax.trace.mod_ir import Atom, Lit, Op, Program, range_of_val
+
+Range = tuple[float, float]
+ANYTHING: Range = (-math.inf, math.inf)
+WITHIN: dict[str, Range] = {
+    "tanh": (-1.0, 1.0),
+    "erf": (-1.0, 1.0),
+    "sin": (-1.0, 1.0),
+    "cos": (-1.0, 1.0),
+    "atan": (-math.pi / 2, math.pi / 2),
+    "logistic": (0.0, 1.0),
+    "erfc": (0.0, 2.0),
+}
+"""Functions that are bounded whatever they are given."""
+
+
+def bounds(program: Program) -> tuple[Range, ...]:
+    """(lowest, highest) of each result; infinite where nothing is known."""
+    known: dict[int, Range] = {}
+
+    def read(atom: Atom) -> Range:
+        if isinstance(atom, Lit):
+            return _number(atom)
+        whole = range_of_val(atom)
+        return known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1])))
+
+    for step in program.steps:
+        if isinstance(step, Op) and step.out.dtype not in ("bool", "float16", "bfloat16"):
+            known[step.out.id] = _of_op(step.prim, [read(a) for a in step.inputs], read(step.out))
+    return tuple(read(result) for result in program.results)
+
+
+def _number(atom: Lit) -> Range:
+    value = float(atom.value)
+    return ANYTHING if math.isnan(value) else (value, value)
+
+
+def _of_op(prim: str, given: Sequence[Range], otherwise: Range) -> Range:
+    if prim in WITHIN:
+        return WITHIN[prim]
+    rule = RULES.get(prim)
+    if rule is None:
+        return otherwise
+    low, high = rule(*given)
+    return ANYTHING if math.isnan(low) or math.isnan(high) else (low, high)
+
+
+def _mul(a: Range, b: Range) -> Range:
+    if not all(map(math.isfinite, (*a, *b))):
+        return ANYTHING  # 0 * inf
+    ends = [x * y for x in a for y in b]
+    return min(ends), max(ends)
+
+
+def _div(a: Range, b: Range) -> Range:
+    if b[0] <= 0 <= b[1]:
+        return ANYTHING
+    return _mul(a, (1 / b[1], 1 / b[0]))
+
+
+def _select(_: Range, *cases: Range) -> Range:
+    return min(c[0] for c in cases), max(c[1] for c in cases)
+
+
+RULES: dict[str, Callable[..., Range]] = {
+    "neg": lambda a: (-a[1], -a[0]),
+    "abs": lambda a: (max(a[0], -a[1], 0.0), max(-a[0], a[1])),
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "mul": _mul,
+    "div": _div,
+    "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "select_n": _select,
+    "convert_element_type": lambda a: a,
+    "copy": lambda a: a,
+}
