@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import exponential, memory
+from flexjax.backends.mosaic_gpu import exponential, memory, work_queue
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, i32
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
@@ -40,6 +41,10 @@ SLACK = 8.0
 WIDEST = 80.0
 """Largest power of two of a score, either way, that needs no running maximum: sums stay far inside float32 and bfloat16."""
 f32 = np.float32
+
+
+EachItem = Callable[[Item, Scalar, Scalar], Scalar]
+"""An item, its turn and the number of its first step -> the number of the step after its last."""
 
 
 class Programs(typing.NamedTuple):
@@ -92,11 +97,12 @@ class Kernel:
         if tile.groups > 1:
             plgpu.set_max_registers(tile.copy_registers, action="decrease")
 
-        def one_item(turn: Scalar, step: Scalar) -> Scalar:
-            item = self.schedule.item(arrays, turn)
+        def one_item(item: Item, turn: Scalar, step: Scalar) -> Scalar:
             kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
             q_slot = lax.rem(turn, i32(tile.query_slots))
             signals.acquire("query", shared.query_free, q_slot)
+            if tile.queue:
+                work_queue.put(shared.box, q_slot, item)
             rows = rows_of(arrays.query, plan.layout, item.b, item.h, item.q_tile * tile.block_q, tile.block_q)
             plgpu.copy_gmem_to_smem(rows, shared.query.at[q_slot], shared.query_full.at[q_slot])
 
@@ -113,14 +119,55 @@ class Kernel:
 
             return lax.fori_loop(i32(0), item.total, one_step, step)
 
-        lax.fori_loop(i32(0), self.schedule.turns(), one_item, i32(0))
+        turns = self._copy_each(arrays, shared, one_item)
         if self.interpret:  # the simulator insists that every arrival is seen
-            for slot in range(tile.query_slots):
-                signals.acquire("query", shared.query_free, slot)
+            for slot in range(tile.queue, tile.query_slots):
+                signals.acquire("query", shared.query_free, lax.rem(turns + slot, i32(tile.query_slots)))
             for slot in range(tile.stages):
                 signals.acquire("key", shared.key_free, slot)
             for slot in range(tile.value_stages):
                 signals.acquire("value", shared.value_free, slot)
+
+    def _copy_each(self, arrays: Arrays, shared: Shared, one: EachItem) -> Scalar:
+        """Runs `one` on every item of this program, as the copying warpgroup; how many there were."""
+        schedule, tile = self.schedule, self.tile
+        if not tile.queue:
+            take = lambda turn, step: one(schedule.item(arrays, schedule.position(turn)), turn, step)
+            lax.fori_loop(i32(0), schedule.turns(), take, i32(0))
+            return schedule.turns()
+
+        def draw(number: Scalar, turn: Scalar, step: Scalar) -> tuple:
+            step = one(schedule.item(arrays, number), turn, step)
+            number = work_queue.draw(arrays.drawn, shared.box, number, schedule.programs, self.interpret)
+            return number < schedule.items, number, turn + 1, step
+
+        first = (lax.axis_index("program"), i32(0), i32(0))
+        _, turns, _ = work_queue.each(draw, jnp.asarray(True), first)
+        slot = lax.rem(turns, i32(tile.query_slots))
+        self.signals.acquire("query", shared.query_free, slot)
+        work_queue.put(shared.box, slot, None)
+        plgpu.barrier_arrive(shared.query_full.at[slot])
+        return turns
+
+    def _compute_each(self, arrays: Arrays, shared: Shared, one: EachItem) -> None:
+        """The same as a computing warpgroup. `one` waits for its queries unless they are from the queue."""
+        schedule = self.schedule
+        if not self.tile.queue:
+            take = lambda turn, step: one(schedule.item(arrays, schedule.position(turn)), turn, step)
+            lax.fori_loop(i32(0), schedule.turns(), take, i32(0))
+            return
+
+        def look(turn: Scalar) -> tuple[Scalar, Item]:
+            slot = lax.rem(turn, i32(self.tile.query_slots))
+            plgpu.barrier_wait(shared.query_full.at[slot])
+            return work_queue.get(shared.box, slot, schedule.blank)
+
+        def take(item: Item, turn: Scalar, step: Scalar) -> tuple:
+            step = one(item, turn, step)
+            return *look(turn + 1), turn + 1, step
+
+        more, item = look(i32(0))
+        work_queue.each(take, more, (item, i32(0), i32(0)))
 
     def compute(self, arrays: Arrays, shared: Shared, outs: tuple[Ref, Ref, Ref | None]) -> None:
         """A computing warpgroup."""
@@ -136,12 +183,11 @@ class Kernel:
             signals.release("value", shared.value_free, slot)
         signals.first_turn(group)
 
-        def one_item(turn: Scalar, step: Scalar) -> Scalar:
-            item = self.schedule.item(arrays, turn)
+        def one_item(item: Item, turn: Scalar, step: Scalar) -> Scalar:
             self._one_tile(arrays, shared, outs, item, turn, step, group)
             return step + item.total
 
-        lax.fori_loop(i32(0), self.schedule.turns(), one_item, i32(0))
+        self._compute_each(arrays, shared, one_item)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _program(self, program: typing.Any, refs: tuple[Ref, ...], item: Item, q_start: Scalar) -> TileProgram | None:
@@ -177,7 +223,8 @@ class Kernel:
         dropout = self._program(plan.dropout, arrays.dropout, item, q_start)
         q_slot = lax.rem(turn, i32(tile.query_slots))
         queries = shared.query.at[q_slot, pl.ds(group * tile.rows, tile.rows)]
-        plgpu.barrier_wait(shared.query_full.at[q_slot])
+        if not tile.queue:
+            plgpu.barrier_wait(shared.query_full.at[q_slot])
 
         def row(value: float) -> jax.Array:
             return plgpu.layout_cast(jnp.full((tile.rows,), value, jnp.float32), memory.ROW)
@@ -502,6 +549,7 @@ def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:
         query_free=free(tile.query_slots),
         key_free=free(tile.stages),
         value_free=free(tile.value_stages),
+        box=work_queue.memory(tile.query_slots) if tile.queue else None,
     )
 
 
@@ -552,21 +600,25 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         pl.when(role < tile.groups)(lambda: kernel.compute(arrays, shared, outs))
         pl.when(role == tile.groups)(lambda: kernel.copy(arrays, shared))
 
-    results = plgpu.kernel(
-        body,
+    scratch = _scratch(tile, plan.dtype, interpret)
+    run = pl.kernel(
+        lambda *refs: pl.run_scoped(functools.partial(body, *refs), scratch, collective_axes="wg"),
         out_type=[jax.ShapeDtypeStruct(out_shape, plan.dtype), stats] + [stats] * plan.max_scores,
-        scratch_types=[_scratch(tile, plan.dtype, interpret)],
-        grid=(schedule.programs,),
-        grid_names=("program",),
-        num_threads=tile.groups + 1,
-        thread_name="wg",
+        mesh=plgpu.Mesh(
+            grid=(schedule.programs,), grid_names=("program",), num_threads=tile.groups + 1, thread_name="wg"
+        ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # a row lies within a warp
         ),
         interpret=simulator() if interpret else False,
-    )(arrays)
+        name="flexjax_forward",
+    )
+    if tile.queue and not interpret:
+        arrays = arrays._replace(drawn=jax.new_ref(work_queue.counter(schedule.programs)))
+    results = run(arrays)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
     out, lse, *rest = results
     return Results(_trim_out(out, plan), _trim_stats(lse, plan), _trim_stats(rest[0], plan) if rest else None)
 

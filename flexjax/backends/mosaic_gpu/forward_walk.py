@@ -39,6 +39,7 @@ class Arrays(typing.NamedTuple):
     score: tuple[Ref, ...]
     mask: tuple[Ref, ...]
     dropout: tuple[Ref, ...]
+    drawn: Ref | None = None  # counter of the tiles taken so far
 
 
 class Shared(typing.NamedTuple):
@@ -54,6 +55,7 @@ class Shared(typing.NamedTuple):
     query_free: Ref | None  # simulator only, as are the next two
     key_free: Ref | None
     value_free: Ref | None
+    box: Ref | None  # items from the queue, one a slot of queries
 
 
 class Item(typing.NamedTuple):
@@ -176,7 +178,7 @@ class Schedule:
 
     @property
     def programs(self) -> int:
-        return min(self.items, self.tile.programs) if self.tile.persistent else self.items
+        return min(self.items, self.tile.programs) if self.tile.persistent or self.tile.queue else self.items
 
     @property
     def heads_at_once(self) -> int:
@@ -219,8 +221,15 @@ class Schedule:
         last = self.position(i32(rounds))
         return i32(rounds) + jnp.where(last < self.items, i32(1), i32(0))
 
-    def item(self, arrays: Arrays, turn: Scalar) -> Item:
-        plan, number = self.plan, self.position(turn)
+    @property
+    def blank(self) -> Item:
+        """The structure of an item."""
+        row = () if self.plan.blocks is None else (0, 0, 0)
+        return Item(0, 0, 0, row, 0, 0, 0)
+
+    def item(self, arrays: Arrays, number: Scalar) -> Item:
+        """The tile of queries with that number, in the order in which they are taken."""
+        plan = self.plan
         if plan.blocks is None:
             q_tile = lax.rem(number, i32(self.q_tiles))
             head = lax.div(number, i32(self.q_tiles))

@@ -21,7 +21,8 @@ class ForwardTile:
     turns              the computing warpgroups alternate in issuing products
     overlap            softmax of a step runs during P V of the step before
     slack              rescale the output only once a maximum has grown by a factor of 2^8
-    persistent         a program takes tile after tile of queries
+    persistent         a program takes tile after tile of queries: its share of all, the longest first
+    queue              the same with the heads in turn and tiles handed out one by one (work_queue.py)
     polynomials        how many of eight exponentials are multiplied out (exponential.py)
     head_dim, value_dim  as padded for the matrix instructions
     """
@@ -39,6 +40,7 @@ class ForwardTile:
     overlap: bool = True
     slack: bool = True
     persistent: bool = True
+    queue: bool = False
     polynomials: int = 0
     programs: int = MULTIPROCESSORS
 
@@ -63,7 +65,8 @@ class ForwardTile:
         queries = self.query_slots * self.block_q * self.head_dim
         ring = self.block_kv * (self.stages * self.head_dim + self.value_stages * self.value_dim)
         out = self.block_q * self.out_slots * self.out_columns
-        return 2 * (queries + ring + out) + BARRIERS + 2048
+        box = 64 * self.query_slots if self.queue else 0
+        return 2 * (queries + ring + out) + box + BARRIERS
 
     @property
     def first_named_barrier(self) -> int:

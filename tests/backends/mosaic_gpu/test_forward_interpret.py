@@ -115,16 +115,30 @@ def test_exponentials_by_polynomial(name: str) -> None:
     assert_matches(made, run(made, polynomials=4))
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "mask of each head", "dead rows"])
+def test_tiles_from_the_queue(name: str, slots: int) -> None:
+    made = problem(**CASES[name])
+    assert_matches(made, run(made, persistent=False, queue=True, query_slots=slots, stages=2))
+
+
+MANNERS = {
+    "persistent": {"persistent": True},
+    "one tile each": {"persistent": False},
+    "queue": {"persistent": False, "queue": True},
+}
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])
-@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "one tile each"])
-def test_no_races(monkeypatch: pytest.MonkeyPatch, overlap: bool, persistent: bool) -> None:
+@pytest.mark.parametrize("manner", MANNERS)
+def test_no_races(monkeypatch: pytest.MonkeyPatch, overlap: bool, manner: str) -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     params = plgpu.InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(forward_sm90, "simulator", lambda: params)
     made = problem(mask=causal, heads=1, q_len=256, kv_len=384)
-    assert_matches(made, run(made, programs=1, overlap=overlap, persistent=persistent))
+    assert_matches(made, run(made, programs=1, overlap=overlap, **MANNERS[manner]))
     assert not interpret_pallas_call.get_races().races_found
 
 
