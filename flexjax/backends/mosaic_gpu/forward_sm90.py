@@ -132,8 +132,8 @@ class Kernel:
         """Runs `one` on every item of this program, as the copying warpgroup; how many there were."""
         schedule, tile = self.schedule, self.tile
         if not tile.queue:
-            take = lambda turn, step: one(schedule.item(arrays, schedule.position(turn)), turn, step)
-            lax.fori_loop(i32(0), schedule.turns(), take, i32(0))
+            own = lambda turn, step: one(schedule.item(arrays, schedule.position(turn)), turn, step)
+            lax.fori_loop(i32(0), schedule.turns(), own, i32(0))
             return schedule.turns()
 
         def draw(number: Scalar, turn: Scalar, step: Scalar) -> tuple:
@@ -153,8 +153,8 @@ class Kernel:
         """The same as a computing warpgroup. `one` waits for its queries unless they are from the queue."""
         schedule = self.schedule
         if not self.tile.queue:
-            take = lambda turn, step: one(schedule.item(arrays, schedule.position(turn)), turn, step)
-            lax.fori_loop(i32(0), schedule.turns(), take, i32(0))
+            own = lambda turn, step: one(schedule.item(arrays, schedule.position(turn)), turn, step)
+            lax.fori_loop(i32(0), schedule.turns(), own, i32(0))
             return
 
         def look(turn: Scalar) -> tuple[Scalar, Item]:
@@ -618,7 +618,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     )
     if tile.queue and not interpret:
         arrays = arrays._replace(drawn=jax.new_ref(work_queue.counter(schedule.programs)))
-    results = run(arrays)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
+    results = typing.cast(Callable[[Arrays], list[jax.Array]], run)(arrays)
     out, lse, *rest = results
     return Results(_trim_out(out, plan), _trim_stats(lse, plan), _trim_stats(rest[0], plan) if rest else None)
 

@@ -67,7 +67,7 @@ def draw(drawn: Ref, box: Ref, number: Scalar, programs: int, interpret: bool) -
     def take(_: typing.Any, global_counter: typing.Any, shared: typing.Any) -> typing.Any:
         word = arith.constant(ir.IndexType.get(), 0)
         with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
-            mine = mgpu_utils.inline_ptx(
+            mine = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
                 "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
                 mgpu_utils.memref_ptr(global_counter),
                 result_types=ir.IntegerType.get_signless(32),
