@@ -6,11 +6,7 @@ CHIP is v5e, v5p, v6e, tpu7x or `all`; `--sample` takes what a run of CI does. E
 process; where the compiler ends the process, that call has failed, and a new child goes on with the next.
 """
 
-import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +22,7 @@ from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operan
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
+from tests.backends import children
 from tests.backends.conformance import Problem
 from tests.backends.mosaic_tpu import on_mesh
 from tests.backends.mosaic_tpu.extremes import EXTREMES, Row, random_case
@@ -269,35 +266,8 @@ def sweep(
     command = command or (
         lambda chip, names: [sys.executable, "-m", "tests.backends.mosaic_tpu.aot", "--child", chip, *names]
     )
-    left = list(names)
-    while left:
-        with (
-            tempfile.TemporaryFile("w+") as complaints,
-            subprocess.Popen(
-                command(chip, left),
-                stdout=subprocess.PIPE,
-                stderr=complaints,
-                text=True,
-                env={**os.environ, **ENVIRONMENT},
-            ) as process,
-        ):
-            assert process.stdout is not None
-            watch = threading.Timer(seconds, process.kill)
-            watch.start()
-            for line in process.stdout:
-                if line.startswith(("ok", "refused", "FAIL")):
-                    left.pop(0)
-                    yield line.rstrip("\n")
-                elif line.startswith("begin"):
-                    watch.cancel()
-                    watch = threading.Timer(seconds, process.kill)
-                    watch.start()
-            code = process.wait()
-            watch.cancel()
-            if left:
-                complaints.seek(0)
-                said = " | ".join(line.strip() for line in complaints.readlines()[-8:])
-                yield f"FAIL {left.pop(0)} {chip} its process ended with {code}: {said}"
+    found = children.sweep(names, lambda left: command(chip, left), ENVIRONMENT, seconds, chip)
+    return (line for line, _ in found)
 
 
 def main(arguments: list[str]) -> int:

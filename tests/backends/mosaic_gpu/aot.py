@@ -1,0 +1,117 @@
+"""Compiles calls for Hopper on a machine without a GPU, through the front door: results and all gradients.
+
+    python -m tests.backends.mosaic_gpu.aot [--sample] [name ...]     one line per call: ok, refused or FAIL, and what it spills
+
+Needs the wheels that compile_hopper.py names. Each part has a child process; where a compiler ends the process, that call
+has failed and a new child goes on with the next.
+"""
+
+import dataclasses
+import re
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from flexjax.backends.mosaic_gpu import support
+from tests.backends import children
+from tests.backends.conformance import Problem
+from tests.backends.mosaic_gpu import compile_hopper
+from tests.cases import CASES, Case
+
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+DTYPES = ("bfloat16", "float16")
+TABLE = {f"{name}-{dtype}": (name, dtype) for name in CASES for dtype in DTYPES}
+SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
+ALLOWED = {
+    "flexjax_backward_dq": 64,
+    "flexjax_backward_dkv": 160,
+    "flexjax_backward_fused": 8,
+    "flexjax_capture_gradient": 720,
+}
+"""Bytes of registers that a thread may spill, 0 for what is not named: each of these is in NOTES_backward.md."""
+
+
+def sampled() -> list[str]:
+    """What a run of CI compiles: each case in one of the dtypes."""
+    return [f"{name}-{DTYPES[zlib.crc32(name.encode()) % len(DTYPES)]}" for name in CASES]
+
+
+def with_blocks_of_64(case: Case) -> Case:
+    """The case with the blocks of its mask made multiples of 64, as the kernels want them."""
+    if case.block is None:
+        return case
+    size = case.block.size if isinstance(case.block.size, tuple) else (case.block.size, case.block.size)
+    larger = (-(-size[0] // 64) * 64, -(-size[1] // 64) * 64)
+    return dataclasses.replace(case, block=dataclasses.replace(case.block, size=larger))
+
+
+def compile_entry(entry: str) -> None:
+    name, dtype = TABLE[entry]
+    problem = Problem(with_blocks_of_64(CASES[name]), dtype, "mosaic_gpu")
+    leaves, tree = jax.tree.flatten(problem.arrays())
+
+    def step(*flat: jax.Array) -> object:
+        return jax.grad(problem.loss, argnums=(0, 1), has_aux=True)(*jax.tree.unflatten(tree, flat))
+
+    compile_hopper.compile_for_hopper(step, *leaves)
+
+
+def outcome(entry: str) -> str:
+    start = time.time()
+    try:
+        compile_entry(entry)
+    except NotImplementedError as error:
+        return f"refused {entry} {error}"
+    except Exception as error:  # whatever the compilers raise
+        return f"FAIL {entry} {type(error).__name__} " + str(error).replace("\n", " | ")[:600]
+    return f"ok {entry} {time.time() - start:.1f}s"
+
+
+def child(names: Sequence[str]) -> None:
+    # The front door leaves the kernels alone unless the default device is a GPU; nothing is run here.
+    support.facts = lambda: support.Facts(jax.__version_info__[:3], "gpu", "9.0")
+    jax.default_backend = lambda: "gpu"
+    for entry in names:
+        print("begin", entry, flush=True)
+        print(outcome(entry), flush=True)
+
+
+def sweep(names: Sequence[str]) -> Iterator[tuple[str, dict[str, int]]]:
+    """(outcome, bytes spilled by each kernel) of each call."""
+    command = lambda left: [sys.executable, "-m", "tests.backends.mosaic_gpu.aot", "--child", *left]
+    for line, said in children.sweep(names, command, ENVIRONMENT):
+        spilled: dict[str, int] = {}
+        for kernel, count in SPILLS.findall("\n".join(said)):
+            spilled[kernel] = max(spilled.get(kernel, 0), int(count))
+        yield judged(line, spilled), spilled
+
+
+def judged(line: str, spilled: dict[str, int]) -> str:
+    """The outcome, FAIL where a kernel is missing or spills more than it may."""
+    if not line.startswith("ok"):
+        return line
+    text = ", ".join(f"{kernel} spills {count}" for kernel, count in spilled.items() if count)
+    over = any(count > ALLOWED.get(kernel, 0) for kernel, count in spilled.items())
+    kernels = ("flexjax_forward", "flexjax_backward")
+    absent = "".join(f"no {name} kernel " for name in kernels if not any(k.startswith(name) for k in spilled))
+    return ("FAIL" + line[2:] if over or absent else line) + f" {absent}{text}".rstrip()
+
+
+def main(arguments: list[str]) -> int:
+    names = [a for a in arguments if a != "--sample"] or (sampled() if "--sample" in arguments else list(TABLE))
+    began, count = time.time(), dict.fromkeys(children.KINDS, 0)
+    for line, _ in sweep(names):
+        count[line.split()[0]] += 1
+        print(line, flush=True)
+    print(*(f"{n} {kind}" for kind, n in count.items()), f"in {time.time() - began:.0f} s", flush=True)
+    return int(count["FAIL"] > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))
