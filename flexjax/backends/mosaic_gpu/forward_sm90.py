@@ -29,11 +29,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import exponential, memory, work_queue
+from flexjax.backends.mosaic_gpu import exponential, memory, staging, work_queue
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, i32
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from flexjax.trace import mod_ir
 from flexjax.trace.bounds import bounds
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -89,6 +90,7 @@ class Kernel:
     schedule: Schedule
     signals: Signals
     interpret: bool
+    staged: mod_ir.Load | None = None  # what of the score program comes through shared memory
     reference: float | None = None  # what the exponentials are relative to, where it need not follow the maximum
 
     def copy(self, arrays: Arrays, shared: Shared) -> None:
@@ -113,6 +115,8 @@ class Kernel:
                 values = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
                 signals.acquire("key", shared.key_free, key_slot)
                 plgpu.copy_gmem_to_smem(keys, shared.key.at[key_slot], shared.key_full.at[key_slot])
+                if self.staged is not None:
+                    self._copy_staged(self.staged, arrays, shared, item, start, at)
                 signals.acquire("value", shared.value_free, value_slot)
                 plgpu.copy_gmem_to_smem(values, shared.value.at[value_slot], shared.value_full.at[value_slot])
                 return at + 1
@@ -127,6 +131,30 @@ class Kernel:
                 signals.acquire("key", shared.key_free, slot)
             for slot in range(tile.value_stages):
                 signals.acquire("value", shared.value_free, slot)
+            for slot in range(tile.staged_slots):
+                signals.acquire("staged", shared.staged_free, slot)
+
+    def _copy_staged(
+        self, load: mod_ir.Load, arrays: Arrays, shared: Shared, item: Item, start: Scalar, step: Scalar
+    ) -> None:
+        """The tile of the captured array at the item's queries and the keys from `start`."""
+        tile = self.tile
+        assert shared.staged is not None
+        assert shared.staged_full is not None
+        assert self.plan.score is not None
+        slot = lax.rem(step, i32(tile.staged_slots))
+        self.signals.acquire("staged", shared.staged_free, slot)
+        leading = TileProgram(
+            self.plan.score,
+            arrays.score,
+            (tile.rows, tile.block_kv),
+            batch=item.b,
+            head=item.h,
+            interpret=self.interpret,
+        ).scalars(load.index[:-2])
+        rows, columns = pl.ds(item.q_tile * tile.block_q, tile.block_q), pl.ds(start, tile.block_kv)
+        source = arrays.score[load.capture].at[(*leading, rows, columns)]
+        plgpu.copy_gmem_to_smem(source, shared.staged.at[slot], shared.staged_full.at[slot])
 
     def _copy_each(self, arrays: Arrays, shared: Shared, one: EachItem) -> Scalar:
         """Runs `one` on every item of this program, as the copying warpgroup; how many there were."""
@@ -181,6 +209,8 @@ class Kernel:
             signals.release("key", shared.key_free, slot)
         for slot in range(tile.value_stages):
             signals.release("value", shared.value_free, slot)
+        for slot in range(tile.staged_slots):
+            signals.release("staged", shared.staged_free, slot)
         signals.first_turn(group)
 
         def one_item(item: Item, turn: Scalar, step: Scalar) -> Scalar:
@@ -242,7 +272,21 @@ class Kernel:
             """First key of the step after n, read a step ahead: its address is known before the products are issued."""
             return self._start(arrays, item, lax.min(n + 1, item.total - 1), mode, programs)
 
+        def held(program: TileProgram, n: Scalar) -> TileProgram:
+            """The program with its staged tile read."""
+            if self.staged is None:
+                return program
+            assert shared.staged is not None
+            assert shared.staged_full is not None
+            slot = lax.rem(first_step + n, i32(tile.staged_slots))
+            plgpu.barrier_wait(shared.staged_full.at[slot])
+            value = memory.load_staged(shared.staged.at[slot, pl.ds(group * tile.rows, tile.rows)], self.interpret)
+            signals.release("staged", shared.staged_free, slot)
+            return program.holding(self.staged, value)
+
         def softmax(s: jax.Array, n: Scalar, at: Place, mode: str, base: jax.Array, total: jax.Array) -> tuple:
+            if at.score is not None:
+                at = at._replace(score=held(at.score, n))
             scores = self._scores(s, item, n, at, mode)
             p, shrink, base, total = self._softmax(scores, base, total)
             if at.dropout is not None:
@@ -526,6 +570,12 @@ def _padded(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
     return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
 
 
+def _padded_tiles(x: jax.Array, q_length: int, kv_length: int) -> jax.Array:
+    """A staged array for the simulator, which does not fill in what lies past the end."""
+    widths = [(0, 0)] * (x.ndim - 2) + [(0, max(0, q_length - x.shape[-2])), (0, max(0, kv_length - x.shape[-1]))]
+    return jnp.pad(x, widths)
+
+
 def _matrix_memory(shape: tuple[int, ...], dtype: str) -> typing.Any:
     """Shared memory as the matrix instructions want it: rows of 8, swizzled."""
     row_bytes = shape[-1] * 2
@@ -534,7 +584,7 @@ def _matrix_memory(shape: tuple[int, ...], dtype: str) -> typing.Any:
     return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
 
-def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:
+def _scratch(tile: ForwardTile, dtype: str, staged_dtype: str | None, interpret: bool) -> Shared:
     def free(slots: int) -> typing.Any:
         return plgpu.Barrier(num_arrivals=tile.groups, num_barriers=slots) if interpret else None
 
@@ -549,6 +599,11 @@ def _scratch(tile: ForwardTile, dtype: str, interpret: bool) -> Shared:
         query_free=free(tile.query_slots),
         key_free=free(tile.stages),
         value_free=free(tile.value_stages),
+        staged=memory.staged_memory(tile.staged_slots, (tile.block_q, tile.block_kv), staged_dtype)
+        if staged_dtype
+        else None,
+        staged_full=plgpu.Barrier(num_barriers=tile.staged_slots) if staged_dtype else None,
+        staged_free=free(tile.staged_slots) if staged_dtype else None,
         box=work_queue.memory(tile.query_slots) if tile.queue else None,
     )
 
@@ -570,7 +625,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     plan, operands = _joined(plan, operands)
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)
-    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, fixed_reference(plan))
+    staged = staging.staged_load(plan) if tile.staged_slots else None
+    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, staged, fixed_reference(plan))
     q_padded = schedule.q_tiles * tile.block_q
     # The copy engine wants lengths in multiples of 8 rows; it fills what lies past the end with zeros itself.
     q_length = q_padded if interpret else -(-plan.q_len // 8) * 8
@@ -586,7 +642,10 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         operands.sinks,
         schedule.order(operands.lists),
         operands.lists,
-        operand(operands.score_captures),
+        tuple(
+            _padded_tiles(x, q_length, kv_length) if interpret and staged is not None and n == staged.capture else x
+            for n, x in enumerate(operand(operands.score_captures))
+        ),
         operand(operands.mask_captures if plan.mask is not None else ()),
         operand(operands.dropout_captures),
     )
@@ -600,7 +659,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         pl.when(role < tile.groups)(lambda: kernel.compute(arrays, shared, outs))
         pl.when(role == tile.groups)(lambda: kernel.copy(arrays, shared))
 
-    scratch = _scratch(tile, plan.dtype, interpret)
+    staged_dtype = plan.score.captures[staged.capture].dtype if staged is not None and plan.score is not None else None
+    scratch = _scratch(tile, plan.dtype, staged_dtype, interpret)
     run = pl.kernel(
         lambda *refs: pl.run_scoped(functools.partial(body, *refs), scratch, collective_axes="wg"),
         out_type=[jax.ShapeDtypeStruct(out_shape, plan.dtype), stats] + [stats] * plan.max_scores,

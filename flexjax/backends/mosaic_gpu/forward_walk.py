@@ -55,6 +55,9 @@ class Shared(typing.NamedTuple):
     query_free: Ref | None  # simulator only, as are the next two
     key_free: Ref | None
     value_free: Ref | None
+    staged: Ref | None  # tiles of a captured array, and its barriers
+    staged_full: Ref | None
+    staged_free: Ref | None
     box: Ref | None  # items from the queue, one a slot of queries
 
 
@@ -102,7 +105,9 @@ class Signals:
 
     def _number(self, what: str, slot: typing.Any) -> typing.Any:
         keys, values = self.tile.stages, self.tile.value_stages
-        first = {"turn": 0, "key": 3, "value": 3 + keys, "query": 3 + keys + values}[what]
+        queries = 3 + keys + values
+        staged = queries + self.tile.query_slots
+        first = {"turn": 0, "key": 3, "value": 3 + keys, "query": queries, "staged": staged}[what]
         return self.tile.first_named_barrier + first + slot
 
     def release(self, what: str, barrier: Ref | None, slot: typing.Any) -> None:

@@ -210,6 +210,21 @@ def load_affine(
     return _widen(read(part, start))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
+def staged_memory(slots: int, shape: tuple[int, int], dtype: typing.Any) -> typing.Any:
+    """Shared memory for `slots` tiles of a captured array, swizzled as the layout of the scores reads it best."""
+    wide = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
+    return plgpu.SMEM((slots, *shape), jnp.dtype(dtype), transforms=transforms)
+
+
+def load_staged(tile: Ref, interpret: bool) -> jax.Array:
+    """A tile out of shared memory; it has been read when this returns, so its slot may be given back."""
+    if interpret:
+        return _widen(tile[...])
+    value = plgpu.load(tile, layout=TILE)  # pyright: ignore[reportCallIssue]  # jax 0.11: the index is part of the reference
+    return _widen(lax.optimization_barrier(value))
+
+
 def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool) -> jax.Array:
     """`row[r] + step * c`, int32 or float32, from a row vector; one operation with a constant an element.
 

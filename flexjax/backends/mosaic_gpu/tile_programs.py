@@ -147,6 +147,16 @@ class TileProgram:
         new._run(COLUMN)
         return new
 
+    def scalars(self, atoms: Sequence[mod_ir.Atom]) -> tuple[Value, ...]:
+        """Values that depend on batch entry and head alone."""
+        return tuple(self._read(a).value for a in atoms)
+
+    def holding(self, load: mod_ir.Load, tile: jax.Array) -> "TileProgram":
+        """The program with what a load reads on this tile given from elsewhere."""
+        new = self._copy()
+        new.env[load.out.id] = _Slot(TILE, tile)
+        return new
+
     def tile(self, score: Value = None, factor: float = 1.0) -> tuple[jax.Array, ...]:
         """The results on the tile at `at_rows` and `columns`, each stretched to a whole tile, of `factor * score`."""
         return tuple(self._as_tile(s) for s in self._results(score, factor))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from flexjax.backends.mosaic_gpu import staging
 from flexjax.plan.kernel_plan import KernelPlan
 
 SHARED_MEMORY = 227 * 1024
@@ -23,6 +24,7 @@ class ForwardTile:
     slack              rescale the output only once a maximum has grown by a factor of 2^8
     persistent         a program takes tile after tile of queries: its share of all, the longest first
     queue              the same with the heads in turn and tiles handed out one by one (work_queue.py)
+    staged_slots       tiles of a captured array that wait in shared memory (staging.py), of staged_bytes an element
     polynomials        how many of eight exponentials are multiplied out (exponential.py)
     head_dim, value_dim  as padded for the matrix instructions
     """
@@ -41,6 +43,8 @@ class ForwardTile:
     slack: bool = True
     persistent: bool = True
     queue: bool = False
+    staged_slots: int = 0
+    staged_bytes: int = 0
     polynomials: int = 0
     programs: int = MULTIPROCESSORS
 
@@ -66,7 +70,8 @@ class ForwardTile:
         ring = self.block_kv * (self.stages * self.head_dim + self.value_stages * self.value_dim)
         out = self.block_q * self.out_slots * self.out_columns
         box = 64 * self.query_slots if self.queue else 0
-        return 2 * (queries + ring + out) + box + BARRIERS
+        staged = self.staged_slots * self.block_q * self.block_kv * self.staged_bytes
+        return 2 * (queries + ring + out) + staged + box + BARRIERS
 
     @property
     def first_named_barrier(self) -> int:
@@ -75,7 +80,7 @@ class ForwardTile:
 
     @property
     def fits(self) -> bool:
-        named = self.first_named_barrier + 3 + self.stages + self.value_stages + self.query_slots
+        named = self.first_named_barrier + 3 + self.stages + self.value_stages + self.query_slots + self.staged_slots
         return self.shared_bytes <= SHARED_MEMORY and named <= NAMED_BARRIERS
 
 
@@ -90,6 +95,8 @@ RINGS = {
     128: ((3, 2, 1), (2, 2, 2), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
     256: ((2, 2, 1), (3, 2, 1)),
 }
+GROUPS = (2, 1, 3)
+"""Numbers of computing warpgroups, the best first."""
 FEW_BLOCKS = 16  # a row of the mask that visits no more is short: what happens once a row weighs
 
 
@@ -115,6 +122,14 @@ def _size(head_dim: int, value_dim: int) -> int:
     return next(n for n in RINGS if max(head_dim, value_dim) <= n)
 
 
+def _staged(tile: ForwardTile, staged_bytes: int) -> list[ForwardTile]:
+    """The tile with as many staged tiles as fit, then without; nothing where it does not fit."""
+    slots = (2, 1, 0) if staged_bytes else (0,)
+    more = [dataclasses.replace(tile, staged_slots=n, staged_bytes=staged_bytes) for n in slots]
+    fit = [t for t in more if t.fits]
+    return [t for t in fit if t is fit[0] or t.staged_slots == 0]
+
+
 def forward_tile(plan: KernelPlan) -> ForwardTile:
     return forward_candidates(plan)[0]
 
@@ -126,8 +141,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     block_kv = plan.blocks.block_kv if plan.blocks is not None else 1 << 30
     size = _size(head_dim, value_dim)
     wide = size == 256
-    found = []
-    for groups in (2, 1, 3):
+    staged_bytes = staging.item_size(plan)
+    found: list[ForwardTile] = []
+    for groups in GROUPS:
         if plan.blocks is not None and block_q % (64 * groups):
             continue
         if plan.options.block_q is not None and plan.options.block_q != 64 * groups:
@@ -144,8 +160,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 tile = dataclasses.replace(ForwardTile(groups, 64, keys, *ring), **_manner(plan, size))
                 if groups != 2:
                     tile = dataclasses.replace(tile, turns=False)
-                if tile.fits:
-                    found.append(tile)
+                found += _staged(tile, staged_bytes)
+    # of as many queries: a tile of which an array is staged before any of which it is not
+    found.sort(key=lambda t: (GROUPS.index(t.groups), staged_bytes > 0 and t.staged_slots == 0))
     if plan.q_len <= 64 and plan.options.block_q is None:
         found.sort(key=lambda t: t.groups != 1)
     return tuple(found)
