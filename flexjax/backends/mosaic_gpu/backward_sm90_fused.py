@@ -25,6 +25,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import memory
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FUSED_QUERIES, FusedTiles
 from flexjax.plan.kernel_plan import KernelPlan
@@ -378,8 +379,8 @@ def backward_fused(
     run = pl.kernel(
         lambda *refs: pl.run_scoped(functools.partial(kernel, *refs), *scratch, collective_axes="wg"),
         out_type=(
-            jax.ShapeDtypeStruct(given.key.shape, dtype),
-            jax.ShapeDtypeStruct(given.value.shape, dtype),
+            memory.output(given.key.shape, dtype, given.key),
+            memory.output(given.value.shape, dtype, given.key),
         ),
         mesh=plgpu.Mesh(grid=(kv_tiles * heads,), grid_names=("program",), num_threads=GROUPS + 2, thread_name="wg"),
         compiler_params=common.compiler_params(),

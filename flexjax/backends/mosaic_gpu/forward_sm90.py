@@ -650,7 +650,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         operand(operands.dropout_captures),
     )
     out_shape = (*arrays.query.shape[:3], tile.value_dim)
-    stats = jax.ShapeDtypeStruct((plan.batch, plan.q_heads, q_padded), jnp.float32)
+    stats = memory.output((plan.batch, plan.q_heads, q_padded), jnp.float32, arrays.query)
 
     def body(arrays: Arrays, *rest: typing.Any) -> None:
         *outs, shared = rest
@@ -663,7 +663,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     scratch = _scratch(tile, plan.dtype, staged_dtype, interpret)
     run = pl.kernel(
         lambda *refs: pl.run_scoped(functools.partial(body, *refs), scratch, collective_axes="wg"),
-        out_type=[jax.ShapeDtypeStruct(out_shape, plan.dtype), stats] + [stats] * plan.max_scores,
+        out_type=[memory.output(out_shape, plan.dtype, arrays.query), stats] + [stats] * plan.max_scores,
         mesh=plgpu.Mesh(
             grid=(schedule.programs,), grid_names=("program",), num_threads=tile.groups + 1, thread_name="wg"
         ),

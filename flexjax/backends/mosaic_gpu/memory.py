@@ -40,6 +40,11 @@ def kernel_operand(array: jax.Array) -> jax.Array:
     return array.reshape(1) if array.ndim == 0 else array
 
 
+def output(shape: tuple[int, ...], dtype: typing.Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a kernel returns. Inside shard_map it differs from shard to shard as `like`, one of its operands, does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
 def row_iota(rows: int, dtype: typing.Any = jnp.int32) -> jax.Array:
     return plgpu.broadcasted_iota(dtype, (rows,), 0, layout=ROW)
 

@@ -11,12 +11,15 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 
+import flexjax
 from flexjax.backends.mosaic_gpu import support
-from tests.backends import children
+from flexjax.types import KernelOptions
+from tests.backends import children, on_mesh
 from tests.backends.conformance import Problem
 from tests.backends.mosaic_gpu import compile_hopper
 from tests.cases import CASES, Case
@@ -24,6 +27,8 @@ from tests.cases import CASES, Case
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 DTYPES = ("bfloat16", "float16")
 TABLE = {f"{name}-{dtype}": (name, dtype) for name in CASES for dtype in DTYPES}
+ON_MESH = ("mesh", "mesh_check_vma", "mesh_one_kernel", "mesh_one_kernel_check_vma")
+"""Calls inside shard_map; one kernel: dense attention, whose backward pass is the fused one."""
 SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
 ALLOWED = {
     "flexjax_backward_dq": 64,
@@ -35,8 +40,8 @@ ALLOWED = {
 
 
 def sampled() -> list[str]:
-    """What a run of CI compiles: each case in one of the dtypes."""
-    return [f"{name}-{DTYPES[zlib.crc32(name.encode()) % len(DTYPES)]}" for name in CASES]
+    """What a run of CI compiles: each case in one of the dtypes, and the call on a mesh."""
+    return [*(f"{name}-{DTYPES[zlib.crc32(name.encode()) % len(DTYPES)]}" for name in CASES), *ON_MESH]
 
 
 def with_blocks_of_64(case: Case) -> Case:
@@ -48,7 +53,31 @@ def with_blocks_of_64(case: Case) -> Case:
     return dataclasses.replace(case, block=dataclasses.replace(case.block, size=larger))
 
 
+def compile_on_mesh(entry: str) -> None:
+    """The call of on_mesh.py, or dense attention, for four GPUs."""
+    check_vma = entry.endswith("check_vma")
+
+    def masked(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
+        mesh = on_mesh.mesh_of(devices)
+        return on_mesh.sharded(mesh, KernelOptions(), check_vma, "mosaic_gpu", 64), mesh
+
+    def dense(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
+        mesh = on_mesh.mesh_of(devices)
+        attend = lambda q: flexjax.flex_attention(q, q, q, implementation="mosaic_gpu")
+        run = jax.shard_map(attend, mesh=mesh, in_specs=on_mesh.SPLIT, out_specs=on_mesh.SPLIT, check_vma=check_vma)
+        return jax.grad(lambda q: run(q).astype(jnp.float32).sum()), mesh
+
+    if "one_kernel" in entry:
+        query = jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)
+        compile_hopper.compile_on_hoppers(dense, 4, [query], [on_mesh.SPLIT])
+    else:
+        compile_hopper.compile_on_hoppers(masked, 4, on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS)
+
+
 def compile_entry(entry: str) -> None:
+    if entry in ON_MESH:
+        compile_on_mesh(entry)
+        return
     name, dtype = TABLE[entry]
     problem = Problem(with_blocks_of_64(CASES[name]), dtype, "mosaic_gpu")
     leaves, tree = jax.tree.flatten(problem.arrays())

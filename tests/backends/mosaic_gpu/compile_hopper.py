@@ -26,16 +26,41 @@ def missing() -> str | None:
 
 
 def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    """Compiles for one GPU at the shapes of `args`."""
     import jax
-    from jax._src import mesh as mesh_lib
     from jax.experimental import topologies
 
-    config = (pathlib.Path(__file__).parent / "hopper.textproto").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    topology = _topology(1)
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    device = mesh_lib.abstract_device_from(topology.devices[0])
-    with mesh_lib.use_abstract_mesh(mesh_lib.AbstractMesh((), (), abstract_device=device)):
+    with _on(topology):
         jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, specs: typing.Any) -> None:
+    """Compiles for several GPUs: `make(devices)` gives the function and the mesh over which `specs` split its arguments."""
+    import jax
+
+    devices = _topology(count).devices
+    function, mesh = make(devices)
+    placed = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+        for a, spec in zip(args, specs, strict=True)
+    ]
+    jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+
+
+def _topology(count: int) -> typing.Any:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jax.experimental import topologies
+
+    config = (pathlib.Path(__file__).parent / "hopper.textproto").read_text()
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}")
+
+
+def _on(topology: typing.Any) -> typing.Any:
+    from jax._src import mesh as mesh_lib
+
+    device = mesh_lib.abstract_device_from(topology.devices[0])
+    return mesh_lib.use_abstract_mesh(mesh_lib.AbstractMesh((), (), abstract_device=device))

@@ -22,9 +22,8 @@ from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operan
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
-from tests.backends import children
+from tests.backends import children, on_mesh
 from tests.backends.conformance import Problem
-from tests.backends.mosaic_tpu import on_mesh
 from tests.backends.mosaic_tpu.extremes import EXTREMES, Row, random_case
 from tests.cases import CASES, Case
 

@@ -1,8 +1,9 @@
 """The kernels inside shard_map over a mesh of four devices.
 
-    python -m tests.backends.mosaic_tpu.on_mesh      prints how far each result is from that of xla on one device
+    python -m tests.backends.on_mesh      prints how far each result of mosaic_tpu is from that of xla on one device
 
-Runs as a child process with XLA_FLAGS=--xla_force_host_platform_device_count=4; aot.py compiles the same call for TPUs.
+Runs as a child process with XLA_FLAGS=--xla_force_host_platform_device_count=4; the two aot.py compile the same call for TPUs
+and for GPUs.
 Batch over one axis of the mesh, heads over the other. Captured slopes are split with the heads and learned, documents with
 the batch; the block mask is built inside the shard.
 """
@@ -27,7 +28,7 @@ def mesh_of(devices) -> Mesh:
     return Mesh(np.array(devices).reshape(2, 2), ("batch", "heads"))
 
 
-def loss(implementation: str, options: flexjax.KernelOptions | None, q, k, v, slopes, documents, w):
+def loss(implementation: str, options: flexjax.KernelOptions | None, block: int, q, k, v, slopes, documents, w):
     """[B, T, N, D] arrays, slopes [N], documents [B, T]: sum(out * w), and out."""
     length = q.shape[1]
 
@@ -37,25 +38,27 @@ def loss(implementation: str, options: flexjax.KernelOptions | None, q, k, v, sl
     def mask_mod(b, h, i, j):
         return (i >= j) & (documents[b, i] == documents[b, j])
 
-    block_mask = flexjax.create_block_mask(mask_mod, q.shape[0], None, length, length, block_size=32)
+    block_mask = flexjax.create_block_mask(mask_mod, q.shape[0], None, length, length, block_size=block)
     out = flexjax.flex_attention(
         q, k, v, score_mod=score_mod, block_mask=block_mask, implementation=implementation, kernel_options=options
     )
     return jnp.sum((out * w).astype(jnp.float32)), out
 
 
-def results(implementation: str, options: flexjax.KernelOptions | None, *arrays):
-    """out and the gradients of q, k, v and slopes."""
-    step = jax.grad(functools.partial(loss, implementation, options), argnums=(0, 1, 2, 3), has_aux=True)
+def results(implementation: str, options: flexjax.KernelOptions | None, block: int, *arrays):
+    """out and the gradients of q, k, v and slopes; `block` is the side of the mask's blocks."""
+    step = jax.grad(functools.partial(loss, implementation, options, block), argnums=(0, 1, 2, 3), has_aux=True)
     grads, out = step(*arrays)
     return out, *grads
 
 
-def sharded(mesh: Mesh, options: flexjax.KernelOptions, check_vma: bool):
+def sharded(
+    mesh: Mesh, options: flexjax.KernelOptions, check_vma: bool, implementation: str = "mosaic_tpu", block: int = 32
+):
     """The kernels' `results` over the mesh."""
 
     def shard(*arrays):
-        out, dq, dk, dv, d_slopes = results("mosaic_tpu", options, *arrays)
+        out, dq, dk, dv, d_slopes = results(implementation, options, block, *arrays)
         # With check_vma jax adds up what the batches of a replicated array give; without it that is left to the caller.
         return out, dq, dk, dv, d_slopes if check_vma else jax.lax.psum(d_slopes, "batch")
 
@@ -74,7 +77,7 @@ def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
 
 
 def main() -> None:
-    want = jax.jit(functools.partial(results, "xla", None))(*arrays())
+    want = jax.jit(functools.partial(results, "xla", None, 32))(*arrays())
     for check_vma in (False, True):
         on_mesh = sharded(mesh_of(jax.devices()), flexjax.KernelOptions(interpret=True), check_vma)
         for name, got, right in zip(NAMES, jax.jit(on_mesh)(*arrays()), want, strict=True):
