@@ -3,6 +3,9 @@
 A soft cap, `cap * tanh(score / cap)`, lies between -cap and cap; a kernel that knows it needs no running maximum. The bounds are
 numbers known while compiling, for the whole attention matrix; `intervals` bounds masks block by block. NaN passes through what
 is here, so a bounded result may be NaN.
+
+Only float32 values are followed: integers have the ranges that tracing gave them (none where they may wrap around), narrower
+floats and casts to integers none. An end past the largest float32 is infinite.
 """
 
 import math
@@ -12,6 +15,8 @@ from flexjax.trace.mod_ir import Atom, Lit, Op, Program, range_of_val
 
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
+LARGEST = 3.4028234e38
+"""No float32 is larger; what may be rounds to infinity."""
 WITHIN: dict[str, Range] = {
     "tanh": (-1.0, 1.0),
     "erf": (-1.0, 1.0),
@@ -35,8 +40,8 @@ def bounds(program: Program) -> tuple[Range, ...]:
         return known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1])))
 
     for step in program.steps:
-        if isinstance(step, Op) and step.out.dtype not in ("bool", "float16", "bfloat16"):
-            known[step.out.id] = _of_op(step.prim, [read(a) for a in step.inputs], read(step.out))
+        if isinstance(step, Op) and step.out.dtype == "float32":
+            known[step.out.id] = _of_op(step.prim, [read(a) for a in step.inputs])
     return tuple(read(result) for result in program.results)
 
 
@@ -45,14 +50,16 @@ def _number(atom: Lit) -> Range:
     return ANYTHING if math.isnan(value) else (value, value)
 
 
-def _of_op(prim: str, given: Sequence[Range], otherwise: Range) -> Range:
+def _of_op(prim: str, given: Sequence[Range]) -> Range:
     if prim in WITHIN:
         return WITHIN[prim]
     rule = RULES.get(prim)
     if rule is None:
-        return otherwise
+        return ANYTHING
     low, high = rule(*given)
-    return ANYTHING if math.isnan(low) or math.isnan(high) else (low, high)
+    if math.isnan(low) or math.isnan(high):
+        return ANYTHING
+    return low if low >= -LARGEST else -math.inf, high if high <= LARGEST else math.inf
 
 
 def _mul(a: Range, b: Range) -> Range:

@@ -26,6 +26,7 @@ MANNERS: dict[str, dict[str, Any]] = {
     "polynomials 1/8": {"polynomials": 1},
     "polynomials 2/8": {"polynomials": 2},
     "polynomials 4/8": {"polynomials": 4},
+    "nothing staged": {"staged_slots": 0},
     "queue, polynomials 2/8": {**QUEUE, "polynomials": 2},
 }
 

@@ -22,6 +22,7 @@ BOUNDED = {
     "by_head": (lambda s, b, h, q, k: jnp.tanh(s) * (h + 1), -3.0, 3.0),
     "positions": (lambda s, b, h, q, k: jnp.tanh(s) + (q - k), -16.0, 16.0),
     "divided": (lambda s, b, h, q, k: jnp.sin(s) / (h + 2.0), -0.5, 0.5),
+    "narrow": (lambda s, b, h, q, k: jnp.tanh(s) + (q * 100).astype(jnp.int8) / 128.0, -2.0, 1.9921875),
     "where": (lambda s, b, h, q, k: jnp.where(q > k, jnp.cos(s), jnp.abs(jnp.tanh(s)) * 4), -1.0, 4.0),
 }
 UNBOUNDED = {
@@ -31,6 +32,12 @@ UNBOUNDED = {
     "switched_off": lambda s, b, h, q, k: jnp.where(q > k, jnp.tanh(s), -jnp.inf),
     "divided": lambda s, b, h, q, k: jnp.tanh(s) / (q - k),
     "exponential": lambda s, b, h, q, k: jnp.exp(s),
+    # integers that wrap around, lose their sign or are cut off
+    "unsigned": lambda s, b, h, q, k: jnp.tanh(s) + 1e-3 * (q.astype(jnp.uint32) - k.astype(jnp.uint32)),
+    "wrapping": lambda s, b, h, q, k: jnp.tanh(s) + (h * 1103515245 + 12345) / 2.0**31,
+    "cut_off": lambda s, b, h, q, k: 200 * (jax.nn.sigmoid(s) * 0.5 + 0.5).astype(jnp.int32).astype(jnp.float32),
+    "overflow": lambda s, b, h, q, k: jnp.tanh(s) * 1e30 * 1e30 * 1e-30 * 1e-30,
+    "narrow_float": lambda s, b, h, q, k: jnp.tanh(s).astype(jnp.bfloat16).astype(jnp.float32),
     "nan": lambda s, b, h, q, k: jnp.minimum(jnp.nan, jnp.tanh(s)),
 }
 

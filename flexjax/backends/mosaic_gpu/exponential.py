@@ -7,7 +7,8 @@ bound a kernel, some of them are better multiplied out, as FlashAttention-4 does
     2^r = 1 + r (c1 + r (c2 + r (c3 + r c4)))         relative error 2.9e-6
     2^n                 n added to the exponent bits
 
-x is cut off at -127, which gives exactly 0: what a mask switched off stays off.
+x is cut off at -127, which gives exactly 0: what a mask switched off stays off. NaN gives a number of the order of 1e38, or NaN:
+never one that looks like a weight.
 """
 
 import typing

@@ -40,7 +40,8 @@ from flexjax.trace.bounds import bounds
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 SLACK = 8.0
 WIDEST = 80.0
-"""Largest power of two of a score, either way, that needs no running maximum: sums stay far inside float32 and bfloat16."""
+"""Largest power of two of a score, either way, that needs no running maximum. A sum over 2^20 keys stays below 2^100, and its
+products with values between 2^-46 and 2^27 inside float32."""
 f32 = np.float32
 
 
@@ -512,6 +513,8 @@ class Kernel:
         """Divides, and writes the tile with its row statistics."""
         plan, tile = self.plan, self.tile
         out_ref, lse_ref, max_ref = outs
+        if self.reference is not None:  # a row of which nothing is on has the reference still
+            top = jnp.where(total == f32(0), f32(-math.inf), top)
         base = jnp.where(top == f32(-math.inf), f32(0), top)
         if sinks is not None:
             sink = sinks[item.h] * f32(LOG2E)
@@ -622,6 +625,7 @@ def _joined(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]
 
 def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     """Runs the kernel. `support.refuses(plan)` has answered None; `tile` is for the head dim with the extra features."""
+    assert tile.fits, tile
     plan, operands = _joined(plan, operands)
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)

@@ -223,7 +223,8 @@ def staged_memory(slots: int, shape: tuple[int, int], dtype: typing.Any) -> typi
 
 
 def load_staged(tile: Ref, interpret: bool) -> jax.Array:
-    """A tile out of shared memory; it has been read when this returns, so its slot may be given back."""
+    """A tile out of shared memory. The reads stand before whatever is done next: a barrier that gives the slot back is passed
+    in their order, and the copy that refills it begins after that."""
     if interpret:
         return _widen(tile[...])
     value = plgpu.load(tile, layout=TILE)  # pyright: ignore[reportCallIssue]  # jax 0.11: the index is part of the reference

@@ -3,6 +3,7 @@
 Compiled in a child process, which this file also is: `python test_forward_compiles.py name...`.
 """
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -31,6 +32,9 @@ def cases() -> dict[str, dict[str, typing.Any]]:
     table, pair = jnp.zeros((2, 1024)), jnp.zeros((2, 256, 256), jnp.bfloat16)
     segments = jnp.zeros((1, 256), jnp.int32)
     slopes = jnp.ones(2)
+    whole, wide = jnp.zeros((1, 2, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
+    short = jnp.zeros((2, 200, 256), jnp.bfloat16)
+    queue = {"queue": True, "persistent": False}
     return {
         "full 128": {"dim": 128},
         "causal 64": {"mask": causal, "dim": 64},
@@ -44,6 +48,22 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "relative table": {"mask": causal, "dim": 128, "score": lambda s, b, h, q, k: s + table[h, q - k + 256]},
         "gather": {"dim": 128, "score": lambda s, b, h, q, k: s + table[h, jnp.clip(q - k, -30, 30) + 100]},
         "pair bias": {"mask": causal, "dim": 128, "score": lambda s, b, h, q, k: s + pair[h, q, k]},
+        "pair bias of each batch": {"dim": 64, "score": lambda s, b, h, q, k: s + whole[b, h, q, k]},
+        "pair bias, float32": {"dim": 128, "score": lambda s, b, h, q, k: s + wide[q, k]},
+        "pair bias that ends in a tile": {"dim": 128, "q_len": 200, "score": lambda s, b, h, q, k: s + short[h, q, k]},
+        "queue": {"mask": causal, "dim": 128, "tile": queue},
+        "queue of pair biases": {
+            "mask": causal,
+            "dim": 64,
+            "score": lambda s, b, h, q, k: s + pair[h, q, k],
+            "tile": {**queue, "query_slots": 1},
+        },
+        "polynomials": {
+            "mask": causal,
+            "dim": 128,
+            "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30),
+            "tile": {"polynomials": 2},
+        },
         "sinks": {"mask": causal, "dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "dtype": "float16"},
     }
 
@@ -56,8 +76,10 @@ def compile_cases(names: list[str]) -> None:
     from tests.backends.mosaic_gpu.forward_problems import problem
 
     for name in names:
-        made = problem(interpret=False, **cases()[name])
-        tile = tiles.forward_tile(made.plan)
+        case = cases()[name]
+        manner = case.pop("tile", {})
+        made = problem(interpret=False, **case)
+        tile = dataclasses.replace(tiles.forward_tile(made.plan), **manner)
         plan = made.plan
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:

@@ -61,6 +61,13 @@ CASES: dict[str, dict[str, typing.Any]] = {
         "score": lambda s, b, h, q, k: 50.0 * jnp.tanh(s / 2.0), "mask": lambda b, h, q, k: (q >= k) & (k > 100), "sinks": True,
     },
     "bounded away from 0": {"score": lambda s, b, h, q, k: 30.0 - 5.0 * jax.nn.sigmoid(s) - h, "mask": causal},
+    "far from the sinks": {
+        "score": lambda s, b, h, q, k: 120.0 + 5.0 * jnp.tanh(s), "mask": lambda b, h, q, k: (q >= k) & (k > 20), "sinks": True,
+    },
+    "bounded, dropout, odd": {
+        "score": lambda s, b, h, q, k: 5.0 * jnp.tanh(s), "q_len": 130, "kv_len": 200,
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+    },
     "soft cap, float16": {"score": lambda s, b, h, q, k: 50.0 * jnp.tanh(s / 2.0), "dtype": "float16"},
     "documents": {
         "mask": lambda b, h, q, k: (q >= k) & (SEGMENTS[b, q] == SEGMENTS[b, k]), "batch": 2, "mask_batch": 2,
@@ -86,6 +93,7 @@ CASES: dict[str, dict[str, typing.Any]] = {
 REFERENCES = {
     "soft cap that needs no maximum": 0.0,
     "bounded away from 0": 27.0 * forward_sm90.LOG2E,  # 24 to 30 over both heads
+    "far from the sinks": 120.0 * forward_sm90.LOG2E,
     "soft cap, float16": None,
     "soft cap": 0.0,
     "full": None,
@@ -124,6 +132,12 @@ def assert_matches(made: Problem, got: Results) -> None:
 def test_matches_dense(name: str) -> None:
     made = problem(**CASES[name])
     assert_matches(made, run(made))
+
+
+@pytest.mark.parametrize("name", ["soft cap that needs no maximum", "far from the sinks"])
+def test_no_maximum_with_staggered_steps(name: str) -> None:
+    made = problem(**CASES[name])
+    assert_matches(made, run(made, overlap=True))
 
 
 @pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "soft cap that needs no maximum", "dead rows"])
