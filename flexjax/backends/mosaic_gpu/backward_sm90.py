@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_pair import pair_of, simulated_captures
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
@@ -61,9 +62,11 @@ def backward(
     stats = common.row_statistics(plan, results, d_out, d_lse)
     joined_plan, joined = _join_extra(plan, operands)
     given = common.prepare(joined_plan, joined, d_out.astype(operands.query.dtype), stats)
-    captures = captures_of(operands)
+    pair = pair_of(joined_plan, derivative, wanted.score_captures)
+    captures = simulated_captures(joined_plan, pair, captures_of(operands))
 
     d_query = d_key = d_value = None
+    written: dict[int, jax.Array] = {}  # gradients of captured arrays, by their number
     want_query, want_keys = wanted.query or wanted.query_extra, wanted.key or wanted.value or wanted.key_extra
     by_query = common.walk_arrays(plan, operands.lists, transposed=False)
     by_key = common.walk_arrays(plan, operands.lists, transposed=True)
@@ -72,8 +75,10 @@ def backward(
     if fused is not None:
         d_query, d_key, d_value = backward_fused(*common_arguments, by_key, captures, fused)
     else:
-        if want_query:
-            d_query = backward_dq(*common_arguments, by_query, captures, dq_tiles(joined_plan))
+        if want_query or pair.written:
+            dq = dq_tiles(joined_plan, pair.bytes)
+            d_query, arrays = backward_dq(*common_arguments, by_query, captures, dq, pair)
+            written = {w.capture: w.gradient(plan, a) for w, a in zip(pair.written, arrays, strict=True)}
         if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > NARROW:
             d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
         elif want_keys:
@@ -90,7 +95,7 @@ def backward(
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
-        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative),
+        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, written),
     )
 
 
@@ -107,12 +112,15 @@ def _capture_gradients(
     given: common.Prepared,
     wanted: Wanted,
     derivative: mod_ir.Program | None,
+    written: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    if derivative is None or not any(wanted.score_captures):
-        return (None,) * len(operands.score_captures)
+    left = tuple(want and n not in written for n, want in enumerate(wanted.score_captures))
+    if derivative is None or not any(left):
+        return tuple(written.get(n) for n in range(len(operands.score_captures)))
     from flexjax.backends.mosaic_gpu.capture_gradients import capture_gradients
 
-    return capture_gradients(plan, operands, given, wanted.score_captures, derivative)
+    summed = capture_gradients(plan, operands, given, left, derivative)
+    return tuple(written.get(n, found) for n, found in enumerate(summed))
 
 
 # ------------------------------------------------------------------- extra features ride along in the head dim

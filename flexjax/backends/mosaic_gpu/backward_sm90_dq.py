@@ -4,7 +4,8 @@
 
 Warpgroups 0..n-1 compute, each on its own 64 queries; the last one copies. Keys and values share a ring of slots in the
 order K0 V0 K1 V1 ..., each slot released as soon as the last product that reads it is done: V after dP, K after dQ. An odd
-number of slots therefore works too, which is what head dim 256 needs.
+number of slots therefore works too, which is what head dim 256 needs. Tiles of a captured array with a number for each
+query and key have a ring of their own, and tiles of its gradient leave while dQ's product runs (backward_pair.py).
 """
 
 import functools
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_pair import Pair, Ring, Writer, empty_blocks, staging_for, writer_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
 from flexjax.plan.kernel_plan import KernelPlan
@@ -30,15 +32,18 @@ def backward_dq(
     walk_arrays: common.WalkRefs,
     captures: Captures,
     tiles: DqTiles,
-) -> jax.Array:
-    """dQ in the shape of `given.query`."""
+    pair: Pair,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """dQ in the shape of `given.query`, and the gradients of `pair.written`."""
     dtype = given.query.dtype
     dim, value_dim = given.query.shape[-1], given.value.shape[-1]
     q_tile = tiles.rows * tiles.groups
     q_tiles = -(-plan.q_len // q_tile)
     walk = common.walk_for(plan, q_tile, tiles.keys, transposed=False)
     order = common.longest_first(walk, walk_arrays, q_tiles)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.keys), "q")
+    math = TileMath(plan, derivative, (tiles.rows, tiles.keys), "q", also=tuple(one.place for one in pair.written))
+    staging = staging_for(plan, derivative, pair, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
+    empty = empty_blocks(plan, walk_arrays) if pair.written else common.WalkRefs(None, None, None, None)
     products = common.Products(plan.options.interpret)
     heads = plan.batch * plan.q_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
@@ -52,7 +57,9 @@ def backward_dq(
         lists: common.WalkRefs,
         order_ref: typing.Any,
         captured: Captures,
+        empty_refs: common.WalkRefs,
         dq_ref: typing.Any,
+        written_refs: tuple[typing.Any, ...],
         q_smem: typing.Any,
         do_smem: typing.Any,
         k_smem: typing.Any,
@@ -62,6 +69,8 @@ def backward_dq(
         v_full: typing.Any,
         k_free: typing.Any,
         v_free: typing.Any,
+        ring: Ring,
+        written_smem: tuple[typing.Any, ...],
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
@@ -85,6 +94,7 @@ def backward_dq(
             plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group])
             plgpu.barrier_wait(q_full.at[group])
             rows = math.at_rows(b, h, q0, captured)
+            writer = Writer(pair.written, tiles, written_refs, written_smem, group, b, h, q0)
 
             def accumulate(dq_acc: typing.Any) -> jax.Array:
                 def step(i: jax.Array, masked: bool) -> None:
@@ -99,22 +109,28 @@ def backward_dq(
                     here = common.not_hoisted(group, plan.options.interpret)
                     own_q, own_do = q_smem.at[here], do_smem.at[here]
 
-                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
+                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
                         plgpu.barrier_wait(k_full.at[k_slot])
                         products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
                         if math.delta_first:
                             products.start(dp_acc, -math.spread(delta, "q"))
                         plgpu.barrier_wait(v_full.at[v_slot])
                         products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
+                        held = tile_math
+                        if staging is not None:
+                            held = staging.held(held, ring, at, group * tiles.rows, tiles.rows)
                         s = products.read(s_acc, 1)
-                        found = tile_math.probabilities(s, lse2)
-                        factor = found.factor()
+                        found = held.probabilities(s, lse2)
+                        factor, factors = found.factor(), found.factors_of_loads()
                         dp = products.read(dp_acc, 0)
                         products.release(v_free.at[v_slot])
-                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
+                        before = None if math.delta_first else math.spread(delta, "q")
+                        ds = found.cotangent(factor, dp, before)
+                        return ds, tuple(ds if f is factor else found.cotangent(f, dp, before) for f in factors)
 
-                    ds = products.accumulators(scores, math.shape, math.shape)
+                    ds, others = products.accumulators(scores, math.shape, math.shape)
                     products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])
+                    writer.write(others, kv0)
                     products.wait(0)
                     products.release(k_free.at[k_slot])
 
@@ -124,6 +140,7 @@ def backward_dq(
                 return products.read(dq_acc) * plan.scale
 
             dq = products.accumulators(accumulate, (tiles.rows, dim))
+            writer.zeros(walk, empty_refs, tile)
             own_q[...] = dq.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, rows_of(dq_ref, b=b, h=h, start=q0, size=tiles.rows))
@@ -131,6 +148,7 @@ def backward_dq(
 
         def copy() -> None:
             common.leave_registers(tiles.groups)
+            source = None if staging is None else staging.source(captured, b, h)
 
             def step(i: jax.Array, masked: bool) -> None:
                 at = i + counts.plain if masked else i
@@ -141,19 +159,25 @@ def backward_dq(
                 ):
                     slot = common.slot_of(at, slots)
                     pl.when(at >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
-                    source = rows_of(ref, b=b, h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
-                    plgpu.copy_gmem_to_smem(source, smem.at[slot], full.at[slot])
+                    rows = rows_of(ref, b=b, h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
+                    plgpu.copy_gmem_to_smem(rows, smem.at[slot], full.at[slot])
+                if staging is not None:
+                    staging.copy(ring, source, tile * q_tile, key_tile * tiles.keys, at)
 
             pl.loop(0, counts.plain)(functools.partial(step, masked=False))
             pl.loop(0, counts.masked)(functools.partial(step, masked=True))
-            common.drain(total, (k_free, tiles.key_slots), (v_free, tiles.value_slots))
+            staged = () if staging is None else ((ring.free, tiles.staged_slots),)
+            common.drain(total, (k_free, tiles.key_slots), (v_free, tiles.value_slots), *staged)
 
         pl.when(group < tiles.groups)(compute)
         pl.when(group == tiles.groups)(copy)
 
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(given.query.shape, dtype),
+        out_type=(
+            jax.ShapeDtypeStruct(given.query.shape, dtype),
+            tuple(one.out_type(plan) for one in pair.written),
+        ),
         scratch_types=[
             common.tile_smem((tiles.groups, tiles.rows, dim), dtype),
             common.tile_smem((tiles.groups, tiles.rows, value_dim), dtype),
@@ -164,6 +188,8 @@ def backward_dq(
             plgpu.Barrier(num_barriers=tiles.value_slots),
             plgpu.Barrier(num_barriers=tiles.key_slots, num_arrivals=tiles.groups),
             plgpu.Barrier(num_barriers=tiles.value_slots, num_arrivals=tiles.groups),
+            Ring() if staging is None else staging.scratch(),
+            writer_scratch(pair.written, tiles),
         ],
         grid=(q_tiles * heads,),
         grid_names=("program",),
@@ -173,4 +199,4 @@ def backward_dq(
         interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         kernel_name="flexjax_backward_dq",
     )
-    return run(*given, walk_arrays, order, captures)
+    return run(*given, walk_arrays, order, captures, empty)

@@ -40,13 +40,13 @@ def captures_of(operands: Operands) -> Captures:
 class Probabilities(typing.NamedTuple):
     """p (0 where off), the derivative of the mod (None: it is 1), the dropout multiplier (None: no dropout).
 
-    `others` are the derivatives with respect to loads that were asked for.
+    `others` are the derivatives with respect to loads that were asked for (None: it is 1).
     """
 
     p: jax.Array
     slope: jax.Array | None
     keep: jax.Array | None
-    others: tuple[jax.Array, ...]
+    others: tuple[jax.Array | None, ...]
 
     def weights(self) -> jax.Array:
         """What multiplied V in the forward pass."""
@@ -58,7 +58,7 @@ class Probabilities(typing.NamedTuple):
 
     def factors_of_loads(self) -> tuple[jax.Array, ...]:
         """The same for the derivatives with respect to loads."""
-        return tuple(jnp.where(self.p > 0.0, self.p * other, 0.0) for other in self.others)
+        return tuple(self.p if other is None else jnp.where(self.p > 0.0, self.p * other, 0.0) for other in self.others)
 
     def cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
         """factor * (dP - delta); `delta` spread to the tile, None where dp began at -delta."""
@@ -73,6 +73,7 @@ class TileMath:
 
     gradients   which of the derivatives with respect to loads to compute, instead of that with respect to the score:
                 results[2 + i] of `derivative`
+    also        the same beside that with respect to the score
     """
 
     plan: KernelPlan
@@ -80,6 +81,7 @@ class TileMath:
     shape: tuple[int, int]
     row_axis: str
     gradients: tuple[int, ...] = ()
+    also: tuple[int, ...] = ()
 
     @property
     def queries(self) -> int:
@@ -98,10 +100,25 @@ class TileMath:
         """Whether the product dO V^T may start from -delta instead of 0, which saves the subtraction and its registers."""
         return self.plan.dropout is None
 
+    def _is_one(self, result: int) -> bool:
+        slope = None if self.derivative is None else self.derivative.results[result]
+        return slope is None or (isinstance(slope, mod_ir.Lit) and slope.value == 1)
+
     @property
     def slope_is_one(self) -> bool:
-        slope = None if self.derivative is None else self.derivative.results[1]
-        return slope is None or (isinstance(slope, mod_ir.Lit) and slope.value == 1)
+        return self._is_one(1)
+
+    @property
+    def others(self) -> tuple[int | None, ...]:
+        """Results of the program that are the derivatives with respect to loads; None for one that is 1."""
+        also = tuple(None if self._is_one(2 + i) else 2 + i for i in self.also)
+        return (*(2 + i for i in self.gradients), *also)
+
+    @property
+    def evaluated(self) -> tuple[int, ...]:
+        """Results of the program that a tile computes after the score."""
+        slope = () if self.slope_is_one or self.gradients else (1,)
+        return (*slope, *(n for n in self.others if n is not None))
 
     def at_rows(self, b: jax.Array, h: jax.Array, row0: jax.Array, captures: Captures) -> "RowMath":
         plan = self.plan
@@ -126,12 +143,10 @@ class TileMath:
                 interpret=plan.options.interpret,
             ).at_rows(row0)
 
-        wanted = (0,) if self.slope_is_one or self.gradients else (0, 1)
-        wanted += tuple(2 + i for i in self.gradients)
         return RowMath(
             self,
             row0,
-            program(self.derivative, captures.score, wanted),
+            program(self.derivative, captures.score, (0, *self.evaluated)),
             program(plan.mask, captures.mask),
             program(plan.dropout, captures.dropout),
         )
@@ -178,10 +193,10 @@ class ColumnMath:
         math = self.rows.math
         plan = math.plan
         slope: jax.Array | None = None
-        others: tuple[jax.Array, ...] = ()
+        others: tuple[jax.Array | None, ...] = (None,) * len(math.others)
         if self.score is None:
             p = jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q"))
-        elif math.slope_is_one and not math.gradients:
+        elif not math.evaluated:
             score, factor, row = self.score.scaled_tile(s, plan.scale)
             shift = -math.spread(lse2, "q")
             if row is not None:
@@ -190,11 +205,16 @@ class ColumnMath:
         else:
             score, *rest = self.score.tile(s, plan.scale)
             p = jnp.exp2(score * LOG2E - math.spread(lse2, "q"))
-            if not (math.slope_is_one or math.gradients):
-                slope, *rest = rest
-            others = tuple(rest)
+            computed = dict(zip(math.evaluated, rest, strict=True))
+            slope = computed.get(1)
+            others = tuple(None if n is None else computed[n] for n in math.others)
         p = self._inside(self._unmasked(p))
         return Probabilities(p, slope, None if self.dropout is None else self.keep(), others)
+
+    def holding(self, load: mod_ir.Load, value: jax.Array) -> "ColumnMath":
+        """The tile with what a load of the score program reads given from elsewhere."""
+        assert self.score is not None
+        return dataclasses.replace(self, score=self.score.holding(load, value))
 
     def keep(self) -> jax.Array:
         """The dropout multiplier of the tile."""

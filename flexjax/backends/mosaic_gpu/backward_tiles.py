@@ -18,6 +18,19 @@ SMEM_LIMIT = 227 * 1024
 NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients in one warpgroup
 
 
+class PairBytes(typing.NamedTuple):
+    """Bytes an element of what a kernel keeps of arrays with a number for each query and key (backward_pair.py).
+
+    staged of the array that comes in through shared memory (0: none), written of all whose gradients go out through it.
+    """
+
+    staged: int = 0
+    written: int = 0
+
+
+NO_PAIR = PairBytes()
+
+
 def padded_dim(dim: int) -> int:
     """Head dim as the matrix instructions take it: rows of 32, 64 or a multiple of 64 bytes."""
     return 16 if dim <= 16 else -(-dim // 32) * 32
@@ -91,7 +104,8 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 
 class DqTiles(typing.NamedTuple):
-    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles; launch order."""
+    """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles; launch order;
+    slots for tiles of a staged array."""
 
     rows: int
     groups: int
@@ -99,26 +113,45 @@ class DqTiles(typing.NamedTuple):
     key_slots: int
     value_slots: int
     by_head: bool = True
+    staged_slots: int = 0
 
 
-def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int) -> int:
+def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int, pair: PairBytes = NO_PAIR) -> int:
     queries = tiles.rows * tiles.groups
+    ring = tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)
     return (
-        2 * (queries * (dim + value_dim) + tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)) + 2048
+        2 * (queries * (dim + value_dim) + ring)
+        + queries * tiles.keys * (tiles.staged_slots * pair.staged + pair.written)
+        + 2048
     )
 
 
-def dq_tiles(plan: KernelPlan) -> DqTiles:
-    """Largest tiles that fit registers and shared memory."""
+def _dq_candidates(plan: KernelPlan, pair: PairBytes) -> list[DqTiles]:
+    """Tiles that fit shared memory, the best first: a staged array before deeper rings of keys and values."""
     dim, value_dim = padded_dims(plan)
     q_tile = own_tile(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
     light = plan.score is None and plan.dropout is None
     widest = 128 if dim <= 128 and light else 64
     keys = own_tile(plan.blocks, "kv", _steps(plan.options.block_kv_bwd, widest))
-    for slots in ((2, 2), (2, 1), (1, 1)):
-        tiles = DqTiles(64, q_tile // 64, keys, *slots, by_head=plan.group == 1)
-        if dq_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
-            return tiles
+    rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if pair.staged else ()
+    made = [
+        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged)
+        for key_slots, value_slots, staged in (*rings, (2, 2, 0), (2, 1, 0), (1, 1, 0))
+    ]
+    return [tiles for tiles in made if dq_smem_bytes(tiles, dim, value_dim, pair) <= SMEM_LIMIT]
+
+
+def dq_fits(plan: KernelPlan, pair: PairBytes) -> bool:
+    """Whether there is room for the tiles of gradients that the kernel is to write."""
+    return bool(_dq_candidates(plan, pair))
+
+
+def dq_tiles(plan: KernelPlan, pair: PairBytes = NO_PAIR) -> DqTiles:
+    """Largest tiles that fit registers and shared memory."""
+    found = _dq_candidates(plan, pair)
+    if found:
+        return found[0]
+    q_tile = own_tile(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
     return DqTiles(64, q_tile // 64, 64, 1, 1, by_head=plan.group == 1)
 
 

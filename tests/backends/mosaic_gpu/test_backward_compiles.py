@@ -32,6 +32,8 @@ def cases() -> dict[str, dict[str, typing.Any]]:
     slopes, table = jnp.ones(2), jnp.zeros((2, 1024))
     alibi = lambda c, s, b, h, q, k: s + c[0][h] * (k - q)
     small = {"q_len": 256, "kv_len": 256}
+    pair = lambda c, s, b, h, q, k: s + c[0][h, q, k].astype(jnp.float32)
+    bias = lambda dtype, *shape: jnp.zeros(shape, dtype)
     return {
         "full 128": {"dim": 128},
         "causal 64": {"mask": causal, "dim": 64},
@@ -46,6 +48,25 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         },
         "relative table": {
             **small, "dim": 64, "captured": (table,), "score": lambda c, s, b, h, q, k: s + c[0][h, q - k + 256],
+        },
+        "pair bias 64": {"dim": 64, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
+        "pair bias 128": {"dim": 128, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
+        "pair bias under a mask": {"dim": 128, "mask": causal, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
+        "pair bias 256": {"dim": 256, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
+        "pair bias, float32": {"dim": 128, "mask": causal, "captured": (bias("float32", 2, 256, 256),), "score": pair},
+        "pair bias of all batch entries": {
+            "dim": 64, "batch": 2, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair,
+        },
+        "pair bias, odd": {
+            "dim": 64, "q_len": 200, "kv_len": 250, "captured": (bias("bfloat16", 2, 200, 250),), "score": pair,
+        },
+        "pair bias of each batch entry": {
+            "dim": 64, "batch": 2, "captured": (bias("float16", 2, 2, 256, 256),),
+            "score": lambda c, s, b, h, q, k: s + c[0][b, h, q, k].astype(jnp.float32),
+        },
+        "gain of each pair": {
+            "dim": 128, "captured": (bias("bfloat16", 2, 256, 256),),
+            "score": lambda c, s, b, h, q, k: 4.0 * jnp.tanh(s * c[0][h, q, k].astype(jnp.float32) / 4.0),
         },
         "one kernel 128": {"dim": 128, "mask": causal, "fused": True},
         "one kernel 64": {"dim": 64, "mask": causal, "fused": True, "deterministic": False},
