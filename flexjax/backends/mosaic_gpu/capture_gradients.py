@@ -14,7 +14,8 @@ places correspond one to one, adds g tile by tile in registers, and writes one t
     tile        the batches and heads that share it    nothing
 
 The order of every sum is fixed. What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places
-that the load's index names: by an addition to distinct places, or sorted and summed run by run where places may repeat.
+that the load's index names: as it is where each dimension walks along one axis, by an addition to distinct places, or sorted
+and summed run by run where places may repeat.
 Costs two products a visited tile for each load with a gradient.
 """
 
@@ -29,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath, captures_of
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
@@ -360,6 +362,10 @@ def _places(plan: KernelPlan, load: mod_ir.Load) -> int:
     return pymath.prod(lengths[a] for a in _axes(load))
 
 
+POSITIONS = {mod_ir.SCALAR: (2, 3), mod_ir.ROW: (3,), mod_ir.COLUMN: (2,), mod_ir.TILE: ()}
+"""The axes of [b, h, q, kv] that sums of a kind of load lack."""
+
+
 def _add_at(
     plan: KernelPlan,
     operands: Operands,
@@ -370,6 +376,11 @@ def _add_at(
 ) -> jax.Array:
     if not load.index:
         return total + sums.sum()
+    dims, kind = plain_dims(load), mod_ir.classify_load(load).kind
+    if (
+        dims is not None and kind in POSITIONS
+    ):  # no index, no scatter: for a pair bias they would cost more than the kernels
+        return total + placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
     index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
     if _distinct(load):
         return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
