@@ -198,7 +198,10 @@ class Ring(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """The staged load of a kernel that has `slots` slots of `shape` (queries, keys), read by `readers` warpgroups."""
+    """The staged load of a kernel that has `slots` slots of `shape` (queries, keys), read by `readers` warpgroups.
+
+    Each owns some of the queries of a slot, or `transposed` some of its keys, which are then the rows of its tile.
+    """
 
     plan: KernelPlan
     derivative: mod_ir.Program
@@ -207,10 +210,14 @@ class Staging:
     slots: int
     shape: tuple[int, int]
     readers: int
+    transposed: bool = False
+
+    def slot_memory(self) -> typing.Any:
+        return memory.staged_memory(self.slots, self.shape, self.dtype)
 
     def scratch(self) -> Ring:
         return Ring(
-            memory.staged_memory(self.slots, self.shape, self.dtype),
+            self.slot_memory(),
             plgpu.Barrier(num_barriers=self.slots),
             plgpu.Barrier(num_barriers=self.slots, num_arrivals=self.readers),
         )
@@ -228,28 +235,49 @@ class Staging:
         )
         return captures.score[self.load.capture].at[program.scalars(self.load.index[:-2])]
 
+    def fetch(self, slots: Ref, source: Ref, q0: jax.Array, kv0: jax.Array, slot: jax.Array, full: Ref) -> None:
+        """In the copying warpgroup: a tile into a slot that is free."""
+        tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
+        plgpu.copy_gmem_to_smem(tile, slots.at[slot], full.at[slot])
+
     def copy(self, ring: Ring, source: Ref, q0: jax.Array, kv0: jax.Array, at: jax.Array) -> None:
         """In the copying warpgroup: the `at`-th tile."""
         slot = common.slot_of(at, self.slots)
         pl.when(at >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-        tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
-        plgpu.copy_gmem_to_smem(tile, ring.tiles.at[slot], ring.full.at[slot])
+        self.fetch(ring.tiles, source, q0, kv0, slot, ring.full)
 
-    def held(self, tile: ColumnMath, ring: Ring, at: jax.Array, first: jax.Array, rows: int) -> ColumnMath:
-        """In a computing warpgroup: its tile of the mod with the staged rows from `first` read, whose slot is given back."""
+    def held(self, tile: ColumnMath, slots: Ref, slot: jax.Array, group: jax.Array) -> ColumnMath:
+        """In computing warpgroup `group`: its tile of the mod with its part of a full slot read."""
+        size = self.shape[int(self.transposed)] // self.readers
+        own = pl.ds(group * size, size)
+        interpret = self.plan.options.interpret
+        if self.transposed:
+            value = memory.load_staged_transposed(slots.at[slot, :, own], interpret)
+        else:
+            value = memory.load_staged(slots.at[slot, own], interpret)
+        return tile.holding(self.load, value)
+
+    def taken(self, tile: ColumnMath, ring: Ring, at: jax.Array, group: jax.Array) -> ColumnMath:
+        """The same from a ring, once the slot is full; the slot is given back."""
         slot = common.slot_of(at, self.slots)
         plgpu.barrier_wait(ring.full.at[slot])
-        value = memory.load_staged(ring.tiles.at[slot, pl.ds(first, rows)], self.plan.options.interpret)
+        tile = self.held(tile, ring.tiles, slot, group)
         common.Products(self.plan.options.interpret).release(ring.free.at[slot])
-        return tile.holding(self.load, value)
+        return tile
 
 
 def staging_for(
-    plan: KernelPlan, derivative: mod_ir.Program | None, pair: Pair, slots: int, shape: tuple[int, int], readers: int
+    plan: KernelPlan,
+    derivative: mod_ir.Program | None,
+    pair: Pair,
+    slots: int,
+    shape: tuple[int, int],
+    readers: int,
+    transposed: bool = False,
 ) -> Staging | None:
     if pair.staged is None or derivative is None or not slots:
         return None
-    return Staging(plan, derivative, pair.staged, pair.staged_type, slots, shape, readers)
+    return Staging(plan, derivative, pair.staged, pair.staged_type, slots, shape, readers, transposed)
 
 
 # ------------------------------------------------------------------- gradients on their way out

@@ -82,7 +82,8 @@ def backward(
         if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > NARROW:
             d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
         elif want_keys:
-            d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv_tiles(joined_plan))
+            dkv = dkv_tiles(joined_plan, pair.bytes)
+            d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv, pair)
 
     d_query, d_query_extra = _split(plan, d_query, plan.q_len)
     d_key, d_key_extra = _split(plan, d_key, plan.kv_len)

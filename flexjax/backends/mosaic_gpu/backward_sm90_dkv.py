@@ -5,6 +5,8 @@
 Everything is transposed: keys are the rows of a tile, so P^T and dS^T come out of the accumulators in the registers where
 the next product wants them, and the row statistics of the queries lie along columns. The query heads that share a key head
 are walked one after another into the same accumulators: the sum over the group costs nothing and has one order.
+Tiles of a captured array with a number for each query and key come and go with those of the queries, and are read across
+their rows (backward_pair.py).
 """
 
 import functools
@@ -17,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
 from flexjax.plan.kernel_plan import KernelPlan
@@ -30,6 +33,7 @@ def backward_dkv(
     walk_arrays: common.WalkRefs,
     captures: Captures,
     tiles: DkvTiles,
+    pair: Pair,
 ) -> tuple[jax.Array, jax.Array]:
     """(dK, dV) in the shapes of `given.key` and `given.value`."""
     dtype = given.key.dtype
@@ -39,6 +43,7 @@ def backward_dkv(
     walk = common.walk_for(plan, kv_tile, tiles.queries, transposed=True)
     order = common.longest_first(walk, walk_arrays, kv_tiles)
     math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv")
+    staging = staging_for(plan, derivative, pair, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
     products = common.Products(plan.options.interpret)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
@@ -64,6 +69,7 @@ def backward_dkv(
         kv_full: typing.Any,
         q_free: typing.Any,
         do_free: typing.Any,
+        ring: typing.Any,
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
@@ -117,7 +123,8 @@ def backward_dkv(
                         products.add(dp_acc, own_v, do_tile, b_t=True)
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         s = products.read(s_acc, 1)
-                        found = tile_math.probabilities(s, lse2)
+                        held = tile_math if staging is None else staging.held(tile_math, ring, q_slot, group)
+                        found = held.probabilities(s, lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
                         products.add(dv_acc, weights, do_tile)
                         dp = products.read(dp_acc, 1)
@@ -144,7 +151,7 @@ def backward_dkv(
         def copy() -> None:
             common.leave_registers(tiles.groups)
 
-            def step(_: None, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
+            def step(pairs: typing.Any, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                 q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
                 pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 queries = pl.ds(q0, tiles.queries)
@@ -154,6 +161,8 @@ def backward_dkv(
                     q_full.at[q_slot],
                 )
                 plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
+                if staging is not None:
+                    staging.fetch(ring, pairs, q0, tile * kv_tile, q_slot, q_full)
                 pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 plgpu.copy_gmem_to_smem(
                     rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries),
@@ -161,7 +170,7 @@ def backward_dkv(
                     do_full.at[do_slot],
                 )
 
-            total = each_head(lambda h: None, step)
+            total = each_head(lambda h: None if staging is None else staging.source(captured, b, h), step)
             common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
         pl.when(group < tiles.groups)(compute)
@@ -179,11 +188,12 @@ def backward_dkv(
             plgpu.SMEM((tiles.query_slots, 2, tiles.queries), jnp.float32),
             common.tile_smem((tiles.groups, tiles.rows, dim), dtype),
             common.tile_smem((tiles.groups, tiles.rows, value_dim), dtype),
-            plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2),
+            plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2 if staging is None else 3),
             plgpu.Barrier(num_barriers=tiles.out_slots),
             plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2),
             plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=tiles.groups),
             plgpu.Barrier(num_barriers=tiles.out_slots, num_arrivals=tiles.groups),
+            None if staging is None else staging.slot_memory(),
         ],
         grid=(kv_tiles * heads,),
         grid_names=("program",),

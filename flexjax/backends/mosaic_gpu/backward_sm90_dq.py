@@ -118,7 +118,7 @@ def backward_dq(
                         products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
                         held = tile_math
                         if staging is not None:
-                            held = staging.held(held, ring, at, group * tiles.rows, tiles.rows)
+                            held = staging.taken(held, ring, at, group)
                         s = products.read(s_acc, 1)
                         found = held.probabilities(s, lse2)
                         factor, factors = found.factor(), found.factors_of_loads()

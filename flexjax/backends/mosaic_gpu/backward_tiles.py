@@ -159,7 +159,8 @@ def dq_tiles(plan: KernelPlan, pair: PairBytes = NO_PAIR) -> DqTiles:
 
 
 class DkvTiles(typing.NamedTuple):
-    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out; launch order."""
+    """Keys of one warpgroup, compute warpgroups, queries of a step, slots for query tiles and for d_out; launch order;
+    slots for tiles of a staged array."""
 
     rows: int
     groups: int
@@ -167,15 +168,24 @@ class DkvTiles(typing.NamedTuple):
     query_slots: int
     out_slots: int
     by_head: bool = True
+    staged_slots: int = 0
 
 
-def dkv_tiles(plan: KernelPlan) -> DkvTiles:
+def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int, pair: PairBytes = NO_PAIR) -> int:
+    keys = tiles.rows * tiles.groups
+    ring = 2 * tiles.queries * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return 2 * keys * (dim + value_dim) + ring + keys * tiles.queries * tiles.staged_slots * pair.staged + 1024
+
+
+def dkv_tiles(plan: KernelPlan, pair: PairBytes = NO_PAIR) -> DkvTiles:
     """Largest tiles that fit registers and shared memory, for head dims up to 128."""
     keys = own_tile(plan.blocks, "kv", _sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
     narrow = dims <= 64 and plan.score is None and plan.dropout is None
     queries = own_tile(plan.blocks, "q", _steps(plan.options.block_q_bwd, 128 if narrow else 64))
-    return DkvTiles(64, keys // 64, queries, 2, 2, by_head=plan.group == 1)
+    staged = (2, 0) if pair.staged else (0,)  # they share the barriers of the queries
+    made = [DkvTiles(64, keys // 64, queries, 2, 2, plan.group == 1, slots) for slots in staged]
+    return next((t for t in made if dkv_smem_bytes(t, *padded_dims(plan), pair) <= SMEM_LIMIT), made[-1])
 
 
 WIDE_KEYS, WIDE_QUERIES = 64, 64

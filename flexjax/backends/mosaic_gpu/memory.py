@@ -231,6 +231,19 @@ def load_staged(tile: Ref, interpret: bool) -> jax.Array:
     return _widen(lax.optimization_barrier(value))
 
 
+def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
+    """The transpose of a tile in shared memory, read like `load_staged`: 16 bits a number by the matrix load that transposes,
+    32 bits in pairs along the rows of the result, which neighbouring lanes exchange."""
+    if interpret:
+        return _widen(tile[...].T)
+    if jnp.dtype(tile.dtype).itemsize == 2:
+        value = plgpu.load(tile.T, layout=TILE)  # pyright: ignore[reportCallIssue]  # jax 0.11: the index is part of the reference
+    else:
+        value = plgpu.load(tile.T, layout=plgpu.Layout.WGMMA_TRANSPOSED)  # pyright: ignore[reportCallIssue]  # jax 0.11: the index is part of the reference
+        value = plgpu.layout_cast(value, TILE)
+    return _widen(lax.optimization_barrier(value))
+
+
 def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool) -> jax.Array:
     """`row[r] + step * c`, int32 or float32, from a row vector; one operation with a constant an element.
 

@@ -11,7 +11,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
 from flexjax.backends.mosaic_gpu import backward_pair, capture_gradients
-from flexjax.backends.mosaic_gpu.backward_tiles import dq_tiles
+from flexjax.backends.mosaic_gpu.backward_tiles import dkv_tiles, dq_tiles
 from tests.backends.mosaic_gpu.test_backward_interpret import Problem, assert_close, causal, normal, problem
 
 SMALL = {"q_len": 128, "kv_len": 128, "heads": 1}
@@ -178,3 +178,4 @@ def test_tiles_fit_beside_the_others(dim: int, dtype: str) -> None:
     pair = pair_of(made)
     assert len(pair.written) == 1
     assert dq_tiles(made.plan, pair.bytes).staged_slots == 2
+    assert dkv_tiles(made.plan, pair.bytes).staged_slots == 2
