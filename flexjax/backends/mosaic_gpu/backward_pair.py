@@ -235,16 +235,16 @@ class Staging:
         )
         return captures.score[self.load.capture].at[program.scalars(self.load.index[:-2])]
 
-    def fetch(self, slots: Ref, source: Ref, q0: jax.Array, kv0: jax.Array, slot: jax.Array, full: Ref) -> None:
+    def fetch(self, slot: Ref, source: Ref, q0: jax.Array, kv0: jax.Array, full: Ref) -> None:
         """In the copying warpgroup: a tile into a slot that is free."""
         tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
-        plgpu.copy_gmem_to_smem(tile, slots.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(tile, slot, full)
 
     def copy(self, ring: Ring, source: Ref, q0: jax.Array, kv0: jax.Array, at: jax.Array) -> None:
         """In the copying warpgroup: the `at`-th tile."""
         slot = common.slot_of(at, self.slots)
         pl.when(at >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-        self.fetch(ring.tiles, source, q0, kv0, slot, ring.full)
+        self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
 
     def held(self, tile: ColumnMath, slots: Ref, slot: jax.Array, group: jax.Array) -> ColumnMath:
         """In computing warpgroup `group`: its tile of the mod with its part of a full slot read."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import pair_of, simulated_captures
+from flexjax.backends.mosaic_gpu.backward_pair import Pair, pair_of, simulated_captures
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
@@ -96,7 +96,7 @@ def backward(
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
-        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, written),
+        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, pair, written),
     )
 
 
@@ -113,6 +113,7 @@ def _capture_gradients(
     given: common.Prepared,
     wanted: Wanted,
     derivative: mod_ir.Program | None,
+    pair: Pair,
     written: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
     left = tuple(want and n not in written for n, want in enumerate(wanted.score_captures))
@@ -120,7 +121,7 @@ def _capture_gradients(
         return tuple(written.get(n) for n in range(len(operands.score_captures)))
     from flexjax.backends.mosaic_gpu.capture_gradients import capture_gradients
 
-    summed = capture_gradients(plan, operands, given, left, derivative)
+    summed = capture_gradients(plan, operands, given, left, derivative, pair)
     return tuple(written.get(n, found) for n, found in enumerate(summed))
 
 

@@ -162,7 +162,7 @@ def backward_dkv(
                 )
                 plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
                 if staging is not None:
-                    staging.fetch(ring, pairs, q0, tile * kv_tile, q_slot, q_full)
+                    staging.fetch(ring.at[q_slot], pairs, q0, tile * kv_tile, q_full.at[q_slot])
                 pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 plgpu.copy_gmem_to_smem(
                     rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries),

@@ -16,7 +16,8 @@ places correspond one to one, adds g tile by tile in registers, and writes one t
 The order of every sum is fixed. What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places
 that the load's index names: as it is where each dimension walks along one axis, by an addition to distinct places, or sorted
 and summed run by run where places may repeat.
-Costs two products a visited tile for each load with a gradient.
+Costs two products a visited tile for each load with a gradient. Numbers for each query and key that no other load adds to
+are written in the dtype of their array: as float32 they would be read and written once more, at the price of the products.
 """
 
 import functools
@@ -30,8 +31,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
+from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu.backward_pair import (
+    Pair,
+    gradient_loads,
+    placed,
+    plain_dims,
+    simulated_captures,
+    staging_for,
+)
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath, captures_of
+from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
 from flexjax.trace.on_tiles import apply_op
@@ -47,19 +57,20 @@ def capture_gradients(
     given: common.Prepared,
     wanted: tuple[bool, ...],
     derivative: mod_ir.Program,
+    pair: Pair,
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of each wanted captured array, None for the others."""
     totals: list[jax.Array | None] = [
         jnp.zeros(a.shape, jnp.float32) if want else None
         for a, want in zip(operands.score_captures, wanted, strict=True)
     ]
-    captures = captures_of(operands)
+    captures = simulated_captures(plan, pair, captures_of(operands))
     for place, step in enumerate(derivative.gradients):
         load = typing.cast(mod_ir.Load, derivative.steps[step])
         total, slope = totals[load.capture], derivative.results[2 + place]
         if total is None or (isinstance(slope, mod_ir.Lit) and slope.value == 0):
             continue
-        sums = _load_sums(plan, operands, given, captures, derivative, load, place)
+        sums = _load_sums(plan, operands, given, captures, derivative, load, place, pair)
         totals[load.capture] = _add_at(plan, operands, derivative, load, sums, total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
@@ -87,8 +98,9 @@ def _load_sums(
     derivative: mod_ir.Program,
     load: mod_ir.Load,
     place: int,
+    pair: Pair,
 ) -> jax.Array:
-    """[b, h, ...] float32: b and h are 1 where the load does not depend on them; then T, S, T + S - 1, (T, S) or nothing."""
+    """[b, h, ...] float32 (or what `_sum_type` says): b and h are 1 where the load does not depend on them; then T, S, T + S - 1, (T, S) or nothing."""
     kind = mod_ir.classify_load(load).kind
     axes = _axes(load)
     groups = _groups(plan)
@@ -109,7 +121,7 @@ def _load_sums(
             if name not in axes:
                 codes = jnp.concatenate(jnp.split(codes, codes.shape[axis], axis), -1)
     lists = jnp.sort(codes.reshape(-1, codes.shape[-1]), axis=-1)
-    sums = _summed_tiles(plan, derivative, given, captures, lists, groups, place, kind, rows, columns)
+    sums = _summed_tiles(plan, derivative, given, captures, lists, groups, place, kind, rows, columns, pair)
 
     drop = tuple(i for i, name in enumerate(("b", "h")) if name not in axes)
     if kind == mod_ir.TILE:
@@ -155,6 +167,19 @@ def _groups(plan: KernelPlan) -> int:
     return 2 if wide and dims <= 256 else 1
 
 
+def _fits(tile: int, dim: int, value_dim: int, staged_bytes: int) -> bool:
+    """Whether a tile of a staged array has room beside those of the operands."""
+    return 4 * tile * (dim + value_dim) + tile * tile * staged_bytes + 1024 <= SMEM_LIMIT
+
+
+def _sum_type(derivative: mod_ir.Program, place: int) -> typing.Any:
+    """dtype of sums that are numbers for each query and key: that of the array where they are all of its gradient."""
+    loads = gradient_loads(derivative)
+    alone = sum(other.capture == loads[place].capture for other in loads) == 1
+    direct = alone and plain_dims(loads[place]) is not None
+    return derivative.captures[loads[place].capture].dtype if direct else jnp.float32
+
+
 def _tile_codes(plan: KernelPlan, operands: Operands, tile: int, rows: int, columns: int) -> jax.Array:
     """[B, N, rows, columns] int32: number of the tile * 2 + (1 where the mask applies); NONE where nothing is visited."""
     batch, heads = plan.batch, plan.q_heads
@@ -191,6 +216,7 @@ def _summed_tiles(
     kind: str,
     rows: int,
     columns: int,
+    pair: Pair,
 ) -> jax.Array:
     """Sums of g over each list: [lists, tile, tile], or [lists / (rows * columns), rows * tile, columns * tile] for tiles."""
     tile, count = groups * ROWS, lists.shape[0]
@@ -203,6 +229,9 @@ def _summed_tiles(
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
     whole = kind == mod_ir.TILE
     out_shape = (count // (rows * columns), rows * tile, columns * tile) if whole else (count, tile, tile)
+    out_dtype = _sum_type(derivative, place) if whole else jnp.float32
+    slots = int(_fits(tile, dim, value_dim, pair.bytes.staged))
+    staging = staging_for(plan, derivative, pair, slots, (tile, tile), groups)
 
     def kernel(
         q_ref: typing.Any,
@@ -223,6 +252,7 @@ def _summed_tiles(
         out_full: typing.Any,
         score_free: typing.Any,
         out_free: typing.Any,
+        pair_smem: typing.Any,
     ) -> None:
         group = lax.axis_index("wg")
         mine = order_ref[lax.axis_index("program")]
@@ -262,7 +292,11 @@ def _summed_tiles(
                             products.start(dp_acc, -math.spread(delta, "q"))
                         products.add(dp_acc, do_smem.at[here], v_smem.at[keys], b_t=True)
                         s = products.read(s_acc, 1)
-                        found = rows_math.at_columns(kv0 + part * ROWS, masked).probabilities(s, lse2)
+                        tile_math = rows_math.at_columns(kv0 + part * ROWS, masked)
+                        if staging is not None:
+                            value = memory.load_staged(pair_smem.at[0, here, keys], plan.options.interpret)
+                            tile_math = tile_math.holding(staging.load, value)
+                        found = tile_math.probabilities(s, lse2)
                         (factor,) = found.factors_of_loads()
                         dp = products.read(dp_acc)
                         return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
@@ -281,7 +315,7 @@ def _summed_tiles(
                     column0 = lax.rem(at, jnp.int32(columns)) * tile + part * ROWS
                 else:
                     head, row0, column0 = mine, group * ROWS, part * ROWS
-                out_ref.at[head, pl.ds(row0, ROWS), pl.ds(column0, ROWS)][...] = total
+                out_ref.at[head, pl.ds(row0, ROWS), pl.ds(column0, ROWS)][...] = total.astype(out_dtype)
 
         def copy() -> None:
             common.leave_registers(groups)
@@ -293,6 +327,8 @@ def _summed_tiles(
                 pl.when(i > 0)(lambda: plgpu.barrier_wait(score_free))
                 plgpu.copy_gmem_to_smem(rows_of(q_ref, b=b, h=h, start=q0, size=tile), q_smem, score_full)
                 plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tile), k_smem, score_full)
+                if staging is not None:
+                    staging.fetch(pair_smem.at[0], staging.source(captured, b, h), q0, kv0, score_full)
                 pl.when(i > 0)(lambda: plgpu.barrier_wait(out_free))
                 plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tile), do_smem, out_full)
                 plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tile), v_smem, out_full)
@@ -305,16 +341,17 @@ def _summed_tiles(
 
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         scratch_types=[
             common.tile_smem((tile, dim), dtype),
             common.tile_smem((tile, dim), dtype),
             common.tile_smem((tile, value_dim), dtype),
             common.tile_smem((tile, value_dim), dtype),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 if staging is None else 3),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=groups),
             plgpu.Barrier(num_arrivals=groups),
+            None if staging is None else staging.slot_memory(),
         ],
         grid=(count,),
         grid_names=("program",),
@@ -380,7 +417,8 @@ def _add_at(
     if (
         dims is not None and kind in POSITIONS
     ):  # no index, no scatter: for a pair bias they would cost more than the kernels
-        return total + placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
+        found = placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
+        return found if found.dtype != total.dtype else total + found
     index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
     if _distinct(load):
         return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
