@@ -7,6 +7,9 @@ import time
 # before jax is imported: tests of meshes need a second device
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+# The simulator of GPU kernels holds a thread of XLA's pool at every barrier that a simulated warpgroup waits for; with a
+# pool of one thread a core, two cores come to a standstill.
+os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis

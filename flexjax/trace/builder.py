@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.trace import factors
 from flexjax.trace.mod_ir import (
     FIRST_FREE_ID,
     KV,
@@ -106,6 +107,7 @@ class Builder:
         self.steps: list[Step] = []
         self.captures: list[ArrayType] = []
         self._known: dict[object, Atom] = {}
+        self._ops: dict[int, Op] = {}
         self._axes: dict[int, Axes] = {v.id: v.axes for v in self.inputs}
         self._vals: dict[int, Val] = {v.id: v for v in self.inputs}
         self._next = FIRST_FREE_ID
@@ -151,7 +153,8 @@ class Builder:
                     return self._known[key]
                 axes = less
             val = self.fresh(name, axes, linear, bounds)
-            self.steps.append(Op(prim, inputs, val, frozen))
+            self._ops[val.id] = Op(prim, inputs, val, frozen)
+            self.steps.append(self._ops[val.id])
             self._known[key] = val
         return self._known[key]
 
@@ -218,7 +221,7 @@ class Builder:
             truth = _compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
             return None if truth is None else literal(truth, "bool")
         if prim == "select_n":
-            return _fold_select(inputs)
+            return _fold_select(inputs) or self._chosen_factor(inputs, dtype)
         if prim in ("and", "or") and dtype == "bool":
             return _fold_logic(prim, inputs)
         if prim in ("max", "min"):
@@ -234,12 +237,25 @@ class Builder:
             return inputs[0]
         return None
 
+    def _definition(self, atom: Atom) -> Op | None:
+        return self._ops.get(atom.id) if isinstance(atom, Val) else None
+
+    def _chosen_factor(self, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
+        choice = factors.choice_of_products(inputs, self._definition) if jnp.issubdtype(dtype, jnp.floating) else None
+        if choice is None:
+            return None
+        factor = self.select(choice.predicate, literal(choice.on_true, dtype), literal(choice.on_false, dtype))
+        return self.op("mul", (choice.score, factor), dtype)
+
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
         a, b = inputs
-        if prim in ("mul",):
+        if prim == "mul":
             for x, y in ((a, b), (b, a)):
                 if isinstance(y, Lit) and y.value == 1:
                     return x
+            parts = factors.regrouped(inputs, self._definition) if dtype in ("float32", "float64") else None
+            if parts is not None:
+                return self.op("mul", (parts[0], self.op("mul", parts[1:], dtype)), dtype)
         if prim in ("div", "floordiv") and isinstance(b, Lit) and b.value == 1:
             return a
         if not is_integer(dtype):

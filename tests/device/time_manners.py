@@ -3,8 +3,8 @@
 Not collected by pytest. A manner is a set of fields of `ForwardTile` in place of what the heuristics choose; each runs once for
 its numbers, against the default, before it is timed.
 
-    --problems TEXT   of the gpu suite (flexjax/bench/suites.py), those whose names contain one of these, by commas
-    --manners TEXT    names below, by commas
+    --problems TEXT   of the gpu suite (flexjax/bench/suites.py), those whose names contain one of these, by semicolons
+    --manners TEXT    names below, by semicolons
     --minutes N       begin no other problem after that long
 """
 
@@ -27,6 +27,7 @@ MANNERS: dict[str, dict[str, Any]] = {
     "polynomials 2/8": {"polynomials": 2},
     "polynomials 4/8": {"polynomials": 4},
     "nothing staged": {"staged_slots": 0},
+    "queue, polynomials 1/8": {**QUEUE, "polynomials": 1},
     "queue, polynomials 2/8": {**QUEUE, "polynomials": 2},
 }
 
@@ -62,10 +63,10 @@ def main() -> int:
     from flexjax.bench import gpu_peers
     from flexjax.bench.suites import SUITES
 
-    asked = [t for t in args.manners.split(",") if t] or list(MANNERS)
+    asked = [t for t in args.manners.split(";") if t] or list(MANNERS)
     wrong = 0
     for problem in SUITES["gpu"]:
-        parts = [p for p in args.problems.split(",") if p]
+        parts = [p for p in args.problems.split(";") if p]
         if problem.learns or (parts and not any(p in problem.name for p in parts)):
             continue
         if time.monotonic() - began > 60 * args.minutes:

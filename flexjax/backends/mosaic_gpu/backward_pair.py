@@ -10,7 +10,8 @@ Writing. Where no two places of the attention matrix read the same element, the 
 
 of its place alone, and the dQ kernel, which visits every place once, writes it: a tile goes to shared memory and from there
 with the copy engine, and tiles that no list names are written as zeros. So nothing is summed or computed again, and the
-result depends on no order. Other gradients are those of capture_gradients.py.
+result depends on no order. An array that the batch shares is written so too where the accumulators of dQ for all its entries
+fit one warpgroup's registers: a block of threads then takes them together. Other gradients are those of capture_gradients.py.
 
 Both up to head dim 128.
 """
@@ -107,7 +108,7 @@ class Written:
     def item(self) -> int:
         return jnp.dtype(self.dtype).itemsize
 
-    def _has(self, axis: str) -> bool:
+    def has(self, axis: str) -> bool:
         return any(axis == name for name, _ in self.dims)
 
     def out_type(self, plan: KernelPlan) -> jax.ShapeDtypeStruct:
@@ -115,11 +116,11 @@ class Written:
         interpret = plan.options.interpret
         unit = common.padded_len(1, True) if interpret else staging.PIECE[1] // self.item
         columns = -(-plan.kv_len // unit) * unit
-        leading = (plan.batch if self._has("b") else 1, plan.q_heads if self._has("h") else 1)
+        leading = (plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1)
         return jax.ShapeDtypeStruct((*leading, common.padded_len(plan.q_len, interpret), columns), self.dtype)
 
     def tile(self, ref: Ref, b: jax.Array, h: jax.Array, q0: jax.Array, kv0: jax.Array, shape: tuple[int, int]) -> Ref:
-        at = (b if self._has("b") else 0, h if self._has("h") else 0)
+        at = (b if self.has("b") else 0, h if self.has("h") else 0)
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]
 
     def gradient(self, plan: KernelPlan, values: jax.Array) -> jax.Array:
@@ -128,6 +129,7 @@ class Written:
 
 
 def _writable(plan: KernelPlan, derivative: mod_ir.Program, place: int) -> Written | None:
+    """What would be written, if sums over the batch are no obstacle."""
     loads = gradient_loads(derivative)
     load, slope = loads[place], derivative.results[2 + place]
     dims, array = plain_dims(load), derivative.captures[load.capture]
@@ -135,7 +137,7 @@ def _writable(plan: KernelPlan, derivative: mod_ir.Program, place: int) -> Writt
         return None
     if isinstance(slope, mod_ir.Lit) and slope.value == 0:
         return None
-    needed = {"q", "kv"} | ({"b"} if plan.batch > 1 else set()) | ({"h"} if plan.q_heads > 1 else set())
+    needed = {"q", "kv"} | ({"h"} if plan.q_heads > 1 else set())
     if not needed <= {axis for axis, _ in dims}:
         return None
     return Written(place, load.capture, dims, array.dtype, array.shape)
@@ -143,16 +145,30 @@ def _writable(plan: KernelPlan, derivative: mod_ir.Program, place: int) -> Writt
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What the kernels of one plan do with such arrays: the load that is staged, the gradients that the dQ kernel writes."""
+    """What the kernels of one plan do with such arrays: the load that is staged, the gradients that the dQ kernel writes, and
+    how many batch entries it takes together to sum them."""
 
     staged: mod_ir.Load | None = None
     staged_type: str = "bfloat16"
     written: tuple[Written, ...] = ()
+    entries: int = 1
 
     @property
     def bytes(self) -> PairBytes:
         staged = staging.ITEM_SIZES[self.staged_type] if self.staged is not None else 0
-        return PairBytes(staged, sum(w.item for w in self.written))
+        return PairBytes(staged, sum(w.item for w in self.written), self.entries)
+
+
+def _entries(plan: KernelPlan, pair: Pair, found: Written) -> int:
+    """Batch entries to take together so that the gradient can be written beside the others, 0 where it cannot."""
+    entries = 1 if found.has("b") else plan.batch
+    if pair.written and entries != pair.entries:
+        return 0
+    if entries == 1:
+        return 1
+    same_lists = plan.blocks is None or plan.blocks.batch == 1
+    same_tile = pair.staged is None or not any("b" in mod_ir.axes_of(a) for a in pair.staged.index)
+    return entries if same_lists and same_tile and entries * max(padded_dims(plan)) <= NARROW else 0
 
 
 def pair_of(plan: KernelPlan, derivative: mod_ir.Program | None, wanted: tuple[bool, ...]) -> Pair:
@@ -166,9 +182,10 @@ def pair_of(plan: KernelPlan, derivative: mod_ir.Program | None, wanted: tuple[b
     pair = Pair() if load is None else Pair(load, derivative.captures[load.capture].dtype)
     for place, source in enumerate(gradient_loads(derivative)):
         found = _writable(plan, derivative, place) if wanted[source.capture] else None
-        if found is None:
+        entries = 0 if found is None else _entries(plan, pair, found)
+        if found is None or not entries:
             continue
-        more = dataclasses.replace(pair, written=(*pair.written, found))
+        more = dataclasses.replace(pair, written=(*pair.written, found), entries=entries)
         pair = more if dq_fits(plan, more.bytes) else pair
     return pair
 
@@ -257,12 +274,16 @@ class Staging:
             value = memory.load_staged(slots.at[slot, own], interpret)
         return tile.holding(self.load, value)
 
-    def taken(self, tile: ColumnMath, ring: Ring, at: jax.Array, group: jax.Array) -> ColumnMath:
-        """The same from a ring, once the slot is full; the slot is given back."""
+    def taken(
+        self, tile: ColumnMath, ring: Ring, at: jax.Array, group: jax.Array, first: bool, last: bool
+    ) -> ColumnMath:
+        """The same from a ring: the first reader of a step waits for the slot, the last gives it back."""
         slot = common.slot_of(at, self.slots)
-        plgpu.barrier_wait(ring.full.at[slot])
+        if first:
+            plgpu.barrier_wait(ring.full.at[slot])
         tile = self.held(tile, ring.tiles, slot, group)
-        common.Products(self.plan.options.interpret).release(ring.free.at[slot])
+        if last:
+            common.Products(self.plan.options.interpret).release(ring.free.at[slot])
         return tile
 
 

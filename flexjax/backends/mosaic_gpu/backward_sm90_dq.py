@@ -5,7 +5,8 @@
 Warpgroups 0..n-1 compute, each on its own 64 queries; the last one copies. Keys and values share a ring of slots in the
 order K0 V0 K1 V1 ..., each slot released as soon as the last product that reads it is done: V after dP, K after dQ. An odd
 number of slots therefore works too, which is what head dim 256 needs. Tiles of a captured array with a number for each
-query and key have a ring of their own, and tiles of its gradient leave while dQ's product runs (backward_pair.py).
+query and key have a ring of their own, and tiles of its gradient leave while dQ's product runs (backward_pair.py). Where that
+gradient is a sum over the batch, a block of threads takes all entries of a tile of queries together, one after the other.
 """
 
 import functools
@@ -23,6 +24,15 @@ from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
+
+
+class Own(typing.NamedTuple):
+    """What a warpgroup keeps of its queries of one batch entry: row statistics, shared memory, where dQ goes."""
+
+    lse2: jax.Array
+    delta: jax.Array
+    queries: typing.Any
+    gradient: typing.Any
 
 
 def backward_dq(
@@ -45,7 +55,8 @@ def backward_dq(
     staging = staging_for(plan, derivative, pair, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
     empty = empty_blocks(plan, walk_arrays) if pair.written else common.WalkRefs(None, None, None, None)
     products = common.Products(plan.options.interpret)
-    heads = plan.batch * plan.q_heads
+    entries = tiles.entries
+    heads = plan.batch // entries * plan.q_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
 
     def kernel(
@@ -76,37 +87,60 @@ def backward_dq(
         program = lax.axis_index("program")
         rank, head_index = common.place_of(program, q_tiles, heads, tiles.by_head)
         b, h = lax.div(head_index, jnp.int32(plan.q_heads)), lax.rem(head_index, jnp.int32(plan.q_heads))
+        b = b if entries == 1 else b * entries
         h_kv = lax.div(h, jnp.int32(plan.group))
         tile = rank
         if order_ref is not None:
             tile = order_ref[b if walk.batch > 1 else 0, h if walk.heads > 1 else 0, rank]
         counts = walk.counts(lists, b, h, tile)
         total = counts.plain + counts.masked
+        entry_of = lambda start, n: start if entries == 1 else start + n
+        part_of = lambda group, n: group if entries == 1 else group * entries + n
+        nth = lambda at, n: at if entries == 1 else at * entries + n
 
         def compute() -> None:
             common.take_registers(tiles.groups)
             q0 = tile * q_tile + group * tiles.rows
             mine = pl.ds(q0, tiles.rows)
-            lse2 = plgpu.load(stats_ref.at[b, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-            delta = plgpu.load(stats_ref.at[b, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-            own_q, own_do = q_smem.at[group], do_smem.at[group]
-            plgpu.copy_gmem_to_smem(rows_of(q_ref, b=b, h=h, start=q0, size=tiles.rows), own_q, q_full.at[group])
-            plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tiles.rows), own_do, q_full.at[group])
+
+            def own(n: int) -> Own:
+                """Loads the n-th batch entry's queries."""
+                at = entry_of(b, n)
+                lse2 = plgpu.load(stats_ref.at[at, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+                delta = plgpu.load(stats_ref.at[at, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+                own_q, own_do = q_smem.at[part_of(group, n)], do_smem.at[part_of(group, n)]
+                rows = functools.partial(rows_of, b=at, h=h, start=q0, size=tiles.rows)
+                plgpu.copy_gmem_to_smem(rows(q_ref), own_q, q_full.at[group])
+                plgpu.copy_gmem_to_smem(rows(do_ref), own_do, q_full.at[group])
+                return Own(lse2, delta, own_q, rows(dq_ref))
+
+            owned = [own(n) for n in range(entries)]
             plgpu.barrier_wait(q_full.at[group])
-            rows = math.at_rows(b, h, q0, captured)
+            rows = [math.at_rows(entry_of(b, n), h, q0, captured) for n in range(entries)]
             writer = Writer(pair.written, tiles, written_refs, written_smem, group, b, h, q0)
 
-            def accumulate(dq_acc: typing.Any) -> jax.Array:
+            def accumulate(*dq_accs: typing.Any) -> list[jax.Array]:
                 def step(i: jax.Array, masked: bool) -> None:
                     at = i + counts.plain if masked else i
                     kv0 = walk.tile(lists, b, h, tile, i, masked) * tiles.keys
-                    k_slot, v_slot = (
-                        common.slot_of(at, tiles.key_slots),
-                        common.slot_of(at, tiles.value_slots),
-                    )
+                    sums: tuple[jax.Array, ...] = ()
+                    for n in range(entries):
+                        others, k_slot = one_entry(n, at, kv0, masked)
+                        sums = tuple(a + b for a, b in zip(sums, others, strict=True)) if n else others
+                        if n == entries - 1:
+                            writer.write(sums, kv0)
+                        products.wait(0)
+                        products.release(k_free.at[k_slot])
 
-                    tile_math = rows.at_columns(kv0, masked)
-                    here = common.not_hoisted(group, plan.options.interpret)
+                def one_entry(
+                    n: int, at: jax.Array, kv0: jax.Array, masked: bool
+                ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                    """Starts the last product of a step; the gradients of captured arrays and the slot of the keys."""
+                    lse2, delta = owned[n].lse2, owned[n].delta
+                    k_slot = common.slot_of(nth(at, n), tiles.key_slots)
+                    v_slot = common.slot_of(nth(at, n), tiles.value_slots)
+                    tile_math = rows[n].at_columns(kv0, masked)
+                    here = part_of(common.not_hoisted(group, plan.options.interpret), n)
                     own_q, own_do = q_smem.at[here], do_smem.at[here]
 
                     def scores(s_acc: typing.Any, dp_acc: typing.Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -118,7 +152,7 @@ def backward_dq(
                         products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
                         held = tile_math
                         if staging is not None:
-                            held = staging.taken(held, ring, at, group)
+                            held = staging.taken(held, ring, at, group, n == 0, n == entries - 1)
                         s = products.read(s_acc, 1)
                         found = held.probabilities(s, lse2)
                         factor, factors = found.factor(), found.factors_of_loads()
@@ -129,21 +163,21 @@ def backward_dq(
                         return ds, tuple(ds if f is factor else found.cotangent(f, dp, before) for f in factors)
 
                     ds, others = products.accumulators(scores, math.shape, math.shape)
-                    products.add(dq_acc, ds.astype(dtype), k_smem.at[k_slot])
-                    writer.write(others, kv0)
-                    products.wait(0)
-                    products.release(k_free.at[k_slot])
+                    products.add(dq_accs[n], ds.astype(dtype), k_smem.at[k_slot])
+                    return others, k_slot
 
                 pl.loop(0, counts.plain)(functools.partial(step, masked=False))
                 if plan.mask is not None or plan.blocks is not None:
                     pl.loop(0, counts.masked)(functools.partial(step, masked=True))
-                return products.read(dq_acc) * plan.scale
+                return [products.read(acc) * plan.scale for acc in dq_accs]
 
-            dq = products.accumulators(accumulate, (tiles.rows, dim))
+            found = products.accumulators(accumulate, *((tiles.rows, dim),) * entries)
             writer.zeros(walk, empty_refs, tile)
-            own_q[...] = dq.astype(dtype)
+            for mine_, dq in zip(owned, found, strict=True):
+                mine_.queries[...] = dq.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own_q, rows_of(dq_ref, b=b, h=h, start=q0, size=tiles.rows))
+            for mine_ in owned:
+                plgpu.copy_smem_to_gmem(mine_.queries, mine_.gradient)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def copy() -> None:
@@ -153,21 +187,25 @@ def backward_dq(
             def step(i: jax.Array, masked: bool) -> None:
                 at = i + counts.plain if masked else i
                 key_tile = walk.tile(lists, b, h, tile, i, masked)
-                for ref, smem, full, free, slots in (
-                    (k_ref, k_smem, k_full, k_free, tiles.key_slots),
-                    (v_ref, v_smem, v_full, v_free, tiles.value_slots),
-                ):
-                    slot = common.slot_of(at, slots)
-                    pl.when(at >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
-                    rows = rows_of(ref, b=b, h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
-                    plgpu.copy_gmem_to_smem(rows, smem.at[slot], full.at[slot])
-                if staging is not None:
-                    staging.copy(ring, source, tile * q_tile, key_tile * tiles.keys, at)
+                for n in range(entries):
+                    for ref, smem, full, free, slots in (
+                        (k_ref, k_smem, k_full, k_free, tiles.key_slots),
+                        (v_ref, v_smem, v_full, v_free, tiles.value_slots),
+                    ):
+                        number = nth(at, n)
+                        slot = common.slot_of(number, slots)
+                        pl.when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+                        rows = rows_of(ref, b=entry_of(b, n), h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
+                        plgpu.copy_gmem_to_smem(rows, smem.at[slot], full.at[slot])
+                    if staging is not None and n == 0:
+                        staging.copy(ring, source, tile * q_tile, key_tile * tiles.keys, at)
 
             pl.loop(0, counts.plain)(functools.partial(step, masked=False))
             pl.loop(0, counts.masked)(functools.partial(step, masked=True))
             staged = () if staging is None else ((ring.free, tiles.staged_slots),)
-            common.drain(total, (k_free, tiles.key_slots), (v_free, tiles.value_slots), *staged)
+            tiles_read = nth(total, 0)
+            common.drain(tiles_read, (k_free, tiles.key_slots), (v_free, tiles.value_slots))
+            common.drain(total, *staged)
 
         pl.when(group < tiles.groups)(compute)
         pl.when(group == tiles.groups)(copy)
@@ -179,11 +217,11 @@ def backward_dq(
             tuple(one.out_type(plan) for one in pair.written),
         ),
         scratch_types=[
-            common.tile_smem((tiles.groups, tiles.rows, dim), dtype),
-            common.tile_smem((tiles.groups, tiles.rows, value_dim), dtype),
+            common.tile_smem((tiles.groups * entries, tiles.rows, dim), dtype),
+            common.tile_smem((tiles.groups * entries, tiles.rows, value_dim), dtype),
             common.tile_smem((tiles.key_slots, tiles.keys, dim), dtype),
             common.tile_smem((tiles.value_slots, tiles.keys, value_dim), dtype),
-            plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2),
+            plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2 * entries),
             plgpu.Barrier(num_barriers=tiles.key_slots),
             plgpu.Barrier(num_barriers=tiles.value_slots),
             plgpu.Barrier(num_barriers=tiles.key_slots, num_arrivals=tiles.groups),

@@ -21,11 +21,13 @@ NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients i
 class PairBytes(typing.NamedTuple):
     """Bytes an element of what a kernel keeps of arrays with a number for each query and key (backward_pair.py).
 
-    staged of the array that comes in through shared memory (0: none), written of all whose gradients go out through it.
+    staged of the array that comes in through shared memory (0: none), written of all whose gradients go out through it;
+    entries is how many batch entries a block of the dQ kernel takes together.
     """
 
     staged: int = 0
     written: int = 0
+    entries: int = 1
 
 
 NO_PAIR = PairBytes()
@@ -105,7 +107,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 class DqTiles(typing.NamedTuple):
     """Queries of one warpgroup, compute warpgroups, keys of a step, slots for key tiles and for value tiles; launch order;
-    slots for tiles of a staged array."""
+    slots for tiles of a staged array; batch entries that a block of threads takes together."""
 
     rows: int
     groups: int
@@ -114,13 +116,14 @@ class DqTiles(typing.NamedTuple):
     value_slots: int
     by_head: bool = True
     staged_slots: int = 0
+    entries: int = 1
 
 
 def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int, pair: PairBytes = NO_PAIR) -> int:
     queries = tiles.rows * tiles.groups
     ring = tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)
     return (
-        2 * (queries * (dim + value_dim) + ring)
+        2 * (tiles.entries * queries * (dim + value_dim) + ring)
         + queries * tiles.keys * (tiles.staged_slots * pair.staged + pair.written)
         + 2048
     )
@@ -135,7 +138,7 @@ def _dq_candidates(plan: KernelPlan, pair: PairBytes) -> list[DqTiles]:
     keys = own_tile(plan.blocks, "kv", _steps(plan.options.block_kv_bwd, widest))
     rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if pair.staged else ()
     made = [
-        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged)
+        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged, pair.entries)
         for key_slots, value_slots, staged in (*rings, (2, 2, 0), (2, 1, 0), (1, 1, 0))
     ]
     return [tiles for tiles in made if dq_smem_bytes(tiles, dim, value_dim, pair) <= SMEM_LIMIT]

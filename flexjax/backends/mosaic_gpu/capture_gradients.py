@@ -13,7 +13,8 @@ places correspond one to one, adds g tile by tile in registers, and writes one t
     diagonal    tiles with the same (q0 - kv0)         along the diagonals of the tile: 2 n - 1 sums
     tile        the batches and heads that share it    nothing
 
-The order of every sum is fixed. What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places
+Lists of batches and heads that share an element are joined, as long as enough remain to keep the device busy. The order of
+every sum is fixed. What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places
 that the load's index names: as it is where each dimension walks along one axis, by an addition to distinct places, or sorted
 and summed run by run where places may repeat.
 Costs two products a visited tile for each load with a gradient. Numbers for each query and key that no other load adds to
@@ -21,7 +22,7 @@ are written in the dtype of their array: as float32 they would be read and writt
 """
 
 import functools
-import math as pymath
+import math
 import typing
 
 import jax
@@ -40,7 +41,7 @@ from flexjax.backends.mosaic_gpu.backward_pair import (
     simulated_captures,
     staging_for,
 )
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath, captures_of
+from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath, TileMath, captures_of
 from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
@@ -49,6 +50,7 @@ from flexjax.trace.on_tiles import apply_op
 ROWS = 64
 NONE = (1 << 31) - 1
 MOST_REPEATED = 1 << 26  # places that are sorted at most
+LISTS_EACH = 8  # lists for each multiprocessor: with as many, the longest first, none waits long for the last
 
 
 def capture_gradients(
@@ -107,7 +109,6 @@ def _load_sums(
     tile = groups * ROWS
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     codes = _tile_codes(plan, operands, tile, rows, columns)
-    batch, heads = plan.batch, plan.q_heads
     if kind == mod_ir.COLUMN:
         codes = codes.transpose(0, 1, 3, 2)
     elif kind == mod_ir.DIAGONAL:
@@ -117,15 +118,17 @@ def _load_sums(
         codes = jnp.where(inside, picked, NONE)
     elif kind == mod_ir.TILE:
         codes = codes[..., None]
-        for axis, name in ((1, "h"), (0, "b")):
-            if name not in axes:
-                codes = jnp.concatenate(jnp.split(codes, codes.shape[axis], axis), -1)
+    shared = [axis for axis, name in ((1, "h"), (0, "b")) if name not in axes]
+    enough = 0 if kind == mod_ir.TILE else LISTS_EACH * common.multiprocessors()
+    for axis in shared:
+        if math.prod(codes.shape[:-1]) >= enough * codes.shape[axis]:
+            codes = jnp.concatenate(jnp.split(codes, codes.shape[axis], axis), -1)
     lists = jnp.sort(codes.reshape(-1, codes.shape[-1]), axis=-1)
     sums = _summed_tiles(plan, derivative, given, captures, lists, groups, place, kind, rows, columns, pair)
 
-    drop = tuple(i for i, name in enumerate(("b", "h")) if name not in axes)
+    batch, heads = codes.shape[:2]
     if kind == mod_ir.TILE:
-        sums = sums.reshape(*codes.shape[:2], rows * tile, columns * tile)
+        sums = sums.reshape(batch, heads, rows * tile, columns * tile)
         return sums[:, :, : plan.q_len, : plan.kv_len]
     sums = sums.reshape(batch, heads, -1, tile, tile)
     if kind == mod_ir.COLUMN:
@@ -138,7 +141,7 @@ def _load_sums(
         out = _join_windows(_diagonal_sums(sums))
         skip = (columns * tile - 1) - (plan.kv_len - 1)
         out = out[..., skip : skip + plan.q_len + plan.kv_len - 1]
-    return out.sum(drop, keepdims=True) if drop else out
+    return out.sum(tuple(shared), keepdims=True) if shared else out
 
 
 def _diagonal_sums(tiles: jax.Array) -> jax.Array:
@@ -167,9 +170,28 @@ def _groups(plan: KernelPlan) -> int:
     return 2 if wide and dims <= 256 else 1
 
 
-def _fits(tile: int, dim: int, value_dim: int, staged_bytes: int) -> bool:
-    """Whether a tile of a staged array has room beside those of the operands."""
-    return 4 * tile * (dim + value_dim) + tile * tile * staged_bytes + 1024 <= SMEM_LIMIT
+class Rings(typing.NamedTuple):
+    """Slots for tiles of queries and d_out (with them for tiles of a staged array), and for 64 keys and values."""
+
+    queries: int
+    keys: int
+    staged: bool
+
+
+def _rings(groups: int, dim: int, value_dim: int, staged_bytes: int) -> Rings:
+    """The deepest rings that fit shared memory: a staged array before a second slot."""
+    tile = groups * ROWS
+    choices = [
+        Rings(queries, keys, staged)
+        for staged in ((True, False) if staged_bytes else (False,))
+        for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
+    ]
+
+    def fits(rings: Rings) -> bool:
+        operands = 2 * (dim + value_dim) * (rings.queries * tile + rings.keys * ROWS)
+        return operands + rings.staged * rings.queries * tile * tile * staged_bytes + 1024 <= SMEM_LIMIT
+
+    return next((r for r in choices if fits(r)), choices[-1])
 
 
 def _sum_type(derivative: mod_ir.Program, place: int) -> typing.Any:
@@ -224,14 +246,15 @@ def _summed_tiles(
     dim, value_dim = given.query.shape[-1], given.value.shape[-1]
     num = jnp.sum(lists != NONE, axis=-1, dtype=jnp.int32)
     order = jnp.argsort(-num, stable=True).astype(jnp.int32)
-    math = TileMath(plan, derivative, (ROWS, ROWS), "q", gradients=(place,))
+    mathematics = TileMath(plan, derivative, (ROWS, ROWS), "q", gradients=(place,))
     products = common.Products(plan.options.interpret)
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
     whole = kind == mod_ir.TILE
     out_shape = (count // (rows * columns), rows * tile, columns * tile) if whole else (count, tile, tile)
     out_dtype = _sum_type(derivative, place) if whole else jnp.float32
-    slots = int(_fits(tile, dim, value_dim, pair.bytes.staged))
-    staging = staging_for(plan, derivative, pair, slots, (tile, tile), groups)
+    rings = _rings(groups, dim, value_dim, pair.bytes.staged)
+    staging = staging_for(plan, derivative, pair, int(rings.staged) * rings.queries, (tile, tile), groups)
+    shape = mathematics.shape
 
     def kernel(
         q_ref: typing.Any,
@@ -248,65 +271,88 @@ def _summed_tiles(
         k_smem: typing.Any,
         v_smem: typing.Any,
         do_smem: typing.Any,
-        score_full: typing.Any,
-        out_full: typing.Any,
-        score_free: typing.Any,
-        out_free: typing.Any,
+        q_full: typing.Any,
+        k_full: typing.Any,
+        q_free: typing.Any,
+        k_free: typing.Any,
         pair_smem: typing.Any,
     ) -> None:
         group = lax.axis_index("wg")
         mine = order_ref[lax.axis_index("program")]
         steps = num_ref[mine]
 
-        def visited(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-            code = lists_ref[mine, i]
+        def code(i: jax.Array) -> jax.Array:
+            """Of the i-th tile, of the last one where there are fewer; 0 in an empty list."""
+            found = lists_ref[mine, jnp.maximum(jnp.minimum(i, steps - 1), 0)]
+            return jnp.where(steps > 0, found, 0)
+
+        def place(code: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+            """Batch entry, head, first query, first key."""
             number = lax.shift_right_logical(code, jnp.int32(1))
             rest, column = lax.div(number, jnp.int32(columns)), lax.rem(number, jnp.int32(columns))
             rest, row = lax.div(rest, jnp.int32(rows)), lax.rem(rest, jnp.int32(rows))
             b, h = lax.div(rest, jnp.int32(plan.q_heads)), lax.rem(rest, jnp.int32(plan.q_heads))
-            return b, h, row * tile, column * tile, (code & 1) == 1
+            return b, h, row * tile, column * tile
+
+        def statistics(code: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """lse2 and delta of the queries of this warpgroup."""
+            b, h, q0, _ = place(code)
+            own = pl.ds(q0 + group * ROWS, ROWS)
+            read = lambda n: plgpu.load(stats_ref.at[b, h, n, own], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+            return read(0), read(1)
 
         def compute() -> None:
             common.take_registers(groups)
-            zero = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), common.WGMMA)
+            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), common.WGMMA)
 
-            def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                b, h, q0, kv0, masked = visited(i)
-                q0 = q0 + group * ROWS
-                rows_math = math.at_rows(b, h, q0, captured)
-                own = pl.ds(q0, ROWS)
-                lse2 = plgpu.load(stats_ref.at[b, h, 0, own], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                delta = plgpu.load(stats_ref.at[b, h, 1, own], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
+            def step(i: jax.Array, carry: typing.Any) -> typing.Any:
+                sums, (now, soon), (lse2, delta) = carry
+                later, statistics_soon = code(i + 2), statistics(soon)  # reads that nothing here waits for
+                b, h, q0, kv0 = place(now)
+                masked = (now & 1) == 1
+                rows_math = mathematics.at_rows(b, h, q0 + group * ROWS, captured)
+                q_slot = common.slot_of(i, rings.queries)
                 here = pl.ds(common.not_hoisted(group, plan.options.interpret) * ROWS, ROWS)
-                plgpu.barrier_wait(score_full)
-                plgpu.barrier_wait(out_full)
+                own_q, own_do = q_smem.at[q_slot, here], do_smem.at[q_slot, here]
                 new = []
                 for part, total in enumerate(sums):
-                    keys = pl.ds(part * ROWS, ROWS)
+                    k_slot = common.slot_of(i * groups + part, rings.keys)
+                    tile_math = rows_math.at_columns(kv0 + part * ROWS, masked)
+                    if part == 0:
+                        plgpu.barrier_wait(q_full.at[q_slot])
+                    plgpu.barrier_wait(k_full.at[k_slot])
 
                     def g(
-                        s_acc: typing.Any, dp_acc: typing.Any, keys: typing.Any = keys, part: int = part
+                        s_acc: typing.Any,
+                        dp_acc: typing.Any,
+                        k_slot: jax.Array = k_slot,
+                        part: int = part,
+                        tile_math: ColumnMath = tile_math,
                     ) -> jax.Array:
-                        products.add(s_acc, q_smem.at[here], k_smem.at[keys], b_t=True)
-                        if math.delta_first:
-                            products.start(dp_acc, -math.spread(delta, "q"))
-                        products.add(dp_acc, do_smem.at[here], v_smem.at[keys], b_t=True)
+                        products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
+                        if mathematics.delta_first:
+                            products.start(dp_acc, -mathematics.spread(delta, "q"))
+                        products.add(dp_acc, own_do, v_smem.at[k_slot], b_t=True)
                         s = products.read(s_acc, 1)
-                        tile_math = rows_math.at_columns(kv0 + part * ROWS, masked)
                         if staging is not None:
-                            value = memory.load_staged(pair_smem.at[0, here, keys], plan.options.interpret)
+                            keys = pl.ds(part * ROWS, ROWS)
+                            value = memory.load_staged(pair_smem.at[q_slot, here, keys], plan.options.interpret)
                             tile_math = tile_math.holding(staging.load, value)
                         found = tile_math.probabilities(s, lse2)
                         (factor,) = found.factors_of_loads()
                         dp = products.read(dp_acc)
-                        return found.cotangent(factor, dp, None if math.delta_first else math.spread(delta, "q"))
+                        products.release(k_free.at[k_slot])
+                        return found.cotangent(
+                            factor, dp, None if mathematics.delta_first else mathematics.spread(delta, "q")
+                        )
 
-                    new.append(total + products.accumulators(g, math.shape, math.shape))
-                products.release(score_free)
-                products.release(out_free)
-                return tuple(new)
+                    new.append(total + products.accumulators(g, shape, shape))
+                products.release(q_free.at[q_slot])
+                return tuple(new), (soon, later), statistics_soon
 
-            sums = lax.fori_loop(0, steps, step, (zero,) * groups)
+            first = code(jnp.int32(0))
+            begin = ((zero,) * groups, (first, code(jnp.int32(1))), statistics(first))
+            sums, _, _ = lax.fori_loop(0, steps, step, begin)
             for part, total in enumerate(sums):
                 if whole:
                     per = jnp.int32(rows * columns)
@@ -320,21 +366,30 @@ def _summed_tiles(
         def copy() -> None:
             common.leave_registers(groups)
 
-            @pl.loop(0, steps)
-            def _(i: jax.Array) -> None:
-                b, h, q0, kv0, _masked = visited(i)
+            def step(i: jax.Array, codes: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                now, soon = codes
+                later = code(i + 2)
+                b, h, q0, kv0 = place(now)
                 h_kv = lax.div(h, jnp.int32(plan.group))
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(score_free))
-                plgpu.copy_gmem_to_smem(rows_of(q_ref, b=b, h=h, start=q0, size=tile), q_smem, score_full)
-                plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tile), k_smem, score_full)
+                slot = common.slot_of(i, rings.queries)
+                pl.when(i >= rings.queries)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+                own = functools.partial(rows_of, b=b, h=h, start=q0, size=tile)
+                plgpu.copy_gmem_to_smem(own(q_ref), q_smem.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(own(do_ref), do_smem.at[slot], q_full.at[slot])
                 if staging is not None:
-                    staging.fetch(pair_smem.at[0], staging.source(captured, b, h), q0, kv0, score_full)
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(out_free))
-                plgpu.copy_gmem_to_smem(rows_of(do_ref, b=b, h=h, start=q0, size=tile), do_smem, out_full)
-                plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tile), v_smem, out_full)
+                    staging.fetch(pair_smem.at[slot], staging.source(captured, b, h), q0, kv0, q_full.at[slot])
+                for part in range(groups):
+                    number = i * groups + part
+                    k_slot = common.slot_of(number, rings.keys)
+                    pl.when(number >= rings.keys)(lambda k_slot=k_slot: plgpu.barrier_wait(k_free.at[k_slot]))
+                    visited = functools.partial(rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
+                    plgpu.copy_gmem_to_smem(visited(k_ref), k_smem.at[k_slot], k_full.at[k_slot])
+                    plgpu.copy_gmem_to_smem(visited(v_ref), v_smem.at[k_slot], k_full.at[k_slot])
+                return soon, later
 
-            pl.when(steps > 0)(lambda: plgpu.barrier_wait(score_free))
-            pl.when(steps > 0)(lambda: plgpu.barrier_wait(out_free))
+            lax.fori_loop(0, steps, step, (code(jnp.int32(0)), code(jnp.int32(1))))
+            common.drain(steps, (q_free, rings.queries))
+            common.drain(steps * groups, (k_free, rings.keys))
 
         pl.when(group < groups)(compute)
         pl.when(group == groups)(copy)
@@ -343,14 +398,14 @@ def _summed_tiles(
         kernel,
         out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         scratch_types=[
-            common.tile_smem((tile, dim), dtype),
-            common.tile_smem((tile, dim), dtype),
-            common.tile_smem((tile, value_dim), dtype),
-            common.tile_smem((tile, value_dim), dtype),
-            plgpu.Barrier(num_arrivals=2 if staging is None else 3),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=groups),
-            plgpu.Barrier(num_arrivals=groups),
+            common.tile_smem((rings.queries, tile, dim), dtype),
+            common.tile_smem((rings.keys, ROWS, dim), dtype),
+            common.tile_smem((rings.keys, ROWS, value_dim), dtype),
+            common.tile_smem((rings.queries, tile, value_dim), dtype),
+            plgpu.Barrier(num_barriers=rings.queries, num_arrivals=2 if staging is None else 3),
+            plgpu.Barrier(num_barriers=rings.keys, num_arrivals=2),
+            plgpu.Barrier(num_barriers=rings.queries, num_arrivals=groups),
+            plgpu.Barrier(num_barriers=rings.keys, num_arrivals=groups),
             None if staging is None else staging.slot_memory(),
         ],
         grid=(count,),
@@ -396,7 +451,7 @@ def _places(plan: KernelPlan, load: mod_ir.Load) -> int:
         "kv": plan.kv_len,
         "delta": plan.q_len + plan.kv_len - 1,
     }
-    return pymath.prod(lengths[a] for a in _axes(load))
+    return math.prod(lengths[a] for a in _axes(load))
 
 
 POSITIONS = {mod_ir.SCALAR: (2, 3), mod_ir.ROW: (3,), mod_ir.COLUMN: (2,), mod_ir.TILE: ()}

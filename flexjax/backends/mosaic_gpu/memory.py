@@ -8,6 +8,7 @@ other reads gather by an array of indices. Nothing here checks bounds: callers c
 Lane semantics. In the simulator (`interpret`) the same functions read the whole array and index its value.
 """
 
+import functools
 import math
 import typing
 
@@ -244,14 +245,18 @@ def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
     return _widen(lax.optimization_barrier(value))
 
 
-def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool) -> jax.Array:
+def affine_tile(
+    row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool, period: int = 0
+) -> jax.Array:
     """`row[r] + step * c`, int32 or float32, from a row vector; one operation with a constant an element.
 
-    `step` is a number, or for float32 a scalar of the kernel.
+    `step` is a number, or for float32 a scalar of the kernel. `period`, a power of two: int32 modulo that. The columns that
+    a thread holds are 8 apart, so with a small period most of its elements are one value, computed once.
     """
     floating = jnp.issubdtype(row.dtype, jnp.floating)
     if interpret:
-        return row[:, None] + jnp.arange(shape[1]).astype(row.dtype)[None, :] * jnp.asarray(step, row.dtype)
+        whole = row[:, None] + jnp.arange(shape[1]).astype(row.dtype)[None, :] * jnp.asarray(step, row.dtype)
+        return whole & np.int32(period - 1) if period else whole
     fixed = not isinstance(step, jax.Array)
     splat = plgpu.Layout.WG_SPLAT(())
 
@@ -272,8 +277,15 @@ def affine_tile(row: jax.Array, step: typing.Any, shape: tuple[int, int], interp
                 value = vectors.extract(value, dynamic_position=[], static_position=[item])
             bases[position[0]] = add(value, lane)
 
+        @functools.cache
+        def repeated(row: int, offset: int) -> ir.Value:
+            return arith.andi(add(bases[row], mgpu.c(offset, kind)), mgpu.c(period - 1, kind))
+
         def values() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
             for register, item, position in places.constants:
+                if period:
+                    yield register, item, repeated(position[0], step * position[1] % period)
+                    continue
                 along = mgpu.c(step * position[1], kind) if fixed else mul(slope, mgpu.c(float(position[1]), kind))
                 yield register, item, add(bases[position[0]], along)
 

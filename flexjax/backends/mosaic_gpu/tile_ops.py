@@ -249,7 +249,7 @@ def _convert(x: Value, old: str, new: str) -> Value:
     return _wrap(x if x.dtype == target else x.astype(target), new)
 
 
-def _power_of_two(atom: mod_ir.Atom) -> int | None:
+def power_of_two(atom: mod_ir.Atom) -> int | None:
     if isinstance(atom, mod_ir.Lit) and isinstance(atom.value, int) and atom.value > 0:
         return atom.value.bit_length() - 1 if atom.value & (atom.value - 1) == 0 else None
     return None
@@ -269,7 +269,7 @@ def _integer_division(name: str, step: mod_ir.Op, a: Value, b: Value, hang: bool
     remainder = name in ("rem", "floormod")
     known = _low(left) >= 0 and _low(right) > 0
     if known or a.dtype == jnp.uint32 or name.startswith("floor"):
-        bits = _power_of_two(right)
+        bits = power_of_two(right)
         if bits is not None and (known or name.startswith("floor")):
             if remainder:
                 return a & np.asarray((1 << bits) - 1, a.dtype)

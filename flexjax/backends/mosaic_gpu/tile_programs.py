@@ -28,7 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.tile_ops import DTYPES, SUPPORTED, apply, inner_dtype, is_float, precision_name
+from flexjax.backends.mosaic_gpu.tile_ops import (
+    DTYPES,
+    SUPPORTED,
+    apply,
+    inner_dtype,
+    is_float,
+    power_of_two,
+    precision_name,
+)
 from flexjax.trace import mod_ir
 
 SCALAR, ROW, COLUMN, TILE = "scalar", "row", "column", "tile"
@@ -303,6 +311,12 @@ class TileProgram:
                 a, b, number = b, a, step.inputs[0]
             else:
                 number = step.inputs[1]
+            waits = name == "mul" and not isinstance(number, mod_ir.Lit) and a.step is None and b.step is None
+            if a.kind == TILE and waits:
+                if a.factor * b.factor == 1.0:
+                    return None
+                other = dataclasses.replace(b, factor=1.0)
+                return _Slot(TILE, a.value * self._as_tile(other), factor=a.factor * b.factor)
             if a.kind != TILE or b.kind != SCALAR:
                 return None
             if a.step is not None and name == "mul":
@@ -330,33 +344,39 @@ class TileProgram:
 
     # ------------------------------------------------------------- integers that walk affinely
 
-    def _shortcut_source(self, step: mod_ir.Op) -> mod_ir.Val | None:
-        """The affine integer that a tile of this step equals (itself, or what it casts to float32)."""
+    def _shortcut_source(self, step: mod_ir.Op) -> tuple[mod_ir.Val, int] | None:
+        """The affine integer that a tile of this step equals (itself, or what it casts to float32), and the period after
+        which it repeats, a power of two; 0 where it does not.
+        """
         if self._kind(step.out.axes) != TILE:
             return None
         source: mod_ir.Atom = step.out
-        if step.prim == "convert_element_type" and step.out.dtype == "float32":
+        period = 0
+        if step.prim == "floormod" and power_of_two(step.inputs[1]) is not None:
+            source, period = step.inputs[0], 1 << typing.cast(int, power_of_two(step.inputs[1]))
+        elif step.prim == "convert_element_type" and step.out.dtype == "float32":
             source = step.inputs[0]
             bounds = (source.low, source.high) if isinstance(source, mod_ir.Val) else (None, None)
             if None in bounds or max(abs(b) for b in typing.cast(tuple[int, int], bounds)) >= MAX_EXACT // 2:
                 return None
         if not isinstance(source, mod_ir.Val) or source.linear is None or source.dtype != "int32":
             return None
-        return source if source.linear.q and source.linear.kv else None
+        return (source, period) if source.linear.q and source.linear.kv else None
 
     def _shortcut(self, step: mod_ir.Op) -> _Slot | None:
         from flexjax.backends.mosaic_gpu import memory
 
-        source = self._shortcut_source(step)
-        if source is None or self.col_start is None:
+        found = self._shortcut_source(step)
+        if found is None or self.col_start is None:
             return None
+        source, period = found
         linear = typing.cast(mod_ir.Linear, source.linear)
         per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
         start = self._linear_at(linear, self.row_start, self.col_start)
         row = memory.row_iota(self.shape[0]) * np.int32(per_row) + start
         if step.out.dtype == "float32":
             return _Slot(TILE, row.astype(jnp.float32), step=np.float32(per_col))
-        return _Slot(TILE, memory.affine_tile(row, per_col, self.shape, self.interpret))
+        return _Slot(TILE, memory.affine_tile(row, per_col, self.shape, self.interpret, period))
 
     def _linear_at(self, linear: mod_ir.Linear, row: Value, col: Value) -> Value:
         q, kv = (row, col) if self.row_axis == "q" else (col, row)

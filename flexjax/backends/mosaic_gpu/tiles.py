@@ -92,30 +92,19 @@ def padded_dim(dim: int) -> int:
 # (key slots, value slots, query slots), the best first, by the larger head dim; from measurements, see NOTES.md.
 RINGS = {
     64: ((2, 2, 2), (4, 4, 1), (3, 3, 2), (2, 2, 1)),
-    128: ((3, 2, 1), (2, 2, 2), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
+    128: ((2, 2, 2), (3, 2, 1), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
     256: ((2, 2, 1), (3, 2, 1)),
 }
 GROUPS = (2, 1, 3)
 """Numbers of computing warpgroups, the best first."""
-FEW_BLOCKS = 16  # a row of the mask that visits no more is short: what happens once a row weighs
 
 
 def _manner(plan: KernelPlan, size: int) -> dict[str, bool]:
-    """How to run, by the larger head dim and what the mask is known to visit; from measurements, see NOTES.md."""
+    """How to run, by the larger head dim and whether there is a block mask; from measurements, see NOTES.md."""
+    queue = {"persistent": False, "queue": True}
     if size == 64:
-        return {"overlap": False, "slack": False}
-    if size == 256 or plan.blocks is None:
-        return {"turns": False}
-    if plan.blocks.partial + plan.blocks.full <= FEW_BLOCKS:
-        return {"overlap": False}
-    return {"persistent": False}
-
-
-def _rings(plan: KernelPlan, size: int) -> tuple[tuple[int, int, int], ...]:
-    rings = RINGS[size]
-    if size == 128 and (plan.blocks is None or plan.blocks.partial + plan.blocks.full <= FEW_BLOCKS):
-        return (rings[1], rings[0], *rings[2:])
-    return rings
+        return {**queue, "overlap": False, "slack": False}
+    return {**queue, "turns": size != 256 and plan.blocks is not None}
 
 
 def _size(head_dim: int, value_dim: int) -> int:
@@ -153,7 +142,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                 continue
             if plan.options.block_kv is not None and plan.options.block_kv != keys:
                 continue
-            for stages, value_stages, slots in _rings(plan, size):
+            for stages, value_stages, slots in RINGS[size]:
                 if plan.options.num_stages is not None and plan.options.num_stages != stages:
                     continue
                 ring = (stages, value_stages, head_dim, value_dim, slots)

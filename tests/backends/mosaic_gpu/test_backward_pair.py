@@ -68,7 +68,22 @@ CASES: dict[str, tuple[dict[str, typing.Any], Expected]] = {
     ),
     "sum over the batch": (
         {"score": by_head, "captured": (rounded("bfloat16", 2, 64, 128),), **SMALL, "heads": 2, "q_len": 64, "batch": 2},
+        Expected(True, True),
+    ),
+    "sum over three batch entries, odd": (
+        {"score": by_head, "captured": (rounded("bfloat16", 1, 64, 128),), **SMALL, "q_len": 50, "kv_len": 101, "batch": 3},
+        Expected(True, True),
+    ),
+    "sum over too much for one warpgroup": (
+        {"score": by_head, "captured": (rounded("bfloat16", 1, 64, 128),), **SMALL, "q_len": 64, "batch": 2, "dim": 96},
         Expected(True, False),
+    ),
+    "sum over the batch under a mask of each head": (
+        {
+            "score": by_head, "captured": (rounded("bfloat16", 2, 128, 128),), "mask": lambda b, h, q, k: q + h >= k,
+            "mask_heads": 2, "q_len": 128, "kv_len": 128, "batch": 2, "block": (64, 64),
+        },
+        Expected(True, True),
     ),
     "sum over the heads": (
         {
@@ -78,8 +93,11 @@ CASES: dict[str, tuple[dict[str, typing.Any], Expected]] = {
         Expected(True, False),
     ),
     "sum over the batch under a mask, float32": (
-        {"score": by_head, "captured": (normal(1, 136, 224),), "mask": causal, "heads": 1, "q_len": 130, "kv_len": 200, "batch": 2},
-        Expected(True, False),
+        {
+            "score": by_head, "captured": (normal(1, 72, 128),), "mask": causal, "block": (64, 64),
+            "heads": 1, "q_len": 70, "kv_len": 100, "batch": 2,
+        },
+        Expected(True, True),
     ),
     "sum over the batch, head dim 160": (
         {"score": by_head, "captured": (rounded("bfloat16", 1, 64, 128),), **SMALL, "q_len": 64, "batch": 2, "dim": 160},

@@ -57,6 +57,9 @@ MODS: dict[str, typing.Callable] = {
         s + (q // 7) * (k % 5) + ((q - k) // 4) - ((q - k) % 3) + (k ^ q) + (q << 2) + (q - k) // jnp.maximum(k - 100, 1)
     ),
     "booleans": lambda s, b, h, q, k: jnp.where(((q >= k) & ~(k < 30)) | ((q % 2 == 0) != (k % 3 == 0)), s, 0.0),
+    "checkerboard": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 1, 2.0 * jnp.where((k - q) % 2 == 0, s * 0.5, s), s),
+    "chosen factors": lambda s, b, h, q, k: jnp.where(q > k, 3.0 * s, s) * GAIN * jnp.where(k % 2 == 0, -0.3, 0.7),
+    "periods": lambda s, b, h, q, k: s + (3 * q - 5 * k + 7) % 8 + (q + k) % 64 * 0.1 + (k - 2 * q) % 32 - (q - k) % 4096,
     "hash": _hash,
     "distance": lambda s, b, h, q, k: s - jnp.abs(q - k).astype(jnp.float32) * 0.1,
     "finite": lambda s, b, h, q, k: jnp.where(jnp.isfinite(jnp.log(s)), s, 0.0),
