@@ -96,15 +96,29 @@ RINGS = {
     256: ((2, 2, 1), (3, 2, 1)),
 }
 GROUPS = (2, 1, 3)
-"""Numbers of computing warpgroups, the best first."""
+"""Numbers of computing warpgroups, the best first; three come first where `_three_are_better`."""
+THREE_GROUPS = 1.12
+"""Speed of three groups against two at head dims up to 64, where both fill the device; from measurements, see NOTES.md."""
 
 
-def _manner(plan: KernelPlan, size: int) -> dict[str, bool]:
+def _manner(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
     """How to run, by the larger head dim and whether there is a block mask; from measurements, see NOTES.md."""
     queue = {"persistent": False, "queue": True}
     if size == 64:
-        return {**queue, "overlap": False, "slack": False}
-    return {**queue, "turns": size != 256 and plan.blocks is not None}
+        return {**queue, "overlap": groups == 3, "slack": groups == 3, "turns": groups == 2}
+    return {**queue, "turns": groups == 2 and size != 256 and plan.blocks is not None}
+
+
+def _busy(plan: KernelPlan, rows: int) -> float:
+    """The part of the device's time that goes to queries, with tiles of so many: the rest are past the end, or idle."""
+    tiles = -(-plan.q_len // rows)
+    items = plan.batch * plan.q_heads * tiles
+    rounds = -(-items // MULTIPROCESSORS)
+    return items / max(1, rounds * MULTIPROCESSORS) * plan.q_len / max(1, rows * tiles)
+
+
+def _three_are_better(plan: KernelPlan, size: int, staged_bytes: int) -> bool:
+    return size == 64 and not staged_bytes and THREE_GROUPS * _busy(plan, 192) > _busy(plan, 128)
 
 
 def _size(head_dim: int, value_dim: int) -> int:
@@ -132,7 +146,8 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     wide = size == 256
     staged_bytes = staging.item_size(plan)
     found: list[ForwardTile] = []
-    for groups in GROUPS:
+    order = (3, 2, 1) if _three_are_better(plan, size, staged_bytes) else GROUPS
+    for groups in order:
         if plan.blocks is not None and block_q % (64 * groups):
             continue
         if plan.options.block_q is not None and plan.options.block_q != 64 * groups:
@@ -145,13 +160,11 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
             for stages, value_stages, slots in RINGS[size]:
                 if plan.options.num_stages is not None and plan.options.num_stages != stages:
                     continue
-                ring = (stages, value_stages, head_dim, value_dim, slots)
-                tile = dataclasses.replace(ForwardTile(groups, 64, keys, *ring), **_manner(plan, size))
-                if groups != 2:
-                    tile = dataclasses.replace(tile, turns=False)
+                ring = (stages, value_stages, head_dim, value_dim, 1 if groups == 3 else slots)
+                tile = dataclasses.replace(ForwardTile(groups, 64, keys, *ring), **_manner(plan, size, groups))
                 found += _staged(tile, staged_bytes)
     # of as many queries: a tile of which an array is staged before any of which it is not
-    found.sort(key=lambda t: (GROUPS.index(t.groups), staged_bytes > 0 and t.staged_slots == 0))
+    found.sort(key=lambda t: (order.index(t.groups), staged_bytes > 0 and t.staged_slots == 0))
     if plan.q_len <= 64 and plan.options.block_q is None:
         found.sort(key=lambda t: t.groups != 1)
-    return tuple(found)
+    return tuple(dict.fromkeys(found))

@@ -101,6 +101,35 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
 # fmt: on
 
 
+# fmt: off
+FORWARD: dict[str, tuple[KernelPlan, str]] = {
+    "full 128": (plan(), "128x128 slots 2,2,2 overlap"),
+    "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap turns"),
+    "full 256": (plan(dim=256), "128x64 slots 2,2,1 overlap"),
+    "causal 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
+    "full 64": (plan(dim=64), "192x128 slots 2,2,1 overlap"),
+    "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 turns"),
+    "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,1 overlap"),
+    "2048 of 64 heads at 64: tiles of 192 leave the device idle": (
+        dataclasses.replace(plan(dim=64), batch=8, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048),
+        "128x128 slots 2,2,2 turns",
+    ),
+    "queries of 64 asked for at 64": (plan(dim=64, block_q=64), "64x128 slots 2,2,2"),
+    "a short sequence": (dataclasses.replace(plan(dim=64), q_len=64), "64x128 slots 2,2,2"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_tiles_of_the_forward_pass(name: str) -> None:
+    made, chosen = FORWARD[name]
+    tile = tiles.forward_tile(made)
+    assert tile.queue
+    assert not tile.persistent
+    text = f"{tile.block_q}x{tile.block_kv} slots {tile.stages},{tile.value_stages},{tile.query_slots}"
+    assert text + " overlap" * tile.overlap + " turns" * tile.turns == chosen
+
+
 @pytest.mark.parametrize("name", CHOSEN)
 def test_tiles_of_the_backward_pass(name: str) -> None:
     options, chosen = CHOSEN[name]
