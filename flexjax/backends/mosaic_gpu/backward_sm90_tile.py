@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
-from flexjax.backends.mosaic_gpu.memory import kernel_operand
+from flexjax.backends.mosaic_gpu.memory import kernel_operand, repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
@@ -196,15 +196,15 @@ class ColumnMath:
         others: tuple[jax.Array | None, ...] = (None,) * len(math.others)
         if self.score is None:
             p = jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q"))
-        elif not math.evaluated:
-            score, factor, row = self.score.scaled_tile(s, plan.scale)
+        else:
+            score, factor, by, row, rest = self.score.scaled_tile(s, plan.scale)
             shift = -math.spread(lse2, "q")
             if row is not None:
                 shift = math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
-            p = jnp.exp2(score * (factor * LOG2E) + shift)
-        else:
-            score, *rest = self.score.tile(s, plan.scale)
-            p = jnp.exp2(score * LOG2E - math.spread(lse2, "q"))
+            units = factor * LOG2E
+            if by is not None:
+                units = repeat_columns(by * units, math.shape, plan.options.interpret)
+            p = jnp.exp2(score * units + shift)
             computed = dict(zip(math.evaluated, rest, strict=True))
             slope = computed.get(1)
             others = tuple(None if n is None else computed[n] for n in math.others)

@@ -67,10 +67,11 @@ class Place(typing.NamedTuple):
 
 
 class Scores(typing.NamedTuple):
-    """Scores in the form `factor * tile + row[:, None]`, the factor positive."""
+    """Scores in the form `factor * by * tile + row[:, None]`, the factors positive; `by` is narrow (memory.py)."""
 
     tile: jax.Array
     factor: float
+    by: jax.Array | None
     row: jax.Array | None
 
 
@@ -429,13 +430,13 @@ class Kernel:
     def _scores(self, s: jax.Array, item: Item, step: Scalar, at: Place, mode: str) -> Scores:
         """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
         plan, tile = self.plan, self.tile
-        factor, row = plan.scale, None
+        factor, by, row = plan.scale, None, None
         if at.score is not None:
-            s, factor, row = at.score.scaled_tile(s, factor)
+            s, factor, by, row, _ = at.score.scaled_tile(s, factor)
         elif factor <= 0:
             s, factor = s * f32(factor), 1.0
         if mode == "plain" or not self._has_masked_steps:
-            return Scores(s, factor, row)
+            return Scores(s, factor, by, row)
         if at.mask is not None:
             (on,) = at.mask.tile()
             if mode == "first" or self._full_may_hang:
@@ -444,7 +445,7 @@ class Kernel:
         if plan.kv_len % tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv):
             inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
             s = jnp.where(memory.stretch(inside, "column", s.shape), s, f32(-math.inf))
-        return Scores(s, factor, row)
+        return Scores(s, factor, by, row)
 
     @property
     def _full_may_hang(self) -> bool:
@@ -466,7 +467,10 @@ class Kernel:
             less = f32(self.reference) if scores.row is None else f32(self.reference) - scores.row * f32(LOG2E)
             p = self._powers(scores, units, less)
             return p, base, base, total + p.sum(axis=1)
-        top = scores.tile.max(axis=1) * units
+        largest = scores.tile
+        if scores.by is not None:  # factors are positive: the largest of those with one factor, times that
+            largest = memory.largest_by_column(largest, self.interpret) * scores.by
+        top = largest.max(axis=1) * units
         offset = None if scores.row is None else scores.row * f32(LOG2E)
         if offset is not None:
             top = top + offset
@@ -480,9 +484,12 @@ class Kernel:
         return p, shrink, top, total * shrink + p.sum(axis=1)
 
     def _powers(self, scores: Scores, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
+        shape = (self.tile.rows, self.tile.block_kv)
         if isinstance(less, jax.Array):
-            less = memory.stretch(less, "row", scores.tile.shape)
-        x = scores.tile * units - less if self.reference != 0.0 or scores.row is not None else scores.tile * units
+            less = memory.stretch(less, "row", shape)
+        factor = units if scores.by is None else memory.repeat_columns(scores.by * units, shape, self.interpret)
+        x = scores.tile * factor
+        x = x - less if self.reference != 0.0 or scores.row is not None else x
         return exponential.exp2_tile(x, self.tile.polynomials, self.interpret)
 
     def _rescale(self, out: jax.Array, shrink: jax.Array) -> jax.Array:

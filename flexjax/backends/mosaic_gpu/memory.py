@@ -108,8 +108,9 @@ def _assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, sig
 
 
 def _signed(dtype: typing.Any) -> bool | None:
+    """Of integers and booleans, None for floats."""
     dtype = jnp.dtype(dtype)
-    return jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
+    return None if jnp.issubdtype(dtype, jnp.floating) else jnp.issubdtype(dtype, jnp.signedinteger)
 
 
 def _element_load(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> ir.Value:
@@ -214,6 +215,53 @@ def load_affine(
         return _assemble(layout.to_mgpu(), shape, values(), _signed(ref.dtype))
 
     return _widen(read(part, start))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
+PERIOD = 8
+"""Columns after which the registers of a thread repeat; a narrow tile has as many: four numbers a thread."""
+
+
+def _by_column(layout: typing.Any, array: typing.Any, shape: tuple[int, int]) -> dict[tuple[int, ...], list[ir.Value]]:
+    """The elements of a thread by row and by column modulo PERIOD."""
+    found: dict[tuple[int, ...], list[ir.Value]] = {}
+    for register, item, (row, column) in _places(layout, shape).constants:
+        value = vectors.extract(array.registers[register], dynamic_position=[], static_position=[item])
+        found.setdefault((row, column % PERIOD), []).append(value)
+    return found
+
+
+def repeat_columns(narrow: jax.Array, shape: tuple[int, int], interpret: bool) -> jax.Array:
+    """A narrow tile, [rows, PERIOD], over and over; costs nothing."""
+    if interpret:
+        return jnp.tile(narrow, (1, shape[1] // PERIOD))
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(shape, narrow.dtype, layout=TILE))
+    def repeat(_: typing.Any, array: typing.Any) -> typing.Any:
+        layout = TILE.to_mgpu()
+        known = _by_column(layout, array, (shape[0], PERIOD))
+        places = _places(layout, shape).constants
+        items = ((register, item, known[row, column % PERIOD][0]) for register, item, (row, column) in places)
+        return _assemble(layout, shape, items, _signed(narrow.dtype))
+
+    return repeat(narrow)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
+def largest_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
+    """[rows, PERIOD]: the largest of the columns that are PERIOD apart; within a thread."""
+    rows, columns = tile.shape
+    if interpret:
+        return tile.reshape(rows, columns // PERIOD, PERIOD).max(axis=1)
+    narrow = (rows, PERIOD)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(narrow, tile.dtype, layout=TILE))
+    def largest(_: typing.Any, array: typing.Any) -> typing.Any:
+        layout = TILE.to_mgpu()
+        known = _by_column(layout, array, (rows, columns))
+        places = _places(layout, narrow).constants
+        items = ((register, item, functools.reduce(arith.maximumf, known[at])) for register, item, at in places)
+        return _assemble(layout, narrow, items, None)
+
+    return largest(tile)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
 def staged_memory(slots: int, shape: tuple[int, int], dtype: typing.Any) -> typing.Any:

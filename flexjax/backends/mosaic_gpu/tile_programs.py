@@ -38,8 +38,11 @@ from flexjax.backends.mosaic_gpu.tile_ops import (
     precision_name,
 )
 from flexjax.trace import mod_ir
+from flexjax.trace.bounds import bounds
+from flexjax.trace.rewrite import with_results
 
 SCALAR, ROW, COLUMN, TILE = "scalar", "row", "column", "tile"
+NARROW = "narrow"  # a tile that repeats after memory.PERIOD columns, which are what is kept
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
 MAX_EXACT = 1 << 24  # integers up to here are exact in float32
 
@@ -88,17 +91,31 @@ def _unsupported_op(step: mod_ir.Op) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A value at its rank. Three forms of a float tile wait to be computed until they meet something that needs them:
+    """A value at its rank. Four forms of a float tile wait to be computed until they meet something that needs them:
 
-    `factor` times the tile; a tile with the row vector `row` still to be added; and an affine one, row vector `value` plus
-    `step` (a number or a scalar) times the number of the column.
+    `factor` times the tile, and `by`, a narrow tile of positive numbers, times that; a tile with the row vector `row` still to
+    be added; and an affine one, row vector `value` plus `step` (a number or a scalar) times the number of the column.
     """
 
     kind: str
     value: Value
     factor: float = 1.0
+    by: Value = None
     row: Value = None
     step: Value = None
+
+
+class Scaled(typing.NamedTuple):
+    """factor * by * tile + row[:, None]: `factor` and the narrow tile `by` are positive, `by` and `row` may be None.
+
+    others   results of the program after the first, as tiles
+    """
+
+    tile: jax.Array
+    factor: float
+    by: jax.Array | None
+    row: jax.Array | None
+    others: tuple[jax.Array, ...]
 
 
 class TileProgram:
@@ -169,15 +186,13 @@ class TileProgram:
         """The results on the tile at `at_rows` and `columns`, each stretched to a whole tile, of `factor * score`."""
         return tuple(self._as_tile(s) for s in self._results(score, factor))
 
-    def scaled_tile(self, score: Value, factor: float) -> tuple[jax.Array, float, jax.Array | None]:
-        """The one result of the program on `factor * score` in three parts, to be put together where that is cheapest:
-
-        a tile, a positive number to multiply it by, and a row vector to add after that (or None).
-        """
-        (slot,) = self._results(score, factor)
+    def scaled_tile(self, score: Value, factor: float) -> Scaled:
+        """The results of the program on `factor * score`, the first in parts, to be put together where that is cheapest."""
+        slot, *others = self._results(score, factor)
+        rest = tuple(map(self._as_tile, others))
         if slot.kind == TILE and slot.step is None and slot.factor > 0:
-            return slot.value, slot.factor, slot.row
-        return self._as_tile(slot), 1.0, None
+            return Scaled(slot.value, slot.factor, slot.by, slot.row, rest)
+        return Scaled(self._as_tile(slot), 1.0, None, None, rest)
 
     def at_cols(self, start: Value, score: Value = None) -> tuple[jax.Array, ...]:
         """`columns` and `tile` in one."""
@@ -267,14 +282,19 @@ class TileProgram:
             return memory.affine_tile(slot.value, slot.step, self.shape, self.interpret)
         if slot.row is not None:
             return slot.value + memory.stretch(slot.row, ROW, self.shape)
+        if slot.by is not None:
+            return slot.value * memory.repeat_columns(slot.by * np.float32(slot.factor), self.shape, self.interpret)
         if slot.factor != 1.0:
             return slot.value * np.float32(slot.factor)
         if slot.kind == kind:
             return slot.value
+        narrow = (self.shape[0], memory.PERIOD)
         if slot.kind == SCALAR:
-            size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape}[kind]
-            return memory.splat(slot.value, kind, size, self.interpret)
-        return memory.stretch(slot.value, slot.kind, self.shape)
+            size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape, NARROW: narrow}[kind]
+            return memory.splat(slot.value, TILE if kind == NARROW else kind, size, self.interpret)
+        if slot.kind == NARROW:
+            return memory.repeat_columns(slot.value, self.shape, self.interpret)
+        return memory.stretch(slot.value, slot.kind, narrow if kind == NARROW else self.shape)
 
     def _as_tile(self, slot: _Slot) -> jax.Array:
         return self._stretch(slot, TILE)
@@ -285,6 +305,8 @@ class TileProgram:
         if waiting is not None:
             return waiting
         kinds = {s.kind for s in slots} - {SCALAR}
+        if kinds == {ROW, NARROW}:
+            kinds = {NARROW}
         kind = SCALAR if not kinds else kinds.pop() if len(kinds) == 1 else TILE
         args = [self._stretch(s, kind) for s in slots]
         if kind == SCALAR:
@@ -313,10 +335,12 @@ class TileProgram:
                 number = step.inputs[1]
             waits = name == "mul" and not isinstance(number, mod_ir.Lit) and a.step is None and b.step is None
             if a.kind == TILE and waits:
+                if b.kind == NARROW and a.by is None and self._positive(number):
+                    return dataclasses.replace(a, by=b.value)
                 if a.factor * b.factor == 1.0:
                     return None
                 other = dataclasses.replace(b, factor=1.0)
-                return _Slot(TILE, a.value * self._as_tile(other), factor=a.factor * b.factor)
+                return dataclasses.replace(a, value=a.value * self._as_tile(other), factor=a.factor * b.factor)
             if a.kind != TILE or b.kind != SCALAR:
                 return None
             if a.step is not None and name == "mul":
@@ -341,6 +365,9 @@ class TileProgram:
             value = self._stretch(a, TILE) + memory.stretch(along, COLUMN, self.shape)
             return _Slot(TILE, value, row=sign * b.value)
         return None
+
+    def _positive(self, atom: mod_ir.Atom) -> bool:
+        return bounds(with_results(self.program, (atom,)))[0][0] > 0
 
     # ------------------------------------------------------------- integers that walk affinely
 
@@ -376,6 +403,9 @@ class TileProgram:
         row = memory.row_iota(self.shape[0]) * np.int32(per_row) + start
         if step.out.dtype == "float32":
             return _Slot(TILE, row.astype(jnp.float32), step=np.float32(per_col))
+        if 0 < period <= memory.PERIOD:
+            narrow = (self.shape[0], memory.PERIOD)
+            return _Slot(NARROW, memory.affine_tile(row, per_col, narrow, self.interpret, period))
         return _Slot(TILE, memory.affine_tile(row, per_col, self.shape, self.interpret, period))
 
     def _linear_at(self, linear: mod_ir.Linear, row: Value, col: Value) -> Value:

@@ -118,7 +118,10 @@ def _busy(plan: KernelPlan, rows: int) -> float:
 
 
 def _three_are_better(plan: KernelPlan, size: int, staged_bytes: int) -> bool:
-    return size == 64 and not staged_bytes and THREE_GROUPS * _busy(plan, 192) > _busy(plan, 128)
+    """Not where anything is masked or dropped: a third group leaves too few registers for a second loop, and they spill."""
+    if size != 64 or staged_bytes or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
+        return False
+    return THREE_GROUPS * _busy(plan, 192) > _busy(plan, 128)
 
 
 def _size(head_dim: int, value_dim: int) -> int:

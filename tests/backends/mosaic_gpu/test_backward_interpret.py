@@ -207,6 +207,14 @@ CASES: dict[str, dict[str, typing.Any]] = {
         "mask": causal, "layout": "BNTH", "dtype": "float16", "sinks": True, "d_lse": True, "heads": 1,
     },
     "soft cap": {"score": lambda c, s, b, h, q, k: 5.0 * jnp.tanh(s / 5.0), "q_len": 128, "kv_len": 128, "heads": 1},
+    "checkerboard": {
+        "score": lambda c, s, b, h, q, k: jnp.where((k - q) % 2 == 1, 2.0 * jnp.where((k + q) % 4 == 0, s * 0.5, s), s),
+        "q_len": 128, "kv_len": 128, "heads": 1,
+    },
+    "checkerboard under a mask, then a slope": {
+        "score": lambda c, s, b, h, q, k: jnp.where((k - q) % 2 == 1, 3.0 * s, s) - 0.1 * (q - k), "mask": causal,
+        "q_len": 130, "kv_len": 200, "heads": 1,
+    },
     "dropout": {
         "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
         "q_len": 128, "kv_len": 128, "heads": 1,

@@ -28,6 +28,10 @@ def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing
     return q >= k
 
 
+def checkerboard(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return jnp.where((k - q) % 2 == 1, 2.0 * jnp.where((k - q) % 2 == 0, s * 0.5, s), s)
+
+
 def cases() -> dict[str, dict[str, typing.Any]]:
     table, pair = jnp.zeros((2, 1024)), jnp.zeros((2, 256, 256), jnp.bfloat16)
     segments = jnp.zeros((1, 256), jnp.int32)
@@ -35,6 +39,7 @@ def cases() -> dict[str, dict[str, typing.Any]]:
     whole, wide = jnp.zeros((1, 2, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
     short = jnp.zeros((2, 200, 256), jnp.bfloat16)
     queue = {"queue": True, "persistent": False}
+    three = {"groups": 3, "turns": False, "overlap": True, "slack": True, "query_slots": 1}
     return {
         "full 128": {"dim": 128},
         "causal 64": {"mask": causal, "dim": 64},
@@ -63,6 +68,20 @@ def cases() -> dict[str, dict[str, typing.Any]]:
             "dim": 128,
             "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30),
             "tile": {"polynomials": 2},
+        },
+        "checkerboard": {"dim": 64, "score": checkerboard, "dtype": "float16"},
+        "checkerboard under a mask": {"mask": causal, "dim": 128, "score": checkerboard},
+        "three groups": {"dim": 64, "tile": three},
+        "three groups, relative table": {
+            "dim": 64,
+            "score": lambda s, b, h, q, k: s + table[h, q - k + 256],
+            "tile": three,
+        },
+        "three groups, soft cap": {
+            "dim": 64,
+            "q_len": 250,
+            "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30),
+            "tile": three,
         },
         "sinks": {"mask": causal, "dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "dtype": "float16"},
     }

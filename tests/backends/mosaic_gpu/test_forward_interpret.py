@@ -87,6 +87,24 @@ CASES: dict[str, dict[str, typing.Any]] = {
     "blocks of 256, odd": {"mask": causal, "block": (256, 256), "q_len": 300, "kv_len": 290},
     "mask of each head": {"mask": lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0), "mask_heads": 2},
     "negative scale": {"scale": -0.1},
+    "checkerboard": {
+        "score": lambda s, b, h, q, k: 2.0 * jnp.where((k - q) % 2 == 0, s * 0.5, s), "dtype": "float16", "max_scores": True,
+    },
+    "checkerboard, two factors, odd, under a mask": {
+        "score": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 1, 2.0 * jnp.where((k + q) % 4 == 0, s * 0.5, s), s),
+        "mask": causal, "q_len": 200, "kv_len": 237,
+    },
+    "checkerboard, then more": {
+        "score": lambda s, b, h, q, k: 0.5 * jnp.where((k - q) % 8 == 3, s * 3.0, s) - 0.1 * (q - k) + h, "mask": causal,
+    },
+    "checkerboard of a negative scale": {
+        "score": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 0, s * 0.5, s), "scale": -0.1,
+    },
+    "factors of both signs": {"score": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 0, s * -0.5, s)},
+    "factors that repeat after 16": {"score": lambda s, b, h, q, k: jnp.where((k - q) % 16 < 5, s * 0.5, s)},
+    "capped checkerboard": {
+        "score": lambda s, b, h, q, k: 3.0 * jnp.tanh(jnp.where((k - q) % 2 == 0, s * 0.5, s)) * jnp.where((k + q) % 2 == 0, 0.5, 1.0),
+    },
 }  # fmt: skip
 
 
