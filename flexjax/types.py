@@ -40,7 +40,8 @@ class KernelOptions:
     block_q_bwd, block_kv_bwd  tile of the backward pass
     num_stages                 key tiles in flight in the forward pass (GPU)
     deterministic              False allows additions in any order in the backward pass where that is faster
-    interpret                  run a kernel in the simulator of its platform, on the CPU
+    interpret                  run a kernel in the simulator of its platform, on the CPU; that of GPU kernels comes to a
+                               standstill where XLA has few threads (PJRT_NPROC=32 in the environment gives it more)
     """
 
     block_q: int | None = None
