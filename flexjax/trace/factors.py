@@ -1,7 +1,7 @@
 """Scores that a mod multiplies by one of several numbers: the choice is made between the numbers, not between the products.
 
     where(p, c * s, s)        is    s * where(p, c, 1)          to the bit: either way one product is rounded
-    (s * where(p, c, 1)) * where(p', c', 1)    is    s * (where(p, c, 1) * where(p', c', 1))
+    (s * where(p, c, 1)) * where(p', c', 1)    is    s * (where(p, c, 1) * where(p', c', 1))    within a rounding
 
 What depends on places alone repeats over a tile and is computed once for many of its elements (a checkerboard has two
 different factors); what depends on the score is computed for each.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from flexjax.trace.mod_ir import Atom, Lit, Op, Val, axes_of
 
+DEEPEST = 3  # products of products that are looked into
 LARGEST = 2.0**60  # of a product of factors, and the reciprocal of the smallest: no order of multiplying overflows
 Definition = Callable[[Atom], Op | None]
 
@@ -69,7 +70,7 @@ def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
     return atom, 1.0
 
 
-def _size(atom: Atom, definition: Definition) -> tuple[float, float] | None:
+def _size(atom: Atom, definition: Definition, depth: int = DEEPEST) -> tuple[float, float] | None:
     """(largest, smallest) magnitude of a choice of numbers or a product of such, None for anything else."""
     op = definition(atom)
     if op is None or "score" in axes_of(atom):
@@ -78,7 +79,7 @@ def _size(atom: Atom, definition: Definition) -> tuple[float, float] | None:
         numbers = [_number(a) for a in op.inputs[1:]]
         sizes = [abs(n) for n in numbers if n is not None]
         return (max(sizes), min(sizes)) if len(sizes) == len(numbers) else None
-    if op.prim != "mul":
+    if op.prim != "mul" or not depth:
         return None
-    a, b = (_size(x, definition) for x in op.inputs)
+    a, b = (_size(x, definition, depth - 1) for x in op.inputs)
     return None if a is None or b is None else (a[0] * b[0], a[1] * b[1])

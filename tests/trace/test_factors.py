@@ -73,6 +73,16 @@ def test_the_products_are_chosen(name: str) -> None:
     assert steps(mod) == expected
 
 
+def test_products_of_products_are_not_looked_into_for_ever() -> None:
+    def mod(s, b, h, q, k):
+        factor = jnp.where(q > k, -1.0, 1.0)
+        for _ in range(40):
+            factor = factor * factor
+        return s * factor
+
+    assert steps(mod).count("mul") == 41
+
+
 def test_an_infinite_score_stays_what_it_is() -> None:
     mod = lambda s, b, h, q, k: jnp.where(q > k, jnp.exp(s * 1e3) * 0.5, jnp.exp(s * 1e3))
     got, want = both(mod)

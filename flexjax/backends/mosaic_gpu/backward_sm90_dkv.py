@@ -42,7 +42,7 @@ def backward_dkv(
     kv_tiles = -(-plan.kv_len // kv_tile)
     walk = common.walk_for(plan, kv_tile, tiles.queries, transposed=True)
     order = common.longest_first(walk, walk_arrays, kv_tiles)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv")
+    math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, tiles.rows * tiles.groups))
     staging = staging_for(plan, derivative, pair, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
     products = common.Products(plan.options.interpret)
     heads = plan.batch * plan.kv_heads

@@ -41,7 +41,7 @@ def backward_dkv_wide(
     kv_tiles = -(-plan.kv_len // KEYS)
     walk = common.walk_for(plan, KEYS, QUERIES, transposed=True)
     order = common.longest_first(walk, walk_arrays, kv_tiles)
-    math = TileMath(plan, derivative, (KEYS, QUERIES), "kv")
+    math = TileMath(plan, derivative, (KEYS, QUERIES), "kv", (QUERIES, KEYS))
     products = common.Products(plan.options.interpret)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)

@@ -51,7 +51,14 @@ def backward_dq(
     q_tiles = -(-plan.q_len // q_tile)
     walk = common.walk_for(plan, q_tile, tiles.keys, transposed=False)
     order = common.longest_first(walk, walk_arrays, q_tiles)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.keys), "q", also=tuple(one.place for one in pair.written))
+    math = TileMath(
+        plan,
+        derivative,
+        (tiles.rows, tiles.keys),
+        "q",
+        (q_tile, tiles.keys),
+        also=tuple(one.place for one in pair.written),
+    )
     staging = staging_for(plan, derivative, pair, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
     empty = empty_blocks(plan, walk_arrays) if pair.written else common.WalkRefs(None, None, None, None)
     products = common.Products(plan.options.interpret)

@@ -156,7 +156,7 @@ def backward_fused(
         q_tiles = -(-q_tiles // per_block) * per_block
     schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles)
     simulated, ordered = plan.options.interpret, schedule.ticket is not None
-    math = TileMath(plan, derivative, (ROWS, QUERIES), "kv")
+    math = TileMath(plan, derivative, (ROWS, QUERIES), "kv", (QUERIES, FUSED_KEYS))
     products = common.Products(simulated)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)

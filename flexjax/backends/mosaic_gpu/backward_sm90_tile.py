@@ -71,6 +71,7 @@ class Probabilities(typing.NamedTuple):
 class TileMath:
     """The mathematics of a tile for one plan. `derivative` is the score program with its derivatives, None: identity.
 
+    covers      queries and keys that a block of threads takes at once, of which `shape` is one warpgroup's part
     gradients   which of the derivatives with respect to loads to compute, instead of that with respect to the score:
                 results[2 + i] of `derivative`
     also        the same beside that with respect to the score
@@ -80,6 +81,7 @@ class TileMath:
     derivative: mod_ir.Program | None
     shape: tuple[int, int]
     row_axis: str
+    covers: tuple[int, int]
     gradients: tuple[int, ...] = ()
     also: tuple[int, ...] = ()
 
@@ -92,8 +94,16 @@ class TileMath:
         return self.shape[1 if self.row_axis == "q" else 0]
 
     @property
+    def covered(self) -> tuple[int, int]:
+        """Queries and keys that are visited together: a tile may lie wholly past the end of the last ones."""
+        blocks = self.plan.blocks
+        listed = (1, 1) if blocks is None else (blocks.block_q, blocks.block_kv)
+        return max(self.covers[0], listed[0]), max(self.covers[1], listed[1])
+
+    @property
     def hangs(self) -> bool:
-        return bool(self.plan.q_len % self.queries or self.plan.kv_len % self.keys)
+        queries, keys = self.covered
+        return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 
     @property
     def delta_first(self) -> bool:
@@ -232,13 +242,15 @@ class ColumnMath:
     def _inside(self, p: jax.Array) -> jax.Array:
         """Zero past the last key; past the last query too where a mod was evaluated there (otherwise lse2 = inf does it)."""
         math, plan = self.rows.math, self.rows.math.plan
-        ends = [("kv", plan.kv_len, math.keys)]
+        queries, keys = math.covered
+        ends = [("kv", plan.kv_len, keys)]
         if self.score is not None:
-            ends.append(("q", plan.q_len, math.queries))
-        for axis, end, tile in ends:
-            if end % tile == 0:
+            ends.append(("q", plan.q_len, queries))
+        for axis, end, together in ends:
+            if end % together == 0:
                 continue
             dim = int(axis != math.row_axis)
+            tile = math.shape[dim]
             first = self.col0 if dim else self.rows.row0
 
             def cut(p: jax.Array, first: jax.Array = first, dim: int = dim, end: int = end) -> jax.Array:

@@ -247,7 +247,7 @@ def _summed_tiles(
     dim, value_dim = given.query.shape[-1], given.value.shape[-1]
     num = jnp.sum(lists != NONE, axis=-1, dtype=jnp.int32)
     order = jnp.argsort(-num, stable=True).astype(jnp.int32)
-    mathematics = TileMath(plan, derivative, (ROWS, ROWS), "q", gradients=(place,))
+    mathematics = TileMath(plan, derivative, (ROWS, ROWS), "q", (tile, tile), gradients=(place,))
     products = common.Products(plan.options.interpret)
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
     whole = kind == mod_ir.TILE

@@ -89,6 +89,11 @@ def _unsupported_op(step: mod_ir.Op) -> str | None:
     return None
 
 
+def _harmless(factor: float) -> bool:
+    """Whether a number may wait to be multiplied: neither it nor a product with it becomes 0 or infinite in between."""
+    return 1e-30 < abs(factor) < 1e30
+
+
 @dataclasses.dataclass(frozen=True)
 class _Slot:
     """A value at its rank. Four forms of a float tile wait to be computed until they meet something that needs them:
@@ -335,9 +340,9 @@ class TileProgram:
                 number = step.inputs[1]
             waits = name == "mul" and not isinstance(number, mod_ir.Lit) and a.step is None and b.step is None
             if a.kind == TILE and waits:
-                if b.kind == NARROW and a.by is None and self._positive(number):
+                if b.kind == NARROW and a.by is None and self._positive(number, abs(a.factor)):
                     return dataclasses.replace(a, by=b.value)
-                if a.factor * b.factor == 1.0:
+                if a.factor * b.factor == 1.0 or not _harmless(a.factor * b.factor):
                     return None
                 other = dataclasses.replace(b, factor=1.0)
                 return dataclasses.replace(a, value=a.value * self._as_tile(other), factor=a.factor * b.factor)
@@ -348,9 +353,10 @@ class TileProgram:
             if not isinstance(number, mod_ir.Lit) or a.step is not None:
                 return None
             factor = float(number.value.real)
-            if factor == 0 or not math.isfinite(factor) or not 1e-30 < abs(factor) < 1e30:
+            if not _harmless(factor):
                 return None
-            return dataclasses.replace(a, factor=a.factor * factor if name == "mul" else a.factor / factor)
+            factor = a.factor * factor if name == "mul" else a.factor / factor
+            return dataclasses.replace(a, factor=factor) if _harmless(factor) else None
         sign = -1 if name == "sub" else 1
         if a.step is not None and b.step is not None:
             return _Slot(TILE, a.value + sign * b.value, step=a.step + sign * b.step)
@@ -366,8 +372,10 @@ class TileProgram:
             return _Slot(TILE, value, row=sign * b.value)
         return None
 
-    def _positive(self, atom: mod_ir.Atom) -> bool:
-        return bounds(with_results(self.program, (atom,)))[0][0] > 0
+    def _positive(self, atom: mod_ir.Atom, factor: float) -> bool:
+        """Whether the number is positive, and stays so in float32 when multiplied by the factor."""
+        low, high = bounds(with_results(self.program, (atom,)))[0]
+        return low > 0 and _harmless(low) and _harmless(high) and _harmless(low * factor) and _harmless(high * factor)
 
     # ------------------------------------------------------------- integers that walk affinely
 

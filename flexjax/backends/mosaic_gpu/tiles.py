@@ -105,7 +105,8 @@ def _manner(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
     """How to run, by the larger head dim and whether there is a block mask; from measurements, see NOTES.md."""
     queue = {"persistent": False, "queue": True}
     if size == 64:
-        return {**queue, "overlap": groups == 3, "slack": groups == 3, "turns": groups == 2}
+        beside = groups == 3 and plan.mask is None and plan.dropout is None
+        return {**queue, "overlap": beside, "slack": beside, "turns": groups == 2}
     return {**queue, "turns": groups == 2 and size != 256 and plan.blocks is not None}
 
 

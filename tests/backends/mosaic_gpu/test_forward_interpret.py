@@ -100,6 +100,9 @@ CASES: dict[str, dict[str, typing.Any]] = {
     "checkerboard of a negative scale": {
         "score": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 0, s * 0.5, s), "scale": -0.1,
     },
+    "checkerboard of factors that vanish together": {
+        "score": lambda s, b, h, q, k: s * 1e-25 * jnp.where((q + k) % 2 == 0, 1e-25, 1.0), "mask": causal,
+    },
     "factors of both signs": {"score": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 0, s * -0.5, s)},
     "factors that repeat after 16": {"score": lambda s, b, h, q, k: jnp.where((k - q) % 16 < 5, s * 0.5, s)},
     "capped checkerboard": {
