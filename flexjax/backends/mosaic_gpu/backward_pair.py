@@ -62,24 +62,6 @@ def plain_dims(load: mod_ir.Load) -> Dims | None:
     return plain if len(plain) == len(found) and len(set(named)) == len(named) else None
 
 
-def staged_load(program: mod_ir.Program) -> mod_ir.Load | None:
-    """The first load that the score needs whose tiles the copy engine can bring (see staging.py)."""
-    live = mod_ir.uses(program.steps, program.results[:1])
-    return next((load for load in program.loads if load.out.id in live and _can_be_copied(program, load)), None)
-
-
-def _can_be_copied(program: mod_ir.Program, load: mod_ir.Load) -> bool:
-    array = program.captures[load.capture]
-    size = staging.ITEM_SIZES.get(array.dtype)
-    if size is None or not 2 <= len(array.shape) <= staging.MOST_DIMS:
-        return False
-    if array.shape[-2] % staging.PIECE[0] or array.shape[-1] * size % staging.PIECE[1]:
-        return False
-    if any(mod_ir.axes_of(a) - mod_ir.UNIFORM for a in load.index[:-2]):
-        return False
-    return _walk(load.index[-2]) == ("q", 0) and _walk(load.index[-1]) == ("kv", 0)
-
-
 def placed(values: jax.Array, dims: Dims, shape: tuple[int, ...]) -> jax.Array:
     """Numbers of [b, h, q, kv] (1 for an axis that the array lacks) where the load reads them, zeros elsewhere."""
     order = [AXES.index(axis) for axis, _ in dims if axis]
@@ -178,7 +160,7 @@ def pair_of(plan: KernelPlan, derivative: mod_ir.Program | None, wanted: tuple[b
     """
     if derivative is None or max(padded_dims(plan)) > NARROW:
         return Pair()
-    load = staged_load(derivative)
+    load = staging.staged_load(derivative)
     pair = Pair() if load is None else Pair(load, derivative.captures[load.capture].dtype)
     for place, source in enumerate(gradient_loads(derivative)):
         found = _writable(plan, derivative, place) if wanted[source.capture] else None

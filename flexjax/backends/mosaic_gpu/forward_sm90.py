@@ -636,7 +636,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     plan, operands = _joined(plan, operands)
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)
-    staged = staging.staged_load(plan) if tile.staged_slots else None
+    staged = staging.staged_load(plan.score) if tile.staged_slots and plan.score is not None else None
     kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, staged, fixed_reference(plan))
     q_padded = schedule.q_tiles * tile.block_q
     # The copy engine wants lengths in multiples of 8 rows; it fills what lies past the end with zeros itself.

@@ -18,20 +18,15 @@ MOST_DIMS = 5
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def staged_load(plan: KernelPlan) -> mod_ir.Load | None:
-    """The load of the score program that goes through shared memory."""
-    if plan.score is None:
-        return None
-    live = mod_ir.uses(plan.score.steps, plan.score.results)
-    for step in plan.score.steps:
-        if isinstance(step, mod_ir.Load) and step.out.id in live and _can_be_copied(plan.score, step):
-            return step
-    return None
+def staged_load(program: mod_ir.Program) -> mod_ir.Load | None:
+    """The load that goes through shared memory: of those that the score, the first result, needs."""
+    live = mod_ir.uses(program.steps, program.results[:1])
+    return next((load for load in program.loads if load.out.id in live and _can_be_copied(program, load)), None)
 
 
 def item_size(plan: KernelPlan) -> int:
-    """Bytes of an element of the staged array; 0 where there is none."""
-    load = staged_load(plan)
+    """Bytes of an element of the array that the plan's score program has staged; 0 where there is none."""
+    load = None if plan.score is None else staged_load(plan.score)
     return 0 if load is None or plan.score is None else ITEM_SIZES[plan.score.captures[load.capture].dtype]
 
 

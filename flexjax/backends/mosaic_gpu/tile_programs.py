@@ -203,10 +203,6 @@ class TileProgram:
         """`columns` and `tile` in one."""
         return self.columns(start).tile(score)
 
-    def own_ranks(self, start: Value, score: Value = None) -> tuple[tuple[str, Value], ...]:
-        """As `at_cols`, each result at its own rank: pairs of "scalar", "row", "column" or "tile" and the value."""
-        return tuple((s.kind, self._stretch(s, s.kind)) for s in self.columns(start)._results(score))
-
     def _results(self, score: Value, factor: float = 1.0) -> list[_Slot]:
         new = self._copy()
         if score is not None:
