@@ -30,6 +30,12 @@ MANNERS: dict[str, dict[str, Any]] = {
     "polynomials 2/8": {"polynomials": 2},
     "polynomials 4/8": {"polynomials": 4},
     "nothing staged": {"staged_slots": 0},
+    "reverse": {"reverse": True},
+    "forwards": {"reverse": False},
+    "early": {"early": True},
+    "not early": {"early": False},
+    "no turns": {"turns": False},
+    "slack": {"slack": True},
     "queue, polynomials 1/8": {**QUEUE, "polynomials": 1},
     "queue, polynomials 2/8": {**QUEUE, "polynomials": 2},
 }

@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
-from flexjax.backends.mosaic_gpu.memory import kernel_operand, repeat_columns
+from flexjax.backends.mosaic_gpu.memory import kernel_operand
+from flexjax.backends.mosaic_gpu.thread_tiles import repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
@@ -207,9 +208,10 @@ class ColumnMath:
         if self.score is None:
             p = jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q"))
         else:
-            score, factor, by, row, rest = self.score.scaled_tile(s, plan.scale)
+            score, factor, by, row, at, _, rest = self.score.scaled_tile(s, plan.scale)
             shift = -math.spread(lse2, "q")
-            if row is not None:
+            if row is not None and at is not None:
+                row = row + at
                 shift = math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
             units = factor * LOG2E
             if by is not None:

@@ -29,19 +29,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import exponential, memory, staging, work_queue
-from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, i32
+from flexjax.backends.mosaic_gpu import memory, staging, thread_tiles, work_queue
+from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, flat, i32
+from flexjax.backends.mosaic_gpu.online_softmax import LN2, LOG2E, Growth, OnlineSoftmax, Scores, State, fixed_reference
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.trace import mod_ir
-from flexjax.trace.bounds import bounds
 
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
-SLACK = 8.0
-WIDEST = 80.0
-"""Largest power of two of a score, either way, that needs no running maximum. A sum over 2^20 keys stays below 2^100, and its
-products with values between 2^-46 and 2^27 inside float32."""
 f32 = np.float32
 
 
@@ -66,18 +61,14 @@ class Place(typing.NamedTuple):
     dropout: TileProgram | None
 
 
-class Scores(typing.NamedTuple):
-    """Scores in the form `factor * by * tile + row[:, None]`, the factors positive; `by` is narrow (memory.py)."""
-
-    tile: jax.Array
-    factor: float
-    by: jax.Array | None
-    row: jax.Array | None
-
-
 def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
     rows = pl.ds(start, size)
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+
+
+def slot_of(number: Scalar, slots: int) -> Scalar:
+    """Of a ring, the slot of what comes as `number`, which is not negative."""
+    return number & i32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, i32(slots))
 
 
 # ------------------------------------------------------------------- the two roles
@@ -95,6 +86,12 @@ class Kernel:
     staged: mod_ir.Load | None = None  # what of the score program comes through shared memory
     reference: float | None = None  # what the exponentials are relative to, where it need not follow the maximum
 
+    @property
+    def softmax(self) -> OnlineSoftmax:
+        tile = self.tile
+        slack = tile.slack and not self.plan.max_scores
+        return OnlineSoftmax((tile.rows, tile.block_kv), slack, self.reference, tile.polynomials, self.interpret)
+
     def copy(self, arrays: Arrays, shared: Shared) -> None:
         """The copying warpgroup: queries, keys and values of every item in turn."""
         plan, tile, signals = self.plan, self.tile, self.signals
@@ -103,32 +100,42 @@ class Kernel:
 
         def one_item(item: Item, turn: Scalar, step: Scalar) -> Scalar:
             kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
-            q_slot = lax.rem(turn, i32(tile.query_slots))
+            q_slot = slot_of(turn, tile.query_slots)
             signals.acquire("query", shared.query_free, q_slot)
             if tile.queue:
                 work_queue.put(shared.box, q_slot, item)
             rows = rows_of(arrays.query, plan.layout, item.b, item.h, item.q_tile * tile.block_q, tile.block_q)
             plgpu.copy_gmem_to_smem(rows, shared.query.at[q_slot], shared.query_full.at[q_slot])
 
-            def one_step(n: Scalar, at: Scalar) -> Scalar:
-                key_slot, value_slot = lax.rem(at, i32(tile.stages)), lax.rem(at, i32(tile.value_stages))
+            def keys(n: Scalar) -> None:
+                slot = slot_of(step + n, tile.stages)
                 start = self.schedule.kv_start(arrays, item, n)
-                keys = rows_of(arrays.key, plan.layout, item.b, kv_head, start, tile.block_kv)
-                values = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
-                signals.acquire("key", shared.key_free, key_slot)
-                plgpu.copy_gmem_to_smem(keys, shared.key.at[key_slot], shared.key_full.at[key_slot])
-                if self.staged is not None:
-                    self._copy_staged(self.staged, arrays, shared, item, start, at)
-                signals.acquire("value", shared.value_free, value_slot)
-                plgpu.copy_gmem_to_smem(values, shared.value.at[value_slot], shared.value_full.at[value_slot])
-                return at + 1
+                rows = rows_of(arrays.key, plan.layout, item.b, kv_head, start, tile.block_kv)
+                signals.acquire("key", shared.key_free, slot)
+                plgpu.copy_gmem_to_smem(rows, shared.key.at[slot], shared.key_full.at[slot])
 
-            return lax.fori_loop(i32(0), item.total, one_step, step)
+            def values(n: Scalar) -> None:
+                slot = slot_of(step + n, tile.value_stages)
+                start = self.schedule.kv_start(arrays, item, n)
+                rows = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
+                signals.acquire("value", shared.value_free, slot)
+                plgpu.copy_gmem_to_smem(rows, shared.value.at[slot], shared.value_full.at[slot])
+
+            def one_step(n: Scalar, _: None) -> None:
+                """Keys go a step ahead: their slots are given back half a step before those of values."""
+                pl.when(n + 1 < item.total)(lambda: keys(n + 1))
+                if self.staged is not None:
+                    self._copy_staged(self.staged, arrays, shared, item, n, step)
+                values(n)
+
+            pl.when(item.total > 0)(lambda: keys(i32(0)))
+            lax.fori_loop(i32(0), item.total, one_step, None)
+            return step + item.total
 
         turns = self._copy_each(arrays, shared, one_item)
         if self.interpret:  # the simulator insists that every arrival is seen
             for slot in range(tile.queue, tile.query_slots):
-                signals.acquire("query", shared.query_free, lax.rem(turns + slot, i32(tile.query_slots)))
+                signals.acquire("query", shared.query_free, slot_of(turns + slot, tile.query_slots))
             for slot in range(tile.stages):
                 signals.acquire("key", shared.key_free, slot)
             for slot in range(tile.value_stages):
@@ -137,14 +144,15 @@ class Kernel:
                 signals.acquire("staged", shared.staged_free, slot)
 
     def _copy_staged(
-        self, load: mod_ir.Load, arrays: Arrays, shared: Shared, item: Item, start: Scalar, step: Scalar
+        self, load: mod_ir.Load, arrays: Arrays, shared: Shared, item: Item, n: Scalar, first_step: Scalar
     ) -> None:
-        """The tile of the captured array at the item's queries and the keys from `start`."""
+        """The tile of the captured array at step n of the item, whose first is `first_step`."""
         tile = self.tile
         assert shared.staged is not None
         assert shared.staged_full is not None
         assert self.plan.score is not None
-        slot = lax.rem(step, i32(tile.staged_slots))
+        slot = slot_of(first_step + n, tile.staged_slots)
+        start = self.schedule.kv_start(arrays, item, n)
         self.signals.acquire("staged", shared.staged_free, slot)
         leading = TileProgram(
             self.plan.score,
@@ -173,7 +181,7 @@ class Kernel:
 
         first = (lax.axis_index("program"), i32(0), i32(0))
         _, turns, _ = work_queue.each(draw, jnp.asarray(True), first)
-        slot = lax.rem(turns, i32(tile.query_slots))
+        slot = slot_of(turns, tile.query_slots)
         self.signals.acquire("query", shared.query_free, slot)
         work_queue.put(shared.box, slot, None)
         plgpu.barrier_arrive(shared.query_full.at[slot])
@@ -188,7 +196,7 @@ class Kernel:
             return
 
         def look(turn: Scalar) -> tuple[Scalar, Item]:
-            slot = lax.rem(turn, i32(self.tile.query_slots))
+            slot = slot_of(turn, self.tile.query_slots)
             plgpu.barrier_wait(shared.query_full.at[slot])
             return work_queue.get(shared.box, slot, schedule.blank)
 
@@ -253,22 +261,19 @@ class Kernel:
         score = self._program(plan.score, arrays.score, item, q_start)
         mask = self._program(plan.mask, arrays.mask, item, q_start)
         dropout = self._program(plan.dropout, arrays.dropout, item, q_start)
-        q_slot = lax.rem(turn, i32(tile.query_slots))
+        q_slot = slot_of(turn, tile.query_slots)
         queries = shared.query.at[q_slot, pl.ds(group * tile.rows, tile.rows)]
         if not tile.queue:
             plgpu.barrier_wait(shared.query_full.at[q_slot])
-
-        def row(value: float) -> jax.Array:
-            return plgpu.layout_cast(jnp.full((tile.rows,), value, jnp.float32), memory.ROW)
 
         empty = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), memory.TILE)
         programs = Programs(score, mask, dropout)
 
         def key_slot(n: Scalar) -> Scalar:
-            return lax.rem(first_step + n, i32(tile.stages))
+            return slot_of(first_step + n, tile.stages)
 
         def value_slot(n: Scalar) -> Scalar:
-            return lax.rem(first_step + n, i32(tile.value_stages))
+            return slot_of(first_step + n, tile.value_stages)
 
         def next_start(n: Scalar, mode: str) -> Scalar:
             """First key of the step after n, read a step ahead: its address is known before the products are issued."""
@@ -280,25 +285,33 @@ class Kernel:
                 return program
             assert shared.staged is not None
             assert shared.staged_full is not None
-            slot = lax.rem(first_step + n, i32(tile.staged_slots))
+            slot = slot_of(first_step + n, tile.staged_slots)
             plgpu.barrier_wait(shared.staged_full.at[slot])
             value = memory.load_staged(shared.staged.at[slot, pl.ds(group * tile.rows, tile.rows)], self.interpret)
             signals.release("staged", shared.staged_free, slot)
             return program.holding(self.staged, value)
 
-        def softmax(s: jax.Array, n: Scalar, at: Place, mode: str, base: jax.Array, total: jax.Array) -> tuple:
+        def softmax(s: jax.Array, n: Scalar, at: Place, mode: str, state: State) -> tuple[jax.Array, Growth, State]:
             if at.score is not None:
                 at = at._replace(score=held(at.score, n))
-            scores = self._scores(s, item, n, at, mode)
-            p, shrink, base, total = self._softmax(scores, base, total)
+            p, growth, state = self.softmax.step(self._scores(s, item, n, at, mode), state)
             if at.dropout is not None:
-                p = p * at.dropout.tile(scores.tile)[0]
-            return p, shrink, base, total
+                p = p * at.dropout.tile(p)[0]
+            return p, growth, state
 
-        def scores_alone(slot: Scalar) -> jax.Array:
+        def await_keys(n: Scalar, early: bool) -> None:
+            """Until the keys of step n are there; `early`, behind the products of the step before, if there is such a step."""
+            wait = lambda: plgpu.barrier_wait(shared.key_full.at[key_slot(n)])
+            if tile.early and early:
+                pl.when(n < item.total)(wait)
+            elif not tile.early and not early:
+                wait()
+
+        def scores_alone(n: Scalar) -> jax.Array:
             def product(acc: Ref) -> jax.Array:
-                plgpu.wgmma(acc, queries, shared.key.at[slot].transpose((1, 0)))
+                plgpu.wgmma(acc, queries, shared.key.at[key_slot(n)].transpose((1, 0)))
                 signals.give_turn(group)
+                await_keys(n + 1, early=True)
                 return acc[...]
 
             return pl.run_scoped(product, plgpu.ACC((tile.rows, tile.block_kv), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
@@ -313,55 +326,58 @@ class Kernel:
 
         def whole_step(n: Scalar, carry: tuple, mode: str) -> tuple:
             """Q K^T, softmax and P V of step n, the products of the other warpgroup between."""
-            start, out, base, total = carry
-            slot = key_slot(n)
+            start, out, state = carry
             at = self._place(start, mode, programs)
             start = next_start(n, mode)
-            plgpu.barrier_wait(shared.key_full.at[slot])
-            s = scores_alone(slot)
-            signals.release("key", shared.key_free, slot)
-            p, shrink, base, total = softmax(s, n, at, mode, base, total)
-            out = self._rescale(out, shrink)
+            await_keys(n, early=False)
+            s = scores_alone(n)
+            signals.release("key", shared.key_free, key_slot(n))
+            p, growth, state = softmax(s, n, at, mode, state)
+            out = self._rescale(out, growth)
             weights = p.astype(plan.dtype)
             if not self.interpret:
-                out, weights, base, total = lax.optimization_barrier((out, weights, base, total))
-            return start, add_values(out, weights, n), base, total
+                out, weights, state = lax.optimization_barrier((out, weights, state))
+            return start, add_values(out, weights, n), state
 
         def staggered_step(n: Scalar, carry: tuple, mode: str) -> tuple:
             """Q K^T and softmax of step n, P V of the step before."""
-            start, out, weights, base, total = carry
+            start, out, weights, state = carry
             slot, before = key_slot(n), value_slot(n - 1)
             at = self._place(start, mode, programs)
             start = next_start(n, mode)
-            plgpu.barrier_wait(shared.key_full.at[slot])
+            await_keys(n, early=False)
             if self.interpret:
-                s = scores_alone(slot)
+                s = scores_alone(n)
                 signals.release("key", shared.key_free, slot)
-                p, shrink, base, total = softmax(s, n, at, mode, base, total)
+                p, growth, state = softmax(s, n, at, mode, state)
                 out = add_values(out, weights, n - 1)
             else:
-                plgpu.barrier_wait(shared.value_full.at[before])
 
                 def products(refs: tuple) -> None:
                     acc, acc_s, *others = refs
                     signals.take_turn(group)
                     plgpu.wgmma(acc_s, queries, shared.key.at[slot].transpose((1, 0)))
+                    plgpu.barrier_wait(shared.value_full.at[before])
                     plgpu.wgmma(acc, weights, shared.value.at[before])
                     signals.give_turn(group)
+                    await_keys(n + 1, early=True)
                     s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=1))
                     signals.release("key", shared.key_free, slot)
-                    for ref, value in zip(others, softmax(s, n, at, mode, base, total), strict=True):
+                    for ref, value in zip(others, jax.tree.leaves(softmax(s, n, at, mode, state)), strict=True):
                         ref[...] = value
 
                 # Their registers are settled here: moving them between the two products would serialise these.
                 out, weights = lax.optimization_barrier((out, weights))
                 zeros = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), jnp.float32), memory.TILE)
-                state = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), zeros, base, base, total)  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
-                out, _, p, shrink, base, total = typing.cast(tuple, pl.run_state(products)(state))
+                made, tree = jax.tree.flatten((zeros, self.softmax.no_growth, state))
+                held_by_products = (plgpu.ACC.init(out), plgpu.ACC.init(zeros), *made)  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
+                out, _, *made = typing.cast(tuple, pl.run_state(products)(held_by_products))
+                p, growth, state = jax.tree.unflatten(tree, made)
                 # P V reads the registers of `weights` until here: the new ones may not take their place before.
                 p = lax.optimization_barrier(p)
                 signals.release("value", shared.value_free, before)
-            return start, self._rescale(out, shrink), p.astype(plan.dtype), base, total
+            out = self._rescale(out, growth)
+            return start, out, p.astype(plan.dtype), state
 
         def loops(step: typing.Callable[..., tuple], begin: int, carry: tuple) -> tuple:
             first, masked = i32(begin), lax.max(item.plain, i32(begin))
@@ -372,35 +388,39 @@ class Kernel:
                 carry = lax.fori_loop(masked, item.total, functools.partial(step, mode="masked"), carry)
             return carry[1:]
 
-        def all_steps() -> tuple:
-            stats = row(-math.inf if self.reference is None else self.reference), row(0.0)
-            if not tile.overlap:
-                carry = loops(whole_step, 0, (empty, *stats))
-                signals.release("query", shared.query_free, q_slot)
-                return carry
-            at = self._place(self._start(arrays, item, i32(0), "first", programs), "first", programs)
-            slot = key_slot(i32(0))
-            plgpu.barrier_wait(shared.key_full.at[slot])
-            signals.take_turn(group)
-            s = scores_alone(slot)
-            signals.release("key", shared.key_free, slot)
-            p, _, *stats = softmax(s, i32(0), at, "first", *stats)
-            out, weights, *stats = loops(staggered_step, 1, (empty, p.astype(plan.dtype), *stats))
+        def leave_queries() -> tuple[Scalar, Scalar, Scalar]:
+            """Gives the queries back. Where they lie, from the queue once more: nothing is kept in registers until then."""
+            at = item if not tile.queue else work_queue.get(shared.box, q_slot, self.schedule.blank)[1]
             signals.release("query", shared.query_free, q_slot)
+            return at.b, at.h, at.q_tile
+
+        def all_steps() -> tuple:
+            state = self.softmax.start
+            if tile.early or tile.overlap:  # else the first step does
+                plgpu.barrier_wait(shared.key_full.at[key_slot(i32(0))])
+            if not tile.overlap:
+                return *loops(whole_step, 0, (empty, state)), leave_queries()
+            at = self._place(self._start(arrays, item, i32(0), "first", programs), "first", programs)
+            signals.take_turn(group)
+            s = scores_alone(i32(0))
+            signals.release("key", shared.key_free, key_slot(i32(0)))
+            p, _, state = softmax(s, i32(0), at, "first", state)
+            out, weights, state = loops(staggered_step, 1, (empty, p.astype(plan.dtype), state))
+            place = leave_queries()
             out = add_values(out, weights, item.total - 1)
             signals.give_turn(group)
-            return out, *stats
+            return out, state, place
 
         def no_steps() -> tuple:
-            signals.release("query", shared.query_free, q_slot)
-            return empty, row(-math.inf), row(0.0)
+            return empty, self.softmax.start, leave_queries()
 
         if not tile.overlap:
             signals.begin_tile(group, turn == 0)
         carry = all_steps() if plan.blocks is None else lax.cond(item.total > 0, all_steps, no_steps)
         if not tile.overlap:
             signals.end_tile(group)
-        self._finish(shared, outs, item, group, q_start, arrays.sinks, *carry)
+        common = None if score is None or self.reference is not None else score.row_part()
+        self._finish(shared, outs, group, arrays.sinks, common, *carry)
 
     def _needs_start(self, mode: str, programs: Programs) -> bool:
         masked = mode != "plain" and self._has_masked_steps
@@ -430,13 +450,15 @@ class Kernel:
     def _scores(self, s: jax.Array, item: Item, step: Scalar, at: Place, mode: str) -> Scores:
         """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
         plan, tile = self.plan, self.tile
-        factor, by, row = plan.scale, None, None
+        factor, by, row, shift, along = plan.scale, None, None, None, None
         if at.score is not None:
-            s, factor, by, row, _ = at.score.scaled_tile(s, factor)
+            s, factor, by, row, shift, along, _ = at.score.scaled_tile(s, factor, along=True)
+            if along is not None:
+                s = thread_tiles.add_periods(s, along / f32(factor), self.interpret)
         elif factor <= 0:
             s, factor = s * f32(factor), 1.0
         if mode == "plain" or not self._has_masked_steps:
-            return Scores(s, factor, by, row)
+            return Scores(s, factor, by, row, shift, along)
         if at.mask is not None:
             (on,) = at.mask.tile()
             if mode == "first" or self._full_may_hang:
@@ -445,7 +467,7 @@ class Kernel:
         if plan.kv_len % tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv):
             inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
             s = jnp.where(memory.stretch(inside, "column", s.shape), s, f32(-math.inf))
-        return Scores(s, factor, by, row)
+        return Scores(s, factor, by, row, shift, along)
 
     @property
     def _full_may_hang(self) -> bool:
@@ -453,51 +475,12 @@ class Kernel:
         blocks = self.plan.blocks
         return blocks is not None and blocks.full > 0 and self.plan.kv_len % blocks.block_kv > 0
 
-    def _softmax(
-        self, scores: Scores, base: jax.Array, total: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """One step of the running softmax: exponentials, the factor for what came before, reference and sum so far.
-
-        Everything is in base-2 units. The reference follows the maximum of the row; with `slack` only once that has grown
-        by SLACK: exponentials up to 2**SLACK cost no precision, and what was summed before then seldom needs rescaling.
-        Where the scores are bounded (a soft cap), it is one number, and the factor means nothing.
-        """
-        units = f32(LOG2E * scores.factor)
-        if self.reference is not None:
-            less = f32(self.reference) if scores.row is None else f32(self.reference) - scores.row * f32(LOG2E)
-            p = self._powers(scores, units, less)
-            return p, base, base, total + p.sum(axis=1)
-        largest = scores.tile
-        if scores.by is not None:  # factors are positive: the largest of those with one factor, times that
-            largest = memory.largest_by_column(largest, self.interpret) * scores.by
-        top = largest.max(axis=1) * units
-        offset = None if scores.row is None else scores.row * f32(LOG2E)
-        if offset is not None:
-            top = top + offset
-        if self.tile.slack and not self.plan.max_scores:
-            top = jnp.where(top > base + f32(SLACK), top, base)
-        top = jnp.maximum(top, base)
-        finite = jnp.where(top == f32(-math.inf), f32(0), top)
-        shrink = jnp.exp2(base - finite)
-        less = finite if offset is None else finite - offset
-        p = self._powers(scores, units, less)
-        return p, shrink, top, total * shrink + p.sum(axis=1)
-
-    def _powers(self, scores: Scores, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
-        shape = (self.tile.rows, self.tile.block_kv)
-        if isinstance(less, jax.Array):
-            less = memory.stretch(less, "row", shape)
-        factor = units if scores.by is None else memory.repeat_columns(scores.by * units, shape, self.interpret)
-        x = scores.tile * factor
-        x = x - less if self.reference != 0.0 or scores.row is not None else x
-        return exponential.exp2_tile(x, self.tile.polynomials, self.interpret)
-
-    def _rescale(self, out: jax.Array, shrink: jax.Array) -> jax.Array:
+    def _rescale(self, out: jax.Array, growth: Growth) -> jax.Array:
         if self.reference is not None:
             return out
-        if self.tile.slack:
-            return memory.scale_rows(out, shrink, self.interpret)
-        return out * memory.stretch(shrink, "row", out.shape)
+        if self.softmax.slack:
+            return thread_tiles.scale_rows(out, growth.shrink, growth.any, self.interpret)
+        return out * memory.stretch(growth.shrink, "row", out.shape)
 
     def _accumulate(self, out: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:
         if self.interpret:
@@ -509,38 +492,40 @@ class Kernel:
         self,
         shared: Shared,
         outs: tuple[Ref, Ref, Ref | None],
-        item: Item,
         group: Scalar,
-        q_start: Scalar,
         sinks: Ref | None,
+        common: jax.Array | None,
         out: jax.Array,
-        top: jax.Array,
-        total: jax.Array,
+        state: State,
+        place: tuple[Scalar, Scalar, Scalar],
     ) -> None:
-        """Divides, and writes the tile with its row statistics."""
+        """Divides, and writes the tile with its row statistics; `common` is what the running softmax left out of a row."""
         plan, tile = self.plan, self.tile
         out_ref, lse_ref, max_ref = outs
-        if self.reference is not None:  # a row of which nothing is on has the reference still
-            top = jnp.where(total == f32(0), f32(-math.inf), top)
+        b, h, q_tile = place
+        q_start = q_tile * tile.block_q + group * tile.rows
+        top, total = self.softmax.finish(state, common)
         base = jnp.where(top == f32(-math.inf), f32(0), top)
         if sinks is not None:
-            sink = sinks[item.h] * f32(LOG2E)
+            sink = sinks[h] * f32(LOG2E)
             joint = jnp.maximum(top, sink)
             joint = jnp.where(jnp.abs(joint) == f32(math.inf), f32(0), joint)
             shrink = jnp.exp2(top - joint)
             total = total * shrink + jnp.exp2(sink - joint)
             base = joint
         dead = total == f32(0)
-        divisor = f32(1) / jnp.where(dead, f32(1), total)
+        divisor = jnp.where(
+            dead, f32(0), f32(1) / total
+        )  # of a row that was switched off at the end there are products
         if sinks is not None:
             divisor = divisor * shrink
         lse = jnp.where(dead, f32(-math.inf), (base + jnp.log2(total)) * f32(LN2))
-        rows = (item.b, item.h, pl.ds(q_start, tile.rows))
+        rows = (b, h, pl.ds(q_start, tile.rows))
         lse_ref[rows] = lse
         if max_ref is not None:
             max_ref[rows] = top * f32(LN2)
         out = out * memory.stretch(divisor, "row", out.shape)
-        target = rows_of(out_ref, plan.layout, item.b, item.h, q_start, tile.rows)
+        target = rows_of(out_ref, plan.layout, b, h, q_start, tile.rows)
         parts = tile.value_dim // tile.out_columns
         for n in range(parts):
             slot = n % tile.out_slots
@@ -554,19 +539,6 @@ class Kernel:
 
 
 # ------------------------------------------------------------------- the call
-
-
-def fixed_reference(plan: KernelPlan) -> float | None:
-    """The middle of the scores, in powers of two, where no score is too far from it for a sum without a maximum.
-
-    float16 has too short an exponent for that.
-    """
-    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16":
-        return None
-    ((low, high),) = bounds(plan.score)
-    if not (high - low) / 2 * LOG2E <= WIDEST:  # infinite or unknown too
-        return None
-    return (low + high) / 2 * LOG2E
 
 
 def simulator() -> typing.Any:
@@ -652,7 +624,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         _padded(operands.value, plan.layout, kv_length, tile.value_dim),
         operands.sinks,
         schedule.order(operands.lists),
-        operands.lists,
+        flat(operands.lists),
         tuple(
             _padded_tiles(x, q_length, kv_length) if interpret and staged is not None and n == staged.capture else x
             for n, x in enumerate(operand(operands.score_captures))

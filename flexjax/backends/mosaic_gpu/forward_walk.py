@@ -35,7 +35,7 @@ class Arrays(typing.NamedTuple):
     value: Ref
     sinks: Ref | None
     order: Ref | None  # rows of the block mask, longest first
-    lists: BlockLists | None
+    lists: BlockLists | None  # `flat`
     score: tuple[Ref, ...]
     mask: tuple[Ref, ...]
     dropout: tuple[Ref, ...]
@@ -67,7 +67,7 @@ class Item(typing.NamedTuple):
     b: Scalar
     h: Scalar
     q_tile: Scalar
-    row: tuple[Scalar, ...]  # of the block lists
+    row: Scalar  # of the block lists, counted over batches and heads; 0 where there are none
     plain: Scalar  # steps without a mask
     full: Scalar  # steps of the full list: the plain ones, then those that hang over the end
     total: Scalar
@@ -164,6 +164,11 @@ class Signals:
 # ------------------------------------------------------------------- the work
 
 
+def flat(lists: BlockLists | None) -> BlockLists | None:
+    """The lists as the kernel takes them, each in one dimension."""
+    return None if lists is None else BlockLists(*(None if x is None else x.reshape(-1) for x in lists))
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """Which program takes which tile of queries, and what that tile visits."""
@@ -229,8 +234,7 @@ class Schedule:
     @property
     def blank(self) -> Item:
         """The structure of an item."""
-        row = () if self.plan.blocks is None else (0, 0, 0)
-        return Item(0, 0, 0, row, 0, 0, 0)
+        return Item(0, 0, 0, 0, 0, 0, 0)
 
     def item(self, arrays: Arrays, number: Scalar) -> Item:
         """The tile of queries with that number, in the order in which they are taken."""
@@ -241,7 +245,7 @@ class Schedule:
             b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
             total = i32(-(-plan.kv_len // self.tile.block_kv))
             plain = i32(0) if plan.mask is not None else i32(plan.kv_len // self.tile.block_kv)
-            return Item(b, h, q_tile, (), plain, plain, total)
+            return Item(b, h, q_tile, i32(0), plain, plain, total)
         blocks = plan.blocks
         assert arrays.order is not None
         assert arrays.lists is not None
@@ -267,7 +271,7 @@ class Schedule:
             place = lax.div(rest, i32(together * inner))
             row = arrays.order[(list_b * blocks.heads + list_h) * rows + place]
             q_tile = row * inner + lax.rem(lax.div(rest, i32(together)), i32(inner))
-        at = (list_b, list_h, row)
+        at = (list_b * blocks.heads + list_h) * rows + row
         per_block = i32(blocks.block_kv // self.tile.block_kv)
         full = i32(0) if arrays.lists.full_num is None else arrays.lists.full_num[at]
         partial = i32(0) if arrays.lists.partial_num is None else arrays.lists.partial_num[at]
@@ -277,7 +281,7 @@ class Schedule:
         plain = full * per_block
         spill = -(-plan.kv_len // blocks.block_kv) * blocks.block_kv - plan.kv_len
         if spill and arrays.lists.full_index is not None:
-            last = arrays.lists.full_index[(*at, lax.max(full - 1, i32(0)))]
+            last = arrays.lists.full_index[at * blocks.full + lax.max(full - 1, i32(0))]
             hangs = (full > 0) & (last == plan.kv_len // blocks.block_kv)
             plain = plain - jnp.where(hangs, i32(-(-spill // self.tile.block_kv)), i32(0))
         return Item(b, h, q_tile, at, plain, full * per_block, (full + partial) * per_block)
@@ -285,28 +289,32 @@ class Schedule:
     def kv_start(self, arrays: Arrays, item: Item, step: Scalar, in_full: bool | None = None) -> Scalar:
         """First key of the tile visited at `step`; `in_full` says which list that is in, where the caller knows.
 
-        A step outside of that list reads some legal place of it.
+        A step outside of that list reads some legal place of it. `reverse`: under a causal mask the largest scores of most biases
+        by distance are among the last keys, and found first they save rescaling what was summed before.
         """
+        if self.tile.reverse and in_full is not False:
+            back = item.plain - 1 - step
+            step = back if in_full else jnp.where(step < item.plain, back, step)
         if self.plan.blocks is None:
             return step * self.tile.block_kv
         blocks, lists = self.plan.blocks, arrays.lists
         assert lists is not None
         per_block = blocks.block_kv // self.tile.block_kv
 
-        def read(index: Ref, place: Scalar) -> Scalar:
+        def read(index: Ref, width: int, place: Scalar) -> Scalar:
             block = place if per_block == 1 else lax.div(place, i32(per_block))
-            block = lax.min(lax.max(block, i32(0)), i32(index.shape[-1] - 1))
-            start = index[(*item.row, block)] * blocks.block_kv
+            block = lax.min(lax.max(block, i32(0)), i32(width - 1))
+            start = index[item.row * width + block] * blocks.block_kv
             return start if per_block == 1 else start + lax.rem(place, i32(per_block)) * self.tile.block_kv
 
         if lists.full_index is None and lists.partial_index is None:
             return step
         if lists.partial_index is None or (in_full and lists.full_index is not None):
-            return read(lists.full_index, step)
+            return read(lists.full_index, blocks.full, step)
         if lists.full_index is None or in_full is False:
-            return read(lists.partial_index, step - item.full)
+            return read(lists.partial_index, blocks.partial, step - item.full)
         return lax.cond(
             step < item.full,
-            lambda: read(lists.full_index, step),
-            lambda: read(lists.partial_index, step - item.full),
+            lambda: read(lists.full_index, blocks.full, step),
+            lambda: read(lists.partial_index, blocks.partial, step - item.full),
         )

@@ -8,7 +8,6 @@ other reads gather by an array of indices. Nothing here checks bounds: callers c
 Lane semantics. In the simulator (`interpret`) the same functions read the whole array and index its value.
 """
 
-import functools
 import math
 import typing
 
@@ -20,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm
 from jaxlib.mlir.dialects import vector as vectors
 
 TILE = plgpu.Layout.WGMMA
@@ -66,14 +65,14 @@ def stretch(value: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(value, shape, (0,) if kind == "row" else (1,))
 
 
-class _Places(typing.NamedTuple):
+class Places(typing.NamedTuple):
     """Where the elements of a thread's registers lie: lane part (i32 values) plus constants per register element."""
 
     lane: tuple[ir.Value, ...]
     constants: list[tuple[tuple[int, ...], int, tuple[int, ...]]]  # register index, element in it, position
 
 
-def _places(layout: typing.Any, shape: tuple[int, ...]) -> _Places:
+def places_of(layout: typing.Any, shape: tuple[int, ...]) -> Places:
     i32 = ir.IntegerType.get_signless(32)
     contiguous = tuple(mgpu.utils.get_contiguous_strides(shape))
     strides = layout.tiling.tile_strides(contiguous)
@@ -94,10 +93,10 @@ def _places(layout: typing.Any, shape: tuple[int, ...]) -> _Places:
                 position.append(rest // stride)
                 rest %= stride
             constants.append((index, element, tuple(position)))
-    return _Places(tuple(lane), constants)
+    return Places(tuple(lane), constants)
 
 
-def _assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, signed: bool | None) -> typing.Any:
+def assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, signed: bool | None) -> typing.Any:
     """A FragmentedArray from an iterable of (register index, element, value)."""
     registers = typing.cast(typing.Any, np.empty(tuple(layout.registers_shape(shape)), dtype=object))
     for index, element, value in items:
@@ -107,7 +106,7 @@ def _assemble(layout: typing.Any, shape: tuple[int, ...], items: typing.Any, sig
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
-def _signed(dtype: typing.Any) -> bool | None:
+def signed(dtype: typing.Any) -> bool | None:
     """Of integers and booleans, None for floats."""
     dtype = jnp.dtype(dtype)
     return None if jnp.issubdtype(dtype, jnp.floating) else jnp.issubdtype(dtype, jnp.signedinteger)
@@ -160,7 +159,7 @@ def gather(
         return offsets.foreach(
             lambda i, _: _element_load(base, arith.extsi(i64, i), element),
             create_array=True,
-            is_signed=_signed(ref.dtype),
+            is_signed=signed(ref.dtype),
         )
 
     return _widen(read(part, offset))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
@@ -198,7 +197,7 @@ def load_affine(
     def read(_: typing.Any, memory: ir.Value, first: typing.Any) -> typing.Any:
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(memory.type).element_type
-        places = _places(layout.to_mgpu(), shape)
+        places = places_of(layout.to_mgpu(), shape)
         lane = first.registers.flat[0]
         for part_of_lane, step in zip(places.lane, walk, strict=True):
             lane = arith.addi(lane, arith.muli(part_of_lane, mgpu.c(step, i32)))
@@ -212,56 +211,15 @@ def load_affine(
                     known[offset] = _element_load(base, offset, element)
                 yield register, item, known[offset]
 
-        return _assemble(layout.to_mgpu(), shape, values(), _signed(ref.dtype))
+        return assemble(layout.to_mgpu(), shape, values(), signed(ref.dtype))
 
     return _widen(read(part, start))  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
-PERIOD = 8
-"""Columns after which the registers of a thread repeat; a narrow tile has as many: four numbers a thread."""
-
-
-def _by_column(layout: typing.Any, array: typing.Any, shape: tuple[int, int]) -> dict[tuple[int, ...], list[ir.Value]]:
-    """The elements of a thread by row and by column modulo PERIOD."""
-    found: dict[tuple[int, ...], list[ir.Value]] = {}
-    for register, item, (row, column) in _places(layout, shape).constants:
-        value = vectors.extract(array.registers[register], dynamic_position=[], static_position=[item])
-        found.setdefault((row, column % PERIOD), []).append(value)
-    return found
-
-
-def repeat_columns(narrow: jax.Array, shape: tuple[int, int], interpret: bool) -> jax.Array:
-    """A narrow tile, [rows, PERIOD], over and over; costs nothing."""
-    if interpret:
-        return jnp.tile(narrow, (1, shape[1] // PERIOD))
-
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(shape, narrow.dtype, layout=TILE))
-    def repeat(_: typing.Any, array: typing.Any) -> typing.Any:
-        layout = TILE.to_mgpu()
-        known = _by_column(layout, array, (shape[0], PERIOD))
-        places = _places(layout, shape).constants
-        items = ((register, item, known[row, column % PERIOD][0]) for register, item, (row, column) in places)
-        return _assemble(layout, shape, items, _signed(narrow.dtype))
-
-    return repeat(narrow)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
-
-
-def largest_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
-    """[rows, PERIOD]: the largest of the columns that are PERIOD apart; within a thread."""
-    rows, columns = tile.shape
-    if interpret:
-        return tile.reshape(rows, columns // PERIOD, PERIOD).max(axis=1)
-    narrow = (rows, PERIOD)
-
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(narrow, tile.dtype, layout=TILE))
-    def largest(_: typing.Any, array: typing.Any) -> typing.Any:
-        layout = TILE.to_mgpu()
-        known = _by_column(layout, array, (rows, columns))
-        places = _places(layout, narrow).constants
-        items = ((register, item, functools.reduce(arith.maximumf, known[at])) for register, item, at in places)
-        return _assemble(layout, narrow, items, None)
-
-    return largest(tile)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+def element(register: typing.Any, item: int) -> ir.Value:
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    return vectors.extract(register, dynamic_position=[], static_position=[item])
 
 
 def staged_memory(slots: int, shape: tuple[int, int], dtype: typing.Any) -> typing.Any:
@@ -291,95 +249,3 @@ def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
         value = plgpu.load(tile.T, layout=plgpu.Layout.WGMMA_TRANSPOSED)  # pyright: ignore[reportCallIssue]  # jax 0.11: the index is part of the reference
         value = plgpu.layout_cast(value, TILE)
     return _widen(lax.optimization_barrier(value))
-
-
-def affine_tile(
-    row: jax.Array, step: typing.Any, shape: tuple[int, int], interpret: bool, period: int = 0
-) -> jax.Array:
-    """`row[r] + step * c`, int32 or float32, from a row vector; one operation with a constant an element.
-
-    `step` is a number, or for float32 a scalar of the kernel. `period`, a power of two: int32 modulo that. The columns that
-    a thread holds are 8 apart, so with a small period most of its elements are one value, computed once.
-    """
-    floating = jnp.issubdtype(row.dtype, jnp.floating)
-    if interpret:
-        whole = row[:, None] + jnp.arange(shape[1]).astype(row.dtype)[None, :] * jnp.asarray(step, row.dtype)
-        return whole & np.int32(period - 1) if period else whole
-    fixed = not isinstance(step, jax.Array)
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    def build(_: typing.Any, vector: typing.Any, *rest: typing.Any) -> typing.Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        kind = f32 if floating else i32
-        layout = TILE.to_mgpu()
-        places = _places(layout, shape)
-        add, mul = (arith.addf, arith.mulf) if floating else (arith.addi, arith.muli)
-        slope = mgpu.c(step, kind) if fixed else rest[0].registers.flat[0]
-        lane = arith.sitofp(f32, places.lane[1]) if floating else places.lane[1]
-        lane = mul(lane, slope)
-        # One number for each row that the thread holds, its own columns' offset already in it.
-        bases = {}
-        for register, item, position in _places(vector.layout, (shape[0],)).constants:
-            value = vector.registers[register]
-            if isinstance(value.type, ir.VectorType):
-                value = vectors.extract(value, dynamic_position=[], static_position=[item])
-            bases[position[0]] = add(value, lane)
-
-        @functools.cache
-        def repeated(row: int, offset: int) -> ir.Value:
-            return arith.andi(add(bases[row], mgpu.c(offset, kind)), mgpu.c(period - 1, kind))
-
-        def values() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
-            for register, item, position in places.constants:
-                if period:
-                    yield register, item, repeated(position[0], step * position[1] % period)
-                    continue
-                along = mgpu.c(step * position[1], kind) if fixed else mul(slope, mgpu.c(float(position[1]), kind))
-                yield register, item, add(bases[position[0]], along)
-
-        return _assemble(layout, shape, values(), None if floating else True)
-
-    arguments = (row,) if fixed else (row, step)
-    types = (ROW,) if fixed else (ROW, splat)
-    wrap = plgpu.inline_mgpu(arg_types=types, return_type=plgpu.ShapeDtypeStruct(shape, row.dtype, layout=TILE))
-    return wrap(build)(*arguments)
-
-
-def scale_rows(tile: jax.Array, factor: jax.Array, interpret: bool) -> jax.Array:
-    """tile * factor[:, None], skipped by every warp whose factors are all 1."""
-    if interpret:
-        return tile * factor[:, None]
-
-    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
-    def scale(_: typing.Any, values: typing.Any, factors: typing.Any) -> typing.Any:
-        one = mgpu.c(1.0, ir.F32Type.get())
-        flat = []
-        for register in factors.registers.flat:
-            if isinstance(register.type, ir.VectorType):
-                register = vectors.extract(register, dynamic_position=[], static_position=[0])
-            flat.append(arith.cmpf(arith.CmpFPredicate.UNE, register, one))
-        mine = flat[0]
-        for other in flat[1:]:
-            mine = arith.ori(mine, other)
-        boolean = ir.IntegerType.get_signless(1)
-        i32 = ir.IntegerType.get_signless(32)
-        voted = llvm.inline_asm(
-            i32,
-            [arith.extui(i32, mine)],
-            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
-            "=r,r",
-            has_side_effects=True,
-        )
-        anyone = arith.trunci(boolean, typing.cast(ir.Value, voted))
-        before = list(values.registers.flat)
-        branch = scf.IfOp(anyone, [v.type for v in before], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            inside = values * factors.broadcast_in_dim(values.shape, (0,), values.layout)
-            scf.yield_(list(inside.registers.flat))
-        assert branch.else_block is not None
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(before)
-        registers = np.array(list(branch.results), dtype=object).reshape(values.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
-
-    return scale(tile, factor)  # pyright: ignore[reportCallIssue]  # the context argument is filled in

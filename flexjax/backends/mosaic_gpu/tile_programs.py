@@ -42,7 +42,7 @@ from flexjax.trace.bounds import bounds
 from flexjax.trace.rewrite import with_results
 
 SCALAR, ROW, COLUMN, TILE = "scalar", "row", "column", "tile"
-NARROW = "narrow"  # a tile that repeats after memory.PERIOD columns, which are what is kept
+NARROW = "narrow"  # a tile that repeats after PERIOD columns (thread_tiles.py), which are what is kept
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
 MAX_EXACT = 1 << 24  # integers up to here are exact in float32
 
@@ -98,8 +98,10 @@ def _harmless(factor: float) -> bool:
 class _Slot:
     """A value at its rank. Four forms of a float tile wait to be computed until they meet something that needs them:
 
-    `factor` times the tile, and `by`, a narrow tile of positive numbers, times that; a tile with the row vector `row` still to
-    be added; and an affine one, row vector `value` plus `step` (a number or a scalar) times the number of the column.
+    `factor` times the tile, and `by`, a narrow tile of positive numbers, times that; a tile to which the row vector `row`, `at`
+    and `along` times the number of the column are still to be added; and an affine one, row vector `value` plus `at` plus
+    `step` times the number of the column. `at`, `along` and `step` are numbers or scalars; `row`, and `value` of an affine
+    tile, are the same on all tiles of a row.
     """
 
     kind: str
@@ -107,11 +109,15 @@ class _Slot:
     factor: float = 1.0
     by: Value = None
     row: Value = None
+    at: Value = None
+    along: Value = None
     step: Value = None
 
 
 class Scaled(typing.NamedTuple):
-    """factor * by * tile + row[:, None]: `factor` and the narrow tile `by` are positive, `by` and `row` may be None.
+    """factor * by * tile + row[:, None] + at + along * columns: `factor` and the narrow tile `by` are positive; `by` may be None,
+    `row` and `at` both, `along` too. `row` is the same on all tiles of a row, `at` and `along` are scalars. Columns are counted
+    from the first of the tile.
 
     others   results of the program after the first, as tiles
     """
@@ -120,6 +126,8 @@ class Scaled(typing.NamedTuple):
     factor: float
     by: jax.Array | None
     row: jax.Array | None
+    at: jax.Array | None
+    along: jax.Array | None
     others: tuple[jax.Array, ...]
 
 
@@ -191,13 +199,24 @@ class TileProgram:
         """The results on the tile at `at_rows` and `columns`, each stretched to a whole tile, of `factor * score`."""
         return tuple(self._as_tile(s) for s in self._results(score, factor))
 
-    def scaled_tile(self, score: Value, factor: float) -> Scaled:
-        """The results of the program on `factor * score`, the first in parts, to be put together where that is cheapest."""
+    def scaled_tile(self, score: Value, factor: float, along: bool = False) -> Scaled:
+        """The results of the program on `factor * score`, the first in parts, to be put together where that is cheapest.
+
+        Without `along` there is no such part: it is in the tile.
+        """
         slot, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
+        if slot.row is not None and not (along and slot.factor > 0 and slot.by is None):
+            slot = _Slot(TILE, self._with_columns(slot), row=slot.row, at=slot.at)
         if slot.kind == TILE and slot.step is None and slot.factor > 0:
-            return Scaled(slot.value, slot.factor, slot.by, slot.row, rest)
-        return Scaled(self._as_tile(slot), 1.0, None, None, rest)
+            rises = None if slot.along is None else jnp.asarray(slot.along, jnp.float32)
+            return Scaled(slot.value, slot.factor, slot.by, slot.row, slot.at, rises, rest)
+        return Scaled(self._as_tile(slot), 1.0, None, None, None, None, rest)
+
+    def row_part(self) -> jax.Array | None:
+        """`Scaled.row` of every tile. Nothing else of what is traced here is ever used."""
+        score = self._stretch(_Slot(SCALAR, jnp.float32(0)), TILE)
+        return self.columns(np.int32(0)).scaled_tile(score, 1.0).row
 
     def at_cols(self, start: Value, score: Value = None) -> tuple[jax.Array, ...]:
         """`columns` and `tile` in one."""
@@ -277,25 +296,36 @@ class TileProgram:
         return _Slot(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
     def _stretch(self, slot: _Slot, kind: str) -> Value:
-        from flexjax.backends.mosaic_gpu import memory
+        from flexjax.backends.mosaic_gpu import memory, thread_tiles
 
         if slot.step is not None:
-            return memory.affine_tile(slot.value, slot.step, self.shape, self.interpret)
+            return thread_tiles.affine_tile(slot.value + slot.at, slot.step, self.shape, self.interpret)
         if slot.row is not None:
-            return slot.value + memory.stretch(slot.row, ROW, self.shape)
+            return self._with_columns(slot) + memory.stretch(slot.row + slot.at, ROW, self.shape)
         if slot.by is not None:
-            return slot.value * memory.repeat_columns(slot.by * np.float32(slot.factor), self.shape, self.interpret)
+            return slot.value * thread_tiles.repeat_columns(
+                slot.by * np.float32(slot.factor), self.shape, self.interpret
+            )
         if slot.factor != 1.0:
             return slot.value * np.float32(slot.factor)
         if slot.kind == kind:
             return slot.value
-        narrow = (self.shape[0], memory.PERIOD)
+        narrow = (self.shape[0], thread_tiles.PERIOD)
         if slot.kind == SCALAR:
             size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape, NARROW: narrow}[kind]
             return memory.splat(slot.value, TILE if kind == NARROW else kind, size, self.interpret)
         if slot.kind == NARROW:
-            return memory.repeat_columns(slot.value, self.shape, self.interpret)
+            return thread_tiles.repeat_columns(slot.value, self.shape, self.interpret)
         return memory.stretch(slot.value, slot.kind, narrow if kind == NARROW else self.shape)
+
+    def _with_columns(self, slot: _Slot) -> jax.Array:
+        """The tile without its row vector."""
+        from flexjax.backends.mosaic_gpu import memory
+
+        alone = self._stretch(dataclasses.replace(slot, row=None, at=None, along=None), TILE)
+        if slot.along is None:
+            return alone
+        return alone + memory.stretch(memory.column_iota(self.shape[1], jnp.float32) * slot.along, COLUMN, self.shape)
 
     def _as_tile(self, slot: _Slot) -> jax.Array:
         return self._stretch(slot, TILE)
@@ -316,8 +346,6 @@ class TileProgram:
 
     def _keep_waiting(self, step: mod_ir.Op, slots: list[_Slot]) -> _Slot | None:
         """What a factor or an affine tile becomes without computing it, None where it must be computed."""
-        from flexjax.backends.mosaic_gpu import memory
-
         name = step.prim
         if any(s.row is not None for s in slots):
             return None
@@ -326,7 +354,7 @@ class TileProgram:
         if name == "neg":
             (a,) = slots
             if a.step is not None:
-                return _Slot(TILE, -a.value, step=-a.step)
+                return _Slot(TILE, -a.value, at=-a.at, step=-a.step)
             return dataclasses.replace(a, factor=-a.factor) if a.kind == TILE else None
         a, b = slots
         if name in ("mul", "div"):
@@ -345,7 +373,7 @@ class TileProgram:
             if a.kind != TILE or b.kind != SCALAR:
                 return None
             if a.step is not None and name == "mul":
-                return _Slot(TILE, a.value * b.value, step=a.step * b.value)
+                return _Slot(TILE, a.value * b.value, at=a.at * b.value, step=a.step * b.value)
             if not isinstance(number, mod_ir.Lit) or a.step is not None:
                 return None
             factor = float(number.value.real)
@@ -355,17 +383,19 @@ class TileProgram:
             return dataclasses.replace(a, factor=factor) if _harmless(factor) else None
         sign = -1 if name == "sub" else 1
         if a.step is not None and b.step is not None:
-            return _Slot(TILE, a.value + sign * b.value, step=a.step + sign * b.step)
-        if a.step is not None and b.kind in (SCALAR, ROW):
-            return _Slot(TILE, a.value + sign * b.value, step=a.step)
-        if b.step is not None and a.kind in (SCALAR, ROW):
-            return _Slot(TILE, a.value + sign * b.value, step=sign * b.step)
+            return _Slot(TILE, a.value + sign * b.value, at=a.at + sign * b.at, step=a.step + sign * b.step)
+        if a.step is not None and b.kind == SCALAR:
+            return dataclasses.replace(a, at=a.at + sign * b.value)
+        if a.step is not None and b.kind == ROW:
+            return dataclasses.replace(a, value=a.value + sign * b.value)
+        if b.step is not None and a.kind == SCALAR:
+            return _Slot(TILE, sign * b.value, at=a.value + sign * b.at, step=sign * b.step)
+        if b.step is not None and a.kind == ROW:
+            return _Slot(TILE, a.value + sign * b.value, at=sign * b.at, step=sign * b.step)
         if a.step is not None and b.kind == TILE and sign == 1:
             a, b = b, a
         if b.step is not None and a.kind == TILE and a.step is None:
-            along = memory.column_iota(self.shape[1], jnp.float32) * (sign * b.step)
-            value = self._stretch(a, TILE) + memory.stretch(along, COLUMN, self.shape)
-            return _Slot(TILE, value, row=sign * b.value)
+            return dataclasses.replace(a, row=sign * b.value, at=sign * b.at, along=sign * b.step)
         return None
 
     def _positive(self, atom: mod_ir.Atom, factor: float) -> bool:
@@ -395,7 +425,7 @@ class TileProgram:
         return (source, period) if source.linear.q and source.linear.kv else None
 
     def _shortcut(self, step: mod_ir.Op) -> _Slot | None:
-        from flexjax.backends.mosaic_gpu import memory
+        from flexjax.backends.mosaic_gpu import memory, thread_tiles
 
         found = self._shortcut_source(step)
         if found is None or self.col_start is None:
@@ -404,13 +434,14 @@ class TileProgram:
         linear = typing.cast(mod_ir.Linear, source.linear)
         per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
         start = self._linear_at(linear, self.row_start, self.col_start)
-        row = memory.row_iota(self.shape[0]) * np.int32(per_row) + start
+        row = memory.row_iota(self.shape[0]) * np.int32(per_row)
         if step.out.dtype == "float32":
-            return _Slot(TILE, row.astype(jnp.float32), step=np.float32(per_col))
-        if 0 < period <= memory.PERIOD:
-            narrow = (self.shape[0], memory.PERIOD)
-            return _Slot(NARROW, memory.affine_tile(row, per_col, narrow, self.interpret, period))
-        return _Slot(TILE, memory.affine_tile(row, per_col, self.shape, self.interpret, period))
+            return _Slot(TILE, row.astype(jnp.float32), at=start.astype(jnp.float32), step=np.float32(per_col))
+        row = row + start
+        if 0 < period <= thread_tiles.PERIOD:
+            narrow = (self.shape[0], thread_tiles.PERIOD)
+            return _Slot(NARROW, thread_tiles.affine_tile(row, per_col, narrow, self.interpret, period))
+        return _Slot(TILE, thread_tiles.affine_tile(row, per_col, self.shape, self.interpret, period))
 
     def _linear_at(self, linear: mod_ir.Linear, row: Value, col: Value) -> Value:
         q, kv = (row, col) if self.row_axis == "q" else (col, row)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu import online_softmax, staging
 from flexjax.plan.kernel_plan import KernelPlan
 
 SHARED_MEMORY = 227 * 1024
@@ -25,6 +25,8 @@ class ForwardTile:
     persistent         a program takes tile after tile of queries: its share of all, the longest first
     queue              the same with the heads in turn and tiles handed out one by one (work_queue.py)
     staged_slots       tiles of a captured array that wait in shared memory (staging.py), of staged_bytes an element
+    reverse            keys of tiles without a mask are walked from the last to the first
+    early              the keys of a step are waited for during the products of the step before
     polynomials        how many of eight exponentials are multiplied out (exponential.py)
     head_dim, value_dim  as padded for the matrix instructions
     """
@@ -46,6 +48,8 @@ class ForwardTile:
     staged_slots: int = 0
     staged_bytes: int = 0
     polynomials: int = 0
+    reverse: bool = False
+    early: bool = False
     programs: int = MULTIPROCESSORS
 
     @property
@@ -103,11 +107,13 @@ THREE_GROUPS = 1.12
 
 def _manner(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
     """How to run, by the larger head dim and whether there is a block mask; from measurements, see NOTES.md."""
-    queue = {"persistent": False, "queue": True}
+    manner = {"persistent": False, "queue": True}
     if size == 64:
         beside = groups == 3 and plan.mask is None and plan.dropout is None
-        return {**queue, "overlap": beside, "slack": beside, "turns": groups == 2}
-    return {**queue, "turns": groups == 2 and size != 256 and plan.blocks is not None}
+        return {**manner, "overlap": beside, "slack": beside, "turns": groups == 2, "early": beside}
+    fixed = online_softmax.fixed_reference(plan) is not None  # twice as many exponentials
+    turns = groups == 2 and size != 256 and plan.blocks is not None and not fixed
+    return {**manner, "turns": turns, "early": not fixed, "reverse": plan.score is not None and not fixed}
 
 
 def _busy(plan: KernelPlan, rows: int) -> float:

@@ -1,0 +1,159 @@
+"""The running softmax of the forward kernel: exponentials of a tile, relative to a reference that follows the rows.
+
+Powers of two throughout, relative to the part of the scores that is the same on all tiles of a row; that part comes in at the
+end. What a step of a warpgroup does here lies between its two products, so the order of instructions counts (NOTES.md):
+
+- the maximum and the sum of a row are first taken within a thread, columns apart by PERIOD (thread_tiles.py) together, in four chains;
+- the sum stays so until the end: lanes do not meet for it;
+- with `slack` the reference changes only where a maximum has grown by 2^SLACK. A warp votes on that before its lanes meet, and
+  mostly that is all: exponentials up to 2^SLACK cost no precision, and nothing that was summed before is rescaled.
+
+Where the scores are bounded (a soft cap), the reference is one number.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace.bounds import bounds
+
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+SLACK = 8.0
+NOTHING = -3e38
+"""The reference of a row of which nothing was seen: finite, so that -inf relative to it is -inf."""
+WIDEST = 80.0
+"""Largest power of two of a score, either way, that needs no running maximum. A sum over 2^20 keys stays below 2^100, and its
+products with values between 2^-46 and 2^27 inside float32."""
+f32 = np.float32
+
+
+class Scores(typing.NamedTuple):
+    """Scores in the form `factor * by * tile + row[:, None] + at + along * (column % PERIOD)`, the factors positive; `by` is narrow
+    (thread_tiles.py), `at` and `along` are scalars."""
+
+    tile: jax.Array
+    factor: float
+    by: jax.Array | None = None
+    row: jax.Array | None = None
+    at: jax.Array | None = None
+    along: jax.Array | None = None
+
+
+class State(typing.NamedTuple):
+    """Between two tiles: base [rows], the reference; total [rows], sums of exponentials, of each thread for itself."""
+
+    base: jax.Array
+    total: jax.Array
+
+
+class Growth(typing.NamedTuple):
+    """What a tile means for the sums before it: a factor for each row, and whether this warp has one that is not 1 (int32)."""
+
+    shrink: jax.Array
+    any: jax.Array
+
+
+def fixed_reference(plan: KernelPlan) -> float | None:
+    """The middle of the scores, in powers of two, where no score is too far from it for a sum without a maximum.
+
+    float16 has too short an exponent for that.
+    """
+    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16":
+        return None
+    ((low, high),) = bounds(plan.score)
+    if not (high - low) / 2 * LOG2E <= WIDEST:  # infinite or unknown too
+        return None
+    return (low + high) / 2 * LOG2E
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineSoftmax:
+    """shape        of a tile, (rows, columns)
+    slack        the reference may lag behind the maximum
+    reference    what exponentials are relative to, where it need not follow the maximum
+    polynomials  how many of eight exponentials are multiplied out (exponential.py)
+    """
+
+    shape: tuple[int, int]
+    slack: bool
+    reference: float | None
+    polynomials: int
+    interpret: bool
+
+    def _row(self, value: float) -> jax.Array:
+        return memory.splat(f32(value), "row", self.shape[:1], self.interpret)
+
+    @property
+    def start(self) -> State:
+        return State(self._row(NOTHING if self.reference is None else self.reference), self._row(0.0))
+
+    @property
+    def no_growth(self) -> Growth:
+        return Growth(self._row(1.0), jnp.int32(0))
+
+    def step(self, scores: Scores, state: State) -> tuple[jax.Array, Growth, State]:
+        """The exponentials of a tile, what they mean for the sums so far, and the state after it."""
+        units = f32(LOG2E * scores.factor)
+        if self.reference is not None:
+            less = f32(self.reference)
+            if scores.row is not None and scores.at is not None:
+                less = less - (scores.row + scores.at) * f32(LOG2E)
+            p = self._powers(scores, units, less)
+            return p, self.no_growth, State(state.base, state.total + thread_tiles.sums_of_thread(p, self.interpret))
+        largest = thread_tiles.largest_by_column(scores.tile, self.interpret)
+        if scores.by is not None:  # factors are positive: the largest of those with one factor, times that
+            largest = largest * scores.by
+        offset = None if scores.at is None else scores.at * f32(LOG2E)
+        if scores.along is None:
+            base, growth = self._raised(largest, units, offset, state.base)
+        else:
+            largest = largest * units + self._rising(
+                self._row(0.0) + (f32(0) if offset is None else offset), scores.along
+            )
+            base, growth = self._raised(largest, f32(1), None, state.base)
+        p = self._powers(scores, units, base if offset is None else base - offset)
+        return p, growth, State(base, state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret))
+
+    def _raised(
+        self, largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array
+    ) -> tuple[jax.Array, Growth]:
+        if self.slack:
+            raised, shrink, grown = thread_tiles.raised(largest, units, offset, base, SLACK, self.interpret)
+            return raised, Growth(shrink, grown)
+        top = largest.max(axis=1) * units
+        if offset is not None:
+            top = top + offset
+        top = jnp.maximum(top, base)
+        return top, Growth(jnp.exp2(base - top), jnp.int32(1))
+
+    def _rising(self, row: jax.Array, along: jax.Array) -> jax.Array:
+        """[rows, PERIOD]: what the columns add to `row`, in powers of two."""
+        return thread_tiles.affine_tile(row, along * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret)
+
+    def _powers(self, scores: Scores, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
+        if scores.along is not None:
+            rising = self._rising(-less if isinstance(less, jax.Array) else self._row(float(-less)), scores.along)
+            x = scores.tile * units + thread_tiles.repeat_columns(rising, self.shape, self.interpret)
+            return exponential.exp2_tile(x, self.polynomials, self.interpret)
+        if isinstance(less, jax.Array):
+            less = memory.stretch(less, "row", self.shape)
+        factor = (
+            units if scores.by is None else thread_tiles.repeat_columns(scores.by * units, self.shape, self.interpret)
+        )
+        x = scores.tile * factor
+        x = x - less if self.reference != 0.0 or scores.row is not None else x
+        return exponential.exp2_tile(x, self.polynomials, self.interpret)
+
+    def finish(self, state: State, common: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """(reference, sum) of each row; `common` is the part of its scores that was left out. Reference -inf: nothing is on."""
+        total, top = thread_tiles.join_lanes(state.total, self.interpret), state.base
+        if common is not None:  # -inf switches a row off; what else is not finite shows
+            total = jnp.where(common == f32(-math.inf), f32(0), total + f32(0) * common)
+            top = top + common * f32(LOG2E)
+        return jnp.where(total == f32(0), f32(-math.inf), top), total
