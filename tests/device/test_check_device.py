@@ -19,6 +19,14 @@ def _script():
     return module
 
 
+def test_the_sanitizer_knows_its_cases():
+    from tests.cases import CASES
+    from tests.device.check_sanitizer import FEATURES
+
+    assert len(set(FEATURES)) == len(FEATURES)
+    assert set(FEATURES) <= set(CASES)
+
+
 def test_random_problems_are_drawn_from_their_seed_alone():
     check = _script()
     rows = [check.random_problem(seed) for seed in range(300)]

@@ -144,8 +144,8 @@ def backward_dq(
                 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
                     """Starts the last product of a step; the gradients of captured arrays and the slot of the keys."""
                     lse2, delta = owned[n].lse2, owned[n].delta
-                    k_slot = common.slot_of(nth(at, n), tiles.key_slots)
-                    v_slot = common.slot_of(nth(at, n), tiles.value_slots)
+                    k_slot = common.not_hoisted(common.slot_of(nth(at, n), tiles.key_slots), plan.options.interpret)
+                    v_slot = common.not_hoisted(common.slot_of(nth(at, n), tiles.value_slots), plan.options.interpret)
                     tile_math = rows[n].at_columns(kv0, masked)
                     here = part_of(common.not_hoisted(group, plan.options.interpret), n)
                     own_q, own_do = q_smem.at[here], do_smem.at[here]

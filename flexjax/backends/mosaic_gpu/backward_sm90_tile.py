@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
-from flexjax.backends.mosaic_gpu.thread_tiles import repeat_columns
+from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns, rising_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
@@ -208,11 +208,8 @@ class ColumnMath:
         if self.score is None:
             p = jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q"))
         else:
-            score, factor, by, row, at, _, rest = self.score.scaled_tile(s, plan.scale)
-            shift = -math.spread(lse2, "q")
-            if row is not None and at is not None:
-                row = row + at
-                shift = math.rows(row * LOG2E - lse2) if math.row_axis == "q" else shift + math.rows(row * LOG2E)
+            score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
+            shift = self._shift(lse2, row, at, along)
             units = factor * LOG2E
             if by is not None:
                 units = repeat_columns(by * units, math.shape, plan.options.interpret)
@@ -222,6 +219,20 @@ class ColumnMath:
             others = tuple(None if n is None else computed[n] for n in math.others)
         p = self._inside(self._unmasked(p))
         return Probabilities(p, slope, None if self.dropout is None else self.keep(), others)
+
+    def _shift(
+        self, lse2: jax.Array, row: jax.Array | None, at: jax.Array | None, along: jax.Array | None
+    ) -> jax.Array:
+        """What is added to a tile of scores in powers of two: the parts that `Scaled` keeps aside, less lse2."""
+        math, interpret = self.rows.math, self.rows.math.plan.options.interpret
+        if row is None or at is None:
+            return -math.spread(lse2, "q")
+        row = (row + at) * LOG2E
+        if math.row_axis == "q":
+            row = row - lse2
+            return math.rows(row) if along is None else affine_tile(row, along * LOG2E, math.shape, interpret)
+        columns = -lse2 if along is None else rising_columns(-lse2, along * LOG2E, interpret)
+        return math.spread(columns, "q") + math.rows(row)
 
     def holding(self, load: mod_ir.Load, value: jax.Array) -> "ColumnMath":
         """The tile with what a load of the score program reads given from elsewhere."""

@@ -251,6 +251,7 @@ def _summed_tiles(
     products = common.Products(plan.options.interpret)
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
     whole = kind == mod_ir.TILE
+    one_sum = kind in (mod_ir.SCALAR, mod_ir.ROW)  # over keys: parts of a tile need no registers of their own
     out_shape = (count // (rows * columns), rows * tile, columns * tile) if whole else (count, tile, tile)
     out_dtype = _sum_type(derivative, place) if whole else jnp.float32
     rings = _rings(groups, dim, value_dim, pair.bytes.staged)
@@ -315,9 +316,9 @@ def _summed_tiles(
                 q_slot = common.slot_of(i, rings.queries)
                 here = pl.ds(common.not_hoisted(group, plan.options.interpret) * ROWS, ROWS)
                 own_q, own_do = q_smem.at[q_slot, here], do_smem.at[q_slot, here]
-                new = []
-                for part, total in enumerate(sums):
-                    k_slot = common.slot_of(i * groups + part, rings.keys)
+                new = list(sums)
+                for part in range(groups):
+                    k_slot = common.not_hoisted(common.slot_of(i * groups + part, rings.keys), plan.options.interpret)
                     tile_math = rows_math.at_columns(kv0 + part * ROWS, masked)
                     if part == 0:
                         plgpu.barrier_wait(q_full.at[q_slot])
@@ -347,14 +348,18 @@ def _summed_tiles(
                             factor, dp, None if mathematics.delta_first else mathematics.spread(delta, "q")
                         )
 
-                    new.append(total + products.accumulators(g, shape, shape))
+                    at = 0 if one_sum else part
+                    new[at] = new[at] + products.accumulators(g, shape, shape)
+                    if not plan.options.interpret:  # the next part may not begin before: registers would not do
+                        new = list(lax.optimization_barrier(tuple(new)))
                 products.release(q_free.at[q_slot])
                 return tuple(new), (soon, later), statistics_soon
 
             first = code(jnp.int32(0))
-            begin = ((zero,) * groups, (first, code(jnp.int32(1))), statistics(first))
+            begin = ((zero,) * (1 if one_sum else groups), (first, code(jnp.int32(1))), statistics(first))
             sums, _, _ = lax.fori_loop(0, steps, step, begin)
-            for part, total in enumerate(sums):
+            for part in range(groups):
+                total = zero if one_sum and part else sums[part]
                 if whole:
                     per = jnp.int32(rows * columns)
                     head, at = lax.div(mine, per), lax.rem(mine, per)

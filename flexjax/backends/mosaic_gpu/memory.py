@@ -134,6 +134,26 @@ def _remaining(ref: Ref, index: tuple[typing.Any, ...], moving: tuple[bool, ...]
     return (ref if all(moving) else ref.at[picked]), strides
 
 
+def columns_from(start: jax.Array, columns: int, interpret: bool) -> jax.Array:
+    """int32 [columns], `start` and up. The start goes in first: numbers of the columns without it do not change in a loop, and
+    would be kept in registers beside."""
+    if interpret:
+        return column_iota(columns) + start
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT(()),),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.int32, layout=COLUMN),
+    )
+    def count(_: typing.Any, first: typing.Any) -> typing.Any:
+        i32 = ir.IntegerType.get_signless(32)
+        places = places_of(COLUMN.to_mgpu(), (columns,))
+        base = arith.addi(first.registers.flat[0], places.lane[0])
+        items = ((register, item, arith.addi(base, mgpu.c(at[0], i32))) for register, item, at in places.constants)
+        return assemble(COLUMN.to_mgpu(), (columns,), items, True)
+
+    return count(start)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
 def load_scalar(ref: Ref, index: tuple[typing.Any, ...]) -> jax.Array:
     return _widen(ref[index or (0,)])
 

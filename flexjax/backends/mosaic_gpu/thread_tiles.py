@@ -13,6 +13,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -20,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 from jaxlib.mlir.dialects import vector as vectors
 
-from flexjax.backends.mosaic_gpu.memory import ROW, TILE, assemble, element, places_of, signed
+from flexjax.backends.mosaic_gpu.memory import COLUMN, ROW, TILE, assemble, element, places_of, signed
 
 PERIOD = 8
 """Columns after which the registers of a thread repeat; a narrow tile has as many: four numbers a thread."""
@@ -108,8 +109,11 @@ def affine_tile(
                 if not position[1]:
                     yield register, item, bases[position[0]]
                     continue
-                along = mgpu.c(step * position[1], kind) if fixed else mul(slope, mgpu.c(float(position[1]), kind))
-                yield register, item, add(bases[position[0]], along)
+                base = bases[position[0]]
+                if fixed:
+                    yield register, item, add(base, mgpu.c(step * position[1], kind))
+                else:
+                    yield register, item, mlir_math.fma(slope, mgpu.c(float(position[1]), kind), base)
 
         return assemble(layout, shape, values(), None if floating else True)
 
@@ -117,6 +121,69 @@ def affine_tile(
     types = (ROW,) if fixed else (ROW, splat)
     wrap = plgpu.inline_mgpu(arg_types=types, return_type=plgpu.ShapeDtypeStruct(shape, row.dtype, layout=TILE))
     return wrap(build)(*arguments)
+
+
+def rising_columns(vector: jax.Array, step: jax.Array, interpret: bool) -> jax.Array:
+    """vector[c] + step * c of a float32 column vector; `step` a scalar of the kernel. One operation a column, none for a table of
+    its multiples."""
+    if interpret:
+        return vector + step * jnp.arange(vector.shape[0]).astype(vector.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(COLUMN, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(vector.shape, vector.dtype, layout=COLUMN),
+    )
+    def add(_: typing.Any, array: typing.Any, slope: typing.Any) -> typing.Any:
+        f32 = ir.F32Type.get()
+        slope = slope.registers.flat[0]
+        places = places_of(array.layout, vector.shape)
+        mine = arith.mulf(arith.sitofp(f32, places.lane[0]), slope)
+
+        def items() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
+            for register, item, (column,) in places.constants:
+                value = arith.addf(element(array.registers[register], item), mine)
+                yield register, item, mlir_math.fma(slope, mgpu.c(float(column), f32), value) if column else value
+
+        return assemble(array.layout, vector.shape, items(), None)
+
+    return add(vector, step)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
+PREDICATES = {
+    "lt": arith.CmpIPredicate.slt,
+    "le": arith.CmpIPredicate.sle,
+    "gt": arith.CmpIPredicate.sgt,
+    "ge": arith.CmpIPredicate.sge,
+    "eq": arith.CmpIPredicate.eq,
+    "ne": arith.CmpIPredicate.ne,
+}
+MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+"""The comparison with its sides exchanged."""
+
+
+def compared_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int], interpret: bool) -> jax.Array:
+    """Whether `step * c` compares so with `row[r]`, int32: at each place of a tile, one comparison with a constant."""
+    if interpret:
+        columns = step * jnp.arange(shape[1], dtype=jnp.int32)[None, :]
+        compare = {"lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge, "eq": lax.eq, "ne": lax.ne}[name]
+        return compare(*jnp.broadcast_arrays(columns, row[:, None]))
+
+    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=TILE))
+    def at_each(_: typing.Any, vector: typing.Any) -> typing.Any:
+        i32 = ir.IntegerType.get_signless(32)
+        layout = TILE.to_mgpu()
+        places = places_of(layout, shape)
+        mine = arith.muli(places.lane[1], mgpu.c(step, i32))
+        right = {}
+        for register, item, at in places_of(vector.layout, shape[:1]).constants:
+            right[at[0]] = arith.subi(element(vector.registers[register], item), mine)
+        items = (
+            (register, item, arith.cmpi(PREDICATES[name], mgpu.c(step * column, i32), right[row]))
+            for register, item, (row, column) in places.constants
+        )
+        return assemble(layout, shape, items, False)
+
+    return at_each(row)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
 def add_periods(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.Array:

@@ -45,6 +45,7 @@ SCALAR, ROW, COLUMN, TILE = "scalar", "row", "column", "tile"
 NARROW = "narrow"  # a tile that repeats after PERIOD columns (thread_tiles.py), which are what is kept
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
 MAX_EXACT = 1 << 24  # integers up to here are exact in float32
+MAX_DIFFERENCE = 1 << 29  # differences and sums of integers up to here are int32, tiles that hang over included
 
 
 def unsupported(program: mod_ir.Program) -> str | None:
@@ -92,6 +93,15 @@ def _unsupported_op(step: mod_ir.Op) -> str | None:
 def _harmless(factor: float) -> bool:
     """Whether a number may wait to be multiplied: neither it nor a product with it becomes 0 or infinite in between."""
     return 1e-30 < abs(factor) < 1e30
+
+
+def _small(atom: mod_ir.Atom) -> bool:
+    """Whether it is an int32 of which differences do not overflow."""
+    if isinstance(atom, mod_ir.Lit):
+        return atom.dtype == "int32" and abs(atom.value) <= MAX_DIFFERENCE
+    if atom.dtype != "int32" or atom.low is None or atom.high is None:
+        return False
+    return max(abs(atom.low), abs(atom.high)) <= MAX_DIFFERENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +191,7 @@ class TileProgram:
         new.col_start = jnp.asarray(start, jnp.int32)
         column = mod_ir.KV if self.row_axis == "q" else mod_ir.Q
         if column in new.live:
-            new.env[column] = _Slot(COLUMN, memory.column_iota(self.shape[1]) + new.col_start)
+            new.env[column] = _Slot(COLUMN, memory.columns_from(new.col_start, self.shape[1], self.interpret))
         new._run(COLUMN)
         return new
 
@@ -230,8 +240,14 @@ class TileProgram:
         return [new._read(atom) for atom in self.wanted]
 
     def pin(self) -> "TileProgram":
-        """Fixes the reads made so far where they stand: the compiler may not sink them to their first use."""
-        held = [i for i, s in self.env.items() if s.kind == COLUMN and s.value.dtype != jnp.bool_]
+        """Fixes the reads made so far where they stand: the compiler may not sink them to their first use. Numbers that walk
+        along the columns in steps are better computed where they are used."""
+        walking = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
+            mod_ir.Q,
+            mod_ir.KV,
+        }
+        columns = [i for i, s in self.env.items() if s.kind == COLUMN and i not in walking]
+        held = [i for i in columns if self.env[i].value.dtype != jnp.bool_]
         if not held or self.interpret:
             return self
         new = self._copy()
@@ -330,7 +346,38 @@ class TileProgram:
     def _as_tile(self, slot: _Slot) -> jax.Array:
         return self._stretch(slot, TILE)
 
+    def _compared(self, step: mod_ir.Op) -> _Slot | None:
+        """A comparison of an integer that walks along the columns with one that does not, by constants: no register holds the
+        numbers of the columns. None where it is no such comparison, or one might overflow."""
+        from flexjax.backends.mosaic_gpu import memory, thread_tiles
+
+        if step.prim not in thread_tiles.PREDICATES or self._kind(step.out.axes) != TILE or self.col_start is None:
+            return None
+        for walking, other in (step.inputs, step.inputs[::-1]):
+            if (
+                not isinstance(walking, mod_ir.Val)
+                or walking.linear is None
+                or not _small(walking)
+                or not _small(other)
+            ):
+                continue
+            linear, kind = walking.linear, self._kind(mod_ir.axes_of(other))
+            per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
+            if not per_col or kind not in (SCALAR, ROW) or any(i not in self.env for i, _ in linear.uniform):
+                continue
+            row_start = np.int32(0) if self.row_start is None else self.row_start
+            base = self._linear_at(linear, row_start, self.col_start)
+            row = self._stretch(self._read(other), ROW) - base
+            if per_row:
+                row = row - memory.row_iota(self.shape[0]) * np.int32(per_row)
+            name = step.prim if walking is step.inputs[0] else thread_tiles.MIRRORED[step.prim]
+            return _Slot(TILE, thread_tiles.compared_columns(per_col, name, row, self.shape, self.interpret))
+        return None
+
     def _operate(self, step: mod_ir.Op) -> _Slot:
+        compared = self._compared(step)
+        if compared is not None:
+            return compared
         slots = [self._read(a) for a in step.inputs]
         waiting = self._keep_waiting(step, slots)
         if waiting is not None:

@@ -27,6 +27,8 @@ SEGMENTS = jnp.asarray(np.arange(KV) // 37, jnp.int32)
 SLOPES = jnp.asarray(RNG.normal(size=H), jnp.float32)
 FLAGS = jnp.asarray(RNG.normal(size=(Q, KV)) > 0)
 SMALL = jnp.asarray(RNG.integers(-100, 100, KV), jnp.int8)
+LIMITS = jnp.asarray(RNG.integers(0, KV, Q), jnp.int32)
+FAR = jnp.asarray(RNG.choice([-(2**31), 2**31 - 1, 150], Q), jnp.int32)
 GAIN = jnp.float32(1.5)
 
 
@@ -57,6 +59,12 @@ MODS: dict[str, typing.Callable] = {
         s + (q // 7) * (k % 5) + ((q - k) // 4) - ((q - k) % 3) + (k ^ q) + (q << 2) + (q - k) // jnp.maximum(k - 100, 1)
     ),
     "booleans": lambda s, b, h, q, k: jnp.where(((q >= k) & ~(k < 30)) | ((q % 2 == 0) != (k % 3 == 0)), s, 0.0),
+    "comparisons": lambda s, b, h, q, k: jnp.where(
+        (2 * k >= 3 * q - 7) & (k + q != 190) & (k - q < 40 + b) & ((q + 1 <= k) | (2 * k - q < 5)), s, 0.0
+    ),
+    "comparisons with loaded numbers": lambda s, b, h, q, k: jnp.where(
+        (k < LIMITS[q]) & (LIMITS[h + 3] - k != 5) & (FAR[q] > k) & (k - q >= FAR[h]), s, 0.0
+    ),
     "checkerboard": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 1, 2.0 * jnp.where((k - q) % 2 == 0, s * 0.5, s), s),
     "chosen factors": lambda s, b, h, q, k: jnp.where(q > k, 3.0 * s, s) * GAIN * jnp.where(k % 2 == 0, -0.3, 0.7),
     "periods": lambda s, b, h, q, k: s + (3 * q - 5 * k + 7) % 8 + (q + k) % 64 * 0.1 + (k - 2 * q) % 32 - (q - k) % 4096,
