@@ -6,7 +6,6 @@ is what takes the time; a process that dies is replaced, and the task that it ha
     conformance   the cases of `tests/cases.py`, results and gradients, bit for bit the same twice
     golden        the cases of a folder of golden files (`--golden DIR`), where one is given
     soak          what time is left: random masks, mods, shapes and dtypes against dense float32 attention
-    sanitizer     compute-sanitizer's memcheck and racecheck over one small problem (`--sanitizer`)
 """
 
 import argparse
@@ -17,7 +16,6 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -401,28 +399,6 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------- the sanitizer
-
-
-def sanitize() -> None:
-    """One small problem with a pair bias that learns, forward and backward; run under compute-sanitizer."""
-    print("sanitized", conformance("window", "bfloat16"), conformance("pair_bias", "bfloat16"), flush=True)
-
-
-def _sanitizers(tools: list[str], folder: str) -> list[tuple[str, subprocess.Popen, str]]:
-    binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not os.path.exists(binary):
-        return []
-    started = []
-    for tool in tools:
-        path = os.path.join(folder, tool)
-        environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_autotune_level=0")
-        command = [binary, "--tool", tool, sys.executable, os.path.abspath(__file__), "--sanitize"]
-        with open(path, "w") as out:
-            started.append((tool, subprocess.Popen(command, stdout=out, stderr=out, env=environment), path))
-    return started
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
@@ -432,9 +408,7 @@ def main() -> int:
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--json", help="write every verdict there")
     parser.add_argument("--golden-only", default="*", help="comma-separated shell patterns of golden cases")
-    parser.add_argument("--sanitizer", help="comma-separated, of memcheck, racecheck, synccheck, initcheck")
     parser.add_argument("--soak-seed", type=int, help="run one random problem here and say what became of it")
-    parser.add_argument("--sanitize", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -442,9 +416,6 @@ def main() -> int:
         with open(args.worker) as file:
             job = json.load(file)
         worker([tuple(t) for t in job["tasks"]], job["seed"], job["until"])
-        return 0
-    if args.sanitize:
-        sanitize()
         return 0
     if args.soak_seed is not None:
         print(random_problem(args.soak_seed))
@@ -465,23 +436,10 @@ def main() -> int:
         chosen = [n for n in cases.CASES if any(fnmatch.fnmatch(n, p) for p in args.golden_only.split(","))]
         groups += [[("golden", args.golden, n, "bfloat16")] for n in chosen]
     with tempfile.TemporaryDirectory() as folder:
-        sanitizers = _sanitizers(args.sanitizer.split(","), folder) if args.sanitizer else []
         shares = [[t for g in groups[i :: args.workers] for t in g] for i in range(args.workers)]
         results = share_out(shares, until, folder)
         for line in summary(results):
             print(line, flush=True)
-        for tool, process, path in sanitizers:
-            late = process.poll() is None
-            if late:
-                process.kill()
-            process.wait()
-            with open(path, errors="replace") as file:
-                said = [line.rstrip() for line in file if line.strip()]
-            text = [line for line in said if "=========" in line or "sanitized" in line] or said
-            print(
-                f"{tool}: {'not done in time' if late else f'exit {process.returncode}'}; {len(text)} lines", flush=True
-            )
-            print("\n".join("  " + line[:160] for line in (text if len(text) < 16 else [*text[:12], *text[-4:]])))
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)
