@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
+from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 
 LOG2E = math.log2(math.e)
@@ -170,13 +171,6 @@ class Products:
         if self.simulated:
             plgpu.commit_smem()  # the stand-in read it through the generic proxy
         plgpu.barrier_arrive(barrier)
-
-
-def slot_of(number: jax.Array, slots: int) -> jax.Array:
-    """Ring slot of the number-th tile."""
-    if slots & (slots - 1) == 0:
-        return number & jnp.int32(slots - 1)
-    return lax.rem(number, jnp.int32(slots))
 
 
 def not_hoisted(index: jax.Array, interpret: bool) -> jax.Array:

@@ -9,8 +9,9 @@ keys and values of every visited tile, each through its own ring of shared-memor
     out += P V              tensor cores, P from registers
 
 A step issues Q K^T of its tile and P V of the tile before, and does its softmax while P V and the other warpgroup's
-products run; two computing warpgroups take turns at issuing. A tile of queries first walks the blocks of the full list,
-where no mask is evaluated, then those of the partial list.
+products run; two computing warpgroups take turns at issuing. Keys are copied a step ahead of values. A tile of queries first
+walks the blocks of the full list, where no mask is evaluated, then those of the partial list. The softmax is in
+online_softmax.py, who takes which tile in forward_walk.py.
 
 Hand-over of slots and turns uses hardware named barriers on the device. The simulator knows neither those nor products
 with an operand in registers, so there (`interpret`) ordinary barriers and plain dots stand in, and lengths are padded.
@@ -66,11 +67,6 @@ def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: in
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
 
 
-def slot_of(number: Scalar, slots: int) -> Scalar:
-    """Of a ring, the slot of what comes as `number`, which is not negative."""
-    return number & i32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, i32(slots))
-
-
 # ------------------------------------------------------------------- the two roles
 
 
@@ -100,7 +96,7 @@ class Kernel:
 
         def one_item(item: Item, turn: Scalar, step: Scalar) -> Scalar:
             kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
-            q_slot = slot_of(turn, tile.query_slots)
+            q_slot = memory.slot_of(turn, tile.query_slots)
             signals.acquire("query", shared.query_free, q_slot)
             if tile.queue:
                 work_queue.put(shared.box, q_slot, item)
@@ -108,14 +104,14 @@ class Kernel:
             plgpu.copy_gmem_to_smem(rows, shared.query.at[q_slot], shared.query_full.at[q_slot])
 
             def keys(n: Scalar) -> None:
-                slot = slot_of(step + n, tile.stages)
+                slot = memory.slot_of(step + n, tile.stages)
                 start = self.schedule.kv_start(arrays, item, n)
                 rows = rows_of(arrays.key, plan.layout, item.b, kv_head, start, tile.block_kv)
                 signals.acquire("key", shared.key_free, slot)
                 plgpu.copy_gmem_to_smem(rows, shared.key.at[slot], shared.key_full.at[slot])
 
             def values(n: Scalar) -> None:
-                slot = slot_of(step + n, tile.value_stages)
+                slot = memory.slot_of(step + n, tile.value_stages)
                 start = self.schedule.kv_start(arrays, item, n)
                 rows = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
                 signals.acquire("value", shared.value_free, slot)
@@ -135,7 +131,7 @@ class Kernel:
         turns = self._copy_each(arrays, shared, one_item)
         if self.interpret:  # the simulator insists that every arrival is seen
             for slot in range(tile.queue, tile.query_slots):
-                signals.acquire("query", shared.query_free, slot_of(turns + slot, tile.query_slots))
+                signals.acquire("query", shared.query_free, memory.slot_of(turns + slot, tile.query_slots))
             for slot in range(tile.stages):
                 signals.acquire("key", shared.key_free, slot)
             for slot in range(tile.value_stages):
@@ -151,7 +147,7 @@ class Kernel:
         assert shared.staged is not None
         assert shared.staged_full is not None
         assert self.plan.score is not None
-        slot = slot_of(first_step + n, tile.staged_slots)
+        slot = memory.slot_of(first_step + n, tile.staged_slots)
         start = self.schedule.kv_start(arrays, item, n)
         self.signals.acquire("staged", shared.staged_free, slot)
         leading = TileProgram(
@@ -181,7 +177,7 @@ class Kernel:
 
         first = (lax.axis_index("program"), i32(0), i32(0))
         _, turns, _ = work_queue.each(draw, jnp.asarray(True), first)
-        slot = slot_of(turns, tile.query_slots)
+        slot = memory.slot_of(turns, tile.query_slots)
         self.signals.acquire("query", shared.query_free, slot)
         work_queue.put(shared.box, slot, None)
         plgpu.barrier_arrive(shared.query_full.at[slot])
@@ -196,7 +192,7 @@ class Kernel:
             return
 
         def look(turn: Scalar) -> tuple[Scalar, Item]:
-            slot = slot_of(turn, self.tile.query_slots)
+            slot = memory.slot_of(turn, self.tile.query_slots)
             plgpu.barrier_wait(shared.query_full.at[slot])
             return work_queue.get(shared.box, slot, schedule.blank)
 
@@ -261,7 +257,7 @@ class Kernel:
         score = self._program(plan.score, arrays.score, item, q_start)
         mask = self._program(plan.mask, arrays.mask, item, q_start)
         dropout = self._program(plan.dropout, arrays.dropout, item, q_start)
-        q_slot = slot_of(turn, tile.query_slots)
+        q_slot = memory.slot_of(turn, tile.query_slots)
         queries = shared.query.at[q_slot, pl.ds(group * tile.rows, tile.rows)]
         if not tile.queue:
             plgpu.barrier_wait(shared.query_full.at[q_slot])
@@ -270,10 +266,10 @@ class Kernel:
         programs = Programs(score, mask, dropout)
 
         def key_slot(n: Scalar) -> Scalar:
-            return slot_of(first_step + n, tile.stages)
+            return memory.slot_of(first_step + n, tile.stages)
 
         def value_slot(n: Scalar) -> Scalar:
-            return slot_of(first_step + n, tile.value_stages)
+            return memory.slot_of(first_step + n, tile.value_stages)
 
         def next_start(n: Scalar, mode: str) -> Scalar:
             """First key of the step after n, read a step ahead: its address is known before the products are issued."""
@@ -285,7 +281,7 @@ class Kernel:
                 return program
             assert shared.staged is not None
             assert shared.staged_full is not None
-            slot = slot_of(first_step + n, tile.staged_slots)
+            slot = memory.slot_of(first_step + n, tile.staged_slots)
             plgpu.barrier_wait(shared.staged_full.at[slot])
             value = memory.load_staged(shared.staged.at[slot, pl.ds(group * tile.rows, tile.rows)], self.interpret)
             signals.release("staged", shared.staged_free, slot)

@@ -242,6 +242,11 @@ def element(register: typing.Any, item: int) -> ir.Value:
     return vectors.extract(register, dynamic_position=[], static_position=[item])
 
 
+def slot_of(number: jax.Array, slots: int) -> jax.Array:
+    """Of a ring of slots, that of what comes as `number`, which is not negative."""
+    return number & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, jnp.int32(slots))
+
+
 def staged_memory(slots: int, shape: tuple[int, int], dtype: typing.Any) -> typing.Any:
     """Shared memory for `slots` tiles of a captured array, swizzled as the layout of the scores reads it best."""
     wide = 128 // jnp.dtype(dtype).itemsize
