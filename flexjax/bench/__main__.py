@@ -79,6 +79,7 @@ def _on_gpu(args: argparse.Namespace, problems: list[Problem], peers: list[str])
         if sys.stderr.isatty():
             print(f"\r{time.monotonic() - start:5.0f} s  {now:110.110}", end="", file=sys.stderr, flush=True)
 
+    others = device.other_processes()
     rows, facts = device.measure_all(args.suite, problems, peers, args.together, until, say)
     print(report.on_gpu(rows, peers, facts, args.command), flush=True)
     if args.json:
@@ -87,6 +88,8 @@ def _on_gpu(args: argparse.Namespace, problems: list[Problem], peers: list[str])
     if args.plot:
         report.plot(rows, peers, facts, args.plot)
     complaints = report.wrong(rows, max((ALLOWED_ERROR[p.dtype] for p in problems), default=0.0))
+    if others:
+        complaints.append(f"Other processes were on the device before the first measurement: {', '.join(others)}.")
     for complaint in dict.fromkeys(complaints):
         print(complaint, file=sys.stderr)
     return 1 if complaints else 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexjax.bench import __main__ as command
-from flexjax.bench import gpu_peers, inputs, report, suites
+from flexjax.bench import device, gpu_peers, inputs, report, suites
 
 TINY = suites.SUITES["gpu-tiny"]
 
@@ -76,6 +76,20 @@ def test_table_and_peers_left_out():
     lines = report.on_gpu(rows, ["jax.nn", "torch", "flexjax"], dict(device="A GPU", jax="1"), "it").splitlines()
     assert lines[2] == "| causal | forward | 9.000 | - | 8.000 | 500 | 1.12 | 2.5 | 4e-03 | 4e-03 |"
     assert lines[4:] == ["A GPU; jax 1. Medians: jax.nn: cupti; flexjax: cupti", "`it`", "- torch is not asked: causal"]
+
+
+def test_other_processes_on_the_device_are_told(tmp_path, monkeypatch, capsys):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho python3\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(device, "measure_all", lambda *_: ([], {"device": "A GPU"}))
+    monkeypatch.setattr(report, "on_gpu", lambda *_: "a table")
+    assert command.main(["--suite", "gpu-tiny"]) == 1
+    told = "Other processes were on the device before the first measurement: python3.\n"
+    assert capsys.readouterr().err == told
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert command.main(["--suite", "gpu-tiny"]) == 0
 
 
 @pytest.mark.slow
