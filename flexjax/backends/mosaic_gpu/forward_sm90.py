@@ -32,7 +32,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import memory, staging, thread_tiles, work_queue
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, flat, i32
-from flexjax.backends.mosaic_gpu.online_softmax import LN2, LOG2E, Growth, OnlineSoftmax, Scores, State, fixed_reference
+from flexjax.backends.mosaic_gpu.online_softmax import Growth, OnlineSoftmax, Scores, State
+from flexjax.backends.mosaic_gpu.reference import LN2, LOG2E, fixed_reference
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results

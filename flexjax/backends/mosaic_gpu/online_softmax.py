@@ -8,7 +8,7 @@ end. What a step of a warpgroup does here lies between its two products, so the 
 - with `slack` the reference changes only where a maximum has grown by 2^SLACK. A warp votes on that before its lanes meet, and
   mostly that is all: exponentials up to 2^SLACK cost no precision, and nothing that was summed before is rescaled.
 
-Where the scores are bounded (a soft cap), the reference is one number.
+Where the scores are bounded (a soft cap), the reference is one number (reference.py).
 """
 
 import dataclasses
@@ -20,16 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
-from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace.bounds import bounds
+from flexjax.backends.mosaic_gpu.reference import LOG2E
 
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 SLACK = 8.0
 NOTHING = -3e38
 """The reference of a row of which nothing was seen: finite, so that -inf relative to it is -inf."""
-WIDEST = 80.0
-"""Largest power of two of a score, either way, that needs no running maximum. A sum over 2^20 keys stays below 2^100, and its
-products with values between 2^-46 and 2^27 inside float32."""
 f32 = np.float32
 
 
@@ -57,19 +52,6 @@ class Growth(typing.NamedTuple):
 
     shrink: jax.Array
     any: jax.Array
-
-
-def fixed_reference(plan: KernelPlan) -> float | None:
-    """The middle of the scores, in powers of two, where no score is too far from it for a sum without a maximum.
-
-    float16 has too short an exponent for that.
-    """
-    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16":
-        return None
-    ((low, high),) = bounds(plan.score)
-    if not (high - low) / 2 * LOG2E <= WIDEST:  # infinite or unknown too
-        return None
-    return (low + high) / 2 * LOG2E
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from flexjax.backends.mosaic_gpu import online_softmax, staging
+from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.reference import fixed_reference
 from flexjax.plan.kernel_plan import KernelPlan
 
 SHARED_MEMORY = 227 * 1024
@@ -111,7 +112,7 @@ def _manner(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
     if size == 64:
         beside = groups == 3 and plan.mask is None and plan.dropout is None
         return {**manner, "overlap": beside, "slack": beside, "turns": groups == 2, "early": beside}
-    fixed = online_softmax.fixed_reference(plan) is not None  # twice as many exponentials
+    fixed = fixed_reference(plan) is not None  # twice as many exponentials
     turns = groups == 2 and size != 256 and plan.blocks is not None and not fixed
     return {**manner, "turns": turns, "early": not fixed, "reverse": plan.score is not None and not fixed}
 
