@@ -136,6 +136,7 @@ class OnlineSoftmax:
         """(reference, sum) of each row; `common` is the part of its scores that was left out. Reference -inf: nothing is on."""
         total, top = thread_tiles.join_lanes(state.total, self.interpret), state.base
         if common is not None:  # -inf switches a row off; what else is not finite shows
-            total = jnp.where(common == f32(-math.inf), f32(0), total + f32(0) * common)
+            off = (common == f32(-math.inf)) | (total == f32(0))
+            total = jnp.where(off, f32(0), total + f32(0) * common)
             top = top + common * f32(LOG2E)
         return jnp.where(total == f32(0), f32(-math.inf), top), total

@@ -112,6 +112,9 @@ class _Slot:
     and `along` times the number of the column are still to be added; and an affine one, row vector `value` plus `at` plus
     `step` times the number of the column. `at`, `along` and `step` are numbers or scalars; `row`, and `value` of an affine
     tile, are the same on all tiles of a row.
+
+    What is taken apart so is as good as float32 where it is added to a score. Anything else takes `exact`, the tile as the mod
+    has it, or a distance of 0 times a number would no longer be 0. Nothing computes it where nothing takes it.
     """
 
     kind: str
@@ -122,6 +125,7 @@ class _Slot:
     at: Value = None
     along: Value = None
     step: Value = None
+    exact: Value = None
 
 
 class Scaled(typing.NamedTuple):
@@ -314,10 +318,8 @@ class TileProgram:
     def _stretch(self, slot: _Slot, kind: str) -> Value:
         from flexjax.backends.mosaic_gpu import memory, thread_tiles
 
-        if slot.step is not None:
-            return thread_tiles.affine_tile(slot.value + slot.at, slot.step, self.shape, self.interpret)
-        if slot.row is not None:
-            return self._with_columns(slot) + memory.stretch(slot.row + slot.at, ROW, self.shape)
+        if slot.exact is not None:
+            return slot.exact
         if slot.by is not None:
             return slot.value * thread_tiles.repeat_columns(
                 slot.by * np.float32(slot.factor), self.shape, self.interpret
@@ -338,7 +340,7 @@ class TileProgram:
         """The tile without its row vector."""
         from flexjax.backends.mosaic_gpu import memory
 
-        alone = self._stretch(dataclasses.replace(slot, row=None, at=None, along=None), TILE)
+        alone = self._stretch(dataclasses.replace(slot, row=None, at=None, along=None, exact=None), TILE)
         if slot.along is None:
             return alone
         return alone + memory.stretch(memory.column_iota(self.shape[1], jnp.float32) * slot.along, COLUMN, self.shape)
@@ -380,8 +382,11 @@ class TileProgram:
             return compared
         slots = [self._read(a) for a in step.inputs]
         waiting = self._keep_waiting(step, slots)
-        if waiting is not None:
+        if waiting is not None and waiting.step is None and waiting.row is None:
             return waiting
+        if waiting is not None:
+            exact = apply(step, [self._as_tile(s) for s in slots], self.edge is not None)
+            return dataclasses.replace(waiting, exact=exact)
         kinds = {s.kind for s in slots} - {SCALAR}
         if kinds == {ROW, NARROW}:
             kinds = {NARROW}
@@ -483,7 +488,9 @@ class TileProgram:
         start = self._linear_at(linear, self.row_start, self.col_start)
         row = memory.row_iota(self.shape[0]) * np.int32(per_row)
         if step.out.dtype == "float32":
-            return _Slot(TILE, row.astype(jnp.float32), at=start.astype(jnp.float32), step=np.float32(per_col))
+            first, along = (row + start).astype(jnp.float32), np.float32(per_col)
+            exact = thread_tiles.affine_tile(first, along, self.shape, self.interpret)
+            return _Slot(TILE, row.astype(jnp.float32), at=start.astype(jnp.float32), step=along, exact=exact)
         row = row + start
         if 0 < period <= thread_tiles.PERIOD:
             narrow = (self.shape[0], thread_tiles.PERIOD)

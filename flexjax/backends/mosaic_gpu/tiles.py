@@ -86,7 +86,8 @@ class ForwardTile:
     @property
     def fits(self) -> bool:
         named = self.first_named_barrier + 3 + self.stages + self.value_stages + self.query_slots + self.staged_slots
-        return self.shared_bytes <= SHARED_MEMORY and named <= NAMED_BARRIERS
+        ahead = 1 + self.early  # steps whose keys are held at once
+        return self.shared_bytes <= SHARED_MEMORY and named <= NAMED_BARRIERS and self.stages >= ahead
 
 
 def padded_dim(dim: int) -> int:

@@ -80,6 +80,22 @@ CASES: dict[str, dict[str, typing.Any]] = {
     "slope, rows switched off": {
         "score": lambda s, b, h, q, k: s + (SLOPES[h] * (k - q) + jnp.where(q % 5 == 0, -jnp.inf, 1.0)), "mask": causal,
     },
+    "slope, infinite rows of which nothing is on": {
+        "score": lambda s, b, h, q, k: s + (SLOPES[h] * (k - q) + jnp.where(q < 128, jnp.where(q < 9, jnp.nan, jnp.inf), 0.0)),
+        "mask": lambda b, h, q, k: (q >= k) & (q >= 128),
+    },
+    "slope, infinite rows that end in a tile": {
+        "score": lambda s, b, h, q, k: s + (SLOPES[h] * (k - q) + jnp.where(q < 40, jnp.inf, 0.0)),
+        "mask": lambda b, h, q, k: (q >= k) & (q >= 40), "q_len": 200, "kv_len": 237,
+    },
+    "root of a scaled distance": {
+        "score": lambda s, b, h, q, k: s + jnp.sqrt((q - k).astype(jnp.float32) * 0.1) + jnp.sqrt((q - k) * SLOPES[h]),
+        "mask": causal, "q_len": 384, "kv_len": 384,
+    },
+    "steps of a scaled distance": {
+        "score": lambda s, b, h, q, k: jnp.where((q - k) * 0.1 <= 1.0, s + 4.0, s) + 5.0 * jnp.floor((q - k) * 0.1),
+        "q_len": 200, "kv_len": 237,
+    },
     "slope of bounded scores": {"score": lambda s, b, h, q, k: 3.0 * jnp.tanh(s) + 0.02 * (k - q), "mask": causal},
     "slope and two factors": {
         "score": lambda s, b, h, q, k: jnp.where((k - q) % 2 == 0, s * 0.5, s) + SLOPES[h] * (k - q), "mask": causal,
@@ -173,6 +189,7 @@ def test_matches_dense(name: str) -> None:
 
 STAGGERED = (
     "soft cap that needs no maximum", "far from the sinks", "slope", "steep slope, odd", "slope, rows switched off",
+    "slope, infinite rows of which nothing is on", "root of a scaled distance",
     "slope of bounded scores", "slope and two factors", "odd lengths and dims", "dead rows", "dropout", "documents",
     "blocks of 256, odd", "pair bias, odd",
 )  # fmt: skip
