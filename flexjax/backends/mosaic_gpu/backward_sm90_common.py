@@ -17,7 +17,6 @@ which knows neither operands in registers nor initialised accumulators.
 """
 
 import dataclasses
-import math
 import typing
 
 import jax
@@ -31,10 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
+from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 
-LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile
 ALONG_COLUMNS = WGMMA.reduce(0)  # a number for each column of a tile

@@ -31,9 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import memory, staging, thread_tiles, work_queue
+from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E, fixed_reference
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, flat, i32
 from flexjax.backends.mosaic_gpu.online_softmax import Growth, OnlineSoftmax, Scores, State
-from flexjax.backends.mosaic_gpu.reference import LN2, LOG2E, fixed_reference
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
@@ -104,19 +104,18 @@ class Kernel:
             rows = rows_of(arrays.query, plan.layout, item.b, item.h, item.q_tile * tile.block_q, tile.block_q)
             plgpu.copy_gmem_to_smem(rows, shared.query.at[q_slot], shared.query_full.at[q_slot])
 
-            def keys(n: Scalar) -> None:
-                slot = memory.slot_of(step + n, tile.stages)
+            def fetch(n: Scalar, what: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, slots: int) -> None:
+                slot = memory.slot_of(step + n, slots)
                 start = self.schedule.kv_start(arrays, item, n)
-                rows = rows_of(arrays.key, plan.layout, item.b, kv_head, start, tile.block_kv)
-                signals.acquire("key", shared.key_free, slot)
-                plgpu.copy_gmem_to_smem(rows, shared.key.at[slot], shared.key_full.at[slot])
+                rows = rows_of(source, plan.layout, item.b, kv_head, start, tile.block_kv)
+                signals.acquire(what, free, slot)
+                plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
+
+            def keys(n: Scalar) -> None:
+                fetch(n, "key", arrays.key, shared.key, shared.key_full, shared.key_free, tile.stages)
 
             def values(n: Scalar) -> None:
-                slot = memory.slot_of(step + n, tile.value_stages)
-                start = self.schedule.kv_start(arrays, item, n)
-                rows = rows_of(arrays.value, plan.layout, item.b, kv_head, start, tile.block_kv)
-                signals.acquire("value", shared.value_free, slot)
-                plgpu.copy_gmem_to_smem(rows, shared.value.at[slot], shared.value_full.at[slot])
+                fetch(n, "value", arrays.value, shared.value, shared.value_full, shared.value_free, tile.value_stages)
 
             def one_step(n: Scalar, _: None) -> None:
                 """Keys go a step ahead: their slots are given back half a step before those of values."""

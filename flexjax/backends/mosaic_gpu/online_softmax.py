@@ -8,7 +8,7 @@ end. What a step of a warpgroup does here lies between its two products, so the 
 - with `slack` the reference changes only where a maximum has grown by 2^SLACK. A warp votes on that before its lanes meet, and
   mostly that is all: exponentials up to 2^SLACK cost no precision, and nothing that was summed before is rescaled.
 
-Where the scores are bounded (a soft cap), the reference is one number (reference.py).
+Where the scores are bounded (a soft cap), the reference is one number (bounded_scores.py).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
-from flexjax.backends.mosaic_gpu.reference import LOG2E
+from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E
 
 SLACK = 8.0
 NOTHING = -3e38

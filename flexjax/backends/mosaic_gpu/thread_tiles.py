@@ -33,7 +33,7 @@ def _by_column(layout: typing.Any, array: typing.Any, shape: tuple[int, int]) ->
     """The elements of a thread by row and by column modulo PERIOD."""
     found: dict[tuple[int, ...], list[ir.Value]] = {}
     for register, item, (row, column) in places_of(layout, shape).constants:
-        value = vectors.extract(array.registers[register], dynamic_position=[], static_position=[item])
+        value = element(array.registers[register], item)
         found.setdefault((row, column % PERIOD), []).append(value)
     return found
 

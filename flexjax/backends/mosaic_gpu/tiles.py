@@ -3,7 +3,7 @@
 import dataclasses
 
 from flexjax.backends.mosaic_gpu import staging
-from flexjax.backends.mosaic_gpu.reference import fixed_reference
+from flexjax.backends.mosaic_gpu.bounded_scores import fixed_reference
 from flexjax.plan.kernel_plan import KernelPlan
 
 SHARED_MEMORY = 227 * 1024

@@ -14,7 +14,7 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import forward_sm90, reference, tiles
+from flexjax.backends.mosaic_gpu import bounded_scores, forward_sm90, tiles
 from flexjax.plan.kernel_plan import Results
 from tests.backends.mosaic_gpu.forward_problems import Problem, problem
 
@@ -145,8 +145,8 @@ CASES: dict[str, dict[str, typing.Any]] = {
 
 REFERENCES = {
     "soft cap that needs no maximum": 0.0,
-    "bounded away from 0": 27.0 * reference.LOG2E,  # 24 to 30 over both heads
-    "far from the sinks": 120.0 * reference.LOG2E,
+    "bounded away from 0": 27.0 * bounded_scores.LOG2E,  # 24 to 30 over both heads
+    "far from the sinks": 120.0 * bounded_scores.LOG2E,
     "soft cap, float16": None,
     "soft cap": 0.0,
     "full": None,
@@ -157,13 +157,13 @@ REFERENCES = {
 @pytest.mark.parametrize("name", REFERENCES)
 def test_where_the_maximum_is_left_out(name: str) -> None:
     plan = problem(**CASES[name]).plan
-    assert reference.fixed_reference(plan) == pytest.approx(REFERENCES[name])
-    assert reference.fixed_reference(dataclasses.replace(plan, max_scores=True)) is None
+    assert bounded_scores.fixed_reference(plan) == pytest.approx(REFERENCES[name])
+    assert bounded_scores.fixed_reference(dataclasses.replace(plan, max_scores=True)) is None
 
 
 def test_wide_scores_keep_their_maximum() -> None:
     made = problem(score=lambda s, b, h, q, k: 56.0 * jnp.tanh(s))
-    assert reference.fixed_reference(made.plan) is None
+    assert bounded_scores.fixed_reference(made.plan) is None
 
 
 def run(made: Problem, programs: int = 3, **manner: typing.Any) -> Results:
