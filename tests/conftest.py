@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes", type=float, help="in an order mixed over all files, skip what would begin after so many minutes"
     )
+    parser.addoption("--mixed-by", default="", metavar="TEXT", help="another text, another order of the tests of --minutes")
 
 
 BEGAN = time.monotonic()
@@ -41,7 +42,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the slow tests unless `-m` or a full test name is given; `--slow` runs them alone."""
     if config.getoption("--minutes") is not None:
-        items.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).hexdigest())
+        text = config.getoption("--mixed-by")
+        items.sort(key=lambda item: hashlib.sha256((text + item.nodeid).encode()).hexdigest())
     if config.getoption("-m") or any("::" in arg for arg in config.args):
         return
     wanted = bool(config.getoption("--slow"))

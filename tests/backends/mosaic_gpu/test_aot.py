@@ -12,7 +12,8 @@ if jax.__version_info__ < (0, 11):
 from tests.backends.mosaic_gpu import aot, compile_hopper
 from tests.cases import CASES
 
-PARTS = 2
+PARTS = 12
+"""Pieces of a minute or two, so that `--minutes` can stop between them."""
 
 
 @pytest.mark.aot
