@@ -27,7 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes", type=float, help="in an order mixed over all files, skip what would begin after so many minutes"
     )
-    parser.addoption("--mixed-by", default="", metavar="TEXT", help="another text, another order of the tests of --minutes")
+    parser.addoption(
+        "--mixed-by", default="", metavar="TEXT", help="another text, another order of the tests of --minutes"
+    )
 
 
 BEGAN = time.monotonic()

@@ -8,10 +8,11 @@ Only float32 values are followed: integers have the ranges that tracing gave the
 floats and casts to integers none. An end past the largest float32 is infinite.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from flexjax.trace.mod_ir import Atom, Lit, Op, Program, range_of_val
+from flexjax.trace.mod_ir import SCORE, UNIFORM, Atom, Lit, Op, Program, axes_of, range_of_val
 
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
@@ -29,15 +30,46 @@ WITHIN: dict[str, Range] = {
 """Functions that are bounded whatever they are given."""
 
 
+FAR = 2.0**27
+"""From here on neighbouring float32 numbers are 16 apart: of the scores of a row only those weigh that equal the largest."""
+MODERATE_SCORE = (-(2.0**15), 2.0**15)
+MODERATE_NUMBER = (-(2.0**10), 2.0**10)
+"""What `may_be_far` takes a score, and a number of a batch entry or a head (a slope, a gate), to lie between."""
+
+
 def bounds(program: Program) -> tuple[Range, ...]:
     """(lowest, highest) of each result; infinite where nothing is known."""
-    known: dict[int, Range] = {}
+    return _bounds(program, {}, lambda _, found: found)
+
+
+@functools.lru_cache(maxsize=512)
+def may_be_far(program: Program | None) -> bool:
+    """Whether a score that is finite may lie further out than half of FAR: a bias that is -1e10 where it hides, a literal -1e30.
+
+    Captured arrays may hold anything. Infinite literals are no concern: what they add or select is infinite. None: the identity.
+    """
+    if program is None:
+        return False
+
+    def moderate(atom: Atom, found: Range) -> Range:
+        if isinstance(atom, Lit):
+            return found if all(map(math.isfinite, found)) or math.isnan(atom.value) else (0.0, 0.0)
+        unknown = not all(map(math.isfinite, found)) and axes_of(atom) <= UNIFORM
+        return MODERATE_NUMBER if unknown and atom.dtype == "float32" else found
+
+    low, high = _bounds(program, {SCORE: MODERATE_SCORE}, moderate)[0]
+    return not (low >= -FAR / 2 and high <= FAR / 2)
+
+
+def _bounds(program: Program, known: Mapping[int, Range], seen: Callable[[Atom, Range], Range]) -> tuple[Range, ...]:
+    """`seen` may replace what is known of an atom, each time that it is read."""
+    known = dict(known)
 
     def read(atom: Atom) -> Range:
         if isinstance(atom, Lit):
-            return _number(atom)
+            return seen(atom, _number(atom))
         whole = range_of_val(atom)
-        return known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1])))
+        return seen(atom, known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1]))))
 
     for step in program.steps:
         if isinstance(step, Op) and step.out.dtype == "float32":

@@ -24,6 +24,7 @@ import pytest
 
 import flexjax
 from tests import oracle
+from tests.backends import far_scores
 from tests.cases import CASES, Case
 from tests.compare import assert_close
 
@@ -376,6 +377,10 @@ class Conformance:
         block_mask = flexjax.create_block_mask(_causal, None, None, 20, 20, block_size=(8, 16))
         got = self._attention(block_mask=block_mask)(q, k, v)
         np.testing.assert_allclose(got, self._attention(mask_mod=_causal)(q, k, v), rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize(("precise", "sinks"), [("float32", False), ("bfloat16", True)])
+    def test_scores_that_are_far_out(self, precise: str, sinks: bool):
+        far_scores.check(self.implementation, precise, sinks)
 
     def test_dropout_keeps_the_right_share(self):
         case = dataclasses.replace(CASES["dropout"], mask=None, name="dropout share")

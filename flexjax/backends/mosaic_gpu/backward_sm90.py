@@ -27,6 +27,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
 )
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
+from flexjax.trace.bounds import may_be_far
 
 MAX_DIM = 256
 
@@ -95,15 +96,16 @@ def backward(
         value=_cut(plan, d_value, plan.kv_len, 0, plan.value_dim) if wanted.value and d_value is not None else None,
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
-        sinks=sinks_gradient(operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
+        sinks=sinks_gradient(plan, operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
         score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, pair, written),
     )
 
 
-def sinks_gradient(sinks: jax.Array, stats: jax.Array) -> jax.Array:
+def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.Array:
     """d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O))."""
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
-    weight = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * common.LOG2E - lse2)
+    sink = sinks.astype(jnp.float32)[None, :, None]
+    weight = jnp.exp(sink - lse2) if may_be_far(plan.score) else jnp.exp2(sink * common.LOG2E - lse2)
     return -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
 
 

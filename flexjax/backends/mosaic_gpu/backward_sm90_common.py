@@ -33,6 +33,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
+from flexjax.trace.bounds import may_be_far
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile
@@ -67,7 +68,10 @@ def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
 
 
 def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
-    """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse."""
+    """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse.
+
+    Where scores may be far out, lse as it is stands in the place of lse2.
+    """
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
     delta = lax.optimization_barrier(delta)  # or XLA recomputes the sum in a strided order, five times slower
     lse = results.lse.astype(jnp.float32)
@@ -75,7 +79,7 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
     if d_lse is not None:
         delta = delta - d_lse.astype(jnp.float32)
     delta = jnp.where(dead, 0.0, delta)
-    lse2 = jnp.where(dead, jnp.inf, lse * LOG2E)
+    lse2 = jnp.where(dead, jnp.inf, lse if may_be_far(plan.score) else lse * LOG2E)
     if plan.layout == "BTNH":
         lse2, delta = (jnp.swapaxes(x, 1, 2) for x in (lse2, delta))
     extra = -(-plan.q_len // 256) * 256 - plan.q_len

@@ -7,6 +7,9 @@ backward_sm90_common.py. Programs of a mod are evaluated by tile_programs.py; th
     rows = math.at_rows(b, h, row0, captures)                # once a row of tiles: scalars and row vectors of the mods
     tile = rows.at_columns(col0, masked)                     # once a tile, before its scores are there: starts reads
     found = tile.probabilities(s, lse2)                      # once a tile
+
+Where scores may be far out (trace/bounds.py) lse is not in powers of two, and is subtracted before the difference is scaled: the
+other way round, rounding alone would be dozens of powers of two.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
+from flexjax.trace.bounds import may_be_far
 
 
 class Captures(typing.NamedTuple):
@@ -200,25 +204,28 @@ class ColumnMath:
     dropout: TileProgram | None
 
     def probabilities(self, s: jax.Array, lse2: jax.Array) -> Probabilities:
-        """From raw products q . k and the base-2 lse of the queries (a vector)."""
+        """From raw products q . k and the lse of the queries as `row_statistics` gives it (a vector)."""
         math = self.rows.math
-        plan = math.plan
-        slope: jax.Array | None = None
-        others: tuple[jax.Array | None, ...] = (None,) * len(math.others)
-        if self.score is None:
-            p = jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q"))
-        else:
-            score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
-            shift = self._shift(lse2, row, at, along)
-            units = factor * LOG2E
-            if by is not None:
-                units = repeat_columns(by * units, math.shape, plan.options.interpret)
-            p = jnp.exp2(score * units + shift)
-            computed = dict(zip(math.evaluated, rest, strict=True))
-            slope = computed.get(1)
-            others = tuple(None if n is None else computed[n] for n in math.others)
+        p, rest = self._powers(s, lse2)
+        computed = dict(zip(math.evaluated, rest, strict=True))
         p = self._inside(self._unmasked(p))
-        return Probabilities(p, slope, None if self.dropout is None else self.keep(), others)
+        others = tuple(None if n is None else computed[n] for n in math.others)
+        return Probabilities(p, computed.get(1), None if self.dropout is None else self.keep(), others)
+
+    def _powers(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
+        """Probabilities without a mask, and what else the score program computes."""
+        math, plan = self.rows.math, self.rows.math.plan
+        if self.score is None:
+            return jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q")), ()
+        if may_be_far(plan.score):
+            score, *rest = self.score.tile(s, plan.scale)
+            return jnp.exp2((score - math.spread(lse2, "q")) * LOG2E), rest
+        score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
+        shift = self._shift(lse2, row, at, along)
+        units = factor * LOG2E
+        if by is not None:
+            units = repeat_columns(by * units, math.shape, plan.options.interpret)
+        return jnp.exp2(score * units + shift), rest
 
     def _shift(
         self, lse2: jax.Array, row: jax.Array | None, at: jax.Array | None, along: jax.Array | None

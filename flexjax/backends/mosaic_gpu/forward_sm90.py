@@ -31,13 +31,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import memory, staging, thread_tiles, work_queue
-from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E, fixed_reference
+from flexjax.backends.mosaic_gpu.bounded_scores import fixed_reference
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, flat, i32
 from flexjax.backends.mosaic_gpu.online_softmax import Growth, OnlineSoftmax, Scores, State
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.trace import mod_ir
+from flexjax.trace.bounds import may_be_far
 
 f32 = np.float32
 
@@ -82,12 +83,14 @@ class Kernel:
     interpret: bool
     staged: mod_ir.Load | None = None  # what of the score program comes through shared memory
     reference: float | None = None  # what the exponentials are relative to, where it need not follow the maximum
+    far: bool = False  # scores may be far out (online_softmax.py)
 
     @property
     def softmax(self) -> OnlineSoftmax:
         tile = self.tile
         slack = tile.slack and not self.plan.max_scores
-        return OnlineSoftmax((tile.rows, tile.block_kv), slack, self.reference, tile.polynomials, self.interpret)
+        shape = tile.rows, tile.block_kv
+        return OnlineSoftmax(shape, slack, self.reference, tile.polynomials, self.interpret, self.far)
 
     def copy(self, arrays: Arrays, shared: Shared) -> None:
         """The copying warpgroup: queries, keys and values of every item in turn."""
@@ -415,7 +418,9 @@ class Kernel:
         carry = all_steps() if plan.blocks is None else lax.cond(item.total > 0, all_steps, no_steps)
         if not tile.overlap:
             signals.end_tile(group)
-        common = None if score is None or self.reference is not None else score.row_part()
+        common = None
+        if score is not None and self.reference is None and not self.far:
+            common = score.row_part()
         self._finish(shared, outs, group, arrays.sinks, common, *carry)
 
     def _needs_start(self, mode: str, programs: Programs) -> bool:
@@ -447,7 +452,9 @@ class Kernel:
         """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
         plan, tile = self.plan, self.tile
         factor, by, row, shift, along = plan.scale, None, None, None, None
-        if at.score is not None:
+        if at.score is not None and self.far:
+            (s,), factor = at.score.tile(s, factor), 1.0
+        elif at.score is not None:
             s, factor, by, row, shift, along, _ = at.score.scaled_tile(s, factor, along=True)
             if along is not None:
                 s = thread_tiles.add_periods(s, along / f32(factor), self.interpret)
@@ -503,11 +510,11 @@ class Kernel:
         top, total = self.softmax.finish(state, common)
         base = jnp.where(top == f32(-math.inf), f32(0), top)
         if sinks is not None:
-            sink = sinks[h] * f32(LOG2E)
+            sink = self.softmax.to_reference(sinks[h])
             joint = jnp.maximum(top, sink)
             joint = jnp.where(jnp.abs(joint) == f32(math.inf), f32(0), joint)
-            shrink = jnp.exp2(top - joint)
-            total = total * shrink + jnp.exp2(sink - joint)
+            shrink = self.softmax.power(top - joint)
+            total = total * shrink + self.softmax.power(sink - joint)
             base = joint
         dead = total == f32(0)
         divisor = jnp.where(
@@ -515,11 +522,11 @@ class Kernel:
         )  # of a row that was switched off at the end there are products
         if sinks is not None:
             divisor = divisor * shrink
-        lse = jnp.where(dead, f32(-math.inf), (base + jnp.log2(total)) * f32(LN2))
+        lse = jnp.where(dead, f32(-math.inf), self.softmax.lse(base, total))
         rows = (b, h, pl.ds(q_start, tile.rows))
         lse_ref[rows] = lse
         if max_ref is not None:
-            max_ref[rows] = top * f32(LN2)
+            max_ref[rows] = self.softmax.to_score(top)
         out = out * memory.stretch(divisor, "row", out.shape)
         target = rows_of(out_ref, plan.layout, b, h, q_start, tile.rows)
         parts = tile.value_dim // tile.out_columns
@@ -605,7 +612,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)
     staged = staging.staged_load(plan.score) if tile.staged_slots and plan.score is not None else None
-    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, staged, fixed_reference(plan))
+    reference, far = fixed_reference(plan), may_be_far(plan.score)
+    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, staged, reference, far)
     q_padded = schedule.q_tiles * tile.block_q
     # The copy engine wants lengths in multiples of 8 rows; it fills what lies past the end with zeros itself.
     q_length = q_padded if interpret else -(-plan.q_len // 8) * 8

@@ -9,6 +9,11 @@ end. What a step of a warpgroup does here lies between its two products, so the 
   mostly that is all: exponentials up to 2^SLACK cost no precision, and nothing that was summed before is rescaled.
 
 Where the scores are bounded (a soft cap), the reference is one number (bounded_scores.py).
+
+Where they may be far out (`far`: an additive mask that leaves nothing of a row, trace/bounds.py), references are the scores
+themselves, not in powers of two. A score is scaled and shifted in one operation, which does not round in between as scaling the
+reference did; from 2^30 on that alone is dozens of powers of two. There scores are taken to base 2 instead, whose scaling is
+exact: neighbouring numbers are so far apart that only equal ones weigh.
 """
 
 import dataclasses
@@ -20,10 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
-from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E
+from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E
+from flexjax.trace.bounds import FAR
 
 SLACK = 8.0
-NOTHING = -3e38
+SLACK_OF_FAR = 4.0
+"""With the 2^8 that rounding makes of the largest scores below FAR, not too much for a float16."""
+NOTHING = float(np.finfo(np.float32).min)
 """The reference of a row of which nothing was seen: finite, so that -inf relative to it is -inf."""
 f32 = np.float32
 
@@ -60,6 +68,7 @@ class OnlineSoftmax:
     slack        the reference may lag behind the maximum
     reference    what exponentials are relative to, where it need not follow the maximum
     polynomials  how many of eight exponentials are multiplied out (exponential.py)
+    far          scores may be far out: references are scores, not powers of two
     """
 
     shape: tuple[int, int]
@@ -67,6 +76,7 @@ class OnlineSoftmax:
     reference: float | None
     polynomials: int
     interpret: bool
+    far: bool = False
 
     def _row(self, value: float) -> jax.Array:
         return memory.splat(f32(value), "row", self.shape[:1], self.interpret)
@@ -81,6 +91,8 @@ class OnlineSoftmax:
 
     def step(self, scores: Scores, state: State) -> tuple[jax.Array, Growth, State]:
         """The exponentials of a tile, what they mean for the sums so far, and the state after it."""
+        if self.far:
+            return self._step_of_far(scores.tile, state)
         units = f32(LOG2E * scores.factor)
         if self.reference is not None:
             less = f32(self.reference)
@@ -101,6 +113,22 @@ class OnlineSoftmax:
             base, growth = self._raised(largest, f32(1), None, state.base)
         p = self._powers(scores, units, base if offset is None else base - offset)
         return p, growth, State(base, state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret))
+
+    def _step_of_far(self, tile: jax.Array, state: State) -> tuple[jax.Array, Growth, State]:
+        largest = thread_tiles.largest_by_column(tile, self.interpret)
+        if self.slack:
+            base, *growth = thread_tiles.raised(
+                largest, f32(1), None, state.base, SLACK_OF_FAR * LN2, self.interpret, power=LOG2E
+            )
+        else:
+            base = jnp.maximum(largest.max(axis=1), state.base)
+            growth = jnp.exp2((state.base - base) * f32(LOG2E)), jnp.int32(1)
+        growth = Growth(*growth)
+        units = jnp.where(jnp.abs(base) > f32(FAR), self._row(1.0), self._row(LOG2E))
+        spread = lambda row: memory.stretch(row, "row", self.shape)
+        p = exponential.exp2_tile(tile * spread(units) - spread(base * units), self.polynomials, self.interpret)
+        total = state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret)
+        return p, growth, State(base, total)
 
     def _raised(
         self, largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array
@@ -140,3 +168,20 @@ class OnlineSoftmax:
             total = jnp.where(off, f32(0), total + f32(0) * common)
             top = top + common * f32(LOG2E)
         return jnp.where(total == f32(0), f32(-math.inf), top), total
+
+    def to_reference(self, score: jax.Array) -> jax.Array:
+        """A score in the units of references."""
+        return score if self.far else score * f32(LOG2E)
+
+    def to_score(self, reference: jax.Array) -> jax.Array:
+        return reference if self.far else reference * f32(LN2)
+
+    def power(self, difference: jax.Array) -> jax.Array:
+        """The exponential of a difference of references."""
+        return jnp.exp2(difference * f32(LOG2E) if self.far else difference)
+
+    def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
+        """The logarithm of a sum of exponentials relative to a reference, as a score."""
+        if self.far:
+            return reference + jnp.log2(total) * f32(LN2)
+        return (reference + jnp.log2(total)) * f32(LN2)

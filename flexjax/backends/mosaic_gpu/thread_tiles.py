@@ -230,17 +230,23 @@ def largest_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
 
 
 def raised(
-    largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array, slack: float, interpret: bool
+    largest: jax.Array,
+    units: np.float32,
+    offset: jax.Array | None,
+    base: jax.Array,
+    slack: float,
+    interpret: bool,
+    power: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A reference [rows] that follows the largest of each row of `largest * units + offset`, a narrow tile, where that is more
-    than `slack` above `base`; 2 to the power of `base` less the reference; and whether any reference of this warp changed
-    (int32). The lanes of a warp that hold a row meet only if so.
+    than `slack` above `base`; 2 to the power of (`base` less the reference) times `power`; and whether any reference of this
+    warp changed (int32). The lanes of a warp that hold a row meet only if so.
     """
     rows = base.shape[0]
     if interpret:
         top = largest.max(axis=1) * units + (np.float32(0) if offset is None else offset)
         top = jnp.where(top > base + np.float32(slack), top, base)
-        return top, jnp.exp2(base - top), jnp.int32(1)
+        return top, jnp.exp2((base - top) * np.float32(power)), jnp.int32(1)
     splat = plgpu.Layout.WG_SPLAT(())
 
     def follow(_: typing.Any, tile: typing.Any, before: typing.Any, *rest: typing.Any) -> typing.Any:
@@ -266,7 +272,8 @@ def raised(
                 for distance in LANES_OF_A_ROW:
                     value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
                 tops.append(arith.select(above(row, value), value, known[row]))
-                shrinks.append(_power_of_two(arith.subf(known[row], tops[-1])))
+                below = arith.subf(known[row], tops[-1])
+                shrinks.append(_power_of_two(below if power == 1.0 else arith.mulf(below, mgpu.c(power, f32))))
             scf.yield_([*tops, *shrinks])
         assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):

@@ -35,7 +35,8 @@ from flexjax.trace.mod_ir import Program
 class Saved:
     """What both backward kernels read beside the operands, laid for kernels.
 
-    lse is to base 2, +inf where nothing was on (so that exp2 gives 0); shift is delta - d_lse; both [B, N, 1, T].
+    lse is to base 2 (not where scores may be far out), +inf where nothing was on (so that exp2 gives 0); shift is
+    delta - d_lse; both [B, N, 1, T].
     """
 
     q: jax.Array

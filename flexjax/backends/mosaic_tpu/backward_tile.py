@@ -43,7 +43,8 @@ def tile_gradients(
     shift: jax.Array,
     wanted: tuple[int, ...],
 ) -> TileGradients:
-    """`qk` and `dp` are the raw products; `lse` (base 2) and `shift` = delta - d_lse broadcast against them."""
+    """`qk` and `dp` are the raw products; `lse` (base 2, but not where scores may be far out) and `shift` = delta - d_lse broadcast
+    against them."""
     plan = modded.plan
     identity = modded.score is None
     valid = modded.valid(refs, visit, part) if checked else None
@@ -66,7 +67,7 @@ def tile_gradients(
         slope = None if scale == 1.0 else jnp.float32(scale)
     else:
         score, slope, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
-        exponent = score * np.float32(LOG2E) - lse
+        exponent = (score - lse) * np.float32(LOG2E) if modded.far else score * np.float32(LOG2E) - lse
     p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))
     r = modded.dropout(refs, visit, part)
     if r is not None:

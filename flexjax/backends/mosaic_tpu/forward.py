@@ -122,11 +122,14 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
             x = jnp.where(valid, x, -jnp.inf)
         m_before = m_ref[...]
         m = jnp.maximum(m_before, jnp.max(x, axis=1, keepdims=True))
-        shift = m * factor
+        shift = m if modded.far else m * factor
         if valid is not None or guarded:
             shift = jnp.where(m == -jnp.inf, 0.0, shift)
-        p = jnp.exp2((x if biased else x * factor) - widen(shift, cols))
-        alpha = jnp.exp2(m_before * factor - shift)
+        if modded.far:
+            p, alpha = jnp.exp2((x - widen(shift, cols)) * factor), jnp.exp2((m_before - shift) * factor)
+        else:
+            p = jnp.exp2((x if biased else x * factor) - widen(shift, cols))
+            alpha = jnp.exp2(m_before * factor - shift)
         l_ref[...] = l_ref[...] * alpha + lane_sums(p)
         m_ref[...] = m
         r = modded.dropout(refs, visit, part)

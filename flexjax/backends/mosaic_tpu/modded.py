@@ -15,6 +15,7 @@ from flexjax.backends.mosaic_tpu.launch import Refs, prefetch_count
 from flexjax.backends.mosaic_tpu.separate import Bias, bias_on, separate
 from flexjax.backends.mosaic_tpu.tables import EDGE, DenseOrder, ListedOrder, Visit
 from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.trace.bounds import may_be_far
 from flexjax.trace.mod_ir import Lit, Program
 
 Part = tuple[int, int, int, int]
@@ -30,7 +31,10 @@ class Modded:
     """Programs of a kernel with their feeds. `score` is score_mod's program, or that of its derivatives.
 
     wanted_loads   whether the kernel needs derivatives with respect to captured reads
-    separated      the score as c * s + bias, where it is one and nothing else is needed: then `bias` serves, not `scores`
+    far            scores may be far out (trace/bounds.py): what they are relative to is subtracted before they are scaled to base 2;
+                   the other way round, rounding alone may be dozens of powers of two
+    separated      the score as c * s + bias, where it is one and nothing else is needed, and is not far out: then `bias` serves,
+                   not `scores`
     """
 
     plan: KernelPlan
@@ -43,7 +47,8 @@ class Modded:
     wanted_loads: bool = False
 
     def __post_init__(self) -> None:
-        self.separated = None if self.score is None else separate(self.score)
+        self.far = may_be_far(self.plan.score)
+        self.separated = None if self.score is None or self.far else separate(self.score)
         if self.separated is not None and not self._bias_alone():
             self.separated = None
         score = self.score if self.separated is None else self.separated.program

@@ -16,6 +16,7 @@ from flexjax.backends.mosaic_tpu.tables import list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Unsupported
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
+from flexjax.trace.bounds import may_be_far
 from flexjax.trace.mod_ir import Program
 
 DIAGONAL_BYTES = 8 << 20
@@ -162,12 +163,13 @@ def _backward(
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
     shift = delta if d_lse is None else delta - d_lse.astype(jnp.float32)
     lse = results.lse.astype(jnp.float32)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if may_be_far(plan.score) else lse * jnp.float32(LOG2E))
     saved = Saved(
         q,
         k,
         v,
         problem.out.lay(d_out.astype(plan.dtype)),
-        layouts.row_values(jnp.where(lse == -jnp.inf, jnp.inf, lse * jnp.float32(LOG2E)), tokens_first),
+        layouts.row_values(lse, tokens_first),
         layouts.row_values(shift, tokens_first),
     )
     kinds = captured.kinds_wanted(derivative, wanted.score_captures)

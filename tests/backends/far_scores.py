@@ -1,0 +1,110 @@
+"""Scores that are far out: additive masks of -1e10 or -1e30 that leave nothing of some rows, and a key that wins by as much.
+
+Each batch entry has another number. Of rows that are hidden as a whole the result is the average of the values, as of any row
+of equal scores, and nothing that is differentiated may be NaN for their sake. Their own gradient is not asked for: lse has no
+room for the logarithm of how many scores are equal.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flexjax
+
+NUMBERS = (-1e8, -1e9, -1e10, -1e30, float(np.finfo(np.float32).min), -np.inf, 1e9, 1e30)
+LENGTH, HEADS, DIM = 128, 2, 64
+HIDDEN = 40
+"""From this query on, rows are hidden."""
+HALF, PINNED = 21, 20
+"""A row of which half the keys are hidden, and one whose key 5 is larger by the number."""
+STEPS = {"float32": 64, "float16": 16, "bfloat16": 4}
+"""Tolerance in roundings of a number of the size of the largest: sums of 128 terms, and terms larger than what they add up to."""
+
+
+def _bias() -> np.ndarray:
+    bias = np.zeros((len(NUMBERS), LENGTH, LENGTH), np.float32)
+    for b, number in enumerate(NUMBERS):
+        bias[b, HIDDEN:] = number
+        bias[b, HALF, LENGTH // 2 :] = -abs(number)
+        bias[b, PINNED, 5] = abs(number) if abs(number) < 1e38 else 0.0
+    return bias
+
+
+def inputs(dtype: str) -> list[jax.Array]:
+    """q, k, v and the cotangent of the output; products of q and k stay below 4, which rounds away beside 1e8."""
+    rng = np.random.default_rng(5)
+    shape = (len(NUMBERS), LENGTH, HEADS, DIM)
+    q, k, v, d_out = (rng.standard_normal(shape) for _ in range(4))
+    d_out[:, HIDDEN:] = 0
+    return [jnp.asarray(x, dtype) for x in (q / 2, k, v, d_out)]
+
+
+SINKS = np.asarray([0.5, -1.0], np.float32)
+
+
+def expected(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sinks: bool) -> dict[str, np.ndarray]:
+    """Results and gradients: scores rounded to float32 as they are with the bias, the rest in float64."""
+    wide_q, wide_k, wide_v, wide_d = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
+    s = (np.einsum("btnd,bsnd->bnts", wide_q, wide_k) * DIM**-0.5).astype(np.float32)
+    s = (s + _bias()[:, None]).astype(np.float64)
+    sink = np.where(sinks, SINKS, -np.inf)[:, None, None]
+    largest = np.maximum(s.max(axis=-1, keepdims=True), sink)
+    dead = np.isneginf(largest)
+    safe = np.where(dead, 0, largest)
+    p = np.exp(s - safe)
+    total = np.where(dead, 1, p.sum(axis=-1, keepdims=True) + np.exp(sink - safe))
+    p = p / total
+    out = np.einsum("bnts,bsnd->btnd", p, wide_v)
+    ds = p * (np.einsum("btnd,bsnd->bnts", wide_d, wide_v) - np.einsum("btnd,btnd->bnt", wide_d, out)[..., None])
+    return {
+        "out": out,
+        "lse": np.moveaxis((largest + np.log(total))[..., 0], 1, 2),
+        "max_scores": np.moveaxis(s.max(axis=-1), 1, 2),
+        "dq": np.einsum("bnts,bsnd->btnd", ds, wide_k) * DIM**-0.5,
+        "dk": np.einsum("bnts,btnd->bsnd", ds, wide_q) * DIM**-0.5,
+        "dv": np.einsum("bnts,btnd->bsnd", p, wide_d),
+        "dbias": ds.sum(axis=1),
+    }
+
+
+def found(
+    implementation: str, dtype: str, sinks: bool, options: flexjax.KernelOptions | None = None
+) -> dict[str, jax.Array]:
+    """The same from a backend; the largest scores are asked for where there are sinks."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        out, aux = flexjax.flex_attention(
+            q,
+            k,
+            v,
+            score_mod=lambda s, b, h, q, k: s + bias[b, q, k],
+            sinks=jnp.asarray(SINKS) if sinks else None,
+            return_aux=flexjax.AuxRequest(lse=True, max_scores=sinks),
+            implementation=implementation,
+            **({} if options is None else {"kernel_options": options}),
+        )
+        return out, {"lse": aux.lse} | ({"max_scores": aux.max_scores} if sinks else {})
+
+    *given, d_out = inputs(dtype)
+
+    def step(*given: jax.Array) -> dict[str, jax.Array]:
+        out, pull, aux = jax.vjp(attend, *given, has_aux=True)
+        return {"out": out, **aux, **dict(zip(("dq", "dk", "dv", "dbias"), pull(d_out), strict=True))}
+
+    run = step if options is not None and options.interpret else jax.jit(step)  # the simulator of GPUs does not trace
+    return run(*given, jnp.asarray(_bias()))
+
+
+def check(implementation: str, dtype: str, sinks: bool, options: flexjax.KernelOptions | None = None) -> None:
+    want, got = expected(*inputs(dtype), sinks), found(implementation, dtype, sinks, options)
+    step = STEPS[dtype] * float(jnp.finfo(dtype).eps)
+    for name in got:
+        for b, number in enumerate(NUMBERS):
+            values, right = np.asarray(got[name][b], np.float64), want[name][b]
+            where = f"{name} beside {number:g}"
+            np.testing.assert_allclose(values, right, rtol=step, atol=step * _size(right), err_msg=where)
+
+
+def _size(values: np.ndarray) -> float:
+    """The largest of the numbers that are no mask's."""
+    return float(np.abs(values[np.abs(values) < 1e3]).max(initial=1.0))
