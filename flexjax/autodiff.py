@@ -59,6 +59,17 @@ def varying_alike(flat: Sequence[Array]) -> list[Array]:
 # ------------------------------------------------------------------- what each primitive computes
 
 
+Shapes = list[core.ShapedArray]
+"""Types of results, of which shape and dtype count. Known without a trace: that of a kernel takes a good part of a first call."""
+
+
+def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shapes:
+    plan = problem.plan
+    rows = avals[0].shape[:-1]
+    stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
+    return [core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.dtype)), stats, *[stats] * plan.max_scores]
+
+
 def _forward(*flat: Array, problem: Problem) -> list[Array]:
     results = dispatch.backend(problem.backend).forward(problem.plan, problem.operands(flat))
     return [x for x in results if x is not None]
@@ -70,12 +81,26 @@ def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, 
     return problem.operands(flat[:n]), Results(flat[n], flat[n + 1], None), list(flat[n + 2 :])
 
 
+def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
+    problem.needed_derivative()
+    n = problem.structure.num_leaves
+    return [avals[n], avals[n + 1]]
+
+
 def _tangent(*flat: Array, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
     operands, results, tangents = _split(problem, flat)
     spread = _spread(tangents, moving)
     moved = Gradients._make((*spread[:6], tuple(spread[6:])))
     xla: typing.Any = dispatch.backend("xla")
     return list(xla.tangent(problem.plan, operands, results, moved, problem.needed_derivative()))
+
+
+def _backward_shapes(
+    avals: Sequence[core.ShapedArray], problem: Problem, wanted: tuple[bool, ...], has_lse: bool
+) -> Shapes:
+    problem.needed_derivative()
+    places = problem.arrange(range(problem.structure.num_leaves)).movable
+    return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
 
 
 def _backward(*flat: Array, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
@@ -97,7 +122,7 @@ def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | No
 # ------------------------------------------------------------------- primitives
 
 
-def _primitive(name: str, function: Callable[..., list[Array]]) -> Primitive:
+def _primitive(name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes]) -> Primitive:
     """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set."""
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -111,9 +136,8 @@ def _primitive(name: str, function: Callable[..., list[Array]]) -> Primitive:
         return compiled(**params)(*flat)
 
     @primitive.def_abstract_eval
-    def shapes(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:
-        outs = _shapes(function, tuple((a.shape, a.dtype) for a in avals), tuple(params.items()))
-        return [_aval_like(avals[0], shape, dtype) for shape, dtype in outs]
+    def types(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:
+        return [_aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
 
     inlined = mlir.lower_fun(function, multiple_results=True)
 
@@ -133,15 +157,9 @@ def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype
     return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-@functools.lru_cache(maxsize=1024)
-def _shapes(function: Callable, avals: tuple, params: tuple) -> list[tuple[tuple[int, ...], jnp.dtype]]:
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
-    return [(o.shape, o.dtype) for o in jax.eval_shape(functools.partial(function, **dict(params)), *structs)]
-
-
-forward_p = _primitive("flexjax_forward", _forward)
-tangent_p = _primitive("flexjax_tangent", _tangent)
-backward_p = _primitive("flexjax_backward", _backward)
+forward_p = _primitive("flexjax_forward", _forward, _forward_shapes)
+tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes)
+backward_p = _primitive("flexjax_backward", _backward, _backward_shapes)
 
 
 # ------------------------------------------------------------------- differentiation

@@ -8,15 +8,14 @@ Only float32 values are followed: integers have the ranges that tracing gave the
 floats and casts to integers none. An end past the largest float32 is infinite.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from flexjax.trace.mod_ir import SCORE, UNIFORM, Atom, Lit, Op, Program, axes_of, range_of_val
+from flexjax.trace.mod_ir import Atom, Lit, Op, Program, range_of_val
 
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
-LARGEST = 3.4028234e38
+LARGEST = 3.4028234663852886e38
 """No float32 is larger; what may be rounds to infinity."""
 WITHIN: dict[str, Range] = {
     "tanh": (-1.0, 1.0),
@@ -30,51 +29,23 @@ WITHIN: dict[str, Range] = {
 """Functions that are bounded whatever they are given."""
 
 
-FAR = 2.0**27
-"""From here on neighbouring float32 numbers are 16 apart: of the scores of a row only those weigh that equal the largest."""
-MODERATE_SCORE = (-(2.0**15), 2.0**15)
-MODERATE_NUMBER = (-(2.0**10), 2.0**10)
-"""What `may_be_far` takes a score, and a number of a batch entry or a head (a slope, a gate), to lie between."""
-
-
 def bounds(program: Program) -> tuple[Range, ...]:
     """(lowest, highest) of each result; infinite where nothing is known."""
-    return _bounds(program, {}, lambda _, found: found)
-
-
-@functools.lru_cache(maxsize=512)
-def may_be_far(program: Program | None) -> bool:
-    """Whether a score that is finite may lie further out than half of FAR: a bias that is -1e10 where it hides, a literal -1e30.
-
-    Captured arrays may hold anything. Infinite literals are no concern: what they add or select is infinite. None: the identity.
-    """
-    if program is None:
-        return False
-
-    def moderate(atom: Atom, found: Range) -> Range:
-        if isinstance(atom, Lit):
-            return found if all(map(math.isfinite, found)) or math.isnan(atom.value) else (0.0, 0.0)
-        unknown = not all(map(math.isfinite, found)) and axes_of(atom) <= UNIFORM
-        return MODERATE_NUMBER if unknown and atom.dtype == "float32" else found
-
-    low, high = _bounds(program, {SCORE: MODERATE_SCORE}, moderate)[0]
-    return not (low >= -FAR / 2 and high <= FAR / 2)
-
-
-def _bounds(program: Program, known: Mapping[int, Range], seen: Callable[[Atom, Range], Range]) -> tuple[Range, ...]:
-    """`seen` may replace what is known of an atom, each time that it is read."""
-    known = dict(known)
-
-    def read(atom: Atom) -> Range:
-        if isinstance(atom, Lit):
-            return seen(atom, _number(atom))
-        whole = range_of_val(atom)
-        return seen(atom, known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1]))))
-
+    known: dict[int, Range] = {}
     for step in program.steps:
         if isinstance(step, Op) and step.out.dtype == "float32":
-            known[step.out.id] = _of_op(step.prim, [read(a) for a in step.inputs])
-    return tuple(read(result) for result in program.results)
+            known[step.out.id] = of_op(step.prim, [range_of(a, known) for a in step.inputs])
+    return tuple(range_of(result, known) for result in program.results)
+
+
+def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
+    """The range of an atom, from those `known` by id."""
+    if isinstance(atom, Lit):
+        return _number(atom)
+    if atom.dtype == "bool":
+        return (0.0, 1.0)
+    whole = range_of_val(atom)
+    return known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1])))
 
 
 def _number(atom: Lit) -> Range:
@@ -82,7 +53,8 @@ def _number(atom: Lit) -> Range:
     return ANYTHING if math.isnan(value) else (value, value)
 
 
-def _of_op(prim: str, given: Sequence[Range]) -> Range:
+def of_op(prim: str, given: Sequence[Range]) -> Range:
+    """The range of a float32 result, from those of its arguments."""
     if prim in WITHIN:
         return WITHIN[prim]
     rule = RULES.get(prim)
@@ -111,6 +83,11 @@ def _select(_: Range, *cases: Range) -> Range:
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
 
+def _rising(function: Callable[[float], float], least: float) -> Callable[[Range], Range]:
+    """The rule of a function that rises, from `least` on."""
+    return lambda a: (function(a[0]), function(a[1])) if least <= a[0] and math.isfinite(a[1]) else ANYTHING
+
+
 RULES: dict[str, Callable[..., Range]] = {
     "neg": lambda a: (-a[1], -a[0]),
     "abs": lambda a: (max(a[0], -a[1], 0.0), max(-a[0], a[1])),
@@ -123,4 +100,7 @@ RULES: dict[str, Callable[..., Range]] = {
     "select_n": _select,
     "convert_element_type": lambda a: a,
     "copy": lambda a: a,
+    "sqrt": _rising(math.sqrt, 0.0),
+    "log": _rising(math.log, 1e-30),
+    "log1p": _rising(math.log1p, -0.5),
 }

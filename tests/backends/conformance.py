@@ -382,6 +382,17 @@ class Conformance:
     def test_scores_that_are_far_out(self, precise: str, sinks: bool):
         far_scores.check(self.implementation, precise, sinks)
 
+    def test_nan_shows(self):
+        """In the row where it is, and nowhere else."""
+        q, k, v = _small()
+        mod = lambda s, b, h, q, k: jnp.where((q == 3) & (k == 5), jnp.nan, s)
+        out, aux = self._attention(score_mod=mod, return_aux=flexjax.AuxRequest(lse=True))(q, k, v)
+        rows = np.arange(q.shape[1]) == 3
+        np.testing.assert_array_equal(np.isnan(out).all(axis=(0, 2, 3)), rows)
+        np.testing.assert_array_equal(np.isnan(out).any(axis=(0, 2, 3)), rows)
+        np.testing.assert_array_equal(np.isnan(aux.lse).all(axis=(0, 2)), rows)
+        np.testing.assert_array_equal(np.isnan(aux.lse).any(axis=(0, 2)), rows)
+
     def test_dropout_keeps_the_right_share(self):
         case = dataclasses.replace(CASES["dropout"], mask=None, name="dropout share")
         keep = Problem(case, "float32", self.implementation).keep()

@@ -11,21 +11,24 @@ import numpy as np
 
 import flexjax
 
-NUMBERS = (-1e8, -1e9, -1e10, -1e30, float(np.finfo(np.float32).min), -np.inf, 1e9, 1e30)
-LENGTH, HEADS, DIM = 128, 2, 64
+NUMBERS = (-1e8, -1e9, -1e10, -1e30, float(np.finfo(np.float32).min), -np.inf, 106159712.0, 1.15e8, 1e9, 1e30)
+QUERIES, KEYS, HEADS, DIM = 128, 256, 2, 64
 HIDDEN = 40
 """From this query on, rows are hidden."""
-HALF, PINNED = 21, 20
-"""A row of which half the keys are hidden, and one whose key 5 is larger by the number."""
+HALF, PINNED, RISING = 21, 20, 22
+"""A row of which half the keys are hidden, one whose key 5 is larger by the number, and one that has it on the first keys and the next
+larger number on a later one."""
 STEPS = {"float32": 64, "float16": 16, "bfloat16": 4}
-"""Tolerance in roundings of a number of the size of the largest: sums of 128 terms, and terms larger than what they add up to."""
+"""Tolerance in roundings of a number of the size of the largest: sums of 256 terms, and terms larger than what they add up to."""
 
 
 def _bias() -> np.ndarray:
-    bias = np.zeros((len(NUMBERS), LENGTH, LENGTH), np.float32)
+    bias = np.zeros((len(NUMBERS), QUERIES, KEYS), np.float32)
     for b, number in enumerate(NUMBERS):
         bias[b, HIDDEN:] = number
-        bias[b, HALF, LENGTH // 2 :] = -abs(number)
+        bias[b, HALF, KEYS // 2 :] = -abs(number)
+        bias[b, RISING, : KEYS // 2] = number
+        bias[b, RISING, 200] = np.nextafter(np.float32(number), np.float32(np.inf))
         bias[b, PINNED, 5] = abs(number) if abs(number) < 1e38 else 0.0
     return bias
 
@@ -33,9 +36,9 @@ def _bias() -> np.ndarray:
 def inputs(dtype: str) -> list[jax.Array]:
     """q, k, v and the cotangent of the output; products of q and k stay below 4, which rounds away beside 1e8."""
     rng = np.random.default_rng(5)
-    shape = (len(NUMBERS), LENGTH, HEADS, DIM)
-    q, k, v, d_out = (rng.standard_normal(shape) for _ in range(4))
-    d_out[:, HIDDEN:] = 0
+    draw = lambda length: rng.standard_normal((len(NUMBERS), length, HEADS, DIM))
+    q, k, v, d_out = draw(QUERIES), draw(KEYS), draw(KEYS), draw(QUERIES)
+    d_out[:, [RISING, *range(HIDDEN, QUERIES)]] = 0
     return [jnp.asarray(x, dtype) for x in (q / 2, k, v, d_out)]
 
 

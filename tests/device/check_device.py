@@ -4,6 +4,7 @@ Not collected by pytest: it needs a Hopper GPU and minutes.  Tasks are shared ou
 is what takes the time; a process that dies is replaced, and the task that it had in hand counts as failed.
 
     conformance   the cases of `tests/cases.py`, results and gradients, bit for bit the same twice
+    far           scores that are far out (tests/backends/far_scores.py)
     golden        the cases of a folder of golden files (`--golden DIR`), where one is given
     soak          what time is left: random masks, mods, shapes and dtypes against dense float32 attention
 """
@@ -87,6 +88,13 @@ def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
     want = results | {"d:" + n: x for n, x in (d_inputs | d_learn).items()}
     for name, x in got.items():
         _close(name, np.asarray(x, np.float64), np.asarray(want[name], np.float64), problem.dtype)
+
+
+def far(dtype: str, sinks: str) -> str:
+    from tests.backends import far_scores
+
+    far_scores.check(IMPLEMENTATION, dtype, sinks == "sinks")
+    return "ok"
 
 
 def golden(folder: str, name: str, dtype: str) -> str:
@@ -297,7 +305,7 @@ Task = tuple[str, ...]
 
 def run_task(task: Task) -> str:
     kind, *rest = task
-    return dict(conformance=conformance, golden=golden, soak=lambda seed: soak(int(seed)))[kind](*rest)
+    return dict(conformance=conformance, far=far, golden=golden, soak=lambda seed: soak(int(seed)))[kind](*rest)
 
 
 def worker(tasks: list[Task], first_seed: int, until: float) -> None:
@@ -431,6 +439,7 @@ def main() -> int:
     # both dtypes of a case to one process: it computes the expected values once
     per = len(args.dtypes.split(","))
     groups = [tasks[i : i + per] for i in range(0, len(tasks), per)]
+    groups.append([("far", dtype, sinks) for dtype in args.dtypes.split(",") for sinks in ("", "sinks")])
     if args.golden:
         _, cases, _ = _golden(args.golden)
         chosen = [n for n in cases.CASES if any(fnmatch.fnmatch(n, p) for p in args.golden_only.split(","))]

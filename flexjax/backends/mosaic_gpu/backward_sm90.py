@@ -27,7 +27,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
 )
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
-from flexjax.trace.bounds import may_be_far
+from flexjax.trace.far_scores import may_be_far
 
 MAX_DIM = 256
 

@@ -33,7 +33,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
-from flexjax.trace.bounds import may_be_far
+from flexjax.trace.far_scores import may_be_far
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile

@@ -8,7 +8,7 @@ backward_sm90_common.py. Programs of a mod are evaluated by tile_programs.py; th
     tile = rows.at_columns(col0, masked)                     # once a tile, before its scores are there: starts reads
     found = tile.probabilities(s, lse2)                      # once a tile
 
-Where scores may be far out (trace/bounds.py) lse is not in powers of two, and is subtracted before the difference is scaled: the
+Where scores may be far out (trace/far_scores.py) lse is not in powers of two, and is subtracted before the difference is scaled: the
 other way round, rounding alone would be dozens of powers of two.
 """
 
@@ -26,7 +26,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
-from flexjax.trace.bounds import may_be_far
+from flexjax.trace.far_scores import may_be_far
 
 
 class Captures(typing.NamedTuple):

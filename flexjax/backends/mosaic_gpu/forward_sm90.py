@@ -38,7 +38,7 @@ from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.trace import mod_ir
-from flexjax.trace.bounds import may_be_far
+from flexjax.trace.far_scores import may_be_far
 
 f32 = np.float32
 

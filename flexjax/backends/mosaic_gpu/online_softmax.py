@@ -10,10 +10,8 @@ end. What a step of a warpgroup does here lies between its two products, so the 
 
 Where the scores are bounded (a soft cap), the reference is one number (bounded_scores.py).
 
-Where they may be far out (`far`: an additive mask that leaves nothing of a row, trace/bounds.py), references are the scores
-themselves, not in powers of two. A score is scaled and shifted in one operation, which does not round in between as scaling the
-reference did; from 2^30 on that alone is dozens of powers of two. There scores are taken to base 2 instead, whose scaling is
-exact: neighbouring numbers are so far apart that only equal ones weigh.
+Where they may be far out (`far`: an additive mask that leaves nothing of a row, trace/far_scores.py), references are scores, not
+powers of two, and the difference is taken before it is scaled.
 """
 
 import dataclasses
@@ -26,11 +24,8 @@ import numpy as np
 
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
 from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E
-from flexjax.trace.bounds import FAR
 
 SLACK = 8.0
-SLACK_OF_FAR = 4.0
-"""With the 2^8 that rounding makes of the largest scores below FAR, not too much for a float16."""
 NOTHING = float(np.finfo(np.float32).min)
 """The reference of a row of which nothing was seen: finite, so that -inf relative to it is -inf."""
 f32 = np.float32
@@ -117,16 +112,15 @@ class OnlineSoftmax:
     def _step_of_far(self, tile: jax.Array, state: State) -> tuple[jax.Array, Growth, State]:
         largest = thread_tiles.largest_by_column(tile, self.interpret)
         if self.slack:
-            base, *growth = thread_tiles.raised(
-                largest, f32(1), None, state.base, SLACK_OF_FAR * LN2, self.interpret, power=LOG2E
+            base, shrink, grown = thread_tiles.raised(
+                largest, f32(1), None, state.base, SLACK * LN2, self.interpret, power=LOG2E
             )
         else:
             base = jnp.maximum(largest.max(axis=1), state.base)
-            growth = jnp.exp2((state.base - base) * f32(LOG2E)), jnp.int32(1)
-        growth = Growth(*growth)
-        units = jnp.where(jnp.abs(base) > f32(FAR), self._row(1.0), self._row(LOG2E))
-        spread = lambda row: memory.stretch(row, "row", self.shape)
-        p = exponential.exp2_tile(tile * spread(units) - spread(base * units), self.polynomials, self.interpret)
+            shrink, grown = jnp.exp2((state.base - base) * f32(LOG2E)), jnp.int32(1)
+        growth = Growth(shrink, grown)
+        x = (tile - memory.stretch(base, "row", self.shape)) * f32(LOG2E)
+        p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret)
         return p, growth, State(base, total)
 

@@ -175,7 +175,7 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
                 shrink = jnp.exp(m - top)
                 total = total * shrink + jnp.exp(sink - top)
                 m = top
-            some = total > 0
+            some = total != 0  # NaN shows
             inverse = jnp.where(some, shrink / jnp.where(some, total, 1.0), 0.0)
             out_ref[...] = (acc_ref[...] * widen(inverse, acc_ref.shape[1])).astype(out_ref.dtype)
             lse = jnp.where(some, m + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)

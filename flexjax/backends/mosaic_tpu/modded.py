@@ -15,7 +15,7 @@ from flexjax.backends.mosaic_tpu.launch import Refs, prefetch_count
 from flexjax.backends.mosaic_tpu.separate import Bias, bias_on, separate
 from flexjax.backends.mosaic_tpu.tables import EDGE, DenseOrder, ListedOrder, Visit
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.bounds import may_be_far
+from flexjax.trace.far_scores import may_be_far
 from flexjax.trace.mod_ir import Lit, Program
 
 Part = tuple[int, int, int, int]
@@ -31,7 +31,7 @@ class Modded:
     """Programs of a kernel with their feeds. `score` is score_mod's program, or that of its derivatives.
 
     wanted_loads   whether the kernel needs derivatives with respect to captured reads
-    far            scores may be far out (trace/bounds.py): what they are relative to is subtracted before they are scaled to base 2;
+    far            scores may be far out (trace/far_scores.py): what they are relative to is subtracted before they are scaled to base 2;
                    the other way round, rounding alone may be dozens of powers of two
     separated      the score as c * s + bias, where it is one and nothing else is needed, and is not far out: then `bias` serves,
                    not `scores`

@@ -16,7 +16,7 @@ from flexjax.backends.mosaic_tpu.tables import list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Unsupported
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
-from flexjax.trace.bounds import may_be_far
+from flexjax.trace.far_scores import may_be_far
 from flexjax.trace.mod_ir import Program
 
 DIAGONAL_BYTES = 8 << 20

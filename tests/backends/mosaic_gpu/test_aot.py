@@ -1,4 +1,4 @@
-"""Every case of the table compiles to Hopper machine code, forward and backward, and spills no register beyond what is known.
+"""Every case of the table compiles to Hopper machine code, forward and backward, and spills no register.
 
 Here each case in one dtype; the whole product:  python -m tests.backends.mosaic_gpu.aot
 """
@@ -47,8 +47,7 @@ BOTH = {"flexjax_forward": 0, "flexjax_backward_dq": 0}
     [
         ({"flexjax_forward": 0, "flexjax_backward_dq": 0}, "ok a-b 1s"),
         ({"flexjax_forward": 4, "flexjax_backward_dq": 0}, "FAIL a-b 1s flexjax_forward spills 4"),
-        ({**BOTH, "flexjax_capture_gradient": 32}, "ok a-b 1s flexjax_capture_gradient spills 32"),
-        ({**BOTH, "flexjax_capture_gradient": 36}, "FAIL a-b 1s flexjax_capture_gradient spills 36"),
+        ({**BOTH, "flexjax_capture_gradient": 0}, "ok a-b 1s"),
         ({"flexjax_backward_dq": 0}, "FAIL a-b 1s no flexjax_forward kernel"),
         ({"flexjax_forward": 0}, "FAIL a-b 1s no flexjax_backward kernel"),
     ],

@@ -162,8 +162,8 @@ def test_where_the_maximum_is_left_out(name: str) -> None:
 
 
 def test_wide_scores_keep_their_maximum() -> None:
-    made = problem(score=lambda s, b, h, q, k: 56.0 * jnp.tanh(s))
-    assert bounded_scores.fixed_reference(made.plan) is None
+    for mod in (lambda s, b, h, q, k: 56.0 * jnp.tanh(s), lambda s, b, h, q, k: jnp.tanh(s) + 1e9):
+        assert bounded_scores.fixed_reference(problem(score=mod).plan) is None
 
 
 def run(made: Problem, programs: int = 3, **manner: typing.Any) -> Results:

@@ -1,0 +1,68 @@
+"""Whether the scores of a program may lie far out, beyond what a kernel can scale without a thought for rounding.
+
+A kernel likes to scale and shift a score in one operation, in powers of two. Where the score is -1e10, as an additive mask has it,
+that operation and the scaling of what it is relative to round apart by hundreds of powers of two; a row of which the mask leaves
+nothing is then NaN. What may be so large takes the difference first, for one more operation an element.
+
+Far are: literals from FAR on; what is added or chosen from captured arrays, which may hold anything; what nothing is known of.
+Taken to be moderate are the score itself, what multiplies it (gates, temperatures, scales of keys), and numbers of a batch entry or
+a head that multiply something known: slopes.
+"""
+
+import functools
+import math
+
+from flexjax.trace.bounds import Range, of_op, range_of
+from flexjax.trace.mod_ir import SCORE, UNIFORM, Lit, Op, Program, axes_of, walk_atoms
+
+FAR = 2.0**22
+"""Float32 numbers from here on are a half apart or more."""
+MODERATE_SCORE: Range = (-(2.0**10), 2.0**10)
+MODERATE_FACTOR: Range = (-4.0, 4.0)
+
+
+@functools.lru_cache(maxsize=512)
+def may_be_far(program: Program | None) -> bool:
+    """Whether a score that is finite may be as large as FAR, either way. None: the identity, whose scores are moderate."""
+    if program is None:
+        return False
+    if any(isinstance(atom, Lit) and _is_far(atom) for atom in walk_atoms(program)):
+        return True
+    known = {SCORE: MODERATE_SCORE}
+    for step in program.steps:
+        if isinstance(step, Op) and step.out.dtype == "float32":
+            known[step.out.id] = _of_step(step, known)
+    low, high = range_of(program.results[0], known)
+    return not (low >= -FAR and high <= FAR)
+
+
+def _is_far(atom: Lit) -> bool:
+    value = atom.value
+    return isinstance(value, float) and math.isfinite(value) and abs(value) >= FAR
+
+
+def _of_step(step: Op, known: dict[int, Range]) -> Range:
+    given = [_read(step, place, known) for place in range(len(step.inputs))]
+    divides = step.prim == "div" and given[1] is MODERATE_FACTOR  # so is what it is a factor of
+    return of_op("mul" if divides else step.prim, given)
+
+
+def _read(step: Op, place: int, known: dict[int, Range]) -> Range:
+    """The range that the step takes its argument to have."""
+    atom = step.inputs[place]
+    found = range_of(atom, known)
+    if _is_known(found):
+        return found
+    if isinstance(atom, Lit):  # where infinity is added or chosen, the result is infinite, not far
+        neutral = step.prim in ("add", "sub", "select_n") and not math.isnan(atom.value)
+        return (0.0, 0.0) if neutral else found
+    if step.prim not in ("mul", "div"):
+        return found
+    other = step.inputs[1 - place]
+    uniform = axes_of(atom) <= UNIFORM and not axes_of(other) <= UNIFORM
+    factor = "score" in axes_of(other) or (uniform and _is_known(range_of(other, known)))
+    return MODERATE_FACTOR if factor and "score" not in axes_of(atom) else found
+
+
+def _is_known(found: Range) -> bool:
+    return all(map(math.isfinite, found))
