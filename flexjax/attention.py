@@ -68,8 +68,11 @@ def flex_attention(
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput).
 
-    Rows in which nothing is on give 0, lse -inf and zero gradients. Gradients reach query, key, value, sinks, the extra
-    features and every floating array that score_mod captured. Scores are float32 (float64 for float64 inputs).
+    Rows in which nothing is on give 0, lse -inf and zero gradients. A row that score_mod hides with a finite number
+    (-1e10) is none of them: its scores are equal, and it is the average of the values. Beside such a number lse has no
+    room for how many they are, so that gradients count each of them as a whole: mask_mod or -inf hides without that.
+    Gradients reach query, key, value, sinks, the extra features and every floating array that score_mod captured.
+    Scores are float32 (float64 for float64 inputs).
 
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
     """
