@@ -17,6 +17,9 @@ Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
 LARGEST = 3.4028234663852886e38
 """No float32 is larger; what may be rounds to infinity."""
+EXACT = ("neg", "abs", "max", "min", "select_n", "copy")
+ROUNDING = 2.0**-22
+"""What float32 and approximate instructions may make of a result, relative to it; a sum, relative to what is added."""
 WITHIN: dict[str, Range] = {
     "tanh": (-1.0, 1.0),
     "erf": (-1.0, 1.0),
@@ -63,7 +66,15 @@ def of_op(prim: str, given: Sequence[Range]) -> Range:
     low, high = rule(*given)
     if math.isnan(low) or math.isnan(high):
         return ANYTHING
+    if prim not in EXACT:
+        terms = [end for a in given for end in a if math.isfinite(end)] if prim in ("add", "sub") else []
+        largest = max(map(abs, terms), default=0.0)
+        low, high = _moved(low, -ROUNDING, largest), _moved(high, ROUNDING, largest)
     return low if low >= -LARGEST else -math.inf, high if high <= LARGEST else math.inf
+
+
+def _moved(end: float, share: float, beside: float) -> float:
+    return end + share * max(abs(end), beside) if math.isfinite(end) else end
 
 
 def _mul(a: Range, b: Range) -> Range:

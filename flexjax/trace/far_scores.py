@@ -6,7 +6,7 @@ nothing is then NaN. What may be so large takes the difference first, for one mo
 
 Far are: literals from FAR on; what is added or chosen from captured arrays, which may hold anything; what nothing is known of.
 Taken to be moderate are the score itself, what multiplies it (gates, temperatures, scales of keys), and numbers of a batch entry or
-a head that multiply something known: slopes.
+a head that multiply something known: slopes along positions.
 """
 
 import functools
@@ -18,7 +18,9 @@ from flexjax.trace.mod_ir import SCORE, UNIFORM, Lit, Op, Program, axes_of, walk
 FAR = 2.0**22
 """Float32 numbers from here on are a half apart or more."""
 MODERATE_SCORE: Range = (-(2.0**10), 2.0**10)
-MODERATE_FACTOR: Range = (-4.0, 4.0)
+MODERATE_FACTOR: Range = (-2.0, 2.0)
+MASK_WIDTH = 2.0
+"""What has no wider range, 0 to 1 or -1 to 1, says where to hide, and what multiplies it may be how much: no slope."""
 
 
 @functools.lru_cache(maxsize=512)
@@ -59,9 +61,10 @@ def _read(step: Op, place: int, known: dict[int, Range]) -> Range:
     if step.prim not in ("mul", "div"):
         return found
     other = step.inputs[1 - place]
-    uniform = axes_of(atom) <= UNIFORM and not axes_of(other) <= UNIFORM
-    factor = "score" in axes_of(other) or (uniform and _is_known(range_of(other, known)))
-    return MODERATE_FACTOR if factor and "score" not in axes_of(atom) else found
+    low, high = range_of(other, known)
+    slope = axes_of(atom) <= UNIFORM and MASK_WIDTH < high - low < math.inf
+    factor = "score" in axes_of(other) and "score" not in axes_of(atom)
+    return MODERATE_FACTOR if factor or slope else found
 
 
 def _is_known(found: Range) -> bool:

@@ -55,13 +55,21 @@ UNBOUNDED = {
 def test_bounded(name: str) -> None:
     mod, low, high = BOUNDED[name]
     ((least, most),) = bounds(trace_score_mod(mod, SIZES).program)
-    assert (least, most) == pytest.approx((low, high))
+    assert (least, most) == pytest.approx((low, high), rel=1e-6, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_unbounded(name: str) -> None:
     ((least, most),) = bounds(trace_score_mod(UNBOUNDED[name], SIZES).program)
     assert least == -math.inf or most == math.inf
+
+
+def test_what_rounds_away_is_no_bound() -> None:
+    mod = lambda s, b, h, q, k: ((q - k) % 2 + 1).astype(jnp.float32) + 1e-8
+    ((low, _),) = bounds(trace_score_mod(mod, SIZES).program)
+    assert low <= 1.0
+    ((low, _),) = bounds(trace_score_mod(lambda *at: jnp.log(mod(*at)), SIZES).program)
+    assert low <= 0.0
 
 
 @hypothesis.given(

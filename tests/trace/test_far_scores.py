@@ -8,7 +8,7 @@ from flexjax.trace.far_scores import may_be_far
 from flexjax.trace.trace_mod import trace_score_mod
 
 SIZES = (2, 3, 1 << 17, 1 << 17)
-HEADS, FLAGS, OFF = jnp.arange(1.0, 4.0), jnp.ones(2, bool), jnp.ones(2)
+HEADS, FLAGS, OFF, HIDE = jnp.arange(1.0, 4.0), jnp.ones(2, bool), jnp.ones(2), jnp.float32(1)
 TOKENS, PAIRS = jnp.zeros(16), jnp.zeros((16, 16), jnp.bfloat16)
 F32, BF16 = jnp.finfo(jnp.float32), jnp.finfo(jnp.bfloat16)
 NEAR = {
@@ -40,6 +40,10 @@ MAYBE_FAR = {
     "times the smallest": lambda s, b, h, q, k: s + (1 - OFF[b]) * F32.min,
     "smallest bfloat16": lambda s, b, h, q, k: s + jnp.where(FLAGS[b], 0.0, BF16.min),
     "bfloat16": lambda s, b, h, q, k: s + jnp.where(FLAGS[b], jnp.bfloat16(0), jnp.bfloat16(-1e30)),
+    "captured, times a mask": lambda s, b, h, q, k: s + (q < k) * HIDE,
+    "captured, times what is off": lambda s, b, h, q, k: s * (q >= k) + (1 - (q >= k).astype(jnp.float32)) * HIDE,
+    "captured, times flags": lambda s, b, h, q, k: s + (1 - FLAGS[b]) * HIDE,
+    "captured, times a sign": lambda s, b, h, q, k: s + jnp.sin(k * 1.0) * HIDE,
     "logarithm": lambda s, b, h, q, k: s + jnp.nan_to_num(jnp.log(OFF[b])),
     "held up": lambda s, b, h, q, k: s + jnp.maximum(jnp.log(OFF[b]), -1e30),
     "under nothing": lambda s, b, h, q, k: jnp.maximum(jnp.where(q > k, s, -1e30), -jnp.inf),

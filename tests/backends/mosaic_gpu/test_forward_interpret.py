@@ -14,7 +14,7 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import bounded_scores, forward_sm90, tiles
+from flexjax.backends.mosaic_gpu import bounded_scores, forward_sm90, memory, tiles
 from flexjax.plan.kernel_plan import Results
 from tests.backends.mosaic_gpu.forward_problems import Problem, problem
 
@@ -152,6 +152,25 @@ REFERENCES = {
     "full": None,
     "relative table": None,
 }
+
+
+def test_no_read_lies_outside_where_blocks_hang_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile divides the lengths, the blocks of the mask do not: tiles lie wholly past the end."""
+    read, places = memory.gather, []
+
+    def watched(ref: typing.Any, index: tuple, moving: tuple[bool, ...], *rest: typing.Any) -> jax.Array:
+        for at, moves, size in zip(index, moving, ref.shape, strict=True):
+            if moves:
+                note = lambda low, high, size=size: places.append((int(low), int(high), size))
+                jax.debug.callback(note, jnp.min(at), jnp.max(at))
+        return read(ref, index, moving, *rest)
+
+    monkeypatch.setattr(memory, "gather", watched)
+    mod = lambda s, b, h, q, k: s + TABLE[h, (383 - k) // 2] + TABLE[h, (383 - q) // 2]
+    run(problem(score=mod, mask=causal, q_len=384, kv_len=384, block=(256, 256)))
+    jax.effects_barrier()
+    assert places
+    assert all(low >= 0 and high < size for low, high, size in places)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
