@@ -117,11 +117,6 @@ def _element_load(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> i
     return llvm.load(element, pointer, invariant=True)
 
 
-def _in_global_memory(memory: ir.Value) -> ir.Value:
-    """Where an array begins, as an address that the compiler knows to be one of global memory."""
-    return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
-
-
 def _widen(value: jax.Array) -> jax.Array:
     """To the type that tiles compute in: float32, int32 or uint32."""
     if jnp.issubdtype(value.dtype, jnp.floating):
@@ -178,7 +173,9 @@ def gather(
         arg_types=(plgpu.RefType(), layout), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
     )
     def read(_: typing.Any, memory: ir.Value, offsets: typing.Any) -> typing.Any:
-        base = _in_global_memory(memory)
+        # Known to be global memory, addresses take fewer registers; but what is known of their alignment is lost, by which
+        # `load_affine` reads two numbers at once.
+        base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
         element = ir.MemRefType(memory.type).element_type
         i64 = ir.IntegerType.get_signless(64)
 
@@ -226,7 +223,7 @@ def load_affine(
         lane = first.registers.flat[0]
         for part_of_lane, step in zip(places.lane, walk, strict=True):
             lane = arith.addi(lane, arith.muli(part_of_lane, mgpu.c(step, i32)))
-        base = mgpu.utils.getelementptr(_in_global_memory(memory), [arith.extsi(i64, lane)], element)
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [arith.extsi(i64, lane)], element)
         known: dict[int, ir.Value] = {}
 
         def values() -> typing.Iterator[tuple[tuple[int, ...], int, ir.Value]]:
