@@ -73,6 +73,12 @@ class KernelPlan:
         """Query heads of one key head: query head n reads key head n // group."""
         return self.q_heads // self.kv_heads
 
+    def covered(self, queries: int, keys: int) -> tuple[int, int]:
+        """Queries and keys that are visited together by tiles of so many: within a larger block of the mask, a tile may lie
+        wholly past an end that is no multiple of these."""
+        listed = (1, 1) if self.blocks is None else (self.blocks.block_q, self.blocks.block_kv)
+        return max(queries, listed[0]), max(keys, listed[1])
+
     @property
     def score_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"

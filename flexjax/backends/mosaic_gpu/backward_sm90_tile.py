@@ -100,10 +100,8 @@ class TileMath:
 
     @property
     def covered(self) -> tuple[int, int]:
-        """Queries and keys that are visited together: a tile may lie wholly past the end of the last ones."""
-        blocks = self.plan.blocks
-        listed = (1, 1) if blocks is None else (blocks.block_q, blocks.block_kv)
-        return max(self.covers[0], listed[0]), max(self.covers[1], listed[1])
+        """Queries and keys that are visited together."""
+        return self.plan.covered(*self.covers)
 
     @property
     def hangs(self) -> bool:

@@ -233,9 +233,7 @@ class Kernel:
         if program is None:
             return None
         plan, tile = self.plan, self.tile
-        # A tile may lie wholly past the end of a block that is larger.
-        listed = (1, 1) if plan.blocks is None else (plan.blocks.block_q, plan.blocks.block_kv)
-        queries, keys = max(tile.block_q, listed[0]), max(tile.block_kv, listed[1])
+        queries, keys = plan.covered(tile.block_q, tile.block_kv)
         hangs = bool(plan.q_len % queries or plan.kv_len % keys)
         made = TileProgram(
             program,

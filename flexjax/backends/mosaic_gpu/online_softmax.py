@@ -110,15 +110,9 @@ class OnlineSoftmax:
         return p, growth, State(base, state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret))
 
     def _step_of_far(self, tile: jax.Array, state: State) -> tuple[jax.Array, Growth, State]:
+        """`step` where references are scores; all of a score is in its tile."""
         largest = thread_tiles.largest_by_column(tile, self.interpret)
-        if self.slack:
-            base, shrink, grown = thread_tiles.raised(
-                largest, f32(1), None, state.base, SLACK * LN2, self.interpret, power=LOG2E
-            )
-        else:
-            base = jnp.maximum(largest.max(axis=1), state.base)
-            shrink, grown = jnp.exp2((state.base - base) * f32(LOG2E)), jnp.int32(1)
-        growth = Growth(shrink, grown)
+        base, growth = self._raised(largest, f32(1), None, state.base)
         x = (tile - memory.stretch(base, "row", self.shape)) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret)
@@ -128,13 +122,14 @@ class OnlineSoftmax:
         self, largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array
     ) -> tuple[jax.Array, Growth]:
         if self.slack:
-            raised, shrink, grown = thread_tiles.raised(largest, units, offset, base, SLACK, self.interpret)
+            slack, power = (SLACK * LN2, LOG2E) if self.far else (SLACK, 1.0)
+            raised, shrink, grown = thread_tiles.raised(largest, units, offset, base, slack, self.interpret, power)
             return raised, Growth(shrink, grown)
         top = largest.max(axis=1) * units
         if offset is not None:
             top = top + offset
         top = jnp.maximum(top, base)
-        return top, Growth(jnp.exp2(base - top), jnp.int32(1))
+        return top, Growth(self.power(base - top), jnp.int32(1))
 
     def _rising(self, row: jax.Array, along: jax.Array) -> jax.Array:
         """[rows, PERIOD]: what the columns add to `row`, in powers of two."""
