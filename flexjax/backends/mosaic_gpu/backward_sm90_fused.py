@@ -7,6 +7,11 @@ memory once for each tile of keys. Two compute warpgroups own 64 keys each. dQ s
 their dS^T in shared memory, meet at a barrier, and each multiplies one half of the columns of K. A third warpgroup copies
 tiles in, a fourth adds dQ tiles to memory with the copy engine, which takes no time from the others.
 
+The barrier keeps the two warpgroups in step, and the matrix units idle where both compute probabilities. So the product for
+dQ is made a step later, beside the next scores, where registers allow (no mod) and nothing waits for it: the order of
+additions has the next block of threads wait, which costs more. In that manner tiles with and without a mask have loops of
+their own, for a branch between products that are in flight makes the compiler wait for them.
+
 Order of the additions. With `deterministic=False` each tile is added when it is ready. Otherwise every query tile has a
 ticket in memory: the block that owns key tile n may add when all blocks before it have, in a fixed order. Blocks start in
 that order, so a block only waits for blocks that already run, and each walks its queries upwards from its own diagonal
@@ -34,6 +39,7 @@ from flexjax.trace import mod_ir
 GROUPS = 2
 ROWS = 64
 KV_TILE, QUERIES = FUSED_KEYS, FUSED_QUERIES
+DS_SLOTS = 2
 FAR = 1 << 30
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
 
@@ -161,6 +167,7 @@ def backward_fused(
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
     half = dim // GROUPS
+    dq_shape, deferred = (QUERIES, half), not ordered and plan.score is None and plan.dropout is None
     per_head = plan.blocks is not None and plan.blocks.heads > 1
     per_batch = plan.blocks is not None and plan.blocks.batch > 1
 
@@ -207,24 +214,48 @@ def backward_fused(
         def each_step(
             begin: typing.Callable[[jax.Array], typing.Any],
             step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, typing.Any], None],
+            by_runs: bool = False,
         ) -> jax.Array:
-            """Calls step(begin(head), head, query tile, running number, masked) for all visits; returns their number."""
+            """Calls step(begin(head), head, query tile, running number, masked) for all visits; returns their number.
+
+            `masked` is traced, or with `by_runs` known: there is one loop for runs of visits without the mask, one for others.
+            """
 
             def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
                 h = h_kv * plan.group + g
                 mask_h = h if per_head else zero
                 state = begin(h)
-                count = jnp.int32(q_tiles) if plan_of.num is None else plan_of.num[mask_b, mask_h, tile]
+                if plan_of.num is None:
+                    first = _rotation(tile, kv_tiles, q_tiles)[1] if ordered else zero
+                    rotated = lambda i: lax.rem(i + first, jnp.int32(q_tiles))
+                    pl.loop(0, q_tiles)(lambda i: step(state, h, rotated(i), before + i, plan.mask is not None))
+                    return before + q_tiles
+                count = plan_of.num[mask_b, mask_h, tile]
+                entry = lambda i: plan_of.steps[mask_b, mask_h, tile, i]
+                is_masked = lambda entry: (entry & 1) == 1
 
-                @pl.loop(0, count)
-                def _(i: jax.Array) -> None:
-                    if plan_of.steps is None:
-                        first = _rotation(tile, kv_tiles, q_tiles)[1] if ordered else zero
-                        at, masked = lax.rem(i + first, jnp.int32(q_tiles)), plan.mask is not None
-                    else:
-                        entry = plan_of.steps[mask_b, mask_h, tile, i]
-                        at, masked = lax.shift_right_logical(entry, jnp.int32(1)), (entry & 1) == 1
-                    step(state, h, at, before + i, masked)
+                def visit(i: jax.Array, entry: jax.Array, masked: typing.Any) -> None:
+                    step(state, h, lax.shift_right_logical(entry, jnp.int32(1)), before + i, masked)
+
+                def run(masked: bool, here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    """From visit number i on, whose entry was read: the number and entry of the first that is otherwise."""
+
+                    def one(here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                        following = entry(lax.min(here[0] + 1, count - 1))
+                        visit(*here, masked)
+                        return here[0] + 1, following
+
+                    return lax.while_loop(lambda here: (here[0] < count) & (is_masked(here[1]) == masked), one, here)
+
+                if by_runs:
+                    both = lambda here: run(True, run(False, here))
+                    lax.while_loop(lambda here: here[0] < count, both, (zero, entry(zero)))
+                else:
+
+                    @pl.loop(0, count)
+                    def _(i: jax.Array) -> None:
+                        now = entry(i)
+                        visit(i, now, is_masked(now))
 
                 return before + count
 
@@ -239,23 +270,36 @@ def backward_fused(
             own_k, own_v = k_smem.at[mine], v_smem.at[mine]
             plgpu.barrier_wait(kv_full)
 
+            def make_dq(dq_acc: typing.Any, ds_slot: jax.Array) -> None:
+                plgpu.barrier_wait(ds_ready)
+                columns = pl.ds(common.not_hoisted(group, simulated) * half, half)
+                products.add(dq_acc, ds_smem.at[ds_slot], k_smem.at[:, columns], a_t=True)
+
+            def give_dq(dq: jax.Array, number: jax.Array) -> None:
+                slot = common.slot_of(number, tiles.dq_slots)
+                plgpu.barrier_wait(dq_free.at[slot])
+                dq_smem.at[slot, pl.ds(group * QUERIES, QUERIES)][...] = dq
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(dq_full.at[slot])
+
             def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
                 def step(rows: RowMath, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
-                    q_slot, do_slot = (
-                        common.slot_of(at, tiles.query_slots),
-                        common.slot_of(at, tiles.out_slots),
-                    )
-                    dq_slot, ds_slot = common.slot_of(at, tiles.dq_slots), common.slot_of(at, 2)
+                    q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
+                    ds_slot = common.slot_of(at, DS_SLOTS)
                     q_now, do_now = q_smem.at[q_slot], do_smem.at[do_slot]
-
                     tile_math = rows.at_columns(q_tile * QUERIES, masked)
-                    here = common.not_hoisted(group, plan.options.interpret)
-                    mine, columns = pl.ds(here * ROWS, ROWS), pl.ds(here * half, half)
+                    mine = pl.ds(common.not_hoisted(group, simulated) * ROWS, ROWS)
                     own_k, own_v = k_smem.at[mine], v_smem.at[mine]
 
-                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
+                    def scores(s_acc: typing.Any, *dq_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_now, b_t=True)
+                        if deferred:
+                            make_dq(dq_acc[0], 1 - ds_slot)
+                            give_dq(products.read(dq_acc[0]), at)
+                        return products.accumulators(functools.partial(cotangents, s_acc), math.shape)
+
+                    def cotangents(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         delta = math.spread(delta, "q")
                         if math.delta_first:
@@ -263,37 +307,44 @@ def backward_fused(
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_now, b_t=True)
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        s = products.read(s_acc, 1)
-                        found = tile_math.probabilities(s, lse2)
+                        found = tile_math.probabilities(products.read(s_acc, 1), lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
                         products.add(dv_acc, weights, do_now)
                         dp = products.read(dp_acc, 1)
                         return found.cotangent(factor, dp, None if math.delta_first else delta).astype(dtype)
 
-                    ds = products.accumulators(scores, math.shape, math.shape)
+                    ds = products.accumulators(scores, math.shape, *([dq_shape] if deferred else []))
                     ds_smem.at[ds_slot, mine][...] = ds
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_ready)
                     products.add(dk_acc, ds, q_now)
-                    products.wait(1)
+                    products.wait(0 if deferred else 1)
                     products.release(do_free.at[do_slot])
-                    plgpu.barrier_wait(ds_ready)
+                    if deferred:
+                        products.release(q_free.at[q_slot])
+                        return
 
-                    def queries(dq_acc: typing.Any) -> jax.Array:
-                        products.add(dq_acc, ds_smem.at[ds_slot], k_smem.at[:, columns], a_t=True)
+                    def at_once(dq_acc: typing.Any) -> jax.Array:
+                        make_dq(dq_acc, ds_slot)
                         products.wait(1)
                         products.release(q_free.at[q_slot])
                         return products.read(dq_acc)
 
-                    dq = products.accumulators(queries, (QUERIES, half))
-                    pl.when(at >= tiles.dq_slots)(lambda: plgpu.barrier_wait(dq_free.at[dq_slot]))
-                    dq_smem.at[dq_slot, pl.ds(group * QUERIES, QUERIES)][...] = dq
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(dq_full.at[dq_slot])
+                    give_dq(products.accumulators(at_once, dq_shape), at)
 
-                total = each_step(lambda h: math.at_rows(b, h, kv0, captured), step)
+                if deferred:
+                    plgpu.barrier_arrive(ds_ready)  # for the first step, which finds no step before it
+                total = each_step(lambda h: math.at_rows(b, h, kv0, captured), step, by_runs=deferred)
+                if deferred:
+
+                    def last(dq_acc: typing.Any) -> jax.Array:
+                        make_dq(dq_acc, common.slot_of(total + 1, DS_SLOTS))
+                        return products.read(dq_acc)
+
+                    give_dq(products.accumulators(last, dq_shape), total)
                 if simulated:  # which wants every barrier observed to the end
-                    common.drain(total, (dq_free, tiles.dq_slots))
+                    for slot in range(tiles.dq_slots):
+                        plgpu.barrier_wait(dq_free.at[slot])
                 return products.read(dk_acc) * plan.scale, products.read(dv_acc)
 
             dk, dv = products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
@@ -329,9 +380,14 @@ def backward_fused(
 
         def add_out() -> None:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+            for slot in range(tiles.dq_slots):
+                plgpu.barrier_arrive(dq_free.at[slot])
+            if deferred:  # the first is of no step: dropped
+                plgpu.barrier_wait(dq_full.at[0])
+                plgpu.barrier_arrive(dq_free.at[0])
 
             def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
-                slot = common.slot_of(at, tiles.dq_slots)
+                slot = common.slot_of(at + int(deferred), tiles.dq_slots)
                 number = (b * plan.q_heads + h) * q_tiles + q_tile
                 target = dq_ref.at[pl.ds(number * (GROUPS * QUERIES), GROUPS * QUERIES)]
                 plgpu.barrier_wait(dq_full.at[slot])
@@ -364,7 +420,7 @@ def backward_fused(
         plgpu.SMEM((tiles.query_slots, 2, QUERIES), jnp.float32),
         common.tile_smem((KV_TILE, dim), dtype, swizzle),
         common.tile_smem((KV_TILE, value_dim), dtype),
-        common.tile_smem((2, KV_TILE, QUERIES), dtype, swizzle),
+        common.tile_smem((DS_SLOTS, KV_TILE, QUERIES), dtype, swizzle),
         common.tile_smem((tiles.dq_slots, GROUPS * QUERIES, half), jnp.float32),
         plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2),
         plgpu.Barrier(num_barriers=tiles.out_slots),
