@@ -57,7 +57,7 @@ def from_traced(
         if split:  # the partitioner splits the work; every device gets the few bytes of the result
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
         return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
-    with jax.ensure_compile_time_eval():
+    with jax.core.eval_context():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
         partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
         rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
@@ -66,7 +66,7 @@ def from_traced(
             lists += transpose.lists_of_places(places, (*heads, rows))
         for places in (partial, full):
             lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
-        arrays = tuple(jnp.asarray(x) for x in lists)
+        arrays = tuple(jax.device_put(x) for x in lists)
     return parts_of(arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
 
 

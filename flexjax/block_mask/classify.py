@@ -119,7 +119,7 @@ def _places(
     for first in range(0, len(open_squares), at_once):
         part = open_squares[first : first + at_once]
         padded = np.concatenate([part, np.repeat(part[-1:], at_once - len(part), 0)])
-        codes = np.asarray(run(tuple(captures), jnp.asarray(padded)))[: len(part)]
+        codes = np.asarray(run(tuple(captures), padded))[: len(part)]
         for code, places in found.items():
             square, row, column = np.nonzero(codes == code)
             b, h, q, kv = part[square].T
@@ -157,7 +157,7 @@ def _places_of_rows(
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
     for first in range(0, rows, at_once):
         numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
-        codes = np.asarray(run(tuple(captures), jnp.asarray(numbers)))[:, :, : rows - first]
+        codes = np.asarray(run(tuple(captures), numbers))[:, :, : rows - first]
         for code, places in found.items():
             b, h, q, kv = np.nonzero(codes == code)
             places.append(np.stack([b, h, q + first, kv], 1).astype(np.int32))
@@ -174,7 +174,7 @@ def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarra
         part = places[first : first + at_once]
         short = at_once - len(part)
         padded = np.concatenate([part, np.repeat(part[-1:], short, 0)]).astype(np.int32)
-        out.append(np.asarray(run(tuple(captures), jnp.asarray(padded)))[: len(part)])
+        out.append(np.asarray(run(tuple(captures), padded))[: len(part)])
     return np.concatenate(out) if out else np.zeros(0, np.int8)
 
 

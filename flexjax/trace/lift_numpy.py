@@ -97,7 +97,7 @@ class Lift:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
-            with jax.ensure_compile_time_eval():
+            with jax.core.eval_context():
                 return self._keep(value, jnp.asarray(value))
         if not reaches_array(value, set()):
             return value

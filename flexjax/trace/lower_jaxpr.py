@@ -220,7 +220,7 @@ class Lowering:
         run = equation_function(eqn)
         if any(isinstance(v, Tracer) for v in values):
             return run(*values)
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():
             return run(*values)
 
     def inline(self, eqn: Any, args: list[Value]) -> list[Value]:

@@ -1,5 +1,6 @@
 """BlockMask as an object: dense forms, selection, lists made by hand, pictures, transformations, and its messages."""
 
+import logging
 import re
 
 import jax
@@ -332,6 +333,18 @@ def test_vmap_over_captured_arrays() -> None:
     assert stacked.kv_num_blocks.shape == (2, 1, 1, 4)
     got = jax.vmap(lambda m: m.to_mask())(stacked)
     np.testing.assert_array_equal(got[:, 0, 0, 0].sum(-1), [3, 40])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_few_programs_are_compiled(jitted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A program for each operation on a number that is known took most of the time of a first call."""
+    length = 1001 + jitted
+    ids = jnp.asarray(np.arange(length) // 100)
+    made = lambda: create_block_mask(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, length, length)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        (jax.jit(lambda: made().kv_num_blocks) if jitted else made)()
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+    assert 0 < len(compiled) <= 4 + jitted, compiled
 
 
 def test_new_values_do_not_retrace() -> None:
