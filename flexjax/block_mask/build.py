@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 from jax.sharding import AxisType, PartitionSpec
 
 from flexjax.block_mask import transpose
@@ -57,7 +57,7 @@ def from_traced(
         if split:  # the partitioner splits the work; every device gets the few bytes of the result
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
         return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
-    with jax.core.eval_context():
+    with eval_context():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
         partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
         rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
