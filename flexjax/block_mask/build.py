@@ -4,9 +4,10 @@ A mask whose arrays are all known is classified in chunks and its lists are as n
 traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
 """
 
+import contextlib
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,17 +58,29 @@ def from_traced(
         if split:  # the partitioner splits the work; every device gets the few bytes of the result
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
         return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
-    with eval_context():
+    with jax.ensure_compile_time_eval():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
+    with _outside():
         partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
-        rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-        lists = []
-        for places in (partial, full):
-            lists += transpose.lists_of_places(places, (*heads, rows))
-        for places in (partial, full):
-            lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
-        arrays = tuple(jax.device_put(x) for x in lists)
+    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    lists = []
+    for places in (partial, full):
+        lists += transpose.lists_of_places(places, (*heads, rows))
+    for places in (partial, full):
+        lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
+    with jax.ensure_compile_time_eval():
+        arrays = tuple(jnp.asarray(x) for x in lists)
     return parts_of(arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """As if no transformation and no mesh were around: what is jitted here is compiled whole and run at once.
+
+    Under `ensure_compile_time_eval` each operation on what is known would be compiled and run by itself.
+    """
+    with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
 
 
 def from_classes(

@@ -12,9 +12,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_context
 
 
 def lift_numpy(mod: Callable) -> Callable:
@@ -97,7 +97,7 @@ class Lift:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
-            with eval_context():
+            with jax.ensure_compile_time_eval():
                 return self._keep(value, jnp.asarray(value))
         if not reaches_array(value, set()):
             return value

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer, eval_context
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -220,7 +220,7 @@ class Lowering:
         run = equation_function(eqn)
         if any(isinstance(v, Tracer) for v in values):
             return run(*values)
-        with eval_context():
+        with jax.ensure_compile_time_eval():
             return run(*values)
 
     def inline(self, eqn: Any, args: list[Value]) -> list[Value]:

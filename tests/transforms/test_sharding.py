@@ -1,5 +1,6 @@
 """Two devices: shard_map and jit over batch and heads, with automatic and explicit axes. conftest.py makes the devices."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -82,6 +83,28 @@ def test_shard_map_of_block_masks() -> None:
 
     split = jax.shard_map(run, mesh=mesh(AxisType.Auto), in_specs=P("x"), out_specs=P("x"), check_vma=False)
     close(jax.jit(split)(q, k, v, ids), run(q, k, v, ids))
+
+
+@pytest.mark.parametrize("where", ["host", "device", "mesh"])
+@pytest.mark.parametrize("context", [False, True])
+def test_block_masks_made_inside_shard_map(where: str, context: bool) -> None:
+    """Of arrays that are known: they are evaluated at once, whatever mesh is around."""
+    around = mesh(AxisType.Auto)
+    ids = np.arange(256) // 70
+    captured: Any = {"host": ids, "device": jnp.asarray(ids)}.get(where)
+    if captured is None:
+        captured = jax.device_put(ids, jax.sharding.NamedSharding(around, P()))
+
+    def blocks(x: jax.Array) -> jax.Array:
+        made = flexjax.create_block_mask(
+            lambda b, h, q, kv: (q >= kv) & (captured[q] == captured[kv]), None, None, 256, 256
+        )
+        return x * made.kv_num_blocks.sum()
+
+    run = jax.shard_map(blocks, mesh=around, in_specs=P("x"), out_specs=P("x"))
+    with jax.set_mesh(around) if context else contextlib.nullcontext():
+        found = run(jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(around, P("x"))))
+    assert np.asarray(found).tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -78,11 +78,11 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
         parts.append(jnp.where(valid, index * 2 + flag, FAR))
         nums.append(num)
     if not parts:
-        shape = (1, 1, kv_tiles)
+        shape = (walk.batch, walk.heads, kv_tiles)
         return Schedule(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), None, None)
     blocks = jnp.sort(jnp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
     num = sum(nums[1:], start=nums[0])
-    inside = jnp.arange(walk.per_block)
+    inside = jnp.arange(walk.per_block, dtype=jnp.int32)
     steps = (blocks[..., None] // 2 * walk.per_block + inside) * 2 + (blocks[..., None] & 1)
     steps = jnp.where(blocks[..., None] == FAR, 0, steps).reshape(*blocks.shape[:-1], -1)
     spread = lambda x: jnp.repeat(x, walk.own_per_block, axis=2)[:, :, :kv_tiles]
@@ -271,13 +271,15 @@ def backward_fused(
             plgpu.barrier_wait(kv_full)
 
             def make_dq(dq_acc: typing.Any, ds_slot: jax.Array) -> None:
-                plgpu.barrier_wait(ds_ready)
                 columns = pl.ds(common.not_hoisted(group, simulated) * half, half)
                 products.add(dq_acc, ds_smem.at[ds_slot], k_smem.at[:, columns], a_t=True)
 
             def give_dq(dq: jax.Array, number: jax.Array) -> None:
                 slot = common.slot_of(number, tiles.dq_slots)
-                plgpu.barrier_wait(dq_free.at[slot])
+                if deferred:  # a branch beside products in flight costs registers: the first waits are answered below
+                    plgpu.barrier_wait(dq_free.at[slot])
+                else:
+                    pl.when(number >= tiles.dq_slots)(lambda: plgpu.barrier_wait(dq_free.at[slot]))
                 dq_smem.at[slot, pl.ds(group * QUERIES, QUERIES)][...] = dq
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full.at[slot])
@@ -291,13 +293,9 @@ def backward_fused(
                     mine = pl.ds(common.not_hoisted(group, simulated) * ROWS, ROWS)
                     own_k, own_v = k_smem.at[mine], v_smem.at[mine]
 
-                    def scores(s_acc: typing.Any, *dq_acc: typing.Any) -> jax.Array:
+                    def scores(s_acc: typing.Any) -> None:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_now, b_t=True)
-                        if deferred:
-                            make_dq(dq_acc[0], 1 - ds_slot)
-                            give_dq(products.read(dq_acc[0]), at)
-                        return products.accumulators(functools.partial(cotangents, s_acc), math.shape)
 
                     def cotangents(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
                         delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
@@ -313,7 +311,21 @@ def backward_fused(
                         dp = products.read(dp_acc, 1)
                         return found.cotangent(factor, dp, None if math.delta_first else delta).astype(dtype)
 
-                    ds = products.accumulators(scores, math.shape, *([dq_shape] if deferred else []))
+                    def with_dq_before(s_acc: typing.Any, dq_acc: typing.Any) -> jax.Array:
+                        scores(s_acc)
+                        plgpu.barrier_wait(ds_ready)
+                        make_dq(dq_acc, 1 - ds_slot)
+                        give_dq(products.read(dq_acc), at)
+                        return products.accumulators(functools.partial(cotangents, s_acc), math.shape)
+
+                    def alone(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
+                        scores(s_acc)
+                        return cotangents(s_acc, dp_acc)
+
+                    if deferred:
+                        ds = products.accumulators(with_dq_before, math.shape, dq_shape)
+                    else:
+                        ds = products.accumulators(alone, math.shape, math.shape)
                     ds_smem.at[ds_slot, mine][...] = ds
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_ready)
@@ -323,6 +335,7 @@ def backward_fused(
                     if deferred:
                         products.release(q_free.at[q_slot])
                         return
+                    plgpu.barrier_wait(ds_ready)
 
                     def at_once(dq_acc: typing.Any) -> jax.Array:
                         make_dq(dq_acc, ds_slot)
@@ -338,13 +351,13 @@ def backward_fused(
                 if deferred:
 
                     def last(dq_acc: typing.Any) -> jax.Array:
+                        plgpu.barrier_wait(ds_ready)
                         make_dq(dq_acc, common.slot_of(total + 1, DS_SLOTS))
                         return products.read(dq_acc)
 
                     give_dq(products.accumulators(last, dq_shape), total)
                 if simulated:  # which wants every barrier observed to the end
-                    for slot in range(tiles.dq_slots):
-                        plgpu.barrier_wait(dq_free.at[slot])
+                    common.drain(total + deferred * tiles.dq_slots, (dq_free, tiles.dq_slots))
                 return products.read(dk_acc) * plan.scale, products.read(dv_acc)
 
             dk, dv = products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
@@ -380,10 +393,10 @@ def backward_fused(
 
         def add_out() -> None:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-            for slot in range(tiles.dq_slots):
-                plgpu.barrier_arrive(dq_free.at[slot])
-            if deferred:  # the first is of no step: dropped
-                plgpu.barrier_wait(dq_full.at[0])
+            if deferred:
+                for slot in range(tiles.dq_slots):
+                    plgpu.barrier_arrive(dq_free.at[slot])
+                plgpu.barrier_wait(dq_full.at[0])  # of no step: dropped
                 plgpu.barrier_arrive(dq_free.at[0])
 
             def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:

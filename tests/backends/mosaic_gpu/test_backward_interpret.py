@@ -314,6 +314,45 @@ def test_one_kernel(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPa
     races.clear()  # blocks of threads add to one dQ: in any order, or by tickets, which the simulator does not know
 
 
+ONE_TILE_OF_KEYS: dict[str, dict[str, typing.Any]] = {
+    "full": {"q_len": 192, "heads": 1},
+    "grouped heads with lists of their own": {
+        "mask": lambda b, h, q, k: ((q // 128 == 1) | ((q + k) % 3 > 0)) & ((h == 0) | (q >= 128)), "mask_heads": 2,
+        "q_len": 384, "heads": 2, "kv_heads": 1,
+    },
+    "one visit": {"mask": lambda b, h, q, k: (q < 64) & (k <= q), "block": (64, 128), "heads": 1},
+    "runs": {
+        "mask": lambda b, h, q, k: (q // 64 % 2 == 0) | (k <= q % 64), "block": (64, 128), "q_len": 320, "heads": 1,
+    },
+    "nothing, of each head": {"mask": lambda b, h, q, k: (q < 0) & (h > 0), "mask_heads": 2},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1) < 8,
+    reason="the simulator needs a core for each of four warpgroups, and more",
+)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", ONE_TILE_OF_KEYS)
+def test_one_kernel_is_without_races(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a single block of threads adds to dQ, what it shares between warpgroups is watched."""
+    monkeypatch.setattr(backward_sm90, "choose_fused", lambda plan: True)
+    made = problem(**ONE_TILE_OF_KEYS[name], kv_len=128, dim=64, options=KernelOptions(deterministic=deterministic))
+    assert_close(made.gradients(), made.expected)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_schedules_are_int32(deterministic: bool) -> None:
+    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused
+
+    made = problem(**ONE_KERNEL["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
+    with jax.enable_x64(True):
+        arrays = backward_sm90_common.walk_arrays(made.plan, made.operands.lists, transposed=True)
+        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4)
+        full = backward_sm90_fused.tickets_of_full(2, 4)
+    assert {x.dtype for x in (*jax.tree.leaves(schedule), full)} == {jnp.dtype("int32")}
+
+
 def test_tickets_of_a_full_matrix() -> None:
     from flexjax.backends.mosaic_gpu.backward_sm90_fused import tickets_of_full
 
