@@ -343,8 +343,9 @@ def test_few_programs_are_compiled(jitted: bool, caplog: pytest.LogCaptureFixtur
     made = lambda: create_block_mask(lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, length, length)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         (jax.jit(lambda: made().kv_num_blocks) if jitted else made)()
-    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
-    assert 0 < len(compiled) <= 4 + jitted, compiled
+    said = [r.getMessage() for r in caplog.records]
+    compiled = [line for line in said if line.startswith("Compiling") and "jit(stage)" not in line]  # stage: a copy in
+    assert 0 < len(compiled) <= 2 + jitted, compiled
 
 
 def test_new_values_do_not_retrace() -> None:

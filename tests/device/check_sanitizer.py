@@ -118,7 +118,9 @@ def verdict(tool: str, what: list[str], until: float) -> tuple[bool, str]:
     count = int(found[-1]) if found else None
     ran = re.findall(r"^ran (\w+)", text, re.M)
     refused = re.findall(r"^refused .*", text, re.M)
-    right = count is not None and ((count > 0 or tool in BLIND) if planted else count == 0 and len(ran + refused) == len(what) - 1)
+    right = count is not None and (
+        (count > 0 or tool in BLIND) if planted else count == 0 and len(ran + refused) == len(what) - 1
+    )
     label = f"planted: {PLANTED[tool]}" if planted else ", ".join(ran) or "nothing"
     said = f"{tool}: {f'no summary, exit {status}' if count is None else f'{count} found'} in {label}"
     said += f" (begun {tries} times)" if tries > 1 else ""
