@@ -30,6 +30,8 @@ FEATURES = (
     "distance_bias", "bucket_bias", "modular_table", "int8_cost", "bf16_bias", "poison_root", "sinks", "dropout", "extra",
     "lse_only", "everything_at_once",
 )  # fmt: skip
+ONE_KERNEL = ("one_kernel", "one_kernel_any_order")
+"""Backward passes in one kernel, which wants head dims that no case of the table has."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
 BLIND = ("racecheck",)  # what is planted was not found; that counts as no failure
 OURS = "kernel_substring=mosaic_gpu_kernel"
@@ -47,13 +49,33 @@ def run_cases(names: list[str]) -> None:
     from tests.cases import CASES
 
     for name in names:
-        problem = Problem(with_blocks_of_64(CASES[name]), "bfloat16", "mosaic_gpu")
         try:
-            step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
-            jax.block_until_ready(step(*problem.arrays()))
+            if name in ONE_KERNEL:
+                jax.block_until_ready(one_kernel(name == "one_kernel"))
+            else:
+                problem = Problem(with_blocks_of_64(CASES[name]), "bfloat16", "mosaic_gpu")
+                step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
+                jax.block_until_ready(step(*problem.arrays()))
             print(f"ran {name}", flush=True)
         except NotImplementedError as refusal:
             print(f"refused {name}: {refusal}", flush=True)
+
+
+def one_kernel(deterministic: bool, implementation: str = "mosaic_gpu") -> typing.Any:
+    """Gradients of full attention, which takes one kernel in a fixed order, or of causal attention in any order."""
+    import jax
+    import jax.numpy as jnp
+
+    import flexjax
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        mask_mod = None if deterministic else flexjax.masks.causal
+        options = flexjax.KernelOptions(deterministic=deterministic)
+        out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation=implementation)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    draw = lambda key: jax.random.normal(key, (1, 300, 2, 128), jnp.bfloat16)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(draw, jax.random.split(jax.random.key(0), 3)))
 
 
 def plant(tool: str) -> None:
@@ -142,7 +164,7 @@ def main() -> int:
     if args.plant:
         plant(args.plant)
         return 0
-    names = args.cases.split(",") if args.cases else list(FEATURES)
+    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL]
     shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
     jobs = [(tool, what) for tool in args.tools.split(",") for what in work(tool, shares)]
     until = time.monotonic() + args.seconds

@@ -301,16 +301,23 @@ ONE_KERNEL: dict[str, dict[str, typing.Any]] = {
 
 
 # The simulator blocks one of XLA's threads for each of the four warpgroups; with as few threads as that it may stand still.
-@pytest.mark.skipif(
+ENOUGH_THREADS = pytest.mark.skipif(
     int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1) < 8,
     reason="the simulator needs a core for each of four warpgroups, and more",
 )
+
+
+def check_one_kernel(monkeypatch: pytest.MonkeyPatch, deterministic: bool, **case: typing.Any) -> None:
+    monkeypatch.setattr(backward_sm90, "choose_fused", lambda plan: True)
+    made = problem(**case, dim=64, options=KernelOptions(deterministic=deterministic))
+    assert_close(made.gradients(), made.expected)
+
+
+@ENOUGH_THREADS
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch, races: list) -> None:
-    monkeypatch.setattr(backward_sm90, "choose_fused", lambda plan: True)
-    made = problem(**ONE_KERNEL[name], dim=64, options=KernelOptions(deterministic=deterministic))
-    assert_close(made.gradients(), made.expected)
+    check_one_kernel(monkeypatch, deterministic, **ONE_KERNEL[name])
     races.clear()  # blocks of threads add to one dQ: in any order, or by tickets, which the simulator does not know
 
 
@@ -328,17 +335,12 @@ ONE_TILE_OF_KEYS: dict[str, dict[str, typing.Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(
-    int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1) < 8,
-    reason="the simulator needs a core for each of four warpgroups, and more",
-)
+@ENOUGH_THREADS
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("name", ONE_TILE_OF_KEYS)
 def test_one_kernel_is_without_races(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a single block of threads adds to dQ, what it shares between warpgroups is watched."""
-    monkeypatch.setattr(backward_sm90, "choose_fused", lambda plan: True)
-    made = problem(**ONE_TILE_OF_KEYS[name], kv_len=128, dim=64, options=KernelOptions(deterministic=deterministic))
-    assert_close(made.gradients(), made.expected)
+    check_one_kernel(monkeypatch, deterministic, **ONE_TILE_OF_KEYS[name], kv_len=128)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
