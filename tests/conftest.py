@@ -1,12 +1,27 @@
-"""Settings of every test: two CPU devices, reproducible hypothesis, no slow tests unless asked for."""
+"""Settings of every test: two CPU devices, quick compiling, reproducible hypothesis, no slow tests unless asked for."""
 
 import hashlib
 import os
 import time
 
-# before jax is imported: tests of meshes need a second device
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+SECOND_DEVICE = {"xla_force_host_platform_device_count": "2"}  # for tests of meshes
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": "0",
+    "xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+}
+"""Most programs of the tests run once: compiling them takes most of the time, and with these half of that. XLA_FLAGS with one
+of them, whatever its value, leaves both to XLA_FLAGS."""
+
+
+def add_xla_flags() -> None:
+    """Before jax is imported."""
+    given = os.environ.get("XLA_FLAGS", "")
+    quick = {} if any(name in given for name in QUICK_TO_COMPILE) else QUICK_TO_COMPILE
+    added = [f"--{name}={value}" for name, value in (SECOND_DEVICE | quick).items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
+
+
+add_xla_flags()
 # The simulator of GPU kernels holds a thread of XLA's pool at every barrier that a simulated warpgroup waits for; with a
 # pool of one thread a core, two cores come to a standstill.
 os.environ.setdefault("PJRT_NPROC", "32")

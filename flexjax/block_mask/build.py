@@ -5,7 +5,6 @@ traced arrays is classified on device, inside the caller's jit, with lists as wi
 """
 
 import contextlib
-import functools
 import typing
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +15,7 @@ from jax.core import Tracer, eval_context
 from jax.sharding import AxisType, PartitionSpec
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import blocks_along, classify_on_host, classify_traced
+from flexjax.block_mask.classify import blocks_along, classify_on_host, compiled_traced
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.errors import bad_argument
@@ -52,9 +51,7 @@ def from_traced(
     """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
-        classify: Callable = functools.partial(
-            classify_traced, traced.program, heads=heads, sizes=sizes, exact=bool(exact)
-        )
+        classify: Callable = compiled_traced(traced.program, heads, sizes, bool(exact))
         if split:  # the partitioner splits the work; every device gets the few bytes of the result
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
         return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
@@ -87,11 +84,16 @@ def from_classes(
     classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
 ) -> Parts:
     """Block mask of int8 classes [B, H, q blocks, kv blocks], on device."""
+    return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+
+
+@jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
+def _lists_of_classes(classes: Array) -> list[Array]:
     lists: list[Array] = []
     for view in (classes, jnp.swapaxes(classes, 2, 3)):
         for kind in (PARTIAL, FULL):
             lists += transpose.lists_of(view == kind)
-    return parts_of(lists, tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return lists
 
 
 # ------------------------------------------------------------------- from lists

@@ -199,6 +199,12 @@ def classes_of_entries(program: Program, captures: Sequence[Array], places: Arra
     return jax.vmap(one_block)(places)
 
 
+@functools.lru_cache(maxsize=256)
+def compiled_traced(program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> Callable:
+    """classify_traced as one program, also where nothing around is jitted: inside shard_map each operation would be one."""
+    return jax.jit(lambda captures: classify_traced(program, captures, heads, sizes, exact))
+
+
 def classify_traced(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
 ) -> Array:

@@ -1,6 +1,7 @@
 """Two devices: shard_map and jit over batch and heads, with automatic and explicit axes. conftest.py makes the devices."""
 
 import contextlib
+import logging
 from typing import Any
 
 import jax
@@ -87,8 +88,11 @@ def test_shard_map_of_block_masks() -> None:
 
 @pytest.mark.parametrize("where", ["host", "device", "mesh"])
 @pytest.mark.parametrize("context", [False, True])
-def test_block_masks_made_inside_shard_map(where: str, context: bool) -> None:
-    """Of arrays that are known: they are evaluated at once, whatever mesh is around."""
+def test_block_masks_made_inside_shard_map(where: str, context: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of arrays that are known: they are evaluated at once, whatever mesh is around.
+
+    Nothing is jitted here: shard_map compiles each operation that no jit holds together, 560 of them once.
+    """
     around = mesh(AxisType.Auto)
     ids = np.arange(256) // 70
     captured: Any = {"host": ids, "device": jnp.asarray(ids)}.get(where)
@@ -103,8 +107,12 @@ def test_block_masks_made_inside_shard_map(where: str, context: bool) -> None:
 
     run = jax.shard_map(blocks, mesh=around, in_specs=P("x"), out_specs=P("x"))
     with jax.set_mesh(around) if context else contextlib.nullcontext():
-        found = run(jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(around, P("x"))))
+        x = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(around, P("x")))
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            found = run(x)
     assert np.asarray(found).tolist() == [3.0, 3.0]
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+    assert 0 < len(compiled) <= 16, compiled
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -111,7 +111,7 @@ def test_no_spills(part: int) -> None:
     if reason:
         pytest.skip(reason)
     names = list(NAMES[part::3])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}
     command = [sys.executable, __file__, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT)
     log = done.stdout + done.stderr

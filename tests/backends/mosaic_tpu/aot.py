@@ -29,6 +29,7 @@ from tests.cases import CASES, Case
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",  # not those of conftest.py
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
