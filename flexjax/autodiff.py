@@ -34,7 +34,7 @@ Array = jax.Array
 def attention(problem: Problem, operands: Operands) -> Results:
     """Runs the forward pass of a problem; differentiable and mappable."""
     flat = varying_alike(jax.tree.leaves(operands))
-    run: Callable = functools.partial(forward_p.bind, problem=problem)
+    run: Callable = functools.partial(_bind_forward, problem=problem)
     where = jax.typeof(operands.query).sharding
     if jax.sharding.AxisType.Explicit in where.mesh.axis_types:
         # The partitioner splits the work; out and lse come back split as query is, but for its head dim.
@@ -43,6 +43,11 @@ def attention(problem: Problem, operands: Operands) -> Results:
         run = jax.sharding.auto_axes(run, out_sharding=shapes[: 2 + problem.plan.max_scores])
     out, lse, *top = run(*flat)
     return Results(out, lse, top[0] if top else None)
+
+
+def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
+    """From one line, with and without gradients: machine code is found again by a module that names the line."""
+    return forward_p.bind(*flat, problem=problem)
 
 
 def varying_alike(flat: Sequence[Array]) -> list[Array]:
@@ -122,6 +127,9 @@ def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | No
 # ------------------------------------------------------------------- primitives
 
 
+BACKWARD = "flexjax_backward"
+
+
 def _primitive(name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes]) -> Primitive:
     """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set."""
     primitive = Primitive(name)
@@ -145,7 +153,8 @@ def _primitive(name: str, function: Callable[..., list[Array]], shapes: Callable
         # What varies over which mesh axes is settled by now; loops that start from zeros need not know.
         avals: typing.Any = ctx.avals_in
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
-        return inlined(ctx.replace(avals_in=plain), *flat, **params)
+        with dispatch.backend(params["problem"].backend).lowering(ctx.module_context, backward=name == BACKWARD):
+            return inlined(ctx.replace(avals_in=plain), *flat, **params)
 
     mlir.register_lowering(primitive, lower)
     return primitive
@@ -159,7 +168,7 @@ def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype
 
 forward_p = _primitive("flexjax_forward", _forward, _forward_shapes)
 tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes)
-backward_p = _primitive("flexjax_backward", _backward, _backward_shapes)
+backward_p = _primitive(BACKWARD, _backward, _backward_shapes)
 
 
 # ------------------------------------------------------------------- differentiation
@@ -172,7 +181,7 @@ def _is_zero(tangent: object) -> bool:
 
 
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
-    out, lse, *top = forward_p.bind(*primals, problem=problem)
+    out, lse, *top = _bind_forward(*primals, problem=problem)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
     places = problem.arrange(range(len(primals)))
     moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in places.movable]

@@ -4,6 +4,9 @@ import hashlib
 import os
 import time
 
+import hypothesis
+import pytest
+
 SECOND_DEVICE = {"xla_force_host_platform_device_count": "2"}  # for tests of meshes
 QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": "0",
@@ -26,9 +29,6 @@ add_xla_flags()
 # pool of one thread a core, two cores come to a standstill.
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("MPLBACKEND", "agg")
-
-import hypothesis
-import pytest
 
 pytest.register_assert_rewrite("tests.backends.conformance", "tests.compare")
 

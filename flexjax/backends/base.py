@@ -9,9 +9,11 @@ To add a backend:
 6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
 """
 
+import contextlib
 import typing
 
 import jax
+from jax.interpreters import mlir
 
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace.mod_ir import Program
@@ -47,4 +49,8 @@ class Backend(typing.Protocol):
         derivative: Program | None,
     ) -> Gradients:
         """Cotangents of the wanted operands; `derivative` is score_mod's derivative program (None: identity)."""
+        ...
+
+    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+        """Surrounds the lowering of a pass into the module; what was lowered is a backend's to look after."""
         ...

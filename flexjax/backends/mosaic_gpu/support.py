@@ -4,10 +4,12 @@
 when they first run: the package imports on every jax it supports, the kernels only on those that have what they need.
 """
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
+from jax.interpreters import mlir
 
 from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
@@ -140,6 +142,11 @@ class MosaicGpu:
         from flexjax.backends.mosaic_gpu import backward_sm90
 
         return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
+
+    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+        from flexjax.backends.mosaic_gpu import compile_ahead
+
+        return compile_ahead.lowering(module, backward)
 
 
 BACKEND = MosaicGpu()

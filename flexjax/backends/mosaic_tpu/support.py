@@ -4,8 +4,11 @@ A plan is refused in a sentence, from the plan alone. One thing is known only la
 A gradient that the kernels cannot make raises NotImplementedError with its sentence (`refuses_backward` tells beforehand).
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
+from jax.interpreters import mlir
 
 from flexjax.backends.mosaic_tpu import captured, layouts, tile_programs, vmem
 from flexjax.backends.mosaic_tpu.backward import Saved, dq_kernel
@@ -61,6 +64,9 @@ class MosaicTpuBackend:
         if reason is not None:
             raise NotImplementedError(reason)
         return _backward(plan, operands, results, d_out, d_lse, wanted, derivative, chip)
+
+    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 # ------------------------------------------------------------------- refusals

@@ -1,6 +1,9 @@
 """The xla backend: plain JAX, runs everywhere, takes every plan."""
 
+import contextlib
+
 import jax
+from jax.interpreters import mlir
 
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
@@ -67,3 +70,6 @@ class XlaBackend:
         derivative: Program | None,
     ) -> tuple[jax.Array, jax.Array]:
         return tangent(plan, operands, results, tangents, derivative)
+
+    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()

@@ -30,11 +30,11 @@ def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
     import jax
     from jax.experimental import topologies
 
-    topology = _topology(1)
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    hopper = topology(1)
+    mesh = topologies.make_mesh(topo=hopper, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    with _on(topology):
+    with _on(hopper):
         jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
 
 
@@ -42,7 +42,7 @@ def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, spec
     """Compiles for several GPUs: `make(devices)` gives the function and the mesh over which `specs` split its arguments."""
     import jax
 
-    devices = _topology(count).devices
+    devices = topology(count).devices
     function, mesh = make(devices)
     placed = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
@@ -51,7 +51,8 @@ def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, spec
     jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
 
 
-def _topology(count: int) -> typing.Any:
+def topology(count: int) -> typing.Any:
+    """So many GPUs that are not there."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jax.experimental import topologies
 
@@ -59,8 +60,8 @@ def _topology(count: int) -> typing.Any:
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}")
 
 
-def _on(topology: typing.Any) -> typing.Any:
+def _on(described: typing.Any) -> typing.Any:
     from jax._src import mesh as mesh_lib
 
-    device = mesh_lib.abstract_device_from(topology.devices[0])
+    device = mesh_lib.abstract_device_from(described.devices[0])
     return mesh_lib.use_abstract_mesh(mesh_lib.AbstractMesh((), (), abstract_device=device))

@@ -1,0 +1,120 @@
+"""Machine code of kernels: compiled side by side, and once for all programs of a process.
+
+XLA has Mosaic compile the kernels of a program one after another, about a second each, once everything is lowered. What
+Mosaic compiled it keeps, by a hash of the kernel's module; but jax writes the count of the modules it made into each of them
+(a file name, for dumps), so no kernel is ever found again. Here, as soon as a pass is lowered,
+
+- the file name is taken out of its kernels, so that equal kernels have equal hashes;
+- each kernel of a backward pass begins to compile in a thread, as the one operation of a program that is never run. When XLA
+  is done with the forward kernel, for which nothing would be gained, they are there, or on their way.
+
+A thread that fails says nothing: XLA compiles the same kernel in the user's own thread, and fails there.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import io
+import os
+import typing
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jax.sharding import SingleDeviceSharding
+
+TARGET = "mosaic_gpu_v2"
+"""What XLA calls a kernel of Mosaic GPU."""
+
+CONFIG, MODULE, HASH = "mhlo.backend_config", "module", "kernel_hash"
+FILE_NAME = "mosaic_gpu.dump_basename"
+
+MOST_THREADS = 8
+
+
+@contextlib.contextmanager
+def lowering(module: mlir.ModuleContext, backward: bool) -> Iterator[None]:
+    """Looks after the kernels that are lowered within."""
+    block: ir.Block = ir.InsertionPoint.current.block  # pyright: ignore[reportAttributeAccessIssue]
+    before = len(block.operations)
+    yield
+    gpu = own_gpu() if backward and "cuda" in module.platforms else None
+    for operation in list(block.operations)[before:]:
+        if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
+            continue
+        if ir.StringAttr(operation.attributes["call_target_name"]).value != TARGET:
+            continue
+        config = without_file_name(ir.DictAttr(operation.attributes[CONFIG]), module.context)
+        operation.attributes[CONFIG] = config
+        if gpu is not None:
+            begin(kernel_of(config), gpu)
+
+
+def own_gpu() -> SingleDeviceSharding | None:
+    """On the first GPU of this process, if it has one."""
+    device = jax.local_devices()[0]
+    return SingleDeviceSharding(device) if device.platform == "gpu" else None
+
+
+def without_file_name(config: ir.DictAttr, context: ir.Context) -> ir.DictAttr:
+    """The configuration of a kernel whose module does not say where to dump it."""
+    parsed = parse(ir.StringAttr(config[MODULE]).value_bytes, context)
+    if FILE_NAME not in parsed.operation.attributes:
+        return config
+    del parsed.operation.attributes[FILE_NAME]
+    written = io.BytesIO()
+    parsed.operation.write_bytecode(written, desired_version=0)
+    entries = {entry.name: entry.attr for entry in config}
+    entries[MODULE] = ir.StringAttr.get(written.getvalue(), context=context)
+    entries[HASH] = ir.StringAttr.get(hashlib.sha256(written.getvalue()).digest(), context=context)
+    return ir.DictAttr.get(entries, context=context)
+
+
+def parse(module: bytes, context: ir.Context) -> ir.Module:
+    """A module in the form in which jax hands it over, whose dialect has a name for that alone."""
+    allowed = context.allow_unregistered_dialects
+    context.allow_unregistered_dialects = True
+    try:
+        return ir.Module.parse(module, context=context)
+    finally:
+        context.allow_unregistered_dialects = allowed
+
+
+class Kernel(typing.NamedTuple):
+    """What XLA needs to compile a kernel."""
+
+    kernel_hash: bytes
+    module: bytes
+
+
+def kernel_of(config: ir.DictAttr) -> Kernel:
+    return Kernel(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
+
+
+@functools.cache
+def threads() -> concurrent.futures.ThreadPoolExecutor | None:
+    """As many as there are cores beside that of the caller; none on one core."""
+    spare = min(MOST_THREADS, (os.cpu_count() or 1) - 1)
+    return concurrent.futures.ThreadPoolExecutor(spare, "flexjax_compile") if spare > 0 else None
+
+
+begun: set[bytes] = set()
+"""Hashes of the kernels that `begin` has seen."""
+
+
+def begin(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
+    """Has a kernel compiled in a thread, once a process."""
+    pool = threads()
+    if pool is not None and kernel.kernel_hash not in begun:
+        begun.add(kernel.kernel_hash)
+        pool.submit(compile_alone, kernel, gpu)
+
+
+def compile_alone(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
+    """Compiles a program that calls the kernel; its operands do not matter to that."""
+    one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))
+    jax.jit(lambda x: call(x, **kernel._asdict(), use_custom_barrier=False)).lower(one).compile()

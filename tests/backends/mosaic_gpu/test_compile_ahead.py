@@ -1,0 +1,144 @@
+"""What happens to kernels once they are lowered, on a machine without a GPU.
+
+    python -m tests.backends.mosaic_gpu.test_compile_ahead
+
+compiles for Hopper, and prints what ptxas says where MOSAIC_GPU_DUMP_PTXAS asks for it.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+import flexjax
+from flexjax import masks
+from flexjax.backends.mosaic_gpu import compile_ahead, support
+from tests.backends.mosaic_gpu import compile_hopper
+
+ROOT = pathlib.Path(__file__).parents[3]
+QUERY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+COMPILED = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel")
+
+
+def attend(x: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(x, x, x, mask_mod=masks.causal, implementation="mosaic_gpu")
+
+
+def gradient(x: jax.Array) -> jax.Array:
+    return jax.grad(lambda x: attend(x).astype(jnp.float32).sum())(x)
+
+
+def as_on_hopper(replace: Callable[[object, str, object], None]) -> None:
+    """The front door leaves the kernels alone unless the default device is a GPU; nothing is run here."""
+    replace(support, "facts", lambda: support.Facts(jax.__version_info__[:3], "gpu", "9.0"))
+    replace(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Hashes of the kernels that a machine with a GPU would compile in threads."""
+    given: list[bytes] = []
+    as_on_hopper(monkeypatch.setattr)
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda: "a GPU")
+    monkeypatch.setattr(compile_ahead, "begin", lambda kernel, gpu: given.append(kernel.kernel_hash))
+    return given
+
+
+def lowered(function: Callable, platforms: tuple[str, ...] = ("cuda",)) -> list[str]:
+    """Hashes of the kernels of a program."""
+    from jax._src.mesh import AbstractDevice
+
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(lambda x: function(x)).trace(QUERY).lower(lowering_platforms=platforms).as_text()
+    return re.findall(r'kernel_hash = "([^"]*)"', text)
+
+
+def test_equal_kernels_have_equal_hashes(begun: list[bytes]) -> None:
+    """jax counts the modules of the process in each of them, so that their hashes never were."""
+    first = lowered(gradient)
+    assert len(set(first)) == 3
+    assert lowered(gradient) == first
+    assert set(lowered(attend)) < set(first)
+
+
+def test_kernels_of_the_backward_pass_begin(begun: list[bytes]) -> None:
+    lowered(attend)
+    assert begun == []
+    lowered(gradient)
+    assert len(begun) == len(set(begun)) == 2
+    lowered(gradient)
+    assert begun[:2] == begun[2:]
+
+
+def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda: None)
+    assert len(lowered(gradient)) == 3
+    assert begun == []
+
+
+def test_a_kernel_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = []
+
+    class Pool:
+        def submit(self, function: Callable, *arguments: object) -> None:
+            submitted.append((function, arguments))
+
+    monkeypatch.setattr(compile_ahead, "threads", Pool)
+    monkeypatch.setattr(compile_ahead, "begun", set())
+    one, other = compile_ahead.Kernel(b"1", b"module"), compile_ahead.Kernel(b"2", b"module")
+    gpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for kernel in (one, other, one):
+        compile_ahead.begin(kernel, gpu)
+    assert submitted == [(compile_ahead.compile_alone, (kernel, gpu)) for kernel in (one, other)]
+
+
+def test_threads_leave_a_core_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, None), (None, None), (2, 1), (64, compile_ahead.MOST_THREADS)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        pool = compile_ahead.threads.__wrapped__()
+        assert (pool and pool._max_workers) == expected
+
+
+@pytest.mark.skipif(compile_hopper.missing() is not None, reason=str(compile_hopper.missing()))
+def test_what_a_thread_compiled_is_not_compiled_again() -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "tests.backends.mosaic_gpu.test_compile_ahead"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, together, again = (COMPILED.findall(part) for part in done.stdout.split("====")[1:])
+    backward = ["flexjax_backward_dkv", "flexjax_backward_dq"]
+    assert sorted(alone) == backward, done.stdout
+    assert together == ["flexjax_forward"], done.stdout
+    assert again == [], done.stdout
+
+
+def compile_twice() -> None:
+    """The kernels of a program alone, as the threads would; then the program; then the same from elsewhere."""
+    as_on_hopper(setattr)
+    kernels = []
+    compile_ahead.own_gpu = lambda: "a GPU"
+    compile_ahead.begin = lambda kernel, gpu: kernels.append(kernel)
+    lowered(gradient)
+    topology = compile_hopper.topology(1)
+    gpu = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    print("==== alone", flush=True)
+    for kernel in kernels:
+        compile_ahead.compile_alone(kernel, gpu)
+    print("==== together", flush=True)
+    compile_hopper.compile_for_hopper(lambda x: gradient(x), QUERY)
+    print("==== again", flush=True)
+    compile_hopper.compile_for_hopper(lambda x: gradient(x), QUERY)
+
+
+if __name__ == "__main__":
+    compile_twice()
