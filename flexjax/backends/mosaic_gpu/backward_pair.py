@@ -28,6 +28,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory, staging
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath
 from flexjax.backends.mosaic_gpu.backward_tiles import NARROW, DqTiles, PairBytes, dq_fits, padded_dims
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
@@ -242,7 +243,7 @@ class Staging:
     def copy(self, ring: Ring, source: Ref, q0: jax.Array, kv0: jax.Array, at: jax.Array) -> None:
         """In the copying warpgroup: the `at`-th tile."""
         slot = common.slot_of(at, self.slots)
-        pl.when(at >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+        when(at >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
         self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
 
     def held(self, tile: ColumnMath, slots: Ref, slot: jax.Array, group: jax.Array) -> ColumnMath:
@@ -332,7 +333,7 @@ class Writer:
             return
         count = walk.counts(empty, self.b, self.h, tile).plain
 
-        @pl.when(count > 0)
+        @when(count > 0)
         def _() -> None:
             zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), common.WGMMA)
             self._fill((zero,) * len(self.written))

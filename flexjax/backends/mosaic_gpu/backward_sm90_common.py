@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 from flexjax.trace.far_scores import may_be_far
@@ -201,7 +202,7 @@ def drain(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:
     """The copying warpgroup waits until every slot of (free barriers, slots) was read for the last time."""
     for free, slots in rings:
         for slot in range(slots):
-            pl.when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+            when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 # ------------------------------------------------------------------- the walk over the lists

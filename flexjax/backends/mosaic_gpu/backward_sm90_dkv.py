@@ -22,6 +22,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
@@ -153,7 +154,7 @@ def backward_dkv(
 
             def step(pairs: typing.Any, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                 q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
-                pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+                when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 queries = pl.ds(q0, tiles.queries)
                 plgpu.copy_gmem_to_smem(
                     rows_of(q_ref, b=b, h=h, start=q0, size=tiles.queries),
@@ -163,7 +164,7 @@ def backward_dkv(
                 plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
                 if staging is not None:
                     staging.fetch(ring.at[q_slot], pairs, q0, tile * kv_tile, q_full.at[q_slot])
-                pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
+                when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 plgpu.copy_gmem_to_smem(
                     rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries),
                     do_smem.at[do_slot],
@@ -173,8 +174,8 @@ def backward_dkv(
             total = each_head(lambda h: None if staging is None else staging.source(captured, b, h), step)
             common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
-        pl.when(group < tiles.groups)(compute)
-        pl.when(group == tiles.groups)(copy)
+        when(group < tiles.groups)(compute)
+        when(group == tiles.groups)(copy)
 
     run = plgpu.kernel(
         kernel,

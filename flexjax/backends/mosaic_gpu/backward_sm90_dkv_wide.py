@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import WIDE_KEYS, WIDE_QUERIES, WideTiles
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
@@ -102,7 +103,7 @@ def backward_dkv_wide(
                         s = products.read(s_acc)
                         products.release(q_free.at[q_slot])
                         found = tile_math.probabilities(s, lse2)
-                        pl.when(at >= tiles.hand_slots)(lambda: plgpu.barrier_wait(hand_free.at[hand_slot]))
+                        when(at >= tiles.hand_slots)(lambda: plgpu.barrier_wait(hand_free.at[hand_slot]))
                         hand_smem.at[hand_slot][...] = found.factor()
                         plgpu.barrier_arrive(hand_full.at[hand_slot])
                         return found.weights().astype(dtype)
@@ -178,21 +179,21 @@ def backward_dkv_wide(
 
             def step(_: None, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                 q_slot, do_slot = slot_of(at, tiles.query_slots), slot_of(at, tiles.out_slots)
-                pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+                when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 source = rows_of(q_ref, b=b, h=h, start=q0, size=QUERIES)
                 plgpu.copy_gmem_to_smem(source, q_smem.at[q_slot], q_full.at[q_slot])
                 stats = stats_ref.at[b, h, :, pl.ds(q0, QUERIES)]
                 plgpu.copy_gmem_to_smem(stats, stats_smem.at[q_slot], q_full.at[q_slot])
-                pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
+                when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 source = rows_of(do_ref, b=b, h=h, start=q0, size=QUERIES)
                 plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
 
             total = each_head(lambda h: None, step)
             common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
-        pl.when(group == 0)(make_dv)
-        pl.when(group == 1)(make_dk)
-        pl.when(group == 2)(copy)
+        when(group == 0)(make_dv)
+        when(group == 1)(make_dk)
+        when(group == 2)(copy)
 
     run = plgpu.kernel(
         kernel,

@@ -22,6 +22,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_pair import Pair, Ring, Writer, empty_blocks, staging_for, writer_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
@@ -201,7 +202,7 @@ def backward_dq(
                     ):
                         number = nth(at, n)
                         slot = common.slot_of(number, slots)
-                        pl.when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+                        when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
                         rows = rows_of(ref, b=entry_of(b, n), h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
                         plgpu.copy_gmem_to_smem(rows, smem.at[slot], full.at[slot])
                     if staging is not None and n == 0:
@@ -214,8 +215,8 @@ def backward_dq(
             common.drain(tiles_read, (k_free, tiles.key_slots), (v_free, tiles.value_slots))
             common.drain(total, *staged)
 
-        pl.when(group < tiles.groups)(compute)
-        pl.when(group == tiles.groups)(copy)
+        when(group < tiles.groups)(compute)
+        when(group == tiles.groups)(copy)
 
     run = plgpu.kernel(
         kernel,

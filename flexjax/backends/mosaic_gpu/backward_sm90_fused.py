@@ -33,6 +33,7 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FUSED_QUERIES, FusedTiles
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
@@ -279,7 +280,7 @@ def backward_fused(
                 if deferred:  # a branch beside products in flight costs registers: the first waits are answered below
                     plgpu.barrier_wait(dq_free.at[slot])
                 else:
-                    pl.when(number >= tiles.dq_slots)(lambda: plgpu.barrier_wait(dq_free.at[slot]))
+                    when(number >= tiles.dq_slots)(lambda: plgpu.barrier_wait(dq_free.at[slot]))
                 dq_smem.at[slot, pl.ds(group * QUERIES, QUERIES)][...] = dq
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full.at[slot])
@@ -379,12 +380,12 @@ def backward_fused(
             def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
                 q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
                 q0 = q_tile * QUERIES
-                pl.when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+                when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
                 source = rows_of(q_ref, b=b, h=h, start=q0, size=QUERIES)
                 plgpu.copy_gmem_to_smem(source, q_smem.at[q_slot], q_full.at[q_slot])
                 stats = stats_ref.at[b, h, :, pl.ds(q0, QUERIES)]
                 plgpu.copy_gmem_to_smem(stats, stats_smem.at[q_slot], q_full.at[q_slot])
-                pl.when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
+                when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
                 source = rows_of(do_ref, b=b, h=h, start=q0, size=QUERIES)
                 plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
 
@@ -422,9 +423,9 @@ def backward_fused(
                 plgpu.wait_smem_to_gmem(0)
             del total
 
-        pl.when(group < GROUPS)(compute)
-        pl.when(group == GROUPS)(copy_in)
-        pl.when(group == GROUPS + 1)(add_out)
+        when(group < GROUPS)(compute)
+        when(group == GROUPS)(copy_in)
+        when(group == GROUPS + 1)(add_out)
 
     swizzle = min(128, 2 * half)  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
     scratch = (

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
+from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
 from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns, rising_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
@@ -255,7 +256,7 @@ class ColumnMath:
             return p
         if self.masked is True:
             return jnp.where(mask.tile()[0], p, 0.0)
-        return lax.cond(self.masked, lambda p: jnp.where(mask.at_cols(self.col0)[0], p, 0.0), lambda p: p, p)
+        return cond(self.masked, lambda p: jnp.where(mask.at_cols(self.col0)[0], p, 0.0), lambda p: p, p)
 
     def _inside(self, p: jax.Array) -> jax.Array:
         """Zero past the last key; past the last query too where a mod was evaluated there (otherwise lse2 = inf does it)."""
@@ -275,5 +276,5 @@ class ColumnMath:
                 index = plgpu.broadcasted_iota(jnp.int32, math.shape, dim, layout=WGMMA)
                 return jnp.where(index < end - first, p, 0.0)
 
-            p = lax.cond(first + tile > end, cut, lambda p: p, p)
+            p = cond(first + tile > end, cut, lambda p: p, p)
         return p

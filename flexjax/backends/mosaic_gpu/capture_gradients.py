@@ -43,6 +43,7 @@ from flexjax.backends.mosaic_gpu.backward_pair import (
 )
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath, TileMath, captures_of
 from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
+from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
 from flexjax.trace.on_tiles import apply_op
@@ -378,7 +379,7 @@ def _summed_tiles(
                 b, h, q0, kv0 = place(now)
                 h_kv = lax.div(h, jnp.int32(plan.group))
                 slot = common.slot_of(i, rings.queries)
-                pl.when(i >= rings.queries)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+                when(i >= rings.queries)(lambda: plgpu.barrier_wait(q_free.at[slot]))
                 own = functools.partial(rows_of, b=b, h=h, start=q0, size=tile)
                 plgpu.copy_gmem_to_smem(own(q_ref), q_smem.at[slot], q_full.at[slot])
                 plgpu.copy_gmem_to_smem(own(do_ref), do_smem.at[slot], q_full.at[slot])
@@ -387,7 +388,7 @@ def _summed_tiles(
                 for part in range(groups):
                     number = i * groups + part
                     k_slot = common.slot_of(number, rings.keys)
-                    pl.when(number >= rings.keys)(lambda k_slot=k_slot: plgpu.barrier_wait(k_free.at[k_slot]))
+                    when(number >= rings.keys)(lambda k_slot=k_slot: plgpu.barrier_wait(k_free.at[k_slot]))
                     visited = functools.partial(rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
                     plgpu.copy_gmem_to_smem(visited(k_ref), k_smem.at[k_slot], k_full.at[k_slot])
                     plgpu.copy_gmem_to_smem(visited(v_ref), v_smem.at[k_slot], k_full.at[k_slot])
@@ -397,8 +398,8 @@ def _summed_tiles(
             common.drain(steps, (q_free, rings.queries))
             common.drain(steps * groups, (k_free, rings.keys))
 
-        pl.when(group < groups)(compute)
-        pl.when(group == groups)(copy)
+        when(group < groups)(compute)
+        when(group == groups)(copy)
 
     run = plgpu.kernel(
         kernel,

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import memory, staging, thread_tiles, work_queue
 from flexjax.backends.mosaic_gpu.bounded_scores import fixed_reference
+from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, Schedule, Shared, Signals, flat, i32
 from flexjax.backends.mosaic_gpu.online_softmax import Growth, OnlineSoftmax, Scores, State
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
@@ -122,12 +123,12 @@ class Kernel:
 
             def one_step(n: Scalar, _: None) -> None:
                 """Keys go a step ahead: their slots are given back half a step before those of values."""
-                pl.when(n + 1 < item.total)(lambda: keys(n + 1))
+                when(n + 1 < item.total)(lambda: keys(n + 1))
                 if self.staged is not None:
                     self._copy_staged(self.staged, arrays, shared, item, n, step)
                 values(n)
 
-            pl.when(item.total > 0)(lambda: keys(i32(0)))
+            when(item.total > 0)(lambda: keys(i32(0)))
             lax.fori_loop(i32(0), item.total, one_step, None)
             return step + item.total
 
@@ -303,7 +304,7 @@ class Kernel:
             """Until the keys of step n are there; `early`, behind the products of the step before, if there is such a step."""
             wait = lambda: plgpu.barrier_wait(shared.key_full.at[key_slot(n)])
             if tile.early and early:
-                pl.when(n < item.total)(wait)
+                when(n < item.total)(wait)
             elif not tile.early and not early:
                 wait()
 
@@ -416,7 +417,7 @@ class Kernel:
 
         if not tile.overlap:
             signals.begin_tile(group, turn == 0)
-        carry = all_steps() if plan.blocks is None else lax.cond(item.total > 0, all_steps, no_steps)
+        carry = all_steps() if plan.blocks is None else cond(item.total > 0, all_steps, no_steps)
         if not tile.overlap:
             signals.end_tile(group)
         common = None
@@ -644,8 +645,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         *outs, shared = rest
         outs = (*outs, None) if len(outs) == 2 else tuple(outs)
         role = lax.axis_index("wg")
-        pl.when(role < tile.groups)(lambda: kernel.compute(arrays, shared, outs))
-        pl.when(role == tile.groups)(lambda: kernel.copy(arrays, shared))
+        when(role < tile.groups)(lambda: kernel.compute(arrays, shared, outs))
+        when(role == tile.groups)(lambda: kernel.copy(arrays, shared))
 
     staged_dtype = plan.score.captures[staged.capture].dtype if staged is not None and plan.score is not None else None
     scratch = _scratch(tile, plan.dtype, staged_dtype, interpret)

@@ -10,10 +10,10 @@ import typing
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
@@ -146,19 +146,19 @@ class Signals:
 
     def first_turn(self, group: typing.Any) -> None:
         if self.taking_turns and self.tile.overlap:
-            pl.when(group == 1)(lambda: self.give_turn(1))
+            when(group == 1)(lambda: self.give_turn(1))
 
     def begin_tile(self, group: typing.Any, first: typing.Any) -> None:
         if self.taking_turns:
             third = self._number("turn", 2)
-            pl.when(group == 1)(lambda: self.take_turn(1))
-            pl.when((group == 0) & ~first)(lambda: self._named("sync", third, 2 * WARPGROUP))
+            when(group == 1)(lambda: self.take_turn(1))
+            when((group == 0) & ~first)(lambda: self._named("sync", third, 2 * WARPGROUP))
 
     def end_tile(self, group: typing.Any) -> None:
         if self.taking_turns:
             third = self._number("turn", 2)
-            pl.when(group == 0)(lambda: self.give_turn(0))
-            pl.when(group == 1)(lambda: self._named("arrive", third, 2 * WARPGROUP))
+            when(group == 0)(lambda: self.give_turn(0))
+            when(group == 1)(lambda: self._named("arrive", third, 2 * WARPGROUP))
 
 
 # ------------------------------------------------------------------- the work
@@ -313,7 +313,7 @@ class Schedule:
             return read(lists.full_index, blocks.full, step)
         if lists.full_index is None or in_full is False:
             return read(lists.partial_index, blocks.partial, step - item.full)
-        return lax.cond(
+        return cond(
             step < item.full,
             lambda: read(lists.full_index, blocks.full, step),
             lambda: read(lists.partial_index, blocks.partial, step - item.full),
