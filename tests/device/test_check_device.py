@@ -56,6 +56,27 @@ def test_the_summary_counts_and_tells():
     ]
 
 
+def test_the_stages_of_a_first_call_are_timed():
+    script = os.path.join(os.path.dirname(SCRIPT), "time_first_call.py")
+    command = [sys.executable, script, "--suite", "gpu-tiny", "--problems", "learned pair 128"]
+    where = dict(os.environ, PYTHONPATH=os.path.join(os.path.dirname(SCRIPT), "..", ".."))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=where)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = done.stdout.splitlines()[-1].strip("| ").split(" | ")
+    assert cells[0] == "learned pair 128"
+    assert len(cells) == 13
+    assert all(float(x) >= 0 for x in cells[1:])
+
+
+def test_heuristics_are_judged_by_the_fastest_tile():
+    from flexjax.autotune import Timing
+    from tests.device import check_heuristics
+
+    seconds = dict(forward=(2.0, None, 1.6, 2.4), backward=(1.0,))
+    timings = [Timing(which, {}, s, 3) for which, row in seconds.items() for s in row]
+    assert check_heuristics.ratios(timings) == {"forward": 1.25, "backward": None}
+
+
 @pytest.mark.slow
 def test_on_the_device():
     device = jax.devices()[0]
