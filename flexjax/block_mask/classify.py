@@ -14,7 +14,9 @@ import numpy as np
 from jax import lax
 
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
-from flexjax.trace.intervals import Truth, block_grid, block_tiles, decide
+from flexjax.trace.block_grid import block_grid, block_tiles
+from flexjax.trace.interval_values import Truth
+from flexjax.trace.intervals import decide
 from flexjax.trace.mod_ir import Program, classify_load
 from flexjax.trace.on_scalars import call_program
 

@@ -38,9 +38,15 @@ from flexjax.trace.mod_ir import (
 from flexjax.trace.mod_ir import (
     range_of_val as range_of,
 )
+from flexjax.trace.ranges import (
+    Range,
+    compare_ranges,
+    fits,
+    is_integer,
+    range_result,
+    whole_range_if_narrow,
+)
 from flexjax.trace.rewrite import rename_steps
-
-Range = tuple[int, int] | None
 
 
 def literal(value: object, dtype: typing.Any) -> Lit:
@@ -55,10 +61,6 @@ def literal(value: object, dtype: typing.Any) -> Lit:
     if jnp.issubdtype(array.dtype, jnp.floating):
         return Lit(float(array), name)
     return Lit(complex(array), name)
-
-
-def is_integer(dtype: str) -> bool:
-    return jnp.issubdtype(jnp.dtype(dtype), jnp.integer)
 
 
 def linear_of(atom: Atom) -> Linear | None:
@@ -140,10 +142,10 @@ class Builder:
         if key not in self._known:
             axes = mixed_axes([axes_of(a) for a in inputs])
             linear = _linear_result(prim, inputs, name)
-            bounds = _range_result(prim, inputs, name, params)
-            if bounds is None or not _fits(bounds, name):
+            bounds = range_result(prim, inputs, name, params)
+            if bounds is None or not fits(bounds, name):
                 # a value that may wrap around is neither bounded nor affine
-                bounds = None if not is_integer(name) else _whole_range_if_narrow(name)
+                bounds = None if not is_integer(name) else whole_range_if_narrow(name)
                 linear = None
             if linear is not None:
                 less = linear_axes(linear, self._axes.__getitem__)
@@ -181,7 +183,7 @@ class Builder:
         key = ("load", capture, tuple(index))
         if key not in self._known:
             dtype = self.captures[capture].dtype
-            bounds = _whole_range_if_narrow(dtype) if is_integer(dtype) else None
+            bounds = whole_range_if_narrow(dtype) if is_integer(dtype) else None
             val = self.fresh(dtype, mixed_axes([axes_of(a) for a in index]), None, bounds)
             self.steps.append(Load(capture, tuple(index), val))
             self._known[key] = val
@@ -218,7 +220,7 @@ class Builder:
             if known is not None:
                 return known
         if prim in COMPARISONS:
-            truth = _compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
+            truth = compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
             return None if truth is None else literal(truth, "bool")
         if prim == "select_n":
             return _fold_select(inputs) or self._chosen_factor(inputs, dtype)
@@ -278,35 +280,6 @@ COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
-def _fits(bounds: tuple[int, int], dtype: str) -> bool:
-    if not is_integer(dtype):
-        return True
-    info = jnp.iinfo(jnp.dtype(dtype))
-    return info.min <= bounds[0] and bounds[1] <= info.max
-
-
-def _whole_range_if_narrow(dtype: str) -> Range:
-    """The range of a type of at most 16 bits, which says something; None for wider ones."""
-    info = jnp.iinfo(jnp.dtype(dtype))
-    return (int(info.min), int(info.max)) if info.bits <= 16 else None
-
-
-def _compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
-    if a is None or b is None:
-        return None
-    if prim in ("gt", "ge"):
-        return _compare_ranges({"gt": "lt", "ge": "le"}[prim], b, a)
-    if prim == "lt":
-        return True if a[1] < b[0] else False if a[0] >= b[1] else None
-    if prim == "le":
-        return True if a[1] <= b[0] else False if a[0] > b[1] else None
-    apart = a[1] < b[0] or b[1] < a[0]
-    same = a[0] == a[1] == b[0] == b[1]
-    if prim == "eq":
-        return False if apart else True if same else None
-    return True if apart else False if same else None
-
-
 def _fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
     predicate, *cases = inputs
     if isinstance(predicate, Lit):
@@ -348,7 +321,7 @@ def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit |
     if prim in ("floordiv", "floormod", "div", "rem") and values[1] == 0:
         return None
     result = rule(*values)
-    return literal(result, dtype) if isinstance(result, bool) or _fits((result, result), dtype) else None
+    return literal(result, dtype) if isinstance(result, bool) or fits((result, result), dtype) else None
 
 
 def _is_held(value: bool | int | float | complex, dtype: str) -> bool:
@@ -404,56 +377,6 @@ def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | 
             if isinstance(y, Lit):
                 form = linear_of(x)
                 return None if form is None else form.times(int(y.value))
-    return None
-
-
-def _range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Range:
-    """Range of an integer result; `_fits` then says whether it can have wrapped around."""
-    if not is_integer(dtype):
-        return None
-    if prim == "convert_element_type" and inputs[0].dtype == "bool":
-        return (0, 1)
-    ranges = [range_of(a) for a in (inputs[1:] if prim == "select_n" else inputs)]
-    if any(r is None for r in ranges):
-        return None
-    return integer_range(prim, [r for r in ranges if r is not None])
-
-
-def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
-    """Exact-arithmetic range of an integer primitive from those of its operands."""
-    if prim in ("select_n", "convert_element_type"):
-        return (min(r[0] for r in ranges), max(r[1] for r in ranges))
-    if prim == "neg":
-        return (-ranges[0][1], -ranges[0][0])
-    if prim == "abs":
-        low, high = ranges[0]
-        return (0 if low <= 0 <= high else min(abs(low), abs(high)), max(abs(low), abs(high)))
-    if prim == "sign":
-        low, high = ranges[0]
-        return ((low > 0) - (low < 0), (high > 0) - (high < 0))
-    if prim == "integer_pow":
-        return None
-    if len(ranges) != 2:
-        return None
-    (a, b), (c, d) = ranges
-    if prim == "add":
-        return (a + c, b + d)
-    if prim == "sub":
-        return (a - d, b - c)
-    if prim == "mul":
-        corners = (a * c, a * d, b * c, b * d)
-        return (min(corners), max(corners))
-    if prim == "max":
-        return (max(a, c), max(b, d))
-    if prim == "min":
-        return (min(a, c), min(b, d))
-    if prim == "floordiv" and c > 0:
-        corners = (a // c, a // d, b // c, b // d)
-        return (min(corners), max(corners))
-    if prim == "floormod" and c > 0:
-        return (a % c, b % c) if c == d and a // c == b // c else (0, d - 1)
-    if prim == "rem" and c > 0:
-        return (0 if a >= 0 else -(d - 1), d - 1 if b > 0 else 0)
     return None
 
 

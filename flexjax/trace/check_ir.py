@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from flexjax.trace.builder import is_integer, mixed_axes
+from flexjax.trace.builder import mixed_axes
 from flexjax.trace.mod_ir import AXES, Call, Lit, Op, Program, Val, axes_of
+from flexjax.trace.ranges import is_integer
 
 
 class IllegalProgram(AssertionError):

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.errors import ModError
+from flexjax.trace.atoms import object_array, scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
-from flexjax.trace.lower_jaxpr import CUSTOM, Lowering, object_array, scalar
+from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.mod_ir import SCORE, Atom, Call, Lit, Load, Op, Program
 from flexjax.trace.on_tiles import apply_op, literal_array
+from flexjax.trace.primitives import CUSTOM
 
 
 def custom_calls(program: Program) -> tuple[Call, ...]:

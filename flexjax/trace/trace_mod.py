@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
+from flexjax.trace.atoms import scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
 from flexjax.trace.lift_numpy import lift_numpy
-from flexjax.trace.lower_jaxpr import Lowering, scalar
+from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.mod_ir import Atom, Program
 from flexjax.trace.rewrite import select_captures
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from flexjax.trace.builder import Builder, integer_range, literal
+from flexjax.trace.builder import Builder, literal
 from flexjax.trace.check_ir import check
 from flexjax.trace.mod_ir import KV, B, H, Lit, Q
+from flexjax.trace.ranges import integer_range
 
 
 @pytest.fixture

@@ -1,0 +1,369 @@
+"""What is not elementwise, by its primitive: small arrays are unrolled into atoms, branches become selects, loops are unrolled.
+
+A rule takes the translation, the equation and its operands; None: the equation stays whole.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+
+from flexjax.errors import ModError
+from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
+from flexjax.trace.builder import Builder, literal
+from flexjax.trace.mod_ir import Atom, Lit
+
+
+class Translation(Protocol):
+    """What the rules need of lower_jaxpr.Lowering."""
+
+    builder: Builder
+
+    def run(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]: ...
+
+    def as_atoms(self, value: Value) -> np.ndarray: ...
+
+    def capture(self, value: jax.Array) -> int: ...
+
+
+# ------------------------------------------------------------------- shapes of small arrays
+
+
+def _structural(change: Callable[[np.ndarray, dict], np.ndarray]) -> Callable:
+    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+        return [change(self.as_atoms(args[0]), eqn.params)]
+
+    return rule
+
+
+def _broadcast_in_dim(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    atoms, shape = self.as_atoms(args[0]), eqn.params["shape"]
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ModError(f"it broadcasts to shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
+    spread = np.ones(len(shape), int)
+    for axis, dim in enumerate(eqn.params["broadcast_dimensions"]):
+        spread[dim] = atoms.shape[axis]
+    return [np.broadcast_to(atoms.reshape(tuple(spread)), shape).copy()]
+
+
+def _slice(atoms: np.ndarray, params: dict) -> np.ndarray:
+    strides = params["strides"] or (1,) * atoms.ndim
+    places = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return atoms[tuple(slice(*p) for p in places)]
+
+
+def _concatenate(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    return [np.concatenate([self.as_atoms(a) for a in args], axis=eqn.params["dimension"])]
+
+
+def _split(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    cuts = list(itertools.accumulate(eqn.params["sizes"]))[:-1]
+    return np.split(self.as_atoms(args[0]), cuts, axis=eqn.params["axis"])
+
+
+def _stack(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    return [np.stack([self.as_atoms(a) for a in args], axis=eqn.params["axis"])]
+
+
+def _unstack(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    return [as_object(row) for row in np.moveaxis(self.as_atoms(args[0]), eqn.params["axis"], 0)]
+
+
+def _iota(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    aval = eqn.outvars[0].aval
+    out = np.empty(aval.shape, object)
+    for place in np.ndindex(*aval.shape):
+        out[place] = literal(place[eqn.params["dimension"]], aval.dtype)
+    return [out]
+
+
+def _pad(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray] | None:
+    config = eqn.params["padding_config"]
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        return None
+    atoms, fill = self.as_atoms(args[0]), self.as_atoms(args[1]).item()
+    out = np.empty(eqn.outvars[0].aval.shape, object)
+    out.fill(fill)
+    places = [
+        slice(low, low + (n - 1) * (gap + 1) + 1, gap + 1) for (low, _, gap), n in zip(config, atoms.shape, strict=True)
+    ]
+    if atoms.size:
+        out[tuple(places)] = atoms
+    return [out]
+
+
+# ------------------------------------------------------------------- reductions of small arrays
+
+
+def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Callable:
+    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+        atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
+        dtype = eqn.outvars[0].aval.dtype
+        moved = np.moveaxis(atoms, axes, range(len(axes)))
+        rows = moved.reshape(-1, *moved.shape[len(axes) :])
+        if not len(rows):
+            return [map_elements(lambda: literal(unit(dtype), dtype), [], rows.shape[1:])]
+        total = rows[0]
+        for row in rows[1:]:
+            make = lambda a, b: self.builder.op(prim, (a, b), dtype)
+            total = map_elements(make, [as_object(total), as_object(row)], rows.shape[1:])
+        return [as_object(total)]
+
+    return rule
+
+
+def _arg_reduction(prim: str) -> Callable:
+    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+        (axis,) = eqn.params["axes"]
+        dtype = eqn.params["index_dtype"]
+        rows = np.moveaxis(self.as_atoms(args[0]), axis, 0)
+        out = np.empty(rows.shape[1:], object)
+        for place in np.ndindex(*rows.shape[1:]):
+            best, where = rows[(0, *place)], literal(0, dtype)
+            for i in range(1, rows.shape[0]):
+                candidate = rows[(i, *place)]
+                better = self.builder.op(prim, (candidate, best), "bool")
+                best = self.builder.select(better, candidate, best)
+                where = self.builder.select(better, literal(i, dtype), where)
+            out[place] = where
+        return [out]
+
+    return rule
+
+
+def _cumulative(prim: str) -> Callable:
+    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+        atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
+        dtype = eqn.outvars[0].aval.dtype
+        order = range(1, len(atoms)) if not eqn.params["reverse"] else range(len(atoms) - 2, -1, -1)
+        step = -1 if not eqn.params["reverse"] else 1
+        for i in order:
+            for place in np.ndindex(*atoms.shape[1:]):
+                atoms[(i, *place)] = self.builder.op(prim, (atoms[(i + step, *place)], atoms[(i, *place)]), dtype)
+        return [np.moveaxis(atoms, 0, eqn.params["axis"])]
+
+    return rule
+
+
+def _dot_general(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    a, b = (self.as_atoms(x) for x in args)
+    dtype = eqn.outvars[0].aval.dtype
+    free_a = [i for i in range(a.ndim) if i not in (*contract_a, *batch_a)]
+    free_b = [i for i in range(b.ndim) if i not in (*contract_b, *batch_b)]
+    a, b = a.transpose(*batch_a, *free_a, *contract_a), b.transpose(*batch_b, *free_b, *contract_b)
+    n, nc = len(batch_a), len(contract_a)
+    out = np.empty(eqn.outvars[0].aval.shape, object)
+    for place in np.ndindex(*out.shape):
+        head, rest = place[:n], place[n:]
+        left, right = rest[: len(free_a)], rest[len(free_a) :]
+        total: Atom | None = None
+        for inner in np.ndindex(*a.shape[a.ndim - nc :]):
+            pair: Any = (a[(*head, *left, *inner)], b[(*head, *right, *inner)])
+            product = self.builder.op("mul", tuple(self.builder.convert(x, dtype) for x in pair), dtype)
+            total = product if total is None else self.builder.op("add", (total, product), dtype)
+        out[place] = literal(0, dtype) if total is None else total
+    return [out]
+
+
+# ------------------------------------------------------------------- indexing
+
+
+def _element(self: Translation, array: Value, index: Sequence[Atom]) -> Atom:
+    """array[index], the index in bounds."""
+    if not is_atoms(array):
+        return self.builder.load(self.capture(array), index)
+    return _pick(self, array, list(index))
+
+
+def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
+    """An element of a small array of values at an index known only in the kernel: a chain of selects."""
+    if not index:
+        return atoms.item()
+    first, rest = index[0], index[1:]
+    if isinstance(first, Lit):
+        return _pick(self, as_object(atoms[int(first.value)]), rest)
+    chosen = _pick(self, as_object(atoms[0]), rest)
+    for i in range(1, atoms.shape[0]):
+        here = self.builder.op("eq", (first, literal(i, first.dtype)), "bool")
+        chosen = self.builder.select(here, _pick(self, as_object(atoms[i]), rest), chosen)
+    return chosen
+
+
+def _dynamic_slice(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    array, sizes = args[0], eqn.params["slice_sizes"]
+    starts = [self.as_atoms(a).item() for a in args[1:]]
+    starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]
+    if math.prod(sizes) > MAX_ELEMENTS:
+        raise ModError(f"it slices out shape {tuple(sizes)} at each position; at most {MAX_ELEMENTS} elements.")
+    out = np.empty(sizes, object)
+    for place in np.ndindex(*sizes):
+        index = [self.builder.op("add", (s, literal(i, "int32")), "int32") for s, i in zip(starts, place, strict=True)]
+        out[place] = _element(self, array, index)
+    return [out]
+
+
+def _gather(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    array, indices = args[0], self.as_atoms(args[1])
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    out_aval = eqn.outvars[0].aval
+    if math.prod(out_aval.shape) > MAX_ELEMENTS:
+        raise ModError(f"it gathers shape {tuple(out_aval.shape)} at each position; at most {MAX_ELEMENTS} elements.")
+    collapsed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
+    window_dims = [d for d in range(len(sizes)) if d not in collapsed]
+    batch_axes = [d for d in range(len(out_aval.shape)) if d not in dims.offset_dims]
+    fill = _fill_value(eqn)
+    out = np.empty(out_aval.shape, object)
+    for place in np.ndindex(*out_aval.shape):
+        batch = tuple(place[d] for d in batch_axes)
+        index: list[Atom] = [literal(0, "int32")] * len(sizes)
+        valid: Atom = literal(True, "bool")
+        for k, d in enumerate(dims.start_index_map):
+            start = indices[(*batch, k)]
+            valid = _in_bounds(self, valid, start, array.shape[d] - sizes[d])
+            index[d] = self.builder.clamped(start, array.shape[d] - sizes[d])
+        for d, i in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
+            index[d] = literal(batch[i], "int32")
+        for d, axis in zip(window_dims, dims.offset_dims, strict=True):
+            index[d] = self.builder.op("add", (index[d], literal(place[axis], "int32")), "int32")
+        element = _element(self, array, index)
+        out[place] = element if fill is None else self.builder.select(valid, element, fill)
+    return [out]
+
+
+def _fill_value(eqn: Any) -> Lit | None:
+    mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        return None
+    value = eqn.params.get("fill_value")
+    if value is None:
+        if jnp.issubdtype(dtype, jnp.inexact):
+            value = math.nan
+        elif dtype == jnp.bool_:
+            value = True
+        else:
+            info = jnp.iinfo(dtype)
+            value = info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+    return literal(value, dtype)
+
+
+def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
+    low = self.builder.op("ge", (start, literal(0, start.dtype)), "bool")
+    if limit > jnp.iinfo(jnp.dtype(start.dtype)).max:
+        return self.builder.op("and", (valid, low), "bool")
+    high = self.builder.op("le", (start, literal(limit, start.dtype)), "bool")
+    both = self.builder.op("and", (low, high), "bool")
+    return self.builder.op("and", (valid, both), "bool")
+
+
+# ------------------------------------------------------------------- control flow
+
+
+def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    """Both branches are computed and selected: they have no effects."""
+    which = self.as_atoms(args[0]).item()
+    branches = eqn.params["branches"]
+    results = [self.run(b.jaxpr, b.consts, args[1:]) for b in branches]
+    outs = []
+    for column in zip(*results, strict=True):
+        chosen = self.as_atoms(column[0])
+        for i in range(1, len(branches)):
+            here = which if which.dtype == "bool" else self.builder.op("ge", (which, literal(i, which.dtype)), "bool")
+            make = lambda new, old, here=here: self.builder.select(here, new, old)
+            other = self.as_atoms(column[i])
+            chosen = map_elements(make, [other, chosen], chosen.shape)
+        outs.append(chosen)
+    return outs
+
+
+def _scan_counts(params: dict) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried (jax 0.11 has trees where 0.10 had numbers)."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def _scan(self: Translation, eqn: Any, args: list[Value]) -> list[Value] | None:
+    """A short loop, unrolled."""
+    p = eqn.params
+    if p["length"] > MAX_UNROLL:
+        return None
+    n_const, n_carry = _scan_counts(p)
+    consts, carry, xs = args[:n_const], args[n_const : n_const + n_carry], args[n_const + n_carry :]
+    closed = p["jaxpr"]
+    rows: list[list[Value]] = [[] for _ in closed.jaxpr.outvars[n_carry:]]
+    order = range(p["length"])
+    for i in reversed(order) if p["reverse"] else order:
+        row = [as_object(x[i]) if is_atoms(x) else x[i] for x in xs]
+        outs = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *row])
+        carry = outs[:n_carry]
+        for kept, out in zip(rows, outs[n_carry:], strict=True):
+            kept.append(self.as_atoms(out))
+    stacked = [np.stack(kept[::-1] if p["reverse"] else kept) for kept in rows] if p["length"] else None
+    if stacked is None:
+        return None if rows else list(carry)
+    return [*carry, *stacked]
+
+
+def _one_minus_square(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+    """1 - x * x, which newer jax has as a primitive, for the derivative of tanh."""
+    out = eqn.outvars[0].aval
+    one = literal(1, out.dtype)
+
+    def make(x: Atom) -> Atom:
+        less = self.builder.op("sub", (one, x), out.dtype)
+        return self.builder.op("mul", (less, self.builder.op("add", (x, one), out.dtype)), out.dtype)
+
+    return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
+
+
+def _log2(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+    """log(x) / log(2), which newer jax has as a primitive; it compiles it to this product too."""
+    out = eqn.outvars[0].aval
+    factor = literal(1 / math.log(2), out.dtype)
+    make = lambda x: self.builder.op("mul", (self.builder.op("log", (x,), out.dtype), factor), out.dtype)
+    return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
+
+
+RULES: dict[str, Callable] = {
+    "log2": _log2,
+    "one_minus_square": _one_minus_square,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _structural(lambda a, p: a.reshape(p["new_sizes"])),
+    "squeeze": _structural(lambda a, p: as_object(np.squeeze(a, axis=tuple(p["dimensions"])))),
+    "expand_dims": _structural(lambda a, p: np.expand_dims(a, tuple(p["dimensions"]))),
+    "transpose": _structural(lambda a, p: a.transpose(p["permutation"])),
+    "rev": _structural(lambda a, p: np.flip(a, tuple(p["dimensions"]))),
+    "slice": _structural(_slice),
+    "concatenate": _concatenate,
+    "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
+    "iota": _iota,
+    "pad": _pad,
+    "reduce_sum": _reduction("add", lambda d: 0),
+    "reduce_prod": _reduction("mul", lambda d: 1),
+    "reduce_max": _reduction("max", lambda d: -math.inf if jnp.issubdtype(d, jnp.inexact) else jnp.iinfo(d).min),
+    "reduce_min": _reduction("min", lambda d: math.inf if jnp.issubdtype(d, jnp.inexact) else jnp.iinfo(d).max),
+    "reduce_and": _reduction("and", lambda d: True),
+    "reduce_or": _reduction("or", lambda d: False),
+    "reduce_xor": _reduction("xor", lambda d: False),
+    "argmax": _arg_reduction("gt"),
+    "argmin": _arg_reduction("lt"),
+    "cumsum": _cumulative("add"),
+    "cumprod": _cumulative("mul"),
+    "cummax": _cumulative("max"),
+    "cummin": _cumulative("min"),
+    "dot_general": _dot_general,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "cond": _cond,
+    "scan": _scan,
+}
