@@ -4,7 +4,8 @@ To add a backend:
 1. Make a folder `backends/<name>/` with `support.py` (this interface), and one file a kernel.
 2. `refuses(plan)` says in a sentence why a plan cannot run, from the plan alone; None accepts.
 3. `tile_candidates` lists tiles for autotuning; `refuses` refuses, by name, a tile that is asked for and cannot be had.
-4. `forward` and `backward` take the plan and its operands and return what `Results` and `Gradients` document.
+4. `forward` and `backward` take the plan and its operands and return what `Results` and `Gradients` document. `lowering`
+   surrounds their lowering; most have nothing to do there (contextlib.nullcontext).
 5. Import only plan, block_mask types, trace, tile_math and runtime; never attention, dispatch or another backend.
 6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
 """
