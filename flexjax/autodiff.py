@@ -127,9 +127,6 @@ def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | No
 # ------------------------------------------------------------------- primitives
 
 
-BACKWARD = "flexjax_backward"
-
-
 def _primitive(name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes]) -> Primitive:
     """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set."""
     primitive = Primitive(name)
@@ -153,7 +150,7 @@ def _primitive(name: str, function: Callable[..., list[Array]], shapes: Callable
         # What varies over which mesh axes is settled by now; loops that start from zeros need not know.
         avals: typing.Any = ctx.avals_in
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
-        with dispatch.backend(params["problem"].backend).lowering(ctx.module_context, backward=name == BACKWARD):
+        with dispatch.backend(params["problem"].backend).lowering(ctx.module_context):
             return inlined(ctx.replace(avals_in=plain), *flat, **params)
 
     mlir.register_lowering(primitive, lower)
@@ -168,7 +165,7 @@ def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype
 
 forward_p = _primitive("flexjax_forward", _forward, _forward_shapes)
 tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes)
-backward_p = _primitive(BACKWARD, _backward, _backward_shapes)
+backward_p = _primitive("flexjax_backward", _backward, _backward_shapes)
 
 
 # ------------------------------------------------------------------- differentiation

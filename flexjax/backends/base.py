@@ -52,6 +52,6 @@ class Backend(typing.Protocol):
         """Cotangents of the wanted operands; `derivative` is score_mod's derivative program (None: identity)."""
         ...
 
-    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
         """Surrounds the lowering of a pass into the module; what was lowered is a backend's to look after."""
         ...

@@ -5,8 +5,9 @@ Mosaic compiled it keeps, by a hash of the kernel's module; but jax writes the c
 (a file name, for dumps), so no kernel is ever found again. Here, as soon as a pass is lowered,
 
 - the file name is taken out of its kernels, so that equal kernels have equal hashes;
-- each kernel of a backward pass begins to compile in a thread, as the one operation of a program that is never run. When XLA
-  is done with the forward kernel, for which nothing would be gained, they are there, or on their way.
+- each of its kernels begins to compile in a thread, as the one operation of a program that is never run, while the rest of the
+  caller's program is lowered. XLA, which wants LLVM with other options than Mosaic, waits for the threads before it begins,
+  and finds the kernels made.
 
 A thread that fails says nothing: XLA compiles the same kernel in the user's own thread, and fails there.
 """
@@ -36,12 +37,12 @@ MOST_THREADS = 8
 
 
 @contextlib.contextmanager
-def lowering(module: mlir.ModuleContext, backward: bool) -> Iterator[None]:
+def lowering(module: mlir.ModuleContext) -> Iterator[None]:
     """Looks after the kernels that are lowered within."""
     block: ir.Block = ir.InsertionPoint.current.block  # pyright: ignore[reportAttributeAccessIssue]
     before = len(block.operations)
     yield
-    gpu = own_gpu() if backward and "cuda" in module.platforms else None
+    gpu = own_gpu() if "cuda" in module.platforms else None
     for operation in list(block.operations)[before:]:
         if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
             continue
@@ -56,7 +57,7 @@ def lowering(module: mlir.ModuleContext, backward: bool) -> Iterator[None]:
 def own_gpu() -> SingleDeviceSharding | None:
     """On the first GPU of this process, if it has one."""
     device = jax.local_devices()[0]
-    return SingleDeviceSharding(device) if device.platform == "gpu" else None
+    return SingleDeviceSharding(device) if device.platform in ("gpu", "cuda") else None
 
 
 def without_file_name(config: ir.DictAttr, context: ir.Context) -> ir.DictAttr:

@@ -143,10 +143,10 @@ class MosaicGpu:
 
         return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
 
-    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
         from flexjax.backends.mosaic_gpu import compile_ahead
 
-        return compile_ahead.lowering(module, backward)
+        return compile_ahead.lowering(module)
 
 
 BACKEND = MosaicGpu()

@@ -65,7 +65,7 @@ class MosaicTpuBackend:
             raise NotImplementedError(reason)
         return _backward(plan, operands, results, d_out, d_lse, wanted, derivative, chip)
 
-    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

@@ -71,5 +71,5 @@ class XlaBackend:
     ) -> tuple[jax.Array, jax.Array]:
         return tangent(plan, operands, results, tangents, derivative)
 
-    def lowering(self, module: mlir.ModuleContext, backward: bool) -> contextlib.AbstractContextManager[None]:
+    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
