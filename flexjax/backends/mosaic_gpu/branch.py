@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
-    """pl.when."""
+    """As pl.when: the decorated function takes part where the condition, a boolean scalar, is true."""
 
     def run(function: Callable[[], None]) -> None:
         if not isinstance(condition, bool):
@@ -28,5 +28,5 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
 
 
 def cond(condition: Array, true: Callable[..., Result], false: Callable[..., Result], *operands: object) -> Result:
-    """lax.cond."""
+    """As lax.cond, of a boolean scalar; branches return alike."""
     return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (false, true), *operands)

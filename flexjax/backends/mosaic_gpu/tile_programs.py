@@ -4,6 +4,8 @@ Kernels run with **Lane** semantics; a tile is a float32 [rows, cols] array in t
 multiple of 64, cols of 8. `row_axis` says which way it lies: "q" (rows are queries: forward, dq) or "kv" (rows are keys,
 columns queries: the transposed scores of a dk/dv kernel).
 
+Longer than other files: one class, whose methods all work on the same slots.
+
 Each value is computed at its own rank and stretched only where ranks meet: what depends on b and h is a scalar, on the
 axis of the rows a row vector, on the other a column vector, the rest a tile. Use:
 

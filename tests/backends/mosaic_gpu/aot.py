@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 import flexjax
-from flexjax.backends.mosaic_gpu import support
 from flexjax.types import KernelOptions
 from tests.backends import children, on_mesh
 from tests.backends.conformance import Problem
@@ -93,9 +92,7 @@ def outcome(entry: str) -> str:
 
 
 def child(names: Sequence[str]) -> None:
-    # The front door leaves the kernels alone unless the default device is a GPU; nothing is run here.
-    support.facts = lambda: support.Facts(jax.__version_info__[:3], "gpu", "9.0")
-    jax.default_backend = lambda: "gpu"
+    compile_hopper.as_on_hopper()
     for entry in names:
         print("begin", entry, flush=True)
         print(outcome(entry), flush=True)

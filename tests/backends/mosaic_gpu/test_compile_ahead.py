@@ -21,7 +21,7 @@ if jax.__version_info__ < (0, 11):
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_gpu import compile_ahead, support
+from flexjax.backends.mosaic_gpu import compile_ahead
 from tests.backends.mosaic_gpu import compile_hopper
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -37,17 +37,11 @@ def gradient(x: jax.Array) -> jax.Array:
     return jax.grad(lambda x: attend(x).astype(jnp.float32).sum())(x)
 
 
-def as_on_hopper(replace: Callable[[object, str, object], None]) -> None:
-    """The front door leaves the kernels alone unless the default device is a GPU; nothing is run here."""
-    replace(support, "facts", lambda: support.Facts(jax.__version_info__[:3], "gpu", "9.0"))
-    replace(jax, "default_backend", lambda: "gpu")
-
-
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Hashes of the kernels that a machine with a GPU would compile in threads."""
     given: list[bytes] = []
-    as_on_hopper(monkeypatch.setattr)
+    compile_hopper.as_on_hopper(monkeypatch.setattr)
     monkeypatch.setattr(compile_ahead, "own_gpu", lambda: "a GPU")
     monkeypatch.setattr(compile_ahead, "begin", lambda kernel, gpu: given.append(kernel.kernel_hash))
     return given
@@ -122,7 +116,7 @@ def test_what_a_thread_compiled_is_not_compiled_again() -> None:
 
 def compile_twice() -> None:
     """The kernels of a program alone, as the threads would; then the program; then the same from elsewhere."""
-    as_on_hopper(setattr)
+    compile_hopper.as_on_hopper()
     kernels = []
     compile_ahead.own_gpu = lambda: "a GPU"
     compile_ahead.begin = lambda kernel, gpu: kernels.append(kernel)
