@@ -114,6 +114,12 @@ def dot(a: Any, b: Any) -> Array:
     return sum(jnp.vdot(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # type: ignore[return-value]
 
 
+def assert_same_to_rounding(got: Any, want: Any) -> None:
+    """Two float32 programs of the same values: XLA merges the operations of each in its own way, eager ones not at all."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=8 * np.finfo(np.float32).eps * np.abs(y).max())
+
+
 def launches(jaxpr: Any, inside: str = "") -> list[str]:
     """Names of the primitives of attention in a jaxpr and the jaxprs in it, "loop/" in front of those inside loops."""
     names = []
