@@ -306,6 +306,7 @@ _TABLE = (
     Case("extra", (2, 4, 2, 65, 65, 16, 16), mask="causal", extra=(1, 8), scale=0.2, dtypes=TWO),
     Case("extra_bnth", (1, 4, 2, 37, 129, 16, 24), score="softcap", extra=(2, 12), scale=0.2, layout="BNTH",
          slow=True),
+    Case("extra_groups", (1, 12, 6, 37, 65, 16, 16), mask="causal", extra=(2, 8), scale=0.2),
     Case("lse_only", (1, 2, 2, 65, 129, 16, 16), score="column_bias", mask="prefix", w=False,
          captures=(("bias", normal(2, 129)),)),
     Case("lse_only_short", (2, 2, 2, 7, 129, 16, 16), w=False, layout="BNTH", slow=True),

@@ -22,7 +22,7 @@ def concatenated(
     q: jax.Array, k: jax.Array, v: jax.Array, qx: jax.Array, kx: jax.Array, **keywords: object
 ) -> jax.Array:
     """The features of each query head beside its own, keys repeated for it."""
-    per_head = lambda x: jnp.repeat(x, N // x.shape[2], 2)
+    per_head = lambda x: jnp.repeat(x, q.shape[2] // x.shape[2], 2)
     q, k = jnp.concatenate([q, qx], -1), jnp.concatenate([per_head(k), per_head(kx)], -1)
     return flexjax.flex_attention(q, k, per_head(v), scale=D**-0.5, **keywords)  # type: ignore[arg-type]
 
@@ -40,6 +40,19 @@ def test_values_and_gradients(heads: int, blocks: int) -> None:
     ]
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("n", "m", "k"), [(6, 3, 2), (6, 2, 3), (12, 4, 6), (12, 6, 2), (12, 1, 4)])
+@pytest.mark.parametrize("length", [10, 300])
+def test_heads_of_key_extra_that_do_not_share_with_those_of_key(n: int, m: int, k: int, length: int) -> None:
+    """Query heads are cut so that no tile straddles the heads of either."""
+    shapes = (n, D), (m, D), (m, D), (n, R), (k, R)
+    given = [draw(1, length, *shape, seed=i) for i, shape in enumerate(shapes)]
+    ours = lambda q, k, v, qx, kx: flexjax.flex_attention(q, k, v, query_extra=qx, key_extra=kx, mask_mod=masks.causal)
+    theirs = lambda *a: concatenated(*a, mask_mod=masks.causal)
+    both = [jax.jit(jax.value_and_grad(lambda *a, f=f: (f(*a) ** 2).sum(), range(5)))(*given) for f in (ours, theirs)]
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=5e-5, atol=5e-5)
 
 
 def test_a_batch_of_one_and_the_other_layout() -> None:

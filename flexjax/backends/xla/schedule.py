@@ -7,7 +7,7 @@ masked. Loops end where the lists do, so an empty block costs nothing, whether t
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ class Schedule:
 
     batch: int
     heads: int
-    key_heads: int
     block_q: int
     block_kv: int
     chunk: int
@@ -80,10 +79,11 @@ def choose(plan: KernelPlan, backward: bool = False) -> Schedule:
         if lists_heads == 1 and lists_batch == 1:
             widest = min(widest, -(-plan.kv_len // block_kv))
     area = block_q * block_kv
-    heads = 1 if lists_heads > 1 else largest_divisor(plan.q_heads, budget // area, plan.group)
+    groups = (plan.group, plan.q_heads // plan.extra_heads) if plan.extra_heads else (plan.group,)
+    heads = 1 if lists_heads > 1 else largest_divisor(plan.q_heads, budget // area, groups)
     batch = 1
     if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads:
-        batch = largest_divisor(plan.batch, budget // (area * heads), 1)
+        batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
     chunk = max(1, min(most // (area * heads * batch), widest, MAX_CHUNK)) if listed else 1
     if listed and asked_kv:
@@ -91,7 +91,6 @@ def choose(plan: KernelPlan, backward: bool = False) -> Schedule:
     return Schedule(
         batch,
         heads,
-        max(1, heads // plan.group),
         block_q,
         block_kv,
         chunk,
@@ -127,9 +126,10 @@ def even_block(length: int, most: int) -> int:
     return max(1, -(-length // parts))
 
 
-def largest_divisor(number: int, most: int, group: int) -> int:
-    """The largest divisor of `number` of at most `most` that is made of whole groups or lies within one; at least 1."""
-    fit = [d for d in range(1, number + 1) if number % d == 0 and (d % group == 0 or group % d == 0)]
+def largest_divisor(number: int, most: int, groups: Sequence[int] = ()) -> int:
+    """The largest divisor of `number` of at most `most` that is made of whole groups or lies within one, for each size of
+    groups (heads that share a key head, heads that share a head of key_extra); at least 1."""
+    fit = [d for d in range(1, number + 1) if number % d == 0 and all(d % g == 0 or g % d == 0 for g in groups)]
     return max([d for d in fit if d <= max(most, 1)], default=1)
 
 
