@@ -34,7 +34,7 @@ class AuxOutput(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """How to run, never what to compute. None lets the backend choose.
+    """How to run, never what to compute. None lets the backend choose; one that has no use for an option goes without.
 
     block_q, block_kv          tile of the forward pass, in tokens
     block_q_bwd, block_kv_bwd  tile of the backward pass

@@ -21,7 +21,7 @@ from flexjax.errors import ModError
 from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, is_atoms, map_elements, object_array, scalar
 from flexjax.trace.builder import Builder, literal
 from flexjax.trace.lower_rules import RULES
-from flexjax.trace.mod_ir import Call, Lit, axes_of
+from flexjax.trace.mod_ir import Atom, Call, Lit, axes_of
 from flexjax.trace.primitives import CALLBACKS, COLLECTIVES, CUSTOM, ELEMENTWISE, INLINED, KEPT_PARAMS, SAME
 
 
@@ -35,6 +35,7 @@ class Lowering:
         self.inline_constants = inline_constants
         self.arrays: list[jax.Array] = []
         self._capture_of: dict[int, int] = {}
+        self._branches: list[Atom] = []
 
     # ------------------------------------------------------------------ the interpreter
 
@@ -92,6 +93,26 @@ class Lowering:
         with jax.ensure_compile_time_eval():
             return run(*values)
 
+    def run_branch(self, taken: Atom, closed: Any, args: Sequence[Value]) -> list[Value]:
+        """What a branch computes, which is used where `taken`; elsewhere no derivative passes into it.
+
+        Its own would be one of zero times what the branch has there, which may be infinite: the square root of a negative number.
+        """
+        if not self.keep_custom:
+            return self.run(closed.jaxpr, closed.consts, args)
+        make = lambda atom: self._where_taken(taken, atom)
+        args = [map_elements(make, [a], a.shape) if is_atoms(a) else a for a in args]
+        self._branches.append(taken)
+        outs = self.run(closed.jaxpr, closed.consts, args)
+        self._branches.pop()
+        return outs
+
+    def _where_taken(self, taken: Atom, atom: Atom) -> Atom:
+        """The same value, and its derivative where `taken`."""
+        if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.floating):
+            return atom
+        return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
+
     def inline(self, eqn: Any, args: list[Value]) -> list[Value]:
         closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
@@ -123,10 +144,21 @@ class Lowering:
             for place in np.ndindex(*value.shape):
                 out[place] = literal(known[place], value.dtype)
             return out
-        capture = self.capture(value)
         for place in np.ndindex(*value.shape):
-            out[place] = self.builder.load(capture, tuple(literal(i, "int32") for i in place))
+            out[place] = self.load(value, tuple(literal(i, "int32") for i in place))
         return out
+
+    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
+        """array[index], the index in bounds."""
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            raise ModError(
+                f"it reads captured random keys ({array.dtype}) at each position; draw the numbers outside the mod and index "
+                "those, or make the key inside, with jax.random.key."
+            )
+        element = self.builder.load(self.capture(array), index)
+        for taken in self._branches:
+            element = self._where_taken(taken, element)
+        return element
 
     def capture(self, value: jax.Array) -> int:
         if id(value) not in self._capture_of:

@@ -29,7 +29,9 @@ class Translation(Protocol):
 
     def as_atoms(self, value: Value) -> np.ndarray: ...
 
-    def capture(self, value: jax.Array) -> int: ...
+    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom: ...
+
+    def run_branch(self, taken: Atom, closed: Any, args: Sequence[Value]) -> list[Value]: ...
 
 
 # ------------------------------------------------------------------- shapes of small arrays
@@ -128,13 +130,22 @@ def _arg_reduction(prim: str) -> Callable:
             best, where = rows[(0, *place)], literal(0, dtype)
             for i in range(1, rows.shape[0]):
                 candidate = rows[(i, *place)]
-                better = self.builder.op(prim, (candidate, best), "bool")
+                better = _better(self, prim, candidate, best)
                 best = self.builder.select(better, candidate, best)
                 where = self.builder.select(better, literal(i, dtype), where)
             out[place] = where
         return [out]
 
     return rule
+
+
+def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
+    """Whether the candidate takes the place of the best so far; of floats, the first NaN does for good."""
+    truth = lambda prim, *operands: self.builder.op(prim, operands, "bool")
+    better = truth(prim, candidate, best)
+    if not jnp.issubdtype(jnp.dtype(best.dtype), jnp.floating):
+        return better
+    return truth("or", better, truth("and", truth("ne", candidate, candidate), truth("eq", best, best)))
 
 
 def _cumulative(prim: str) -> Callable:
@@ -178,7 +189,7 @@ def _dot_general(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndar
 def _element(self: Translation, array: Value, index: Sequence[Atom]) -> Atom:
     """array[index], the index in bounds."""
     if not is_atoms(array):
-        return self.builder.load(self.capture(array), index)
+        return self.load(array, index)
     return _pick(self, array, list(index))
 
 
@@ -266,16 +277,30 @@ def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
 
 
 def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
-    """Both branches are computed and selected: they have no effects."""
+    """All branches are computed and selected: they have no effects."""
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
-    results = [self.run(b.jaxpr, b.consts, args[1:]) for b in branches]
+    not_ = lambda truth: self.builder.op("not", (truth,), "bool")
+    from_here = [
+        which if which.dtype == "bool" else self.builder.op("ge", (which, literal(i, which.dtype)), "bool")
+        for i in range(1, len(branches))
+    ]
+    results = []
+    for i, branch in enumerate(branches):
+        bounds = [*from_here[i - 1 : i], *map(not_, from_here[i : i + 1])]
+        taken = (
+            self.builder.op("and", bounds, "bool")
+            if len(bounds) == 2
+            else bounds[0]
+            if bounds
+            else literal(True, "bool")
+        )
+        results.append(self.run_branch(taken, branch, args[1:]))
     outs = []
     for column in zip(*results, strict=True):
         chosen = self.as_atoms(column[0])
         for i in range(1, len(branches)):
-            here = which if which.dtype == "bool" else self.builder.op("ge", (which, literal(i, which.dtype)), "bool")
-            make = lambda new, old, here=here: self.builder.select(here, new, old)
+            make = lambda new, old, here=from_here[i - 1]: self.builder.select(here, new, old)
             other = self.as_atoms(column[i])
             chosen = map_elements(make, [other, chosen], chosen.shape)
         outs.append(chosen)

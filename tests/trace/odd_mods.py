@@ -254,6 +254,12 @@ def sorts_by_argmax(s, b, h, q, k):
 
 
 @score()
+def first_nan_is_the_largest(s, b, h, q, k):
+    few = jnp.stack([s, jnp.where(q == 1, jnp.nan, k), jnp.where(k > 2, jnp.nan, 0.5 * q)])
+    return s + jnp.argmax(few) + 3 * jnp.argmin(few)
+
+
+@score()
 def accumulates(s, b, h, q, k):
     return jnp.cumsum(jnp.stack([s, 1.0 * q, 1.0 * k]))[h]
 

@@ -59,6 +59,28 @@ MODS = {
     ),
     "loop": (lambda r: lambda s, b, h, q, k: lax.fori_loop(0, 4, lambda i, x: x * r[q], s), (NORMAL(9),)),
     "branch": (lambda r: lambda s, b, h, q, k: lax.cond(q > k, lambda: s * r[q], lambda: s + r[k] ** 2), (NORMAL(9),)),
+    "branch undefined elsewhere": (
+        lambda r: (
+            lambda s, b, h, q, k: (
+                lax.cond(r[q] > 0, lambda: s * jnp.sqrt(r[q]), lambda: s)
+                + lax.cond(r[q] > 0, lambda x: x, lambda x: x * jnp.sqrt(-r[q]), s)
+            )
+        ),
+        (NORMAL(9),),
+    ),
+    "branches of the score": (
+        lambda r: (
+            lambda s, b, h, q, k: (
+                lax.switch(
+                    jnp.sign(r[q]).astype(int) + 1,
+                    [lambda x: jnp.log(-r[q]) * x, lambda x: x, lambda x: jnp.log(r[q]) * x],
+                    s,
+                )
+                + lax.cond(s > 0, lambda x: lax.cond(q > 0, jnp.sqrt, jnp.log, x), lambda x: jnp.sqrt(-x), s)
+            )
+        ),
+        (NORMAL(9),),
+    ),
     "custom jvp": (lambda r: lambda s, b, h, q, k: through(s * r[q]) * s, (NORMAL(9),)),
     "custom vjp": (lambda r: lambda s, b, h, q, k: reversed_gradient(s, r[q]), (NORMAL(9),)),
     "custom rule with constants": (lambda r: lambda s, b, h, q, k: with_coefficients(s + r[k]), (NORMAL(7),)),

@@ -18,6 +18,7 @@ from tests.mods.test_mods import CASES as MOD_CASES
 from tests.trace import odd_mods
 
 SIZES = (2, 3, 9, 7)
+KEYS = jax.random.split(jax.random.key(0), 7)
 
 
 def positions(sizes: tuple[int, int, int, int], count: int = 64) -> tuple[np.ndarray, ...]:
@@ -330,6 +331,11 @@ REFUSED_SCORES = {
     "callback": (
         calls_back,
         "`score_mod` cannot be compiled: it calls back into Python (`pure_callback`); a mod must have no side effects.",
+    ),
+    "keys": (
+        lambda s, b, h, q, k: s + jax.random.normal(KEYS[k]),
+        "`score_mod` cannot be compiled: it reads captured random keys (key<fry>) at each position; draw the numbers outside "
+        "the mod and index those, or make the key inside, with jax.random.key.",
     ),
     "if": (branches_in_python, f"`score_mod` {IN_PYTHON}"),
     "boolean index": (masks_an_array, f"`score_mod` {IN_PYTHON}"),
