@@ -146,6 +146,15 @@ def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None) -> j
     return jax.lax.cond(jnp.any(on), on_kept_entries, jnp.zeros_like, scores)
 
 
+@jax.custom_jvp
+def _below(scores: jax.Array, top: jax.Array) -> jax.Array:
+    """scores - top; exactly 0 at the top, although a compiler may compute a score twice and round it only once."""
+    return jnp.where(scores == top, 0.0, scores - top)
+
+
+_below.defjvps(lambda dot, out, *_: dot, lambda dot, out, *_: jnp.broadcast_to(-dot, out.shape))
+
+
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[B, N, T, S] -> probabilities, and per row [B, N, T] the log of the sum and the largest score."""
     fixed = jax.lax.stop_gradient(scores)
@@ -155,7 +164,7 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax
         sinks = jnp.asarray(sinks, scores.dtype)[None, :, None]
         shift = jnp.maximum(shift, jax.lax.stop_gradient(sinks))
     shift = jnp.where(jnp.isfinite(shift), shift, 0.0)
-    weights = jnp.exp(scores - shift[..., None])
+    weights = jnp.exp(_below(scores, shift[..., None]))
     total = jnp.sum(weights, axis=-1)
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)

@@ -16,6 +16,23 @@ def finite_or_zero(maximum: Array) -> Array:
     return jnp.where(jnp.isneginf(maximum), jnp.zeros_like(maximum), maximum)
 
 
+def exact_distance(scores: Array, reference: Array) -> Array:
+    """scores - reference, and 0 where they are equal, even where a compiler computes the score anew and does not round it.
+
+    A score that ends in a product is such a case: compilers merge the product with the subtraction. Beyond 1e9 what the rounding
+    took off is hundreds, and its exponential infinite or 0. Where a score is less, it is less by more than was taken off.
+    """
+    nothing = reference - reference  # NaN for an infinite one
+    return jnp.where(scores == reference, nothing, scores - reference)
+
+
+distance = jax.custom_jvp(exact_distance)
+"""exact_distance, with the derivative of the difference."""
+distance.defjvps(
+    lambda moved, out, scores, reference: moved, lambda moved, out, *_: jnp.broadcast_to(-moved, out.shape)
+)
+
+
 def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Array, Array, Array]:
     """(new maximum, new total, factor for what was accumulated, exponentials) of one more tile of scores.
 
@@ -24,7 +41,7 @@ def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Arr
     new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
     base = finite_or_zero(new)
     factor = jnp.exp(maximum - base)
-    exponentials = jnp.exp(scores - base)
+    exponentials = jnp.exp(distance(scores, base))
     return new, total * factor + exponentials.sum(-1, keepdims=True), factor, exponentials
 
 
@@ -44,4 +61,4 @@ def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | No
 
 def probabilities(scores: Array, lse: Array) -> Array:
     """exp(scores - lse), 0 in empty rows; scores are -inf where masked."""
-    return jnp.exp(scores - finite_or_zero(lse))
+    return jnp.exp(distance(scores, finite_or_zero(lse)))

@@ -13,7 +13,7 @@ import functools
 import math
 
 from flexjax.trace.bounds import Range, of_op, range_of
-from flexjax.trace.mod_ir import SCORE, UNIFORM, Lit, Op, Program, axes_of, walk_atoms
+from flexjax.trace.mod_ir import SCORE, UNIFORM, Call, Lit, Op, Program, axes_of, walk_atoms
 
 FAR = 2.0**22
 """Float32 numbers from here on are a half apart or more."""
@@ -36,6 +36,28 @@ def may_be_far(program: Program | None) -> bool:
             known[step.out.id] = _of_step(step, known)
     low, high = range_of(program.results[0], known)
     return not (low >= -FAR and high <= FAR)
+
+
+@functools.lru_cache(maxsize=512)
+def may_be_far_product(program: Program | None) -> bool:
+    """Whether a score may be far out and is a product, which a compiler may merge with what is subtracted from it: see
+    tile_math.exact_distance."""
+    if program is None or not may_be_far(program):
+        return False
+    made = {out.id: step for step in program.steps for out in step.outs}
+    atom = program.results[0]
+    while not isinstance(atom, Lit):
+        step = made.get(atom.id)
+        if not isinstance(step, Op):
+            return step is not None and isinstance(step, Call)
+        if step.prim not in SAME_VALUE:
+            return step.prim in PRODUCTS
+        atom = step.inputs[0]
+    return False
+
+
+PRODUCTS = frozenset({"mul", "div", "square", "integer_pow"})
+SAME_VALUE = frozenset({"neg", "copy", "convert_element_type"})
 
 
 def _is_far(atom: Lit) -> bool:

@@ -378,9 +378,11 @@ class Conformance:
         got = self._attention(block_mask=block_mask)(q, k, v)
         np.testing.assert_allclose(got, self._attention(mask_mod=_causal)(q, k, v), rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize(("precise", "sinks"), [("float32", False), ("bfloat16", True)])
-    def test_scores_that_are_far_out(self, precise: str, sinks: bool):
-        far_scores.check(self.implementation, precise, sinks)
+    @pytest.mark.parametrize(
+        ("precise", "sinks", "gated"), [("float32", False, False), ("bfloat16", True, False), ("float32", False, True)]
+    )
+    def test_scores_that_are_far_out(self, precise: str, sinks: bool, gated: bool):
+        far_scores.check(self.implementation, precise, sinks, gated)
 
     def test_nan_shows(self):
         """In the row where it is, and nowhere else."""

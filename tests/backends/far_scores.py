@@ -43,13 +43,20 @@ def inputs(dtype: str) -> list[jax.Array]:
 
 
 SINKS = np.asarray([0.5, -1.0], np.float32)
+GATES = np.asarray([0.7, 0.3], np.float32)
+"""Of the heads: a score that ends in such a product is rounded once more, or not at all where a compiler merges the product with
+the subtraction of the largest."""
 
 
-def expected(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sinks: bool) -> dict[str, np.ndarray]:
+def expected(
+    q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sinks: bool, gated: bool
+) -> dict[str, np.ndarray]:
     """Results and gradients: scores rounded to float32 as they are with the bias, the rest in float64."""
     wide_q, wide_k, wide_v, wide_d = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     s = (np.einsum("btnd,bsnd->bnts", wide_q, wide_k) * DIM**-0.5).astype(np.float32)
-    s = (s + _bias()[:, None]).astype(np.float64)
+    s = s + _bias()[:, None]
+    gates = (GATES if gated else np.ones_like(GATES))[:, None, None]
+    s = (s * gates).astype(np.float64)
     sink = np.where(sinks, SINKS, -np.inf)[:, None, None]
     largest = np.maximum(s.max(axis=-1, keepdims=True), sink)
     dead = np.isneginf(largest)
@@ -59,6 +66,7 @@ def expected(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sinks: 
     p = p / total
     out = np.einsum("bnts,bsnd->btnd", p, wide_v)
     ds = p * (np.einsum("btnd,bsnd->bnts", wide_d, wide_v) - np.einsum("btnd,btnd->bnt", wide_d, out)[..., None])
+    ds = ds * gates
     return {
         "out": out,
         "lse": np.moveaxis((largest + np.log(total))[..., 0], 1, 2),
@@ -71,16 +79,20 @@ def expected(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sinks: 
 
 
 def found(
-    implementation: str, dtype: str, sinks: bool, options: flexjax.KernelOptions | None = None
+    implementation: str, dtype: str, sinks: bool, gated: bool, options: flexjax.KernelOptions | None = None
 ) -> dict[str, jax.Array]:
     """The same from a backend; the largest scores are asked for where there are sinks."""
+    gates = jnp.asarray(GATES)
+
+    def score_mod(score: jax.Array, bias: jax.Array, h: jax.Array) -> jax.Array:
+        return (score + bias) * gates[h] if gated else score + bias
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         out, aux = flexjax.flex_attention(
             q,
             k,
             v,
-            score_mod=lambda s, b, h, q, k: s + bias[b, q, k],
+            score_mod=lambda s, b, h, q, k: score_mod(s, bias[b, q, k], h),
             sinks=jnp.asarray(SINKS) if sinks else None,
             return_aux=flexjax.AuxRequest(lse=True, max_scores=sinks),
             implementation=implementation,
@@ -98,8 +110,14 @@ def found(
     return run(*given, jnp.asarray(_bias()))
 
 
-def check(implementation: str, dtype: str, sinks: bool, options: flexjax.KernelOptions | None = None) -> None:
-    want, got = expected(*inputs(dtype), sinks), found(implementation, dtype, sinks, options)
+def check(
+    implementation: str,
+    dtype: str,
+    sinks: bool,
+    gated: bool = False,
+    options: flexjax.KernelOptions | None = None,
+) -> None:
+    want, got = expected(*inputs(dtype), sinks, gated), found(implementation, dtype, sinks, gated, options)
     step = STEPS[dtype] * float(jnp.finfo(dtype).eps)
     for name in got:
         for b, number in enumerate(NUMBERS):

@@ -90,10 +90,10 @@ def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
         _close(name, np.asarray(x, np.float64), np.asarray(want[name], np.float64), problem.dtype)
 
 
-def far(dtype: str, sinks: str) -> str:
+def far(dtype: str, sinks: str, gated: str) -> str:
     from tests.backends import far_scores
 
-    far_scores.check(IMPLEMENTATION, dtype, sinks == "sinks")
+    far_scores.check(IMPLEMENTATION, dtype, sinks == "sinks", gated == "gated")
     return "ok"
 
 
@@ -439,7 +439,10 @@ def main() -> int:
     # both dtypes of a case to one process: it computes the expected values once
     per = len(args.dtypes.split(","))
     groups = [tasks[i : i + per] for i in range(0, len(tasks), per)]
-    groups.append([("far", dtype, sinks) for dtype in args.dtypes.split(",") for sinks in ("", "sinks")])
+    dtypes = args.dtypes.split(",")
+    groups.append(
+        [("far", dtype, sinks, gated) for dtype in dtypes for sinks in ("", "sinks") for gated in ("", "gated")]
+    )
     if args.golden:
         _, cases, _ = _golden(args.golden)
         chosen = [n for n in cases.CASES if any(fnmatch.fnmatch(n, p) for p in args.golden_only.split(","))]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from flexjax import mods
-from flexjax.trace.far_scores import may_be_far
+from flexjax.trace.far_scores import may_be_far, may_be_far_product
 from flexjax.trace.trace_mod import trace_score_mod
 
 SIZES = (2, 3, 1 << 17, 1 << 17)
@@ -66,3 +66,18 @@ def test_may_be_far(name: str) -> None:
 
 def test_the_identity_stays_near() -> None:
     assert not may_be_far(None)
+    assert not may_be_far_product(None)
+
+
+PRODUCTS = {
+    "gate": lambda s, b, h, q, k: (s + TOKENS[q % 16]) * HEADS[h],
+    "the other way round": lambda s, b, h, q, k: -((s + TOKENS[q % 16]) * HEADS[h]),
+    "quotient": lambda s, b, h, q, k: jnp.where(q > k, s, -1e10) / HEADS[h],
+    "square": lambda s, b, h, q, k: s * s * s,
+}
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, *NEAR, *MAYBE_FAR])
+def test_far_products(name: str) -> None:
+    program = trace_score_mod((PRODUCTS | NEAR | MAYBE_FAR)[name], SIZES).program
+    assert may_be_far_product(program) == (name in PRODUCTS)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
@@ -27,7 +28,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far
+from flexjax.trace.far_scores import may_be_far, may_be_far_product
 
 
 class Captures(typing.NamedTuple):
@@ -218,7 +219,10 @@ class ColumnMath:
             return jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q")), ()
         if may_be_far(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
-            return jnp.exp2((score - math.spread(lse2, "q")) * LOG2E), rest
+            reference = math.spread(lse2, "q")
+            exact = may_be_far_product(plan.score)
+            less = tile_math.exact_distance(score, reference) if exact else score - reference
+            return jnp.exp2(less * LOG2E), rest
         score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
         shift = self._shift(lse2, row, at, along)
         units = factor * LOG2E

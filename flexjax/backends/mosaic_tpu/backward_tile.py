@@ -67,7 +67,8 @@ def tile_gradients(
         slope = None if scale == 1.0 else jnp.float32(scale)
     else:
         score, slope, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
-        exponent = (score - lse) * np.float32(LOG2E) if modded.far else score * np.float32(LOG2E) - lse
+        far = lambda: modded.far_distance(score, lse) * np.float32(LOG2E)
+        exponent = far() if modded.far else score * np.float32(LOG2E) - lse
     p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))
     r = modded.dropout(refs, visit, part)
     if r is not None:

@@ -126,7 +126,8 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         if valid is not None or guarded:
             shift = jnp.where(m == -jnp.inf, 0.0, shift)
         if modded.far:
-            p, alpha = jnp.exp2((x - widen(shift, cols)) * factor), jnp.exp2((m_before - shift) * factor)
+            less = modded.far_distance(x, widen(shift, cols))
+            p, alpha = jnp.exp2(less * factor), jnp.exp2((m_before - shift) * factor)
         else:
             p = jnp.exp2((x if biased else x * factor) - widen(shift, cols))
             alpha = jnp.exp2(m_before * factor - shift)

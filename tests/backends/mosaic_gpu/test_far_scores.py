@@ -10,6 +10,9 @@ import flexjax
 from tests.backends import far_scores
 
 
-@pytest.mark.parametrize(("dtype", "sinks"), [("bfloat16", False), ("float16", False), ("bfloat16", True)])
-def test_far_scores(dtype: str, sinks: bool) -> None:
-    far_scores.check("mosaic_gpu", dtype, sinks, flexjax.KernelOptions(interpret=True))
+@pytest.mark.parametrize(
+    ("dtype", "sinks", "gated"),
+    [("bfloat16", False, False), ("float16", False, True), ("bfloat16", True, False)],
+)
+def test_far_scores(dtype: str, sinks: bool, gated: bool) -> None:
+    far_scores.check("mosaic_gpu", dtype, sinks, gated, flexjax.KernelOptions(interpret=True))
