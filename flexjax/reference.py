@@ -152,7 +152,11 @@ def _below(scores: jax.Array, top: jax.Array) -> jax.Array:
     return jnp.where(scores == top, 0.0, scores - top)
 
 
-_below.defjvps(lambda dot, out, *_: dot, lambda dot, out, *_: jnp.broadcast_to(-dot, out.shape))
+@_below.defjvp
+def _below_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _below(*primals), tangents[0] - tangents[1]
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -28,9 +28,11 @@ def exact_distance(scores: Array, reference: Array) -> Array:
 
 distance = jax.custom_jvp(exact_distance)
 """exact_distance, with the derivative of the difference."""
-distance.defjvps(
-    lambda moved, out, scores, reference: moved, lambda moved, out, *_: jnp.broadcast_to(-moved, out.shape)
-)
+
+
+@distance.defjvp
+def _distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return distance(*primals), tangents[0] - tangents[1]
 
 
 def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Array, Array, Array]:
