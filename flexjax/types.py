@@ -14,8 +14,9 @@ from flexjax.errors import bad_argument
 class AuxRequest:
     """What `flex_attention(..., return_aux=)` returns beside the output.
 
-    lse          natural-log sum of exponentials of the scores, float32 [B, T, N] (BNT for BNTH), differentiable
-    max_scores   largest score of each row, float32, same shape, no gradient
+    lse          natural-log sum of exponentials of the scores, [B, T, N] (BNT for BNTH), differentiable; float32, float64 for
+                 float64 inputs
+    max_scores   largest score of each row, same dtype and shape, no gradient
     """
 
     lse: bool = False

@@ -13,20 +13,24 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+LARGEST = 2**31 - 1
 
-def whole(call: str, name: str, value: object, least: int, advice: str) -> int:
-    """`value` as an int of at least `least`."""
+
+def whole(call: str, name: str, value: object, least: int | None, advice: str) -> int:
+    """`value` as an int of at least `least` (None: any) that int32 holds, as positions are."""
     number = _as_int(value)
-    if number is None or number < least:
-        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of at least {least}. {advice}")
+    if number is None or (least is not None and number < least):
+        wanted = "an int" if least is None else f"an int of at least {least}"
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
+    if abs(number) > LARGEST:
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of at most {LARGEST}. {advice}")
     return number
 
 
 def count(call: str, name: str, value: ArrayLike, axis: str, least: int | None, advice: str) -> int | Array:
     """`value` as an int of at least `least` (None: any), or as int32 `[]` or with the one axis `axis`."""
     if isinstance(value, int | np.integer):
-        smallest = int(value) if least is None else least
-        return whole(call, name, value, smallest, advice)
+        return whole(call, name, value, least, advice)
     return integers(call, name, value, {0: "[]", 1: axis}, advice).astype(jnp.int32)
 
 

@@ -61,11 +61,13 @@ def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, m
     Raises ValueError if `relative` is not integer, `num_buckets` is too small or odd where it must be even,
     or `max_distance` does not exceed `m`.
     """
+    relative = np.asarray(relative)
     if not np.issubdtype(relative.dtype, np.integer):
         raise ValueError(
             f"`t5_buckets`: `relative` has dtype {relative.dtype}; expected integers. "
             "Pass key positions minus query positions."
         )
+    relative = relative.astype(np.int64)  # the least number of a narrow type has no opposite there
     least = 4 if bidirectional else 2
     count = whole("t5_buckets", "num_buckets", num_buckets, least, "T5 uses 32.")
     if bidirectional and count % 2:

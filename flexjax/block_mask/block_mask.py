@@ -5,6 +5,7 @@ block size are static. Nothing in it has the size of the attention matrix.
 """
 
 import dataclasses
+import html
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ from jax.core import Tracer
 from flexjax.block_mask import build, picture, transpose
 from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
+from flexjax.errors import bad_argument
 from flexjax.trace.on_scalars import as_mask_mod
 
 Array = jax.Array
@@ -34,40 +36,75 @@ class BlockMask(Parts):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, q_len, kv_len)."""
+        """(B, H, q_len, kv_len), of each one where this is a stack of block masks, as vmap makes them."""
         batch, heads = self.kv_num_blocks.shape[-3:-1]
         return (batch, heads, self.q_len, self.kv_len)
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The mask as a function (b, h, q_idx, kv_idx) -> bool, in the coordinates of this block mask."""
+        """The mask as a function (b, h, q_idx, kv_idx) -> bool, in the coordinates of this block mask.
+
+        Of a mask made from lists it looks them up, so that it says of each entry whether it is on.
+        """
+        inside = self._inside_blocks
+        if not self.listed:
+            return inside
+        self._refuse_stack()
+        partial, full = self._flags()
+
+        def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            batch, heads = (at if n > 1 else 0 for at, n in zip((b, h), partial.shape[:2], strict=True))
+            block = (batch, heads, q_idx // self.block_size[0], kv_idx // self.block_size[1])
+            return full[block] | (partial[block] & inside(b, h, q_idx, kv_idx))
+
+        return mask_mod
+
+    @property
+    def _inside_blocks(self) -> Callable[[Array, Array, Array, Array], Array]:
+        """What is on in the blocks of the first pair of lists, as a function (b, h, q_idx, kv_idx) -> bool."""
         if self.program is None:
             return lambda b, h, q_idx, kv_idx: jnp.asarray(True)
         return as_mask_mod(self.program, self.captures)
 
-    def to_dense(self) -> Array:
-        """int32 [B, H, q_blocks, kv_blocks]: 1 where a block is visited."""
+    def _flags(self) -> tuple[Array, Array]:
+        """bool [B, H, q_blocks, kv_blocks] each: the blocks of the first pair of lists, and of the second."""
         columns = self.blocks[1]
         partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
-        full = transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
+        return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
+
+    def _refuse_stack(self) -> None:
+        stack = self.kv_num_blocks.shape[:-3]
+        if stack:
+            raise bad_argument(
+                "block_mask",
+                f"a stack of {stack} block masks",
+                "one block mask",
+                "Map over the stack with vmap or scan, or take one of it: jax.tree.map(lambda x: x[0], block_mask).",
+            )
+
+    def to_dense(self) -> Array:
+        """int32 [B, H, q_blocks, kv_blocks]: 1 where a block is visited."""
+        self._refuse_stack()
+        partial, full = self._flags()
         return (partial | full).astype(jnp.int32)
 
     def to_mask(self) -> Array:
         """bool [B, H, q_len, kv_len]: the mask entry by entry, as kernels apply it. As large as it sounds: for tests."""
+        self._refuse_stack()
         b, h, q_len, kv_len = self.shape
         q, kv = (jnp.arange(n, dtype=jnp.int32) for n in (q_len, kv_len))
-        entries = self.mask_mod
+        entries = self._inside_blocks
         for axis in (3, 2, 1, 0):
             entries = jax.vmap(entries, in_axes=tuple(0 if i == axis else None for i in range(4)))
         on = entries(jnp.arange(b, dtype=jnp.int32), jnp.arange(h, dtype=jnp.int32), q, kv)
         spread = lambda flags: flags[:, :, q // self.block_size[0]][:, :, :, kv // self.block_size[1]]
-        columns = self.blocks[1]
-        partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
-        full = transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
+        partial, full = self._flags()
         return (spread(partial) & on) | spread(full)
 
     def sparsity(self) -> float:
         """Percentage of blocks that are skipped, 0 to 100. Needs concrete arrays."""
+        if isinstance(self.kv_num_blocks, Tracer):
+            raise bad_argument("block_mask", "traced", "concrete lists", "Count its blocks outside jit.")
         total = self.kv_num_blocks.size * self.blocks[1]
         counts = (np.asarray(self.kv_num_blocks), np.asarray(self.full_kv_num_blocks))
         visited = sum(int(c.sum(dtype=np.int64)) for c in counts)
@@ -105,24 +142,32 @@ class BlockMask(Parts):
         An int keeps its axis with size 1. The mask_mod of the result is shifted, so that its query 0 is the first query
         selected: what decoding and chunked prefill need. Query blocks selected out of order keep their own positions.
         """
-        return BlockMask.of(take(self, index, self.mask_mod))
+        self._refuse_stack()
+        return BlockMask.of(take(self, index, self._inside_blocks))
 
     # ------------------------------------------------------------------ pictures
 
     def to_string(self, width: int = 64) -> str:
         """A picture of each (b, h): `█` full, `░` partial, ` ` empty; several blocks share a character past `width`."""
+        self._refuse_stack()
         return picture.text(self, repr(self), width)
 
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
         """Draws one (batch, head) with matplotlib (the `plot` extra); returns its Axes."""
+        self._refuse_stack()
         return picture.plot(self, repr(self), batch, head, axes)
 
     def _repr_html_(self) -> str:
+        if self.kv_num_blocks.ndim != 3:
+            return f"<pre>{html.escape(repr(self))}</pre>"
         return picture.html(self, repr(self))
 
     def __repr__(self) -> str:
         b, h, q, kv = self.shape
-        head = f"BlockMask(shape=({b}, {h}, {q}, {kv}), block_size={self.block_size}"
+        stack = self.kv_num_blocks.shape[:-3]
+        head = (
+            f"BlockMask({f'stack={stack}, ' if stack else ''}shape=({b}, {h}, {q}, {kv}), block_size={self.block_size}"
+        )
         if isinstance(self.kv_num_blocks, Tracer) or not hasattr(self.kv_num_blocks, "__array__"):
             return head + ", traced)"
         return head + f", sparsity={self.sparsity():.1f}%)"

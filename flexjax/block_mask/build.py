@@ -148,7 +148,7 @@ def from_lists(
         flags = transpose.flags_of_lists(n, i, columns)
         back += transpose.narrowed(*transpose.lists_of(jnp.swapaxes(flags, 2, 3)))
     arrays = (num, index, full_num, full_index, *back)
-    return parts_of(arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv))
+    return parts_of(arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv), listed=True)
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:

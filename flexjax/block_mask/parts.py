@@ -22,10 +22,10 @@ ARRAY_FIELDS = (
 )
 BROADCAST = 1 << 20
 """Stands for an unknown number of batch entries or heads while a mask shared by all is traced."""
-STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size")
+STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "listed")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no truth to compare by: two are equal if they are one
 class Parts:
     """Block lists of a mask over [B, H, q_len, kv_len]; B and H are 1 where the mask does not depend on them.
 
@@ -38,6 +38,7 @@ class Parts:
     program              the traced mask_mod, None if every entry of a listed block is on
     q_len, kv_len        lengths in tokens; the last block may hang over
     block_size           (queries, keys) of a block
+    listed               the lists are the user's: what is on follows from them as well as from the program
 
     Blocks in neither list are off.
     """
@@ -55,6 +56,7 @@ class Parts:
     q_len: int
     kv_len: int
     block_size: tuple[int, int]
+    listed: bool = False
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -69,9 +71,11 @@ def parts_of(
     q_len: int,
     kv_len: int,
     block_size: tuple[int, int],
+    listed: bool = False,
 ) -> Parts:
     """Parts from the eight list arrays in the order of the fields."""
     kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q = lists
     return Parts(
-        kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q, captures, program, q_len, kv_len, block_size
+        *(kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q),
+        *(captures, program, q_len, kv_len, block_size, listed),
     )

@@ -38,7 +38,8 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
         back += transpose.narrowed(*transpose.lists_of(flags))
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)
-    return parts_of([*lists, *back], traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size)
+    lists = [*lists, *back]
+    return parts_of(lists, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size, mask.listed)
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:

@@ -10,6 +10,7 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, and_masks, create_block_mask, masks
+from flexjax.block_mask import transpose
 from tests.block_mask.random_masks import classes, dense
 from tests.block_mask.test_classify import classes_of
 
@@ -118,6 +119,35 @@ def test_selection_under_jit() -> None:
     np.testing.assert_array_equal(rows(LENGTHS), want)
 
 
+def test_a_block_mask_equals_itself() -> None:
+    one, other = (create_block_mask(masks.causal, None, None, 64, 64) for _ in range(2))
+    assert one == one
+    assert one != other
+    assert len({one, other}) == 2
+
+
+def test_a_stack_is_not_taken_for_one_block_mask() -> None:
+    make = lambda n: create_block_mask(masks.causal_offset(n), None, None, 40, 40, block_size=8)
+    stack = jax.vmap(make)(jnp.asarray([0, 8]))
+    assert repr(stack).startswith("BlockMask(stack=(2,), shape=(1, 1, 40, 40), ")
+    assert "stack=(2,)" in stack._repr_html_()
+    message = re.escape(
+        "`block_mask` is a stack of (2,) block masks; expected one block mask. Map over the stack with vmap or scan, or take one "
+        "of it: jax.tree.map(lambda x: x[0], block_mask)."
+    )
+    uses = (BlockMask.to_string, BlockMask.plot, BlockMask.to_dense, BlockMask.to_mask, lambda m: m[0])
+    for use in uses:
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            use(stack)
+    np.testing.assert_array_equal(jax.tree.map(lambda x: x[1], stack).to_mask(), make(8).to_mask())
+
+
+def test_sparsity_under_jit() -> None:
+    message = "`block_mask` is traced; expected concrete lists. Count its blocks outside jit."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        jax.jit(lambda n: create_block_mask(masks.causal_offset(n), None, None, 64, 64).sparsity())(0)
+
+
 # ------------------------------------------------------------------ lists made by hand
 
 
@@ -126,7 +156,7 @@ def test_from_kv_blocks_without_a_mask() -> None:
     assert mask.shape == (1, 1, 8, 12)
     want = np.kron([[0, 0, 1], [1, 1, 0]], np.ones((4, 4))) > 0
     np.testing.assert_array_equal(mask.to_mask()[0, 0], want)
-    assert bool(mask.mask_mod(0, 0, 3, 3))
+    np.testing.assert_array_equal(dense(mask.mask_mod, (1, 1, 8, 12))[0, 0], want)
     np.testing.assert_array_equal(mask.q_num_blocks, [[[1, 1, 1]]])
 
 
@@ -144,6 +174,19 @@ def test_from_kv_blocks_with_a_mask_and_full_blocks() -> None:
     want = dense(masks.causal, (1, 1, 7, 9)) & (np.kron([[1, 0], [0, 1]], np.ones((4, 5))) > 0)[:7, :9]
     want[..., 4:, :5] = True
     np.testing.assert_array_equal(mask.to_mask(), want)
+    np.testing.assert_array_equal(dense(mask.mask_mod, (1, 1, 7, 9)), want)
+
+
+def test_what_lists_leave_is_restricted_further() -> None:
+    """As the message says that asks for one mask: by and_masks with the block mask's own function."""
+    blocks = np.random.default_rng(0).random((2, 1, 4, 3)) < 0.5
+    lists = transpose.lists_of(jnp.asarray(blocks))
+    listed = BlockMask.from_kv_blocks(*lists, block_size=(8, 16), kv_len=45)
+    both = create_block_mask(and_masks(listed.mask_mod, masks.causal), 2, None, 32, 45, block_size=16)
+    want = listed.to_mask() & dense(masks.causal, (1, 1, 32, 45))
+    np.testing.assert_array_equal(both.to_mask(), want)
+    later = listed[1, 0, 2:]
+    np.testing.assert_array_equal(dense(later.mask_mod, later.shape), listed.to_mask()[1:, :, 16:])
 
 
 def test_lists_shared_by_heads_keep_a_mask_that_tells_them_apart() -> None:

@@ -596,6 +596,14 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "A query sees `window` keys, itself included; pass one int, or one per head.",
     ),
     (
+        lambda: masks.chunked(2**31),
+        "`chunked`: `chunk` is 2147483648; expected an int of at most 2147483647. It counts the tokens of a chunk.",
+    ),
+    (
+        lambda: masks.causal_offset(True),
+        "`causal_offset`: `offset` is True; expected an int. Pass one int, or one per batch entry.",
+    ),
+    (
         lambda: masks.sliding_window(True),
         "`sliding_window`: `window` is True; expected an int of at least 1. "
         "A query sees `window` keys, itself included; pass one int, or one per head.",

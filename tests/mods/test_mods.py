@@ -375,6 +375,13 @@ def test_t5_buckets_by_hand() -> None:
     np.testing.assert_array_equal(both, [15, 8, 1, 0, 17, 24, 31])
 
 
+def test_t5_buckets_of_narrow_integers() -> None:
+    least = mods.t5_buckets(np.array([-128, 1], np.int8), num_buckets=32, bidirectional=True)
+    np.testing.assert_array_equal(least, [15, 17])
+    later = mods.t5_buckets(np.array([0, 1, 5], np.uint8), num_buckets=32, bidirectional=False)
+    np.testing.assert_array_equal(later, [0, 0, 0])
+
+
 @given(st.integers(2, 24), st.integers(1, 40), st.booleans())
 def test_t5_buckets_never_fall_with_distance(pairs: int, more: int, bidirectional: bool) -> None:
     num_buckets = 2 * pairs
