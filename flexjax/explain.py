@@ -1,8 +1,6 @@
 """What a call will do and why: the traced mods, the block picture, the backend and every refusal, the work."""
 
-import dataclasses
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from jax import core
 from flexjax import dispatch
 from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
 from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.parts import parts_of
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace.mod_ir import AXES, Load, Program, classify_load
 
@@ -113,9 +112,8 @@ def block_mask_of(call: Call) -> BlockMask | None:
         arrays += [np.zeros(shape, np.int32) if num is None else num]
         arrays += [np.zeros((*shape, 0), np.int32) if index is None else index]
     sizes = (plan.blocks.block_q, plan.blocks.block_kv)
-    fields = (*arrays, call.operands.mask_captures, plan.mask, plan.q_len, plan.kv_len, sizes)
-    named: dict[str, typing.Any] = {f.name: x for f, x in zip(dataclasses.fields(BlockMask), fields, strict=True)}
-    return BlockMask(**named)
+    parts = parts_of(arrays, tuple(call.operands.mask_captures), plan.mask, plan.q_len, plan.kv_len, sizes)
+    return BlockMask.of(parts)
 
 
 def _choice(choice: dispatch.Choice, plan: KernelPlan) -> str:
