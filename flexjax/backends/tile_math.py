@@ -8,6 +8,9 @@ entry contributes exactly 0 to every sum, whatever its score was.
 import jax
 import jax.numpy as jnp
 
+from flexjax.trace.far_scores import may_be_far_product
+from flexjax.trace.mod_ir import Program
+
 Array = jax.Array
 
 
@@ -24,6 +27,11 @@ def exact_distance(scores: Array, reference: Array) -> Array:
     """
     nothing = reference - reference  # NaN for an infinite one
     return jnp.where(scores == reference, nothing, scores - reference)
+
+
+def far_distance(program: Program | None, scores: Array, reference: Array) -> Array:
+    """scores - reference in a kernel, of scores of `program` that may be far out (trace/far_scores.py)."""
+    return exact_distance(scores, reference) if may_be_far_product(program) else scores - reference
 
 
 distance = jax.custom_jvp(exact_distance)

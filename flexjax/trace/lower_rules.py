@@ -288,13 +288,9 @@ def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     results = []
     for i, branch in enumerate(branches):
         bounds = [*from_here[i - 1 : i], *map(not_, from_here[i : i + 1])]
-        taken = (
-            self.builder.op("and", bounds, "bool")
-            if len(bounds) == 2
-            else bounds[0]
-            if bounds
-            else literal(True, "bool")
-        )
+        taken: Atom = literal(True, "bool")
+        for bound in bounds:
+            taken = self.builder.op("and", (taken, bound), "bool")
         results.append(self.run_branch(taken, branch, args[1:]))
     outs = []
     for column in zip(*results, strict=True):

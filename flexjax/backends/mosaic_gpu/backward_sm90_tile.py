@@ -28,7 +28,7 @@ from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far, may_be_far_product
+from flexjax.trace.far_scores import may_be_far
 
 
 class Captures(typing.NamedTuple):
@@ -219,10 +219,7 @@ class ColumnMath:
             return jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q")), ()
         if may_be_far(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
-            reference = math.spread(lse2, "q")
-            exact = may_be_far_product(plan.score)
-            less = tile_math.exact_distance(score, reference) if exact else score - reference
-            return jnp.exp2(less * LOG2E), rest
+            return jnp.exp2(tile_math.far_distance(plan.score, score, math.spread(lse2, "q")) * LOG2E), rest
         score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
         shift = self._shift(lse2, row, at, along)
         units = factor * LOG2E

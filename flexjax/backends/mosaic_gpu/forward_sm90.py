@@ -39,7 +39,7 @@ from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far, may_be_far_product
+from flexjax.trace.far_scores import may_be_far
 
 f32 = np.float32
 
@@ -91,15 +91,8 @@ class Kernel:
         tile = self.tile
         slack = tile.slack and not self.plan.max_scores
         shape = tile.rows, tile.block_kv
-        return OnlineSoftmax(
-            shape,
-            slack,
-            self.reference,
-            tile.polynomials,
-            self.interpret,
-            self.far,
-            may_be_far_product(self.plan.score),
-        )
+        program = self.plan.score
+        return OnlineSoftmax(shape, slack, self.reference, tile.polynomials, self.interpret, self.far, program)
 
     def copy(self, arrays: Arrays, shared: Shared) -> None:
         """The copying warpgroup: queries, keys and values of every item in turn."""

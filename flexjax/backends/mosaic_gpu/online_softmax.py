@@ -25,6 +25,7 @@ import numpy as np
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
 from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E
+from flexjax.trace.mod_ir import Program
 
 SLACK = 8.0
 NOTHING = float(np.finfo(np.float32).min)
@@ -65,7 +66,7 @@ class OnlineSoftmax:
     reference    what exponentials are relative to, where it need not follow the maximum
     polynomials  how many of eight exponentials are multiplied out (exponential.py)
     far          scores may be far out: references are scores, not powers of two
-    far_product  they may, and are products (trace/far_scores.py)
+    program      makes the scores
     """
 
     shape: tuple[int, int]
@@ -74,7 +75,7 @@ class OnlineSoftmax:
     polynomials: int
     interpret: bool
     far: bool = False
-    far_product: bool = False
+    program: Program | None = None
 
     def _row(self, value: float) -> jax.Array:
         return memory.splat(f32(value), "row", self.shape[:1], self.interpret)
@@ -116,9 +117,7 @@ class OnlineSoftmax:
         """`step` where references are scores; all of a score is in its tile."""
         largest = thread_tiles.largest_by_column(tile, self.interpret)
         base, growth = self._raised(largest, f32(1), None, state.base)
-        reference = memory.stretch(base, "row", self.shape)
-        x = tile_math.exact_distance(tile, reference) if self.far_product else tile - reference
-        x = x * f32(LOG2E)
+        x = tile_math.far_distance(self.program, tile, memory.stretch(base, "row", self.shape)) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret)
         return p, growth, State(base, total)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.backends import tile_math
 from flexjax.backends.mosaic_tpu.forward import LOG2E
 from flexjax.backends.mosaic_tpu.launch import Refs
 from flexjax.backends.mosaic_tpu.modded import Modded, Part
@@ -67,8 +68,10 @@ def tile_gradients(
         slope = None if scale == 1.0 else jnp.float32(scale)
     else:
         score, slope, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
-        far = lambda: modded.far_distance(score, lse) * np.float32(LOG2E)
-        exponent = far() if modded.far else score * np.float32(LOG2E) - lse
+        if modded.far:
+            exponent = tile_math.far_distance(plan.score, score, lse) * np.float32(LOG2E)
+        else:
+            exponent = score * np.float32(LOG2E) - lse
     p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))
     r = modded.dropout(refs, visit, part)
     if r is not None:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flexjax.backends import tile_math
 from flexjax.backends.mosaic_tpu import layouts, vmem
 from flexjax.backends.mosaic_tpu.feeds import Geometry, Operand
 from flexjax.backends.mosaic_tpu.launch import Output, Refs, launch
@@ -126,7 +127,7 @@ def forward(plan: KernelPlan, operands: Operands) -> Results:
         if valid is not None or guarded:
             shift = jnp.where(m == -jnp.inf, 0.0, shift)
         if modded.far:
-            less = modded.far_distance(x, widen(shift, cols))
+            less = tile_math.far_distance(plan.score, x, widen(shift, cols))
             p, alpha = jnp.exp2(less * factor), jnp.exp2((m_before - shift) * factor)
         else:
             p = jnp.exp2((x if biased else x * factor) - widen(shift, cols))

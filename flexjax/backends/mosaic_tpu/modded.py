@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.backends import tile_math
 from flexjax.backends.mosaic_tpu import tile_programs
 from flexjax.backends.mosaic_tpu.feeds import Feeds, Geometry
 from flexjax.backends.mosaic_tpu.launch import Refs, prefetch_count
 from flexjax.backends.mosaic_tpu.separate import Bias, bias_on, separate
 from flexjax.backends.mosaic_tpu.tables import EDGE, DenseOrder, ListedOrder, Visit
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.far_scores import may_be_far, may_be_far_product
+from flexjax.trace.far_scores import may_be_far
 from flexjax.trace.mod_ir import Lit, Program
 
 Part = tuple[int, int, int, int]
@@ -113,10 +112,6 @@ class Modded:
         if results is None:
             return [score]
         return [jnp.broadcast_to(results[0].astype(jnp.float32), score.shape), *results[1:]]
-
-    def far_distance(self, score: jax.Array, reference: jax.Array) -> jax.Array:
-        """score - reference, of scores that may be far out."""
-        return tile_math.exact_distance(score, reference) if may_be_far_product(self.plan.score) else score - reference
 
     def dropout(self, refs: Refs, visit: Visit, part: Part) -> jax.Array | None:
         results = self._run(2, refs, visit, part, None)

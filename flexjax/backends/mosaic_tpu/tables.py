@@ -5,6 +5,8 @@ scalar prefetch; its length bounds the grid at run time, so an empty tile costs 
 without any tile keeps one idle step that writes zeros and copies nothing (it names the tile before it again). The list
 covers the batch and head dimensions that the block mask has; those it broadcasts over are plain grid dimensions.
 
+Longer than other files by a line or two: making the list and reading it back in the kernel belong side by side.
+
 A tile holds several blocks of the mask where those are smaller than what the matrix unit wants. Then each entry carries
 two bit sets: which of its blocks are on, and which are full.
 

@@ -3,6 +3,8 @@
 `split` decides, value by value, who computes what. Inside the kernel: the operations that need the score, and cheap
 arithmetic of positions. Outside, once, by XLA (outside.py), fed to the kernel as an operand: everything else.
 
+Longer than other files: what is fed and how the kernel reads it must agree, place by place.
+
     place      depends on                    fed as
     uniform    b, h                          a scalar in SMEM
     q          q (b, h)                      a row of the tile
