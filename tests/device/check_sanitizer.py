@@ -1,17 +1,18 @@
 """compute-sanitizer over a small case of every feature, on a GPU: `PYTHONPATH=. python3 tests/device/check_sanitizer.py`.
 
 Not collected by pytest. Forward and backward pass of each case run under each tool, in processes that are themselves started
-under it; a mistake in a kernel of its own shows whether a tool sees what it looks for: memcheck does, racecheck did not when it
-was last run, which makes its verdict on the others a weak one. Kernels that are not ours are not watched, and XLA's autotuning,
-which times many of those, is off.
+under it; a mistake in a kernel of its own shows whether a tool sees what it looks for. Kernels that are not ours are not watched, and
+XLA's autotuning, which times many of those, is off.
 
     --tools NAMES     of memcheck, racecheck, synccheck, initcheck; default memcheck,racecheck
     --seconds N       for all; what has not ended then is ended, and wrong
     --cases NAMES     of tests/cases.py, instead of one of every feature
     --together N      processes at a time
+    --logs FOLDER     where to write what was printed under a tool that found something
 """
 
 import argparse
+import collections
 import concurrent.futures
 import os
 import re
@@ -33,7 +34,8 @@ FEATURES = (
 ONE_KERNEL = ("one_kernel", "one_kernel_any_order")
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
-BLIND = ("racecheck",)  # what is planted was not found; that counts as no failure
+OPTIONS = {"racecheck": ("--racecheck-report", "all", "--racecheck-detect-level", "info")}
+"""Without these racecheck says nothing of the planted race: it drops what its analysis does not rank."""
 OURS = "kernel_substring=mosaic_gpu_kernel"
 """The kernels that are watched: XLA's own take most of the time otherwise."""
 SHARE = 1  # cases of a process
@@ -115,7 +117,17 @@ def under(tool: str, what: list[str], until: float) -> tuple[int, str]:
     environment = dict(
         os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_autotune_level=0", PYTHONPATH="."
     )
-    command = [binary, "--tool", tool, "--kernel-name", OURS, sys.executable, os.path.abspath(__file__), *what]
+    command = [
+        binary,
+        "--tool",
+        tool,
+        *OPTIONS.get(tool, ()),
+        "--kernel-name",
+        OURS,
+        sys.executable,
+        os.path.abspath(__file__),
+        *what,
+    ]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
         try:
@@ -127,7 +139,7 @@ def under(tool: str, what: list[str], until: float) -> tuple[int, str]:
         return process.returncode, out.read()
 
 
-def verdict(tool: str, what: list[str], until: float) -> tuple[bool, str]:
+def verdict(tool: str, what: list[str], until: float, logs: str | None) -> tuple[bool, str]:
     """(whether it is as it should be, what is to be said of it). A tool that breaks is started again."""
     tries, found = 0, []
     while not found and tries < TRIES and time.monotonic() < until:
@@ -140,13 +152,23 @@ def verdict(tool: str, what: list[str], until: float) -> tuple[bool, str]:
     count = int(found[-1]) if found else None
     ran = re.findall(r"^ran (\w+)", text, re.M)
     refused = re.findall(r"^refused .*", text, re.M)
-    right = count is not None and (
-        (count > 0 or tool in BLIND) if planted else count == 0 and len(ran + refused) == len(what) - 1
-    )
+    right = count is not None and (count > 0 if planted else count == 0 and len(ran + refused) == len(what) - 1)
     label = f"planted: {PLANTED[tool]}" if planted else ", ".join(ran) or "nothing"
     said = f"{tool}: {f'no summary, exit {status}' if count is None else f'{count} found'} in {label}"
     said += f" (begun {tries} times)" if tries > 1 else ""
-    return right, "\n".join([said, *refused, *([] if right else [text[-600:]])])
+    if logs and count:
+        os.makedirs(logs, exist_ok=True)
+        with open(os.path.join(logs, f"{tool}_{'_'.join(what[1:])}.log"), "w") as log:
+            log.write(text)
+    return right, "\n".join([said, *refused, *([] if right else [kinds(text) or text[-600:]])])
+
+
+def kinds(text: str) -> str:
+    """What was found, without addresses and numbers of threads, each kind once with how often."""
+    plain = (
+        re.sub(r"0x[0-9a-f]+|\d+", "#", line) for line in text.splitlines() if "azard" in line or "Invalid" in line
+    )
+    return "\n".join(f"{count:6} x {line}" for line, count in collections.Counter(plain).most_common(8))
 
 
 def main() -> int:
@@ -155,6 +177,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--cases")
     parser.add_argument("--together", type=int, default=8)
+    parser.add_argument("--logs")
     parser.add_argument("--run", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--plant", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,7 +193,7 @@ def main() -> int:
     until = time.monotonic() + args.seconds
     wrong = 0
     with concurrent.futures.ThreadPoolExecutor(args.together) as pool:
-        for right, said in pool.map(lambda job: verdict(*job, until), jobs):
+        for right, said in pool.map(lambda job: verdict(*job, until, args.logs), jobs):
             wrong += not right
             print(said, flush=True)
     print(f"{len(jobs) - wrong} of {len(jobs)} processes as they should be")
