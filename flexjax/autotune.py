@@ -7,7 +7,8 @@
 
 The passes are searched one after the other: forward tiles by the time of the forward pass, then backward tiles by the time of
 both passes with the best forward tile. What the backend does by itself is timed first and stays unless something else is
-faster by 2%. Files of measured tiles are plan/tuned.py's; `merge` joins them.
+faster by 2%, also where the two are timed again in turns: a device is slower while it wakes up. Files of measured tiles are
+plan/tuned.py's; `merge` joins them.
 """
 
 import dataclasses
@@ -41,11 +42,9 @@ Tile = dict[str, int]
 
 LOG = logging.getLogger(__name__)
 MARGIN = 0.98  # of the time of the backend's own tile: what another one must reach
-CALLS, SHORT, LONG = (
-    (3, 20),
-    0.5,
-    5.0,
-)  # timed calls of a candidate; seconds after which no more, or not even three, begin
+CALLS = (3, 200)  # timed calls of a candidate
+SHORT, LONG = 0.5, 5.0  # seconds after which no more of them, or not even three, begin
+TURNS = 10  # in which two candidates are timed again
 
 clock = time.perf_counter
 
@@ -58,6 +57,13 @@ class Timing(typing.NamedTuple):
     seconds: float | None
     calls: int
     skipped: str = ""
+
+
+class Trial(typing.NamedTuple):
+    """A candidate that was timed, and the compiled call, which runs to its end; None where it does not run."""
+
+    timing: Timing
+    run: Callable[[], object] | None
 
 
 class Tuning(typing.NamedTuple):
@@ -201,14 +207,23 @@ def _search(
     for which, tiles in (("forward", forwards), ("backward", backwards)):
         # the forward search leaves the backward one a share of what time there is
         limit = until - (0.6 * (until - clock()) if which == "forward" and backwards else 0.0)
+        ran: list[Trial] = []  # the first and the fastest
         for tile in tiles:
             if timings and clock() >= limit:
                 break
-            trial = dataclasses.replace(plan, options=dataclasses.replace(options, **tile))
+            changed = dataclasses.replace(plan, options=dataclasses.replace(options, **tile))
             bar.show(len(timings), tile, found.get(which))
-            timings.append(_time(call, trial, name, which, tile, movable, limit))
-            found = _best(timings)
-        if which in found:
+            trial = _time(call, changed, name, which, tile, movable, limit)
+            timings.append(trial.timing)
+            if trial.timing.seconds is not None:
+                ran = [*ran[:1], min([*ran[1:], trial], key=_seconds)]
+                found[which] = min(ran, key=_seconds).timing
+        if ran:
+            own, fastest = _settled(ran[0], ran[-1])
+            timings[timings.index(ran[0].timing)] = own
+            if ran[1:]:
+                timings[timings.index(ran[1].timing)] = fastest
+            found[which] = fastest if _is_better(fastest, own) else own
             options = dataclasses.replace(options, **found[which].tile)
     bar.close()
     if not found:
@@ -226,15 +241,46 @@ def _tiles(name: str, plan: KernelPlan, which: str) -> list[Tile]:
     return list({tuple(t.items()): t for t in found}.values())
 
 
-def _best(timings: list[Timing]) -> dict[str, Timing]:
-    """Of each pass: the first candidate, or the fastest if it is faster by a margin."""
-    out = {}
-    for which in tuned.PASSES:
-        ran = [(t.seconds, n) for n, t in enumerate(timings) if t.which == which and t.seconds is not None]
-        if ran:
-            own, fastest = min(ran, key=lambda r: r[1]), min(ran)
-            out[which] = timings[(fastest if fastest[0] < MARGIN * own[0] else own)[1]]
-    return out
+def _seconds(trial: Trial) -> float:
+    return math.inf if trial.timing.seconds is None else trial.timing.seconds
+
+
+def _is_better(timing: Timing, own: Timing) -> bool:
+    return timing.seconds is not None and own.seconds is not None and timing.seconds < MARGIN * own.seconds
+
+
+def _settled(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
+    """The times of both, in turns where the first ones would have the backend's own tile replaced."""
+    if not (_is_better(fastest.timing, own.timing) and own.run and fastest.run):
+        return own.timing, fastest.timing
+    seconds = _in_turns(own.run, fastest.run)
+    return own.timing._replace(seconds=seconds[0]), fastest.timing._replace(seconds=seconds[1])
+
+
+def _in_turns(*runs: Callable[[], object]) -> list[float]:
+    """Median times of calls of each, a share of them in each turn."""
+    times: list[list[float]] = [[] for _ in runs]
+    began = clock()
+    for _ in range(TURNS):
+        for kept, run in zip(times, runs, strict=True):
+            kept += _calls(run, CALLS[1] // TURNS, SHORT / TURNS, math.inf)
+        if clock() - began >= LONG:
+            break
+    return [statistics.median(kept) for kept in times]
+
+
+def _calls(run: Callable[[], object], most: int, short: float, limit: float) -> list[float]:
+    """Seconds of calls, until there are so many, or some seconds or the limit are over; of one at least."""
+    times: list[float] = []
+    began = clock()
+    while len(times) < most:
+        start = clock()
+        enough = len(times) >= CALLS[0] and start - began >= short
+        if times and (enough or start >= limit or start - began >= LONG):
+            break
+        run()
+        times.append(clock() - start)
+    return times
 
 
 def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
@@ -266,31 +312,24 @@ def _step(
 
 def _time(
     call: Call, plan: KernelPlan, name: str, which: str, tile: Tile, movable: tuple[int, ...], limit: float
-) -> Timing:
+) -> Trial:
     """Compiles a candidate, warms up, and times calls that are waited for, until some seconds or the limit are over."""
 
-    def skip(reason: str) -> Timing:
+    def skip(reason: str) -> Trial:
         LOG.warning("autotune leaves out %s: %s", _shown(tile), reason)
-        return Timing(which, tile, None, 0, reason)
+        return Trial(Timing(which, tile, None, 0, reason), None)
 
     refusal = dispatch.backend(name).refuses(plan)
     if refusal is not None:
         return skip(refusal)
     try:
         compiled = jax.jit(_step(call, plan, name, which, movable)).lower(call.operands).compile()
-        jax.block_until_ready(compiled(call.operands))
-        times: list[float] = []
-        began = clock()
-        while len(times) < CALLS[1]:
-            start = clock()
-            enough = len(times) >= CALLS[0] and start - began >= SHORT
-            if times and (enough or start >= limit or start - began >= LONG):
-                break
-            jax.block_until_ready(compiled(call.operands))
-            times.append(clock() - start)
+        run = lambda: jax.block_until_ready(compiled(call.operands))
+        run()
+        times = _calls(run, CALLS[1], SHORT, limit)
     except Exception as error:  # a candidate that does not fit the device fails in the compiler's own ways
         return skip(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}")
-    return Timing(which, tile, statistics.median(times), len(times))
+    return Trial(Timing(which, tile, statistics.median(times), len(times)), run)
 
 
 def _keep(
