@@ -4,8 +4,13 @@
 
 Separate kernels need seven products a tile, this one five, at the price of adding every [queries, D] tile of dQ to float32
 memory once for each tile of keys. Two compute warpgroups own 64 keys each. dQ sums over all keys of the block, so both put
-their dS^T in shared memory, meet at a barrier, and each multiplies one half of the columns of K. A third warpgroup copies
-tiles in, a fourth adds dQ tiles to memory with the copy engine, which takes no time from the others.
+their dS^T in shared memory, meet at a barrier, and each makes one half of dQ: 64 of 128 queries, or of 64 queries one half of
+the columns. A third warpgroup copies tiles in, a fourth adds dQ tiles to memory with the copy engine, which takes no time from
+the others.
+
+Tiles of 128 queries (up to head dim 64, where the mod is light) halve what a step costs beside its products. Scores, dP, dK and dV
+then take 192 of 232 registers: what is read of the row statistics is read when it is needed, and P is not multiplied, which keeps
+a copy of it in registers, before dS is there.
 
 The barrier keeps the two warpgroups in step, and the matrix units idle where both compute probabilities. So the product for
 dQ is made a step later, beside the next scores, where registers allow (no mod) and nothing waits for it: the order of
@@ -32,14 +37,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FUSED_QUERIES, FusedTiles
+from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
 GROUPS = 2
 ROWS = 64
-KV_TILE, QUERIES = FUSED_KEYS, FUSED_QUERIES
+KV_TILE = FUSED_KEYS
 DS_SLOTS = 2
 FAR = 1 << 30
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
@@ -63,8 +68,8 @@ class Schedule(typing.NamedTuple):
     order: typing.Any
 
 
-def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int) -> Schedule:
-    walk = common.walk_for(plan, KV_TILE, QUERIES, transposed=True)
+def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int, queries: int) -> Schedule:
+    walk = common.walk_for(plan, KV_TILE, queries, transposed=True)
     ordered = plan.options.deterministic
     if not walk.lists:
         return Schedule(None, None, tickets_of_full(kv_tiles, q_tiles) if ordered else None, None)
@@ -157,18 +162,20 @@ def backward_fused(
     """(dQ, dK, dV) in the shapes of `given`."""
     dtype = given.key.dtype
     dim, value_dim = given.key.shape[-1], given.value.shape[-1]
-    kv_tiles, q_tiles = -(-plan.kv_len // KV_TILE), -(-plan.q_len // QUERIES)
+    queries = tiles.queries
+    kv_tiles, q_tiles = -(-plan.kv_len // KV_TILE), -(-plan.q_len // queries)
     if plan.blocks is not None:
-        per_block = plan.blocks.block_q // QUERIES
+        per_block = plan.blocks.block_q // queries
         q_tiles = -(-q_tiles // per_block) * per_block
-    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles)
+    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles, queries)
     simulated, ordered = plan.options.interpret, schedule.ticket is not None
-    math = TileMath(plan, derivative, (ROWS, QUERIES), "kv", (QUERIES, FUSED_KEYS))
+    math = TileMath(plan, derivative, (ROWS, queries), "kv", (queries, KV_TILE))
     products = common.Products(simulated)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
-    half = dim // GROUPS
-    dq_shape, deferred = (QUERIES, half), not ordered and plan.score is None and plan.dropout is None
+    wide = queries == GROUPS * ROWS
+    width = dim if wide else dim // GROUPS
+    dq_shape, deferred = (ROWS, width), not ordered and plan.score is None and plan.dropout is None
     per_head = plan.blocks is not None and plan.blocks.heads > 1
     per_batch = plan.blocks is not None and plan.blocks.batch > 1
 
@@ -272,8 +279,12 @@ def backward_fused(
             plgpu.barrier_wait(kv_full)
 
             def make_dq(dq_acc: typing.Any, ds_slot: jax.Array) -> None:
-                columns = pl.ds(common.not_hoisted(group, simulated) * half, half)
-                products.add(dq_acc, ds_smem.at[ds_slot], k_smem.at[:, columns], a_t=True)
+                share = common.not_hoisted(group, simulated)
+                if wide:
+                    products.add(dq_acc, ds_smem.at[ds_slot, :, pl.ds(share * ROWS, ROWS)], k_smem, a_t=True)
+                else:
+                    columns = pl.ds(share * width, width)
+                    products.add(dq_acc, ds_smem.at[ds_slot], k_smem.at[:, columns], a_t=True)
 
             def give_dq(dq: jax.Array, number: jax.Array) -> None:
                 slot = common.slot_of(number, tiles.dq_slots)
@@ -281,7 +292,7 @@ def backward_fused(
                     plgpu.barrier_wait(dq_free.at[slot])
                 else:
                     when(number >= tiles.dq_slots)(lambda: plgpu.barrier_wait(dq_free.at[slot]))
-                dq_smem.at[slot, pl.ds(group * QUERIES, QUERIES)][...] = dq
+                dq_smem.at[slot, pl.ds(group * ROWS, ROWS)][...] = dq
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full.at[slot])
 
@@ -290,27 +301,36 @@ def backward_fused(
                     q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
                     ds_slot = common.slot_of(at, DS_SLOTS)
                     q_now, do_now = q_smem.at[q_slot], do_smem.at[do_slot]
-                    tile_math = rows.at_columns(q_tile * QUERIES, masked)
+                    tile_math = rows.at_columns(q_tile * queries, masked)
                     mine = pl.ds(common.not_hoisted(group, simulated) * ROWS, ROWS)
                     own_k, own_v = k_smem.at[mine], v_smem.at[mine]
+
+                    def statistic(which: int) -> jax.Array:
+                        numbers = stats_smem.at[q_slot, which]
+                        return plgpu.load(numbers, layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
 
                     def scores(s_acc: typing.Any) -> None:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_now, b_t=True)
 
                     def cotangents(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
-                        delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        delta = math.spread(delta, "q")
+                        delta = math.spread(statistic(1), "q")
                         if math.delta_first:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_now, b_t=True)
-                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        found = tile_math.probabilities(products.read(s_acc, 1), lse2)
+                        lse2 = None if wide else statistic(0)
+                        s = products.read(s_acc, 1)
+                        found = tile_math.probabilities(s, statistic(0) if lse2 is None else lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
-                        products.add(dv_acc, weights, do_now)
-                        dp = products.read(dp_acc, 1)
-                        return found.cotangent(factor, dp, None if math.delta_first else delta).astype(dtype)
+                        add_to_dv = lambda: products.add(dv_acc, weights, do_now)
+                        if not wide:
+                            add_to_dv()
+                        dp = products.read(dp_acc, 0 if wide else 1)
+                        ds = found.cotangent(factor, dp, None if math.delta_first else delta).astype(dtype)
+                        if wide:
+                            add_to_dv()
+                        return ds
 
                     def with_dq_before(s_acc: typing.Any, dq_acc: typing.Any) -> jax.Array:
                         scores(s_acc)
@@ -379,14 +399,14 @@ def backward_fused(
 
             def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
                 q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
-                q0 = q_tile * QUERIES
+                q0 = q_tile * queries
                 when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
-                source = rows_of(q_ref, b=b, h=h, start=q0, size=QUERIES)
+                source = rows_of(q_ref, b=b, h=h, start=q0, size=queries)
                 plgpu.copy_gmem_to_smem(source, q_smem.at[q_slot], q_full.at[q_slot])
-                stats = stats_ref.at[b, h, :, pl.ds(q0, QUERIES)]
+                stats = stats_ref.at[b, h, :, pl.ds(q0, queries)]
                 plgpu.copy_gmem_to_smem(stats, stats_smem.at[q_slot], q_full.at[q_slot])
                 when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
-                source = rows_of(do_ref, b=b, h=h, start=q0, size=QUERIES)
+                source = rows_of(do_ref, b=b, h=h, start=q0, size=queries)
                 plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
 
             total = each_step(lambda h: None, step)
@@ -403,7 +423,7 @@ def backward_fused(
             def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
                 slot = common.slot_of(at + int(deferred), tiles.dq_slots)
                 number = (b * plan.q_heads + h) * q_tiles + q_tile
-                target = dq_ref.at[pl.ds(number * (GROUPS * QUERIES), GROUPS * QUERIES)]
+                target = dq_ref.at[pl.ds(number * (GROUPS * ROWS), GROUPS * ROWS)]
                 plgpu.barrier_wait(dq_full.at[slot])
                 if simulated:
                     target[...] = target[...] + dq_smem[slot]
@@ -427,15 +447,17 @@ def backward_fused(
         when(group == GROUPS)(copy_in)
         when(group == GROUPS + 1)(add_out)
 
-    swizzle = min(128, 2 * half)  # a half of K's columns must be whole swizzled tiles, and a product wants one swizzle
+    swizzle = min(
+        128, 2 * width
+    )  # a share of K's columns must be whole swizzled tiles, and a product wants one swizzle
     scratch = (
-        common.tile_smem((tiles.query_slots, QUERIES, dim), dtype, swizzle),
-        common.tile_smem((tiles.out_slots, QUERIES, value_dim), dtype),
-        plgpu.SMEM((tiles.query_slots, 2, QUERIES), jnp.float32),
+        common.tile_smem((tiles.query_slots, queries, dim), dtype, swizzle),
+        common.tile_smem((tiles.out_slots, queries, value_dim), dtype),
+        plgpu.SMEM((tiles.query_slots, 2, queries), jnp.float32),
         common.tile_smem((KV_TILE, dim), dtype, swizzle),
         common.tile_smem((KV_TILE, value_dim), dtype),
-        common.tile_smem((DS_SLOTS, KV_TILE, QUERIES), dtype, swizzle),
-        common.tile_smem((tiles.dq_slots, GROUPS * QUERIES, half), jnp.float32),
+        common.tile_smem((DS_SLOTS, KV_TILE, queries), dtype, swizzle),
+        common.tile_smem((tiles.dq_slots, GROUPS * ROWS, width), jnp.float32),
         plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2),
         plgpu.Barrier(num_barriers=tiles.out_slots),
         plgpu.Barrier(num_arrivals=2),
@@ -457,21 +479,22 @@ def backward_fused(
         interpret=plgpu.InterpretGPUParams() if simulated else False,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         name="flexjax_backward_fused",
     )
-    dq_sum = jax.new_ref(jnp.zeros((tile_count * GROUPS * QUERIES, half), jnp.float32))
+    dq_sum = jax.new_ref(jnp.zeros((tile_count * GROUPS * ROWS, width), jnp.float32))
     turns = jax.new_ref(jnp.zeros((tile_count,), jnp.int32))
     dk, dv = run(*given, schedule, captures, dq_sum, turns)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
-    return _gather_dq(plan, jax.freeze(dq_sum), given.query, q_tiles), dk, dv
+    return _gather_dq(plan, jax.freeze(dq_sum), given.query, queries), dk, dv
 
 
-def _gather_dq(plan: KernelPlan, total: jax.Array, query: jax.Array, q_tiles: int) -> jax.Array:
-    """[B * N * tiles * halves * queries, D / 2] float32 to the layout and dtype of the queries, scaled."""
-    half = total.shape[1]
-    total = (total * plan.scale).astype(query.dtype).reshape(plan.batch, plan.q_heads, q_tiles, GROUPS, QUERIES, half)
-    if plan.layout == "BTNH":
-        total = total.transpose(0, 2, 4, 1, 3, 5).reshape(plan.batch, q_tiles * QUERIES, plan.q_heads, GROUPS * half)
-        return _fit(total, query.shape[1], 1)
-    total = total.transpose(0, 1, 2, 4, 3, 5).reshape(plan.batch, plan.q_heads, q_tiles * QUERIES, GROUPS * half)
-    return _fit(total, query.shape[2], 2)
+def _gather_dq(plan: KernelPlan, total: jax.Array, query: jax.Array, queries: int) -> jax.Array:
+    """[B * N * tiles * parts * queries, D / parts] float32 to the layout and dtype of the queries, scaled."""
+    parts = GROUPS * ROWS // queries
+    total = (total * plan.scale).astype(query.dtype)
+    total = total.reshape(plan.batch, plan.q_heads, -1, parts, queries, total.shape[1])
+    time, heads = (1, 2) if plan.layout == "BTNH" else (2, 1)
+    order = (0, 2, 4, 1, 3, 5) if plan.layout == "BTNH" else (0, 1, 2, 4, 3, 5)
+    shape = [plan.batch, 0, 0, parts * total.shape[-1]]
+    shape[time], shape[heads] = total.shape[2] * queries, plan.q_heads
+    return _fit(total.transpose(order).reshape(shape), query.shape[time], time)
 
 
 def _fit(x: jax.Array, length: int, axis: int) -> jax.Array:

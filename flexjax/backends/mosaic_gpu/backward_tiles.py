@@ -6,13 +6,17 @@ Which kernels run, and what KernelOptions means to them (None: the largest that 
     dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
     dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
     dK/dV above head dim 128   64 keys               64 queries
-    one kernel     128 keys                          64 queries; only where the options do not ask for another tile
+    one kernel     128 keys                          64 queries, or 128 (`_light`); only where the options do not ask
+                                                     for another tile
 """
 
 import typing
 
+import jax.numpy as jnp
+
+from flexjax.backends.mosaic_gpu.tiles import MULTIPROCESSORS
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
-from flexjax.trace import mod_ir
+from flexjax.trace import forms, mod_ir
 
 SMEM_LIMIT = 227 * 1024
 NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients in one warpgroup
@@ -97,8 +101,9 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     if max(padded_dims(plan)) > NARROW:
         keys = [n for n in keys if n == 64]
     pairs = [(q, kv) for q in queries for kv in keys]
-    if choose_fused(plan) and fused_tiles(plan) is not None:
-        pairs.sort(key=lambda pair: pair != (FUSED_QUERIES, FUSED_KEYS))
+    fused = fused_tiles(plan) if choose_fused(plan) else None
+    if fused is not None:
+        pairs.sort(key=lambda pair: pair != (fused.queries, FUSED_KEYS))
     return tuple(pairs)
 
 
@@ -219,12 +224,13 @@ def wide_tiles(plan: KernelPlan) -> WideTiles:
 
 # ------------------------------------------------------------------- all three in one kernel
 
-FUSED_KEYS, FUSED_QUERIES = 128, 64
+FUSED_KEYS = 128
 
 
 class FusedTiles(typing.NamedTuple):
-    """Slots for query tiles, for d_out tiles and for finished dQ tiles; launch order."""
+    """Queries of a step; slots for query tiles, for d_out tiles and for finished dQ tiles; launch order."""
 
+    queries: int
     query_slots: int
     out_slots: int
     dq_slots: int
@@ -233,8 +239,8 @@ class FusedTiles(typing.NamedTuple):
 
 def fused_smem_bytes(tiles: FusedTiles, dim: int, value_dim: int) -> int:
     own = 2 * FUSED_KEYS * (dim + value_dim)
-    ring = 2 * FUSED_QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
-    return own + ring + 2 * 2 * FUSED_KEYS * FUSED_QUERIES + 4 * tiles.dq_slots * FUSED_QUERIES * dim + 1024
+    ring = 2 * tiles.queries * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return own + ring + 2 * 2 * FUSED_KEYS * tiles.queries + 4 * tiles.dq_slots * tiles.queries * dim + 1024
 
 
 def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
@@ -243,21 +249,53 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     blocks, options = plan.blocks, plan.options
     if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % FUSED_KEYS):
         return None
-    if options.block_q_bwd not in (None, FUSED_QUERIES) or options.block_kv_bwd not in (None, FUSED_KEYS):
+    if options.block_kv_bwd not in (None, FUSED_KEYS):
         return None
-    for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
-        tiles = FusedTiles(*slots, by_head=plan.group == 1)
-        if fused_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
-            return tiles
+    for queries in (128, 64) if _light(plan) else (64,):
+        if options.block_q_bwd not in (None, queries) or (blocks is not None and blocks.block_q % queries):
+            continue
+        for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
+            tiles = FusedTiles(queries, *slots, by_head=plan.group == 1)
+            if fused_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
+                return tiles
     return None
+
+
+def _light(plan: KernelPlan) -> bool:
+    """Whether tiles of 128 queries fit the registers: nothing but what is added to scores, at most two bytes an element."""
+    score = plan.score
+    if max(padded_dims(plan)) > 64 or plan.dropout is not None:
+        return False
+    if score is None:
+        return True
+    each = [load for load in score.loads if mod_ir.classify_load(load).kind in (mod_ir.DIAGONAL, mod_ir.TILE)]
+    held = sum(jnp.dtype(score.captures[load.capture].dtype).itemsize for load in each)
+    return forms.adds_to_score(score) and held <= 4
+
+
+def _turns_are_even(plan: KernelPlan) -> bool:
+    """Whether key tiles that add to dQ in a fixed order seldom wait: all walk the same way, and there is much to do.
+
+    Key heads that several query heads share drift apart, and so do key tiles under windows and documents.
+    """
+    triangle = plan.blocks is not None and plan.mask is not None and forms.is_lower_triangle(plan.mask)
+    full = plan.blocks is None and plan.mask is None
+    if plan.group > 1 or not (full or triangle):
+        return False
+    steps = plan.batch * plan.q_heads * -(-plan.q_len // 128) * -(-plan.kv_len // FUSED_KEYS) // (2 if triangle else 1)
+    return steps >= EVEN_FROM * MULTIPROCESSORS
+
+
+EVEN_FROM = 64
+"""Steps of a multiprocessor from which one kernel in a fixed order beats two; see NOTES_backward.md for the measurements."""
 
 
 def choose_fused(plan: KernelPlan) -> bool:
     """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements.
 
     Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
-    In a fixed order: where all tiles take turns evenly (a full matrix, head dim above 64), and where the mod costs so much
-    that evaluating it once a tile instead of twice makes up for waiting.
+    In a fixed order: where the mod costs so much that evaluating it once a tile instead of twice makes up for waiting, and
+    where turns are even, with tiles of 128 queries or for a full matrix of larger head dims.
     """
     score = plan.score
     kinds = {mod_ir.classify_load(load).kind for load in score.loads} if score is not None else set()
@@ -267,4 +305,7 @@ def choose_fused(plan: KernelPlan) -> bool:
         return True
     if score is not None and kinds - {mod_ir.SCALAR}:
         return True
+    fused = fused_tiles(plan)
+    if fused is not None and fused.queries == 128:
+        return _turns_are_even(plan)
     return plan.blocks is None and plan.mask is None and plan.head_dim + plan.extra_dim > 64 and plan.group == 1

@@ -12,6 +12,7 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions
+from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu import backward_tiles, support, tiles
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
@@ -32,8 +33,9 @@ def plan(
 
 def backward_of(made: KernelPlan) -> str:
     """The kernels of the backward pass with their tiles, queries x keys."""
-    if backward_tiles.choose_fused(made) and backward_tiles.fused_tiles(made) is not None:
-        return f"one {backward_tiles.FUSED_QUERIES}x{backward_tiles.FUSED_KEYS}"
+    fused = backward_tiles.fused_tiles(made) if backward_tiles.choose_fused(made) else None
+    if fused is not None:
+        return f"one {fused.queries}x{backward_tiles.FUSED_KEYS}"
     dq = backward_tiles.dq_tiles(made)
     text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
     if max(backward_tiles.padded_dims(made)) > backward_tiles.NARROW:
@@ -47,8 +49,13 @@ BLOCKS = (128, 128)
 CHOSEN: dict[str, tuple[dict[str, typing.Any], str]] = {
     "full 128": ({}, "one 64x128"),
     "full 128, grouped": ({"group": 4}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
-    "full 64": ({"dim": 64}, "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"),
-    "causal 64": ({"dim": 64, "block": BLOCKS}, "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"),
+    "full 64": ({"dim": 64}, "one 128x128"),
+    "full 64, grouped": ({"dim": 64, "group": 4}, "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"),
+    "full 64, any order": ({"dim": 64, "group": 4, "deterministic": False}, "one 128x128"),
+    "full 64, few queries": ({"dim": 64, "block_q_bwd": 64}, "dq 64x128 slots 2,2 dkv 64x128 slots 2,2"),
+    "full 64, few queries, any order": ({"dim": 64, "block_q_bwd": 64, "deterministic": False}, "one 64x128"),
+    "a mask of which nothing is known, 64": ({"dim": 64, "block": BLOCKS}, "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"),
+    "blocks of 64, any order": ({"dim": 64, "block": (64, 128), "deterministic": False}, "one 64x128"),
     "causal 128": ({"block": BLOCKS}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
     "causal 128, any order": ({"block": BLOCKS, "deterministic": False}, "one 64x128"),
     "causal 256": ({"dim": 256, "block": BLOCKS}, "dq 128x64 slots 2,1 dkv 64x64"),
@@ -118,6 +125,51 @@ FORWARD: dict[str, tuple[KernelPlan, str]] = {
     "a short sequence": (dataclasses.replace(plan(dim=64), q_len=64), "64x128 slots 2,2,2"),
 }
 # fmt: on
+
+
+def traced(dim: int = 64, tokens: int = 8192, batch: int = 2, **arguments: typing.Any) -> KernelPlan:
+    x = jax.ShapeDtypeStruct((batch, tokens, 16, dim), jnp.bfloat16)
+    found: list[KernelPlan] = []
+    filled: typing.Any = DEFAULTS | arguments
+    jax.eval_shape(lambda q: found.append(prepare(q, q, q, **filled).plan), x)
+    return found[0]
+
+
+SLOPES, TABLE, TABLES = jnp.ones(16), jnp.ones(16384, jnp.bfloat16), jnp.ones((16, 16384))
+DOCUMENTS = flexjax.masks.document(jnp.zeros(8192, jnp.int32))
+ONE, TWO = "one 128x128", "dq 128x128 slots 2,2 dkv 128x128 slots 2,2"
+# fmt: off
+IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
+    "causal": ({"mask_mod": flexjax.masks.causal}, ONE),
+    "causal, short": ({"mask_mod": flexjax.masks.causal, "tokens": 1024}, TWO),
+    "full, short": ({"tokens": 1024}, TWO),
+    "full, short, many": ({"tokens": 1024, "batch": 16}, ONE),
+    "window": ({"mask_mod": flexjax.masks.sliding_window(1024)}, TWO),
+    "documents": ({"mask_mod": flexjax.and_masks(flexjax.masks.causal, DOCUMENTS)}, TWO),
+    "slopes": ({"mask_mod": flexjax.masks.causal, "score_mod": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)}, ONE),
+    "soft cap": (
+        {"mask_mod": flexjax.masks.causal, "score_mod": flexjax.mods.softcap(30.0)},
+        "dq 128x64 slots 2,2 dkv 64x128 slots 2,2",
+    ),
+    "relative table": ({"score_mod": lambda s, b, h, q, k: s + TABLE[q - k + 8192].astype(jnp.float32)}, ONE),
+    "relative table of each head": ({"score_mod": lambda s, b, h, q, k: s + TABLES[h, q - k + 8192]}, ONE),
+    "two tables": (
+        {"score_mod": lambda s, b, h, q, k: s + TABLES[h, q - k + 8192] + TABLE[k - q + 8192].astype(jnp.float32)},
+        "one 64x128",
+    ),
+    "table of gains": ({"score_mod": lambda s, b, h, q, k: s * TABLES[h, q - k + 8192]}, "one 64x128"),
+    "slopes at 128": (
+        {"dim": 128, "mask_mod": flexjax.masks.causal, "score_mod": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)},
+        "dq 128x64 slots 2,2 dkv 64x128 slots 2,2",
+    ),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", IN_A_FIXED_ORDER)
+def test_one_kernel_or_two_in_a_fixed_order(name: str) -> None:
+    arguments, chosen = IN_A_FIXED_ORDER[name]
+    assert backward_of(traced(**arguments)) == chosen
 
 
 @pytest.mark.parametrize("name", FORWARD)
