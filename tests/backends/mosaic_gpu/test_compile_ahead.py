@@ -1,10 +1,11 @@
 """What happens to kernels once they are lowered, on a machine without a GPU.
 
-    python -m tests.backends.mosaic_gpu.test_compile_ahead
-
-compiles for Hopper, and prints what ptxas says where MOSAIC_GPU_DUMP_PTXAS asks for it.
+python -m tests.backends.mosaic_gpu.test_compile_ahead            compiles for Hopper, and prints what ptxas says where
+                                                                  MOSAIC_GPU_DUMP_PTXAS asks for it
+python -m tests.backends.mosaic_gpu.test_compile_ahead --lower    prints the hash of a lowered program
 """
 
+import hashlib
 import os
 import pathlib
 import re
@@ -47,14 +48,18 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return given
 
 
-def lowered(function: Callable, platforms: tuple[str, ...] = ("cuda",)) -> list[str]:
-    """Hashes of the kernels of a program."""
+def program(function: Callable, platforms: tuple[str, ...] = ("cuda",)) -> str:
+    """The text of a lowered program."""
     from jax._src.mesh import AbstractDevice
 
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(lambda x: function(x)).trace(QUERY).lower(lowering_platforms=platforms).as_text()
-    return re.findall(r'kernel_hash = "([^"]*)"', text)
+        return jax.jit(lambda x: function(x)).trace(QUERY).lower(lowering_platforms=platforms).as_text()
+
+
+def lowered(function: Callable) -> list[str]:
+    """Hashes of the kernels of a program."""
+    return re.findall(r'kernel_hash = "([^"]*)"', program(function))
 
 
 def test_equal_kernels_have_equal_hashes(begun: list[bytes]) -> None:
@@ -65,6 +70,25 @@ def test_equal_kernels_have_equal_hashes(begun: list[bytes]) -> None:
     assert set(lowered(attend)) < set(first)
 
 
+def test_another_process_lowers_the_same_program() -> None:
+    """jax's compilation cache on disk finds it by its text."""
+    command = [sys.executable, "-m", "tests.backends.mosaic_gpu.test_compile_ahead", "--lower"]
+    hashes = [
+        subprocess.run(
+            command,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            cwd=ROOT,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert re.fullmatch(r"[0-9a-f]{64}\n", hashes[0])
+    assert hashes[0] == hashes[1]
+
+
 def test_every_kernel_begins(begun: list[bytes]) -> None:
     lowered(attend)
     assert len(begun) == 1
@@ -72,6 +96,12 @@ def test_every_kernel_begins(begun: list[bytes]) -> None:
     assert len(begun) == 4
     assert begun[0] == begun[1]
     assert len(set(begun)) == 3
+
+
+def test_equal_layers_are_lowered_once(begun: list[bytes]) -> None:
+    kernels = lowered(lambda x: attend(attend(attend(x))))
+    assert len(begun) == 1
+    assert kernels == kernels[:1] * 3
 
 
 def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,4 +163,8 @@ def compile_twice() -> None:
 
 
 if __name__ == "__main__":
-    compile_twice()
+    if "--lower" in sys.argv:
+        compile_hopper.as_on_hopper()
+        print(hashlib.sha256(program(gradient).encode()).hexdigest())
+    else:
+        compile_twice()
