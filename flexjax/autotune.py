@@ -251,31 +251,37 @@ def _is_better(timing: Timing, own: Timing) -> bool:
 
 def _settled(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
     """The times of both, in turns where the first ones would have the backend's own tile replaced."""
+    first = own.timing, fastest.timing
     if not (_is_better(fastest.timing, own.timing) and own.run and fastest.run):
-        return own.timing, fastest.timing
-    seconds = _in_turns(own.run, fastest.run)
-    return own.timing._replace(seconds=seconds[0]), fastest.timing._replace(seconds=seconds[1])
+        return first
+    try:
+        times = _in_turns(own.run, fastest.run)
+    except Exception as error:  # with both at once the device may be too small
+        LOG.warning("autotune does not time its choice again: %s", _reason(error))
+        return first
+    again = [t._replace(seconds=statistics.median(x), calls=len(x)) for t, x in zip(first, times, strict=True)]
+    return again[0], again[1]
 
 
-def _in_turns(*runs: Callable[[], object]) -> list[float]:
-    """Median times of calls of each, a share of them in each turn."""
+def _in_turns(*runs: Callable[[], object]) -> list[list[float]]:
+    """Seconds of calls of each, a share of them in each turn; as long as timing them alone may take, or one turn."""
     times: list[list[float]] = [[] for _ in runs]
-    began = clock()
+    until = clock() + SHORT * len(runs)
     for _ in range(TURNS):
         for kept, run in zip(times, runs, strict=True):
-            kept += _calls(run, CALLS[1] // TURNS, SHORT / TURNS, math.inf)
-        if clock() - began >= LONG:
+            kept += _calls(run, (1, CALLS[1] // TURNS), SHORT / TURNS, until)
+        if clock() >= until:
             break
-    return [statistics.median(kept) for kept in times]
+    return times
 
 
-def _calls(run: Callable[[], object], most: int, short: float, limit: float) -> list[float]:
-    """Seconds of calls, until there are so many, or some seconds or the limit are over; of one at least."""
+def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, limit: float) -> list[float]:
+    """Seconds of (least, most) calls, until some seconds or the limit are over; of one at least."""
     times: list[float] = []
     began = clock()
-    while len(times) < most:
+    while len(times) < counts[1]:
         start = clock()
-        enough = len(times) >= CALLS[0] and start - began >= short
+        enough = len(times) >= counts[0] and start - began >= short
         if times and (enough or start >= limit or start - began >= LONG):
             break
         run()
@@ -326,10 +332,14 @@ def _time(
         compiled = jax.jit(_step(call, plan, name, which, movable)).lower(call.operands).compile()
         run = lambda: jax.block_until_ready(compiled(call.operands))
         run()
-        times = _calls(run, CALLS[1], SHORT, limit)
+        times = _calls(run, CALLS, SHORT, limit)
     except Exception as error:  # a candidate that does not fit the device fails in the compiler's own ways
-        return skip(f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}")
+        return skip(_reason(error))
     return Trial(Timing(which, tile, statistics.median(times), len(times)), run)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
 
 
 def _keep(

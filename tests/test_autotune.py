@@ -1,5 +1,6 @@
 """autotune: what it times, in which order and for how long; what it keeps; what it refuses. With the tiles of xla."""
 
+import functools
 import importlib
 import io
 import itertools
@@ -140,34 +141,64 @@ def test_the_backends_own_tile_stays_unless_another_is_faster_by_a_margin(monkey
     assert found.options == KernelOptions(**parts(FORWARD, candidates())[0])
 
 
+class Turns:
+    """Two candidates whose calls take `seconds`, after first trials in which the other one looked faster."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float]) -> None:
+        self.now, self.ran, self.seconds = 0.0, [], seconds
+        script = Scripted(monkeypatch, lambda which, n: (2 * seconds[0], seconds[1])[n] if n < 2 else 9.0)
+        alone = script._time
+        monkeypatch.setattr(MODULE, "clock", lambda: self.now)
+        monkeypatch.setattr(
+            MODULE,
+            "_time",
+            lambda *given: alone(*given)._replace(run=functools.partial(self.run, len(script.tried) - 1)),
+        )
+
+    def run(self, number: int) -> None:
+        self.ran.append(number)
+        self.now += self.seconds[number]
+
+
 @pytest.mark.parametrize("steady", [0.5, 0.985, 1.2])
 def test_the_first_candidate_may_have_run_while_the_device_woke_up(
     monkeypatch: pytest.MonkeyPatch, steady: float
 ) -> None:
     """The second is faster than the first was; it is chosen if it is when they are timed in turns."""
-    now, turns = [0.0], []
-    monkeypatch.setattr(MODULE, "clock", lambda: now[0])
-
-    def run(number: int) -> None:
-        turns.append(number)
-        now[0] += 0.01 * (1.0, steady)[number]
-
-    script = Scripted(monkeypatch, lambda which, n: (0.02, 0.01 * steady, 0.03, 0.03)[min(n, 3)])
-    timed = script._time
-    monkeypatch.setattr(MODULE, "clock", lambda: now[0])
-
-    def with_run(*arguments: typing.Any) -> typing.Any:
-        number = len(script.tried)
-        return timed(*arguments)._replace(run=lambda: run(number))
-
-    monkeypatch.setattr(MODULE, "_time", with_run)
+    turns = Turns(monkeypatch, (0.01, 0.01 * steady))
     found = flexjax.autotune(*qkv(), seconds=1e6, backward=False, cache=False)
     chosen = int(steady < MODULE.MARGIN)
     assert found.options == KernelOptions(**parts(FORWARD, candidates())[chosen])
-    assert [t.seconds for t in found.timings[:3]] == [pytest.approx(0.01), pytest.approx(0.01 * steady), 0.03]
-    assert (turns[0], turns[-1]) == (0, 1)
-    assert min(turns.count(0), turns.count(1)) >= 30
-    assert sum(a != b for a, b in itertools.pairwise(turns)) == 2 * MODULE.TURNS - 1
+    assert [t.seconds for t in found.timings[:3]] == [pytest.approx(0.01), pytest.approx(0.01 * steady), 9.0]
+    assert [t.calls for t in found.timings[:3]] == [turns.ran.count(0), turns.ran.count(1), 1]
+    assert (turns.ran[0], turns.ran[-1]) == (0, 1)
+    assert min(turns.ran.count(0), turns.ran.count(1)) >= 30
+    assert sum(a != b for a, b in itertools.pairwise(turns.ran)) == 2 * MODULE.TURNS - 1
+    assert turns.now < 1.2
+
+
+def test_turns_of_long_calls_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may not take the time of the backward pass."""
+    turns = Turns(monkeypatch, (0.7, 0.6))
+    found = flexjax.autotune(*qkv(), seconds=1e6, backward=False, cache=False)
+    assert turns.ran == [0, 1]
+    assert [t.seconds for t in found.timings[:2]] == [pytest.approx(0.7), pytest.approx(0.6)]
+    assert found.options == KernelOptions(**parts(FORWARD, candidates())[1])
+
+
+def test_turns_that_fail(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    turns = Turns(monkeypatch, (0.01, 0.01))
+
+    def fail(number: int) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    monkeypatch.setattr(turns, "run", fail)
+    with caplog.at_level(logging.WARNING):
+        found = flexjax.autotune(*qkv(), seconds=1e6, backward=False, cache=False)
+    assert [t.seconds for t in found.timings[:2]] == [0.02, 0.01]
+    assert found.options == KernelOptions(**parts(FORWARD, candidates())[1])
+    said = "autotune does not time its choice again: ValueError: RESOURCE_EXHAUSTED: out of memory"
+    assert said in [r.getMessage() for r in caplog.records]
 
 
 def test_it_stops_when_the_time_is_up(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ their dS^T in shared memory, meet at a barrier, and each makes one half of dQ: 6
 the columns. A third warpgroup copies tiles in, a fourth adds dQ tiles to memory with the copy engine, which takes no time from
 the others.
 
-Tiles of 128 queries (up to head dim 64, where the mod is light) halve what a step costs beside its products. Scores, dP, dK and dV
+Tiles of 128 queries (head dims 33 to 64, where the mod is light) halve what a step costs beside its products. Scores, dP, dK and dV
 then take 192 of 232 registers: what is read of the row statistics is read when it is needed, and P is not multiplied, which keeps
 a copy of it in registers, before dS is there.
 
@@ -17,11 +17,11 @@ dQ is made a step later, beside the next scores, where registers allow (no mod) 
 additions has the next block of threads wait, which costs more. In that manner tiles with and without a mask have loops of
 their own, for a branch between products that are in flight makes the compiler wait for them.
 
-Order of the additions. With `deterministic=False` each tile is added when it is ready. Otherwise every query tile has a
-ticket in memory: the block that owns key tile n may add when all blocks before it have, in a fixed order. Blocks start in
-that order, so a block only waits for blocks that already run, and each walks its queries upwards from its own diagonal
-(from a start rotated by its number where the matrix is full), so that neighbours reach a query tile one after another and
-seldom wait. See `tickets`.
+Order of the additions. With `deterministic=False` each tile is added when it is ready, unless a fixed order is faster. Otherwise
+every query tile has a ticket in memory: the block that owns key tile n may add when all blocks before it have, in a fixed order.
+Blocks start in that order, so a block only waits for blocks that already run, and each walks its queries upwards from its own
+diagonal (from a start rotated by its number where the matrix is full: those that rotate together, up to 128, wait for each other
+and need a multiprocessor each), so that neighbours reach a query tile one after another and seldom wait. See `Schedule`.
 """
 
 import functools
@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles
+from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
@@ -68,9 +68,9 @@ class Schedule(typing.NamedTuple):
     order: typing.Any
 
 
-def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int, queries: int) -> Schedule:
-    walk = common.walk_for(plan, KV_TILE, queries, transposed=True)
-    ordered = plan.options.deterministic
+def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int, tiles: FusedTiles) -> Schedule:
+    walk = common.walk_for(plan, KV_TILE, tiles.queries, transposed=True)
+    ordered = adds_in_order(plan, tiles)
     if not walk.lists:
         return Schedule(None, None, tickets_of_full(kv_tiles, q_tiles) if ordered else None, None)
     parts, nums = [], []
@@ -167,7 +167,7 @@ def backward_fused(
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // queries
         q_tiles = -(-q_tiles // per_block) * per_block
-    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles, queries)
+    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles, tiles)
     simulated, ordered = plan.options.interpret, schedule.ticket is not None
     math = TileMath(plan, derivative, (ROWS, queries), "kv", (queries, KV_TILE))
     products = common.Products(simulated)

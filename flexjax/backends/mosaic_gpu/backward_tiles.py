@@ -6,8 +6,8 @@ Which kernels run, and what KernelOptions means to them (None: the largest that 
     dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
     dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
     dK/dV above head dim 128   64 keys               64 queries
-    one kernel     128 keys                          64 queries, or 128 (`_light`); only where the options do not ask
-                                                     for another tile
+    one kernel     128 keys                          64 queries, or 128 (head dims 33 to 64, `_light`); only where the
+                                                     options do not ask for another tile
 """
 
 import typing
@@ -262,19 +262,40 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
 
 
 def _light(plan: KernelPlan) -> bool:
-    """Whether tiles of 128 queries fit the registers: nothing but what is added to scores, at most two bytes an element."""
-    score = plan.score
+    """Whether tiles of 128 queries fit the registers: nothing but what is added to scores, of arrays with a number for each
+    query and key at most four bytes, or else a number for each query, which takes half as much."""
+    score, mask = plan.score, plan.mask
     if max(padded_dims(plan)) > 64 or plan.dropout is not None:
         return False
-    if score is None:
-        return True
-    each = [load for load in score.loads if mod_ir.classify_load(load).kind in (mod_ir.DIAGONAL, mod_ir.TILE)]
-    held = sum(jnp.dtype(score.captures[load.capture].dtype).itemsize for load in each)
-    return forms.adds_to_score(score) and held <= 4
+    if score is not None and not forms.adds_to_score(score):
+        return False
+    kinds = lambda program: [mod_ir.classify_load(load).kind for load in program.loads] if program is not None else []
+    sizes = (
+        [jnp.dtype(score.captures[load.capture].dtype).itemsize for load in score.loads] if score is not None else []
+    )
+    held = sum(n for n, kind in zip(sizes, kinds(score), strict=True) if kind in (mod_ir.DIAGONAL, mod_ir.TILE))
+    rows = [*kinds(score), *kinds(mask)].count(mod_ir.ROW)
+    return held <= 4 and rows <= (0 if held else 1)
 
 
-def _turns_are_even(plan: KernelPlan) -> bool:
-    """Whether key tiles that add to dQ in a fixed order seldom wait: all walk the same way, and there is much to do.
+EVEN_FROM = 64
+"""Steps of a multiprocessor from which one kernel of 128 queries in a fixed order beats two; see NOTES_backward.md."""
+MOST_TICKETS = 1 << 22
+"""Visits of a head that are put in an order: what is sorted for it, and counted in int32, is as large."""
+
+
+def _can_take_turns(plan: KernelPlan, queries: int) -> bool:
+    """Whether key tiles may add to dQ in a fixed order without standing in each other's way.
+
+    All key tiles that run together add to the query tiles of a head one after another: those must not be fewer.
+    """
+    q_tiles, kv_tiles = -(-plan.q_len // queries), -(-plan.kv_len // FUSED_KEYS)
+    masks = plan.blocks.batch * plan.blocks.heads if plan.blocks is not None else 1
+    return q_tiles >= min(kv_tiles, 128) and masks * q_tiles * kv_tiles <= MOST_TICKETS
+
+
+def turns_are_even(plan: KernelPlan) -> bool:
+    """Whether key tiles that take turns seldom wait: all walk the same way, and there is much to do.
 
     Key heads that several query heads share drift apart, and so do key tiles under windows and documents.
     """
@@ -283,11 +304,13 @@ def _turns_are_even(plan: KernelPlan) -> bool:
     if plan.group > 1 or not (full or triangle):
         return False
     steps = plan.batch * plan.q_heads * -(-plan.q_len // 128) * -(-plan.kv_len // FUSED_KEYS) // (2 if triangle else 1)
-    return steps >= EVEN_FROM * MULTIPROCESSORS
+    return steps >= EVEN_FROM * MULTIPROCESSORS and _can_take_turns(plan, 128)
 
 
-EVEN_FROM = 64
-"""Steps of a multiprocessor from which one kernel in a fixed order beats two; see NOTES_backward.md for the measurements."""
+def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
+    """Whether the one kernel adds to dQ in a fixed order: where it must, and where that is faster than any order."""
+    full = plan.blocks is None and plan.mask is None
+    return plan.options.deterministic or (tiles.queries == 128 and full and turns_are_even(plan))
 
 
 def choose_fused(plan: KernelPlan) -> bool:
@@ -303,9 +326,11 @@ def choose_fused(plan: KernelPlan) -> bool:
         return False
     if not plan.options.deterministic:
         return True
+    fused = fused_tiles(plan)
+    if fused is None or not _can_take_turns(plan, fused.queries):
+        return False
     if score is not None and kinds - {mod_ir.SCALAR}:
         return True
-    fused = fused_tiles(plan)
-    if fused is not None and fused.queries == 128:
-        return _turns_are_even(plan)
+    if fused.queries == 128:
+        return turns_are_even(plan)
     return plan.blocks is None and plan.mask is None and plan.head_dim + plan.extra_dim > 64 and plan.group == 1

@@ -300,6 +300,11 @@ ONE_KERNEL: dict[str, dict[str, typing.Any]] = {
     "slopes": {
         "score": lambda c, s, b, h, q, k: s + c[0][h] * (k - q), "captured": (jnp.array([0.02, 0.1]),), "mask": causal,
     },
+    "odd": {
+        "mask": lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0), "mask_heads": 2, "block": (256, 128), "q_len": 290,
+        "kv_len": 131, "kv_heads": 1, "dim": 40, "extra": 16, "value_dim": 16, "layout": "BNTH", "dtype": "float16",
+        "sinks": True, "d_lse": True,
+    },
     "relative table": {
         "score": lambda c, s, b, h, q, k: s + c[0][h, q - k + 255], "captured": (normal(2, 511),), "mask": causal,
     },
@@ -320,7 +325,7 @@ def check_one_kernel(
     tiles = []
     run = backward_sm90.backward_fused
     monkeypatch.setattr(backward_sm90, "backward_fused", lambda *given: (tiles.append(given[-1]), run(*given))[1])
-    made = problem(**case, dim=64, options=KernelOptions(deterministic=deterministic, block_q_bwd=queries))
+    made = problem(**{"dim": 64, **case}, options=KernelOptions(deterministic=deterministic, block_q_bwd=queries))
     assert_close(made.gradients(), made.expected, tolerance=tolerance)
     assert [t.queries for t in tiles] == [queries]
 
@@ -366,12 +371,12 @@ def test_one_kernel_is_without_races(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_schedules_are_int32(deterministic: bool) -> None:
-    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused
+    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused, backward_tiles
 
     made = problem(**ONE_KERNEL["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
     with jax.enable_x64(True):
         arrays = backward_sm90_common.walk_arrays(made.plan, made.operands.lists, transposed=True)
-        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, 64)
+        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, backward_tiles.FusedTiles(64, 2, 2, 2))
         full = backward_sm90_fused.tickets_of_full(2, 4)
     assert {x.dtype for x in (*jax.tree.leaves(schedule), full)} == {jnp.dtype("int32")}
 

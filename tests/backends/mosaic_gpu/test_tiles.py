@@ -127,11 +127,21 @@ FORWARD: dict[str, tuple[KernelPlan, str]] = {
 # fmt: on
 
 
-def traced(dim: int = 64, tokens: int = 8192, batch: int = 2, **arguments: typing.Any) -> KernelPlan:
-    x = jax.ShapeDtypeStruct((batch, tokens, 16, dim), jnp.bfloat16)
+def traced(
+    dim: int = 64,
+    tokens: int = 8192,
+    keys: int | None = None,
+    batch: int = 2,
+    kv_heads: int = 16,
+    value_dim: int | None = None,
+    **arguments: typing.Any,
+) -> KernelPlan:
+    array = lambda t, n, d: jax.ShapeDtypeStruct((batch, t, n, d), jnp.bfloat16)
+    keys = keys or tokens
+    given = array(tokens, 16, dim), array(keys, kv_heads, dim), array(keys, kv_heads, value_dim or dim)
     found: list[KernelPlan] = []
     filled: typing.Any = DEFAULTS | arguments
-    jax.eval_shape(lambda q: found.append(prepare(q, q, q, **filled).plan), x)
+    jax.eval_shape(lambda *x: found.append(prepare(*x, **filled).plan), *given)
     return found[0]
 
 
@@ -144,6 +154,16 @@ IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
     "causal, short": ({"mask_mod": flexjax.masks.causal, "tokens": 1024}, TWO),
     "full, short": ({"tokens": 1024}, TWO),
     "full, short, many": ({"tokens": 1024, "batch": 16}, ONE),
+    "few queries, many keys": ({"tokens": 512, "keys": 32768}, TWO),
+    "fewer queries than keys": ({"tokens": 8192, "keys": 16384}, TWO),
+    "more queries than keys": ({"tokens": 16384, "keys": 8192}, ONE),
+    "causal at the end of many keys": (
+        {"tokens": 1024, "keys": 65536, "mask_mod": flexjax.masks.causal_offset(64512)}, TWO,
+    ),
+    "causal, grouped heads": ({"mask_mod": flexjax.masks.causal, "kv_heads": 4}, TWO),
+    "too many visits to sort": ({"tokens": 1 << 19}, TWO),
+    "head dim 40, values of 16": ({"dim": 40, "value_dim": 16}, ONE),
+    "values of 128": ({"value_dim": 128}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
     "window": ({"mask_mod": flexjax.masks.sliding_window(1024)}, TWO),
     "documents": ({"mask_mod": flexjax.and_masks(flexjax.masks.causal, DOCUMENTS)}, TWO),
     "slopes": ({"mask_mod": flexjax.masks.causal, "score_mod": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)}, ONE),
@@ -153,6 +173,19 @@ IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
     ),
     "relative table": ({"score_mod": lambda s, b, h, q, k: s + TABLE[q - k + 8192].astype(jnp.float32)}, ONE),
     "relative table of each head": ({"score_mod": lambda s, b, h, q, k: s + TABLES[h, q - k + 8192]}, ONE),
+    "bias of each query": ({"score_mod": lambda s, b, h, q, k: s + TABLES[h, q]}, ONE),
+    "two biases of each query": ({"score_mod": lambda s, b, h, q, k: s + TABLES[h, q] + TABLES[h, q + 8192]}, "one 64x128"),
+    "bias of each query under documents": (
+        {"mask_mod": flexjax.masks.document(jnp.zeros(8192, jnp.int32)), "score_mod": lambda s, b, h, q, k: s + TABLES[h, q]},
+        "one 64x128",
+    ),
+    "table, few queries, many keys": (
+        {"tokens": 512, "keys": 4096, "score_mod": lambda s, b, h, q, k: s + TABLE[q - k + 4096].astype(jnp.float32)},
+        "dq 128x64 slots 2,2 dkv 64x128 slots 2,2",
+    ),
+    "full, few queries at 128": (
+        {"dim": 128, "tokens": 512, "keys": 32768}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2",
+    ),
     "two tables": (
         {"score_mod": lambda s, b, h, q, k: s + TABLES[h, q - k + 8192] + TABLE[k - q + 8192].astype(jnp.float32)},
         "one 64x128",
@@ -170,6 +203,24 @@ IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
 def test_one_kernel_or_two_in_a_fixed_order(name: str) -> None:
     arguments, chosen = IN_A_FIXED_ORDER[name]
     assert backward_of(traced(**arguments)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_order"),
+    [
+        ({}, True),  # a full matrix at 64, where that is faster
+        ({"dim": 128}, False),
+        ({"tokens": 1024}, False),
+        ({"mask_mod": flexjax.masks.causal}, False),
+        ({"kv_heads": 4}, False),
+    ],
+)
+def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: bool) -> None:
+    for deterministic in (False, True):
+        made = traced(**arguments, kernel_options=KernelOptions(deterministic=deterministic))
+        tiles = backward_tiles.fused_tiles(made)
+        assert tiles is not None
+        assert backward_tiles.adds_in_order(made, tiles) is (deterministic or in_order)
 
 
 @pytest.mark.parametrize("name", FORWARD)
