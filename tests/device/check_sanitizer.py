@@ -31,7 +31,7 @@ FEATURES = (
     "distance_bias", "bucket_bias", "modular_table", "int8_cost", "bf16_bias", "poison_root", "sinks", "dropout", "extra",
     "lse_only", "everything_at_once",
 )  # fmt: skip
-ONE_KERNEL = ("one_kernel", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_any_order")
+ONE_KERNEL = ("one_kernel", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order")
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
 OPTIONS = {"racecheck": ("--racecheck-report", "all", "--racecheck-detect-level", "info")}
@@ -53,7 +53,7 @@ def run_cases(names: list[str]) -> None:
     for name in names:
         try:
             if name in ONE_KERNEL:
-                jax.block_until_ready(one_kernel("any_order" not in name, 64 if "64" in name else 128))
+                jax.block_until_ready(one_kernel(name))
             else:
                 problem = Problem(with_blocks_of_64(CASES[name]), "bfloat16", "mosaic_gpu")
                 step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
@@ -63,22 +63,24 @@ def run_cases(names: list[str]) -> None:
             print(f"refused {name}: {refusal}", flush=True)
 
 
-def one_kernel(deterministic: bool, dim: int = 128, implementation: str = "mosaic_gpu") -> typing.Any:
-    """Gradients of full attention, which takes one kernel in a fixed order, or of causal attention in any order."""
+def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
+    """Gradients of full attention, which takes one kernel in a fixed order, or of causal attention, in any order too."""
     import jax
     import jax.numpy as jnp
 
     import flexjax
     from flexjax.backends.mosaic_gpu import backward_tiles
 
+    dim, deterministic = 64 if "64" in name else 128, "any_order" not in name
+    full = deterministic and "causal" not in name
+    backward_tiles.EVEN_FROM = 0  # this process is for one case: here too what is chosen where there is more to do
+
     def loss(*qkv: jax.Array) -> jax.Array:
-        mask_mod = None if deterministic else flexjax.masks.causal
+        mask_mod = None if full else flexjax.masks.causal
         options = flexjax.KernelOptions(deterministic=deterministic)
         out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation=implementation)
         return jnp.square(out.astype(jnp.float32)).sum()
 
-    if deterministic and dim == 64:  # chosen where there is more to do
-        backward_tiles.EVEN_FROM = 0
     draw = lambda key: jax.random.normal(key, (1, 300, 2, dim), jnp.bfloat16)
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(draw, jax.random.split(jax.random.key(0), 3)))
 

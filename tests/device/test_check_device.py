@@ -9,6 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+import flexjax
+from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.mosaic_gpu import backward_tiles
+from tests.device import check_one_kernel
+
 SCRIPT = os.path.join(os.path.dirname(__file__), "check_device.py")
 
 
@@ -25,6 +30,18 @@ def test_the_sanitizer_knows_its_cases():
 
     assert len(set(FEATURES)) == len(FEATURES)
     assert set(FEATURES) <= set(CASES)
+
+
+@pytest.mark.parametrize("name", check_one_kernel.PROBLEMS)
+def test_one_kernel_of_128_queries_is_checked(name):
+    """Each problem of that check is one for which the kernel is chosen."""
+    problem = check_one_kernel.PROBLEMS[name]
+    *main, _ = problem.arrays(np.random.default_rng(0))
+    words = problem.words(main[3] if main[3:] else None)
+    options = flexjax.KernelOptions(deterministic=problem.deterministic)
+    plan = prepare(*main[:3], **(DEFAULTS | dict(layout=problem.layout, kernel_options=options) | words)).plan
+    assert backward_tiles.choose_fused(plan)
+    assert backward_tiles.fused_tiles(plan).queries == 128
 
 
 def test_random_problems_are_drawn_from_their_seed_alone():
