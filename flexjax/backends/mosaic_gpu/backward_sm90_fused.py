@@ -173,7 +173,7 @@ def backward_fused(
     products = common.Products(simulated)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
-    wide = queries == GROUPS * ROWS
+    wide = queries == GROUPS * ROWS  # each compute warpgroup makes dQ of queries of its own
     width = dim if wide else dim // GROUPS
     dq_shape, deferred = (ROWS, width), not ordered and plan.score is None and plan.dropout is None
     per_head = plan.blocks is not None and plan.blocks.heads > 1
@@ -447,9 +447,8 @@ def backward_fused(
         when(group == GROUPS)(copy_in)
         when(group == GROUPS + 1)(add_out)
 
-    swizzle = min(
-        128, 2 * width
-    )  # a share of K's columns must be whole swizzled tiles, and a product wants one swizzle
+    # a share of K's columns must be whole swizzled tiles, and a product wants one swizzle
+    swizzle = min(128, 2 * width)
     scratch = (
         common.tile_smem((tiles.query_slots, queries, dim), dtype, swizzle),
         common.tile_smem((tiles.out_slots, queries, value_dim), dtype),

@@ -269,12 +269,11 @@ def _light(plan: KernelPlan) -> bool:
         return False
     if score is not None and not forms.adds_to_score(score):
         return False
-    kinds = lambda program: [mod_ir.classify_load(load).kind for load in program.loads] if program is not None else []
-    sizes = (
-        [jnp.dtype(score.captures[load.capture].dtype).itemsize for load in score.loads] if score is not None else []
-    )
-    held = sum(n for n, kind in zip(sizes, kinds(score), strict=True) if kind in (mod_ir.DIAGONAL, mod_ir.TILE))
-    rows = [*kinds(score), *kinds(mask)].count(mod_ir.ROW)
+    kind = lambda load: mod_ir.classify_load(load).kind
+    added = score.loads if score is not None else ()
+    rows = sum(kind(load) == mod_ir.ROW for load in (*added, *(mask.loads if mask is not None else ())))
+    each = [load.out.dtype for load in added if kind(load) in (mod_ir.DIAGONAL, mod_ir.TILE)]
+    held = sum(jnp.dtype(dtype).itemsize for dtype in each)
     return held <= 4 and rows <= (0 if held else 1)
 
 
@@ -294,14 +293,18 @@ def _can_take_turns(plan: KernelPlan, queries: int) -> bool:
     return q_tiles >= min(kv_tiles, 128) and masks * q_tiles * kv_tiles <= MOST_TICKETS
 
 
+def _is_full(plan: KernelPlan) -> bool:
+    """Whether all queries read all keys."""
+    return plan.blocks is None and plan.mask is None
+
+
 def turns_are_even(plan: KernelPlan) -> bool:
     """Whether key tiles that take turns seldom wait: all walk the same way, and there is much to do.
 
     Key heads that several query heads share drift apart, and so do key tiles under windows and documents.
     """
     triangle = plan.blocks is not None and plan.mask is not None and forms.is_lower_triangle(plan.mask)
-    full = plan.blocks is None and plan.mask is None
-    if plan.group > 1 or not (full or triangle):
+    if plan.group > 1 or not (_is_full(plan) or triangle):
         return False
     steps = plan.batch * plan.q_heads * -(-plan.q_len // 128) * -(-plan.kv_len // FUSED_KEYS) // (2 if triangle else 1)
     return steps >= EVEN_FROM * MULTIPROCESSORS and _can_take_turns(plan, 128)
@@ -309,8 +312,7 @@ def turns_are_even(plan: KernelPlan) -> bool:
 
 def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
     """Whether the one kernel adds to dQ in a fixed order: where it must, and where that is faster than any order."""
-    full = plan.blocks is None and plan.mask is None
-    return plan.options.deterministic or (tiles.queries == 128 and full and turns_are_even(plan))
+    return plan.options.deterministic or (tiles.queries == 128 and _is_full(plan) and turns_are_even(plan))
 
 
 def choose_fused(plan: KernelPlan) -> bool:
@@ -333,4 +335,4 @@ def choose_fused(plan: KernelPlan) -> bool:
         return True
     if fused.queries == 128:
         return turns_are_even(plan)
-    return plan.blocks is None and plan.mask is None and plan.head_dim + plan.extra_dim > 64 and plan.group == 1
+    return _is_full(plan) and plan.head_dim + plan.extra_dim > 64 and plan.group == 1
