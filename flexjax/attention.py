@@ -77,6 +77,22 @@ def flex_attention(
     Scores are float32 (float64 for float64 inputs).
 
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
+
+    Example, a bias that is learned for each head and distance:
+
+        table = jnp.zeros((N, 2 * T - 1))
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + table[h, q_idx - kv_idx + T - 1]
+
+        out = flex_attention(query, key, value, score_mod=score_mod, mask_mod=flexjax.masks.causal)
+
+    New values of captured arrays compile nothing, nor does a function that is built again. Other shapes, another function and
+    another Python number in a function do: capture jnp.asarray(number) where it changes from call to call.
+
+    Fast are calls inside jit (outside of it the functions are traced at each call), bfloat16 and float16 on a GPU, mask_mod
+    rather than -inf from score_mod (which skips no block), one block_mask for all layers that share it, and captured arrays
+    that are read at q_idx, kv_idx or q_idx - kv_idx + c, which are slices where other indices gather.
     """
     arguments = Arguments(
         score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks, layout=layout,
