@@ -68,8 +68,9 @@ def test_the_segment_ids_matter(pasted: tuple[types.SimpleNamespace, list[str]])
     """They are traced by `step`: the distances between documents get no gradient, and one document is another loss."""
     names, _ = pasted
     assert not bool(names.table[:, 100:].any())
-    _, apart = names.step(names.table, names.segment_ids)
-    moved, together = names.step(names.table, jnp.zeros_like(names.segment_ids))
+    step = lambda ids: names.step(names.table, names.q, names.k, names.v, ids)
+    _, apart = step(names.segment_ids)
+    moved, together = step(jnp.zeros_like(names.segment_ids))
     assert bool(moved[:, 100:].any())
     assert float(together) != float(apart)
     assert names.step._cache_size() == 1  # other ids are the same program
