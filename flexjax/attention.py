@@ -23,7 +23,7 @@ from flexjax.errors import bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
-from flexjax.trace.trace_mod import SCORE_ARGUMENTS, TracedMod, check_callable, trace_mask_mod, trace_score_mod
+from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 
 Array = jax.Array
@@ -196,7 +196,8 @@ def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[A
     score_mod = a["score_mod"]
     if isinstance(scale, Array):
         # one more capture: it has a gradient, and no plan holds its value
-        score_mod, scale = _scaled(score_mod, scale), 1.0
+        scaled = score_mod is None or callable(score_mod)  # the trace refuses what is neither
+        score_mod, scale = _scaled(score_mod, scale) if scaled else score_mod, 1.0
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
     block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs, a["layout"])
     dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes, score_dtype)
@@ -266,9 +267,7 @@ def _scale(scale: object, inputs: Inputs) -> float | Array:
 
 
 def _scaled(score_mod: Callable | None, scale: Array) -> Callable:
-    """score_mod on the dot product times `scale`, multiplied in the dtype of the score."""
-    if score_mod is not None:
-        check_callable("score_mod", score_mod, SCORE_ARGUMENTS)
+    """score_mod on the dot product times `scale`, multiplied in the dtype of the score; its signature is score_mod's."""
 
     def scaled(score: Array, *at: Array) -> Array:
         score = score * scale.astype(score.dtype)
