@@ -43,6 +43,9 @@ class KernelOptions:
     deterministic              False allows additions in any order in the backward pass where that is faster
     interpret                  run a kernel in the simulator of its platform, on the CPU; that of GPU kernels comes to a
                                standstill where XLA has few threads (PJRT_NPROC=32 in the environment gives it more)
+
+    Example: flex_attention(q, k, v, kernel_options=KernelOptions(block_q=128, block_kv=64)). Other options are another program,
+    which is compiled. flexjax.autotune finds the fastest tiles of a call by timing them.
     """
 
     block_q: int | None = None

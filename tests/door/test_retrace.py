@@ -54,6 +54,10 @@ def dropped(key: jax.Array) -> jax.Array:
     return flexjax.flex_attention(*qkv(), dropout_rate=0.3, dropout_key=key)
 
 
+def windowed(side: jax.Array) -> jax.Array:
+    return flexjax.dot_product_attention(*qkv(), local_window_size=(side, 0))
+
+
 def ids(seed: int) -> jax.Array:
     return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 4, (B, T))), jnp.int32)
 
@@ -65,6 +69,8 @@ CHANGES: dict[str, tuple[Callable, Callable]] = {
     "captured_ids": (documents, ids),
     "sinks": (gated, lambda seed: values(seed)[:N]),
     "dropout_key": (dropped, jax.random.key),
+    "scale": (lambda scale: flexjax.flex_attention(*qkv(), scale=scale), lambda seed: values(seed)[0]),
+    "window": (windowed, lambda seed: jnp.asarray(5 + seed)),
 }
 # fmt: on
 
