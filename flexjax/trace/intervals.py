@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flexjax.trace import mod_ir
 from flexjax.trace.block_grid import BlockGrid
@@ -30,7 +29,7 @@ from flexjax.trace.interval_truth import COMPARISONS, logic
 from flexjax.trace.interval_values import Abstract, Interval, Truth, independent, of_literal, unknown, wide_type
 from flexjax.trace.mod_ir import Lit, Load, Op, Program, Val, axes_of
 from flexjax.trace.on_tiles import apply_op
-from flexjax.trace.ranges import is_integer
+from flexjax.trace.ranges import is_integer, modular
 
 Array = jax.Array
 
@@ -144,10 +143,10 @@ def _linear(val: Val, env: Mapping[int, typing.Any]) -> Interval | None:
     if val.low is None or any(isinstance(t, Truth) or t.attained is not True for _, t in terms):
         return None
     # The whole fits the type, so partial sums may wrap around and come back.
-    dtype = jnp.dtype(val.dtype)
-    number = lambda c: np.array(c & ((1 << 8 * dtype.itemsize) - 1)).astype(dtype)
-    low = high = jnp.full((1, 1, 1, 1), number(linear.const))
+    low = high = jnp.full((1, 1, 1, 1), modular(linear.const, val.dtype))
     for coefficient, term in terms:
         ends = (term.low, term.high) if coefficient >= 0 else (term.high, term.low)
-        low, high = (e + t.astype(dtype) * number(coefficient) for e, t in zip((low, high), ends, strict=True))
+        low, high = (
+            e + t.astype(val.dtype) * modular(coefficient, val.dtype) for e, t in zip((low, high), ends, strict=True)
+        )
     return Interval(low, high, True, abs(linear.q) <= 1 and abs(linear.kv) <= 1)
