@@ -171,8 +171,14 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
         low, high = jnp.floor_divide(x.low, y.low), jnp.floor_divide(x.high, y.low)
         return widened(Interval(low, high, x.attained, x.contiguous), ~safe)
     low, high = _corners(jnp.floor_divide, x, Interval(jnp.maximum(y.low, 1), jnp.maximum(y.high, 1)))
-    single = isinstance(op.inputs[1], Lit) or y.low == y.high
-    return widened(Interval(low, high, flag_and(x.attained, single), flag_and(x.contiguous, single)), ~(y.low > 0))
+    if isinstance(op.inputs[1], Lit) and op.inputs[1].value > 0:
+        return Interval(low, high, x.attained, x.contiguous)
+    unsigned = jnp.issubdtype(x.low.dtype, jnp.unsignedinteger)
+    if not unsigned:  # a number by 0 is -1 or -2
+        low, high = jnp.where(y.low == 0, jnp.minimum(low, -2), low), jnp.where(y.low == 0, jnp.maximum(high, -1), high)
+    single = (y.low == y.high) & (y.low > 0)
+    found = Interval(low, high, flag_and(x.attained, single), flag_and(x.contiguous, single))
+    return widened(found, y.low == 0 if unsigned else y.low < 0)
 
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
@@ -186,16 +192,16 @@ def _floormod(op: Op, args: list[Interval]) -> Interval:
 
 
 def _rest(x: Interval, y: Interval) -> Interval:
-    """x % y where y is positive."""
+    """x % y where y is not negative; x % 0 is 0."""
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
     low = jnp.where(same, jnp.mod(x.low, modulus), 0)
-    high = jnp.where(same, jnp.mod(x.high, modulus), y.high - 1)
+    high = jnp.where(same, jnp.mod(x.high, modulus), jnp.maximum(y.high, 1) - 1)
     # Within one period the ends are those of x; over a whole period of consecutive integers every rest occurs.
     width = x.high - x.low
     whole = (y.low == y.high) & ((width < 0) | (width >= modulus - 1))  # width < 0: more than the type can say
     exact = flag_and(x.contiguous, same | whole)
-    return widened(Interval(low, high, flag_or(exact, flag_and(x.attained, same)), exact), ~(y.low > 0))
+    return widened(Interval(low, high, flag_or(exact, flag_and(x.attained, same)), exact), y.low < 0)
 
 
 def _div(op: Op, args: list[Interval]) -> Interval | None:

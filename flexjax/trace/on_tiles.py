@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.trace.mod_ir import Atom, Axes, Call, Lit, Load, Op, Program, Val, axes_of, range_of_val
+from flexjax.trace.ranges import may_be
 
 Array = jax.Array
 
@@ -97,15 +98,26 @@ def _non_negative(atom: Atom) -> bool:
     return bounds is not None and bounds[0] >= 0
 
 
+def _rounds_down(op: Op) -> bool:
+    """Whether the quotient toward zero is the one toward minus infinity, and no divisor is 0."""
+    if jnp.issubdtype(jnp.dtype(op.out.dtype), jnp.unsignedinteger):
+        return True
+    return all(map(_non_negative, op.inputs)) and not may_be(op.inputs[1], 0)
+
+
 def _floordiv(op: Op, a: Array, b: Array) -> Array:
+    """jnp.floor_divide of integers. By 0: the largest of an unsigned type; -1 for 0 of a signed type, else -2."""
     quotient = lax.div(a, b)
-    if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
+    if _rounds_down(op):
         return quotient
     short = (lax.rem(a, b) != 0) & (lax.sign(a) != lax.sign(b))
     return lax.select(short, quotient - jnp.ones_like(quotient), quotient)
 
 
 def _floormod(op: Op, a: Array, b: Array) -> Array:
+    """jnp.remainder of integers. By 0: 0."""
+    if may_be(op.inputs[1], 0):
+        b = lax.select(b == 0, jnp.ones_like(b), b)
     rest = lax.rem(a, b)
     if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
         return rest
