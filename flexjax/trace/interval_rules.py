@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.trace import mod_ir
+from flexjax.trace.interval_floats import narrowed
 from flexjax.trace.interval_values import Interval, Truth, flag_and, flag_or, unknown, wide_type, widened
 from flexjax.trace.mod_ir import Lit, Op, Val
 
@@ -21,6 +22,9 @@ INEXACT = frozenset(
     {"exp", "exp2", "log", "sqrt", "tanh", "log1p", "expm1", "cbrt", "atan", "sinh", "asinh", "logistic", "erf"}
 )
 """Functions that implementations round in their own ways."""
+
+KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"})
+"""Functions whose results a narrow type holds as it holds their operands."""
 
 
 def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int]) -> Interval:
@@ -36,10 +40,13 @@ def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int])
         )
         slack = jnp.where(jnp.isfinite(slack), slack, 0)
         low, high, attained = low - slack, high + slack, False
-    narrow = jnp.finfo(jnp.dtype(op.out.dtype))
-    if narrow.bits < 32 and op.prim not in ("max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"):
-        short = lambda e: lax.reduce_precision(e, narrow.nexp, narrow.nmant)
-        low, high, attained = jnp.minimum(low, short(low)), jnp.maximum(high, short(high)), False
+    power = abs(typing.cast(int, dict(op.params).get("y", 0)))
+    if power > 2:  # a product of several, rounded in an order that is not said
+        eps = power * float(jnp.finfo(jnp.dtype(op.out.dtype)).eps)
+        low, high, attained = low - eps * jnp.abs(low), high + eps * jnp.abs(high), False
+    if jnp.finfo(jnp.dtype(op.out.dtype)).bits < 32 and op.prim not in KEEPS_NARROW:
+        low, high = narrowed(low, high, op.out.dtype)
+        attained = False
     nan = jnp.isnan(low) | jnp.isnan(high) | _makes_nan(op.prim, args)
     return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
 

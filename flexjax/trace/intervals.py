@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from flexjax.trace import mod_ir
 from flexjax.trace.block_grid import BlockGrid
+from flexjax.trace.interval_floats import narrow_type
 from flexjax.trace.interval_loads import load_extremes
 from flexjax.trace.interval_rules import RULES, rounded, unless_wrapped
 from flexjax.trace.interval_truth import COMPARISONS, logic
@@ -109,6 +110,8 @@ def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], pr
         exact = _linear(op.out, env)
         if exact is not None:
             return exact
+    if not all(_is_ordered(a.dtype) for a in (*op.inputs, op.out)):
+        return unknown(op.out.dtype)
     apart = independent([axes_of(a) for a in op.inputs])
     if op.prim in COMPARISONS and all(isinstance(a, Interval) for a in args):
         return COMPARISONS[op.prim](args[0], args[1], apart)
@@ -127,6 +130,13 @@ def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], pr
     if not is_integer(op.out.dtype):
         return rounded(op, args, found, products)
     return unless_wrapped(op, args, found)
+
+
+def _is_ordered(dtype: str) -> bool:
+    """Whether the rules hold for numbers of that type: real ones, with their negatives."""
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+        return True
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and narrow_type(dtype).signed
 
 
 DEPENDENT_ENDS = frozenset({"add", "sub", "mul", "max", "min", "floordiv", "floormod"})
