@@ -224,6 +224,8 @@ class Builder:
             return self.op("min", (self.op("max", (x, low), dtype), high), dtype)
         if prim in ("copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_precision_noop"):
             return inputs[0]
+        if prim in ("real", "imag") and (made := self._definition(inputs[0])) is not None and made.prim == "complex":
+            return made.inputs[prim == "imag"]
         if prim == "abs" and (bounds := range_of(inputs[0])) and bounds[0] >= 0:
             return inputs[0]
         return None

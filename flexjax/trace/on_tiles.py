@@ -90,7 +90,14 @@ def apply_op(op: Op, args: Sequence[Array]) -> Array:
     return getattr(lax, RENAMED.get(op.prim, op.prim))(*args)
 
 
-RENAMED = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}
+RENAMED = {
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "not": "bitwise_not",
+    "regularized_incomplete_beta": "betainc",
+}
+"""Primitives whose functions in jax.lax have other names."""
 
 
 def _non_negative(atom: Atom) -> bool:
@@ -124,12 +131,19 @@ def _floormod(op: Op, a: Array, b: Array) -> Array:
     return lax.select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
+def _convert(op: Op, x: Array) -> Array:
+    dtype = jnp.dtype(op.out.dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and jnp.issubdtype(dtype, jnp.floating):
+        x = lax.real(x)  # what the primitive does, of which the function of jax.lax warns
+    return lax.convert_element_type(x, dtype)
+
+
 def _param(op: Op, name: str) -> typing.Any:
     return dict(op.params)[name]
 
 
 SPECIAL: dict[str, Callable[..., Array]] = {
-    "convert_element_type": lambda op, x: lax.convert_element_type(x, jnp.dtype(op.out.dtype)),
+    "convert_element_type": _convert,
     "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
     "integer_pow": lambda op, x: lax.integer_pow(x, _param(op, "y")),
     "round": lambda op, x: lax.round(x, _param(op, "rounding_method")),
