@@ -105,30 +105,28 @@ def _non_negative(atom: Atom) -> bool:
     return bounds is not None and bounds[0] >= 0
 
 
-def _rounds_down(op: Op) -> bool:
-    """Whether the quotient toward zero is the one toward minus infinity, and no divisor is 0."""
-    if jnp.issubdtype(jnp.dtype(op.out.dtype), jnp.unsignedinteger):
-        return True
-    return all(map(_non_negative, op.inputs)) and not may_be(op.inputs[1], 0)
+def _division(op: Op, a: Array, b: Array) -> Array:
+    """div, rem, floordiv and floormod of integers; lax.div and lax.rem of floats.
 
-
-def _floordiv(op: Op, a: Array, b: Array) -> Array:
-    """jnp.floor_divide of integers. By 0: the largest of an unsigned type; -1 for 0 of a signed type, else -2."""
-    quotient = lax.div(a, b)
-    if _rounds_down(op):
-        return quotient
-    short = (lax.rem(a, b) != 0) & (lax.sign(a) != lax.sign(b))
-    return lax.select(short, quotient - jnp.ones_like(quotient), quotient)
-
-
-def _floormod(op: Op, a: Array, b: Array) -> Array:
-    """jnp.remainder of integers. By 0: 0."""
-    if may_be(op.inputs[1], 0):
-        b = lax.select(b == 0, jnp.ones_like(b), b)
-    rest = lax.rem(a, b)
-    if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
-        return rest
-    return lax.select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+    By 0, jax has -1 (all ones) for div, the numerator for rem, 0 for floormod; floordiv takes one from -1 unless the numerator is 0
+    or the type unsigned. No 0 reaches XLA: its constant folding divides by 0 on the processor, which ends the process.
+    """
+    name, remainder = op.prim, op.prim in ("rem", "floormod")
+    if not jnp.issubdtype(a.dtype, jnp.integer):
+        return lax.rem(a, b) if remainder else lax.div(a, b)
+    zero = b == 0 if may_be(op.inputs[1], 0) else None
+    b = b if zero is None else lax.select(zero, jnp.ones_like(b), b)
+    out = lax.rem(a, b) if remainder else lax.div(a, b)
+    unsigned = jnp.issubdtype(a.dtype, jnp.unsignedinteger)
+    if name.startswith("floor") and not unsigned and not all(map(_non_negative, op.inputs)):
+        rest = out if remainder else lax.rem(a, b)
+        short = (rest != 0) & ((rest < 0) != (b < 0))
+        out = lax.select(short, out + b if remainder else out - jnp.ones_like(out), out)
+    if zero is None or name == "floormod":
+        return out
+    ones = ~jnp.zeros_like(a)
+    fewer = lax.select(a == 0, ones, ones + ones) if name == "floordiv" and not unsigned else ones
+    return lax.select(zero, a if remainder else fewer, out)
 
 
 def _convert(op: Op, x: Array) -> Array:
@@ -149,6 +147,5 @@ SPECIAL: dict[str, Callable[..., Array]] = {
     "round": lambda op, x: lax.round(x, _param(op, "rounding_method")),
     "stop_gradient": lambda op, x: lax.stop_gradient(x),
     "reduce_precision": lambda op, x: lax.reduce_precision(x, _param(op, "exponent_bits"), _param(op, "mantissa_bits")),
-    "floordiv": _floordiv,
-    "floormod": _floormod,
+    **dict.fromkeys(("div", "rem", "floordiv", "floormod"), _division),
 }
