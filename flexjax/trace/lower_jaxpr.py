@@ -6,6 +6,7 @@ Everything else is an array of atoms: small vectors inside a mod are unrolled in
 branches become selects, loops of known length are unrolled. What is left over becomes a `Call`.
 """
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
@@ -22,7 +24,7 @@ from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, is_atoms, map_e
 from flexjax.trace.builder import Builder, literal
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.mod_ir import Atom, Call, Lit, axes_of
-from flexjax.trace.primitives import CALLBACKS, COLLECTIVES, CUSTOM, ELEMENTWISE, INLINED, KEPT_PARAMS, SAME
+from flexjax.trace.primitives import CALLBACKS, COLLECTIVES, CUSTOM, ELEMENTWISE, INLINED, KEPT_PARAMS, LOOPS, SAME
 
 
 class Lowering:
@@ -35,6 +37,7 @@ class Lowering:
         self.inline_constants = inline_constants
         self.arrays: list[jax.Array] = []
         self._capture_of: dict[int, int] = {}
+        self._parts_of: dict[int, tuple[jax.Array, tuple[jax.Array, jax.Array]]] = {}
         self._branches: list[Atom] = []
 
     # ------------------------------------------------------------------ the interpreter
@@ -86,7 +89,8 @@ class Lowering:
 
     def outside(self, eqn: Any, args: list[Value]) -> list[Value]:
         """Computes the equation now, in the caller's trace: it depends on captured arrays alone."""
-        values = [jnp.asarray(a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
+        known = lambda a: jnp.asarray(a.item().value, jnp.dtype(a.item().dtype)).reshape(a.shape)
+        values = [known(a) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
         if any(isinstance(v, Tracer) for v in values):
             return run(*values)
@@ -150,6 +154,9 @@ class Lowering:
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
         """array[index], the index in bounds."""
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            parts = tuple(self.load(part, index) for part in self.complex_parts(array))
+            return self.builder.op("complex", parts, array.dtype)
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             raise ModError(
                 f"it reads captured random keys ({array.dtype}) at each position; draw the numbers outside the mod and index "
@@ -159,6 +166,13 @@ class Lowering:
         for taken in self._branches:
             element = self._where_taken(taken, element)
         return element
+
+    def complex_parts(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The real and the imaginary part, which are captured in the place of the array: derivatives are by real numbers."""
+        if id(array) not in self._parts_of:
+            with contextlib.nullcontext() if isinstance(array, Tracer) else jax.ensure_compile_time_eval():
+                self._parts_of[id(array)] = (array, (lax.real(array), lax.imag(array)))
+        return self._parts_of[id(array)][1]
 
     def capture(self, value: jax.Array) -> int:
         if id(value) not in self._capture_of:
@@ -186,7 +200,7 @@ class Lowering:
         """The equation as it is: for backends that can map a jaxpr over a tile."""
         parts, axes = [], frozenset()
         for arg in args:
-            whole = eqn.primitive.name not in CUSTOM or (not is_atoms(arg) and arg.size > MAX_UNROLL)
+            whole = eqn.primitive.name in LOOPS or (not is_atoms(arg) and arg.size > MAX_UNROLL)
             if not is_atoms(arg) and arg.ndim > 0 and whole:
                 parts.append(self.capture(arg))
                 continue

@@ -17,6 +17,7 @@ from jax.extend import core as jex_core
 from flexjax.errors import ModError
 from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
 from flexjax.trace.builder import Builder, literal
+from flexjax.trace.lower_special import SPECIAL_RULES
 from flexjax.trace.mod_ir import Atom, Lit
 
 
@@ -385,6 +386,7 @@ RULES: dict[str, Callable] = {
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
+    **SPECIAL_RULES,
     "cond": _cond,
     "scan": _scan,
 }

@@ -37,6 +37,9 @@ INLINED = frozenset(
 )
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 
+LOOPS = frozenset(["while", "scan"])
+"""Primitives that read an element of an array many times: captured arrays are theirs whole, however small."""
+
 ELEMENTWISE = frozenset(
     [
         "abs",
@@ -51,11 +54,12 @@ ELEMENTWISE = frozenset(
         "atanh",
         "bessel_i0e",
         "bessel_i1e",
-        "bitcast_convert_type",
         "cbrt",
         "ceil",
         "clamp",
         "clz",
+        "complex",
+        "conj",
         "convert_element_type",
         "copy",
         "copy_p",
@@ -74,6 +78,7 @@ ELEMENTWISE = frozenset(
         "ge",
         "gt",
         "igamma",
+        "igamma_grad_a",
         "igammac",
         "imag",
         "integer_pow",

@@ -12,7 +12,11 @@ import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.xla.schedule import choose
+from flexjax.backends.xla.tile import Region, XlaTile
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace.on_tiles import evaluate
+from flexjax.trace.trace_mod import trace_mask_mod
+from tests.block_mask.random_masks import dense
 
 LENGTHS = (300, 200)
 MASKS: dict[str, Callable | None] = {"plain": None, "causal": masks.causal}
@@ -77,3 +81,35 @@ def test_the_backward_pass_runs_the_tile_it_is_asked_for() -> None:
     text = lambda **tiles: str(jax.make_jaxpr(lambda: value_and_slopes("plain", **tiles))())
     assert text(block_q_bwd=60) != text()
     assert text(block_q_bwd=60) != text(block_q=60)
+
+
+# Differences of positions that int32 does not hold, or holds only modulo 2^32: (whether they need 64 bits, the mask).
+WIDE_DIAGONALS: dict[str, tuple[bool, Callable]] = {
+    "int64 multiples": (True, lambda b, h, q, k: q.astype("int64") * 2**30 - k.astype("int64") * 2**30 >= 0),
+    "int64 offset": (True, lambda b, h, q, k: (q.astype("int64") + 2**40) - k.astype("int64") >= 2**40),
+    "int64 by head": (True, lambda b, h, q, k: q - k.astype("int64") + h.astype("int64") * 2**33 >= 2**33 - 3),
+    "uint64": (True, lambda b, h, q, k: (q.astype("uint64") + jnp.uint64(2**63)) - k.astype("uint64") >= jnp.uint64(2**63)),
+    "uint32": (
+        False,
+        lambda b, h, q, k: (
+            (q.astype("uint32") + jnp.uint32(3_000_000_000)) - k.astype("uint32") >= jnp.uint32(3_000_000_000)
+        ),
+    ),
+    "uint32 by head": (
+        False,
+        lambda b, h, q, k: (q - k + 40).astype("uint32") + jnp.maximum(h.astype("uint32"), 1) * jnp.uint32(2**31) > jnp.uint32(2**31 + 38),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE_DIAGONALS)
+def test_diagonals_keep_the_type_of_the_mod(name: str) -> None:
+    wide, mask = WIDE_DIAGONALS[name]
+    sizes = (1, 2, 24, 24)
+    with jax.enable_x64(wide):
+        program = trace_mask_mod(mask, sizes).program
+        assert any("delta" in step.outs[0].axes for step in program.steps)
+        region = Region(0, 1, 0, 2, 8, 16, jnp.asarray([0, 12], jnp.int32), 12)
+        (got,) = evaluate(program, XlaTile(region, ()), [frozenset({"q", "kv"})])
+        want = dense(mask, sizes)
+    np.testing.assert_array_equal(np.broadcast_to(got, region.shape), want[:, :, 8:24])
