@@ -8,7 +8,7 @@ branches become selects, loops of known length are unrolled. What is left over b
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +28,20 @@ from flexjax.trace.primitives import CALLBACKS, CASTS, COLLECTIVES, CUSTOM, ELEM
 class Lowering:
     """State of one translation: the builder, and the arrays behind its captures."""
 
-    def __init__(self, builder: Builder, keep_custom: bool = False, inline_constants: bool = False):
-        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals."""
+    def __init__(
+        self,
+        builder: Builder,
+        keep_custom: bool = False,
+        inline_constants: bool = False,
+        split: Mapping[int, jax.Array] | None = None,
+    ):
+        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals; split:
+        what to capture for an array, by its id."""
         self.builder = builder
         self.keep_custom = keep_custom
         self.inline_constants = inline_constants
         self.arrays: list[jax.Array] = []
+        self._split = split or {}
         self._capture_of: dict[int, int] = {}
         self._branches: list[Atom] = []
 
@@ -171,7 +179,7 @@ class Lowering:
     def capture(self, value: jax.Array) -> int:
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
-            self.arrays.append(value)
+            self.arrays.append(self._split.get(id(value), value))
         return self._capture_of[id(value)]
 
     def elementwise(self, eqn: Any, args: list[Value]) -> np.ndarray:
