@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_context
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import blocks_along, classify_on_host, compiled_traced
@@ -52,9 +52,13 @@ def from_traced(
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
         classify: Callable = compiled_traced(traced.program, heads, sizes, bool(exact))
-        if split:  # the partitioner splits the work; every device gets the few bytes of the result
+        arrays = tuple(traced.arrays)
+        if (
+            split
+        ):  # every device makes the whole block mask: gathering the arrays once is less than what the partitioner does
+            arrays = tuple(map(_whole, arrays))
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
-        return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
+        return from_classes(classify(arrays), traced.program, traced.arrays, sizes)
     with jax.ensure_compile_time_eval():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
     with _outside():
@@ -68,6 +72,14 @@ def from_traced(
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)
     return parts_of(arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+
+
+def _whole(x: Array) -> Array:
+    """The array, split over no explicit mesh axis."""
+    where = jax.typeof(x).sharding
+    if all(part is None for part in where.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(where.mesh, PartitionSpec()))
 
 
 @contextlib.contextmanager

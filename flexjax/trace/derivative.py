@@ -18,7 +18,7 @@ from flexjax.errors import ModError
 from flexjax.trace.atoms import MAX_UNROLL, object_array, scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
-from flexjax.trace.lower_jaxpr import Lowering
+from flexjax.trace.lower_jaxpr import Lowering, cast_over, varying_axes
 from flexjax.trace.mod_ir import SCORE, Atom, Call, Lit, Load, Op, Program
 from flexjax.trace.on_tiles import apply_op, literal_array
 from flexjax.trace.primitives import CUSTOM, LOOPS
@@ -105,7 +105,11 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
         return evaluate_scalars(source, known)
 
+    # Inside shard_map: a cast within what is differentiated would have a sum over devices as its transpose.
+    over = frozenset().union(*(varying_axes(v.aval) for c in custom_calls(source) for v in c.inner.jaxpr.invars))
+
     def both(inputs: list[jax.Array], loaded: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        inputs, loaded = ([cast_over(x, over) for x in xs] for xs in (inputs, loaded))
         given = dict(enumerate(inputs)) | {l.out.id: x for l, x in zip(loads, loaded, strict=True)}
         out, pull = jax.vjp(lambda s, d: value(s, d, given), inputs[SCORE], [loaded[i] for i in diff])
         return out, *pull(jnp.ones_like(out))

@@ -1,9 +1,12 @@
-"""numpy arrays that a mod captured, made operands.
+"""numpy arrays that a mod captured, made operands; arrays that explicit mesh axes split, made whole for the trace.
 
 `array[q_idx]` does not work where `array` is a numpy array and `q_idx` a tracer, and what does work would be a literal of the
 program. So the function is copied with JAX arrays in place of the numpy arrays that it reaches: through its closure, its
 globals, its defaults, the arguments of functools.partial, the attributes of an object that it is a method of, and through
 tuples, lists, dicts and functions found there.
+
+JAX types say how explicit mesh axes split an array, and JAX refuses to index a dimension that is split by a number, as a mod
+does. So the copy reads whole arrays; where a mod reads just elements of one, the array that was captured is the operand.
 """
 
 import copy
@@ -17,21 +20,34 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def lift_numpy(mod: Callable) -> Callable:
-    """The function on JAX arrays; `mod` itself where it reaches no numpy array."""
-    return Lift().value(mod) if reaches_array(mod, set()) else mod  # type: ignore[return-value]
+def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
+    """The function on whole JAX arrays, and of each array that was split over explicit mesh axes, by the id of the whole one
+    that took its place, the array itself. `mod` itself where there is nothing to replace."""
+    if not reaches_array(mod, set()):
+        return mod, {}
+    lift = Lift()
+    return lift.value(mod), lift.split  # type: ignore[return-value]
 
 
 def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, np.number))
 
 
+def is_split(value: object) -> bool:
+    """Whether the type of a JAX array says that explicit mesh axes split it; then JAX refuses many ways to index it."""
+    return isinstance(value, jax.Array) and any(part is not None for part in jax.typeof(value).sharding.spec)
+
+
+def is_replaced(value: object) -> bool:
+    return is_array(value) or is_split(value)
+
+
 def reaches_array(value: object, seen: set[int]) -> bool:
-    """Whether a numpy array is found by following `parts`."""
+    """Whether an array that is replaced is found by following `parts`."""
     if id(value) in seen:
         return False
     seen.add(id(value))
-    return is_array(value) or any(reaches_array(part, seen) for part in parts(value))
+    return is_replaced(value) or any(reaches_array(part, seen) for part in parts(value))
 
 
 def parts(value: object) -> Iterator[object]:
@@ -80,7 +96,7 @@ def names_used(function: types.FunctionType) -> dict[str, object]:
         for name in code.co_names:
             value = function.__globals__.get(name)
             here = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-            if here or is_array(value) or type(value) in (tuple, list, dict):
+            if here or is_replaced(value) or type(value) in (tuple, list, dict):
                 found[name] = value
     return found
 
@@ -92,6 +108,7 @@ class Lift:
         self._copies: dict[int, object] = {}
         self._scopes: dict[int, dict[str, object]] = {}
         self._alive: list[object] = []
+        self.split: dict[int, jax.Array] = {}
 
     def value(self, value: object) -> object:
         if id(value) in self._copies:
@@ -99,6 +116,8 @@ class Lift:
         if is_array(value):
             with jax.ensure_compile_time_eval():
                 return self._keep(value, jnp.asarray(value))
+        if is_split(value):
+            return self._whole(value)  # type: ignore[arg-type]
         if not reaches_array(value, set()):
             return value
         if isinstance(value, functools.partial):
@@ -119,6 +138,12 @@ class Lift:
             table.update({k: self.value(v) for k, v in value.items()})
             return table
         return self._object(value)
+
+    def _whole(self, value: jax.Array) -> jax.Array:
+        where = jax.sharding.NamedSharding(jax.typeof(value).sharding.mesh, jax.sharding.PartitionSpec())
+        whole = self._keep(value, jax.sharding.reshard(value, where))
+        self.split[id(whole)] = value
+        return whole
 
     def _keep(self, old: object, fresh: object) -> Any:
         self._copies[id(old)] = fresh

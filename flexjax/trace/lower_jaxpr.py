@@ -9,7 +9,7 @@ branches become selects, loops of known length are unrolled. What is left over b
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +24,36 @@ from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, is_atoms, map_e
 from flexjax.trace.builder import Builder, literal
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.mod_ir import Atom, Call, Lit, axes_of
-from flexjax.trace.primitives import CALLBACKS, COLLECTIVES, CUSTOM, ELEMENTWISE, INLINED, KEPT_PARAMS, LOOPS, SAME
+from flexjax.trace.primitives import (
+    CALLBACKS,
+    CASTS,
+    COLLECTIVES,
+    CUSTOM,
+    ELEMENTWISE,
+    INLINED,
+    KEPT_PARAMS,
+    LOOPS,
+    SAME,
+)
 
 
 class Lowering:
     """State of one translation: the builder, and the arrays behind its captures."""
 
-    def __init__(self, builder: Builder, keep_custom: bool = False, inline_constants: bool = False):
-        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals."""
+    def __init__(
+        self,
+        builder: Builder,
+        keep_custom: bool = False,
+        inline_constants: bool = False,
+        split: Mapping[int, jax.Array] | None = None,
+    ):
+        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals; split:
+        what to capture for an array, by its id."""
         self.builder = builder
         self.keep_custom = keep_custom
         self.inline_constants = inline_constants
         self.arrays: list[jax.Array] = []
+        self._split = split or {}
         self._capture_of: dict[int, int] = {}
         self._parts_of: dict[int, tuple[jax.Array, tuple[jax.Array, jax.Array]]] = {}
         self._branches: list[Atom] = []
@@ -69,6 +87,8 @@ class Lowering:
             raise ModError(f"it calls back into Python (`{name}`); a mod must have no side effects.")
         held = [a for a in args if not is_atoms(a)]
         known = all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args)
+        if held and name in CASTS:
+            return args
         if known and (held or any(v.aval.shape != () for v in eqn.outvars)):
             return self.outside(eqn, args)
         if name in SAME:
@@ -88,11 +108,18 @@ class Lowering:
         return self.call(eqn, args)
 
     def outside(self, eqn: Any, args: list[Value]) -> list[Value]:
-        """Computes the equation now, in the caller's trace: it depends on captured arrays alone."""
+        """Computes the equation now, in the caller's trace: it depends on captured arrays alone.
+
+        Inside shard_map an equation on known arrays is part of that trace only where a jaxpr inside it has types that vary.
+        """
         known = lambda a: jnp.asarray(a.item().value, jnp.dtype(a.item().dtype)).reshape(a.shape)
         values = [known(a) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
-        if any(isinstance(v, Tracer) for v in values):
+        typed = any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        if typed and eqn.primitive.name in INLINED:
+            closed, consts = inner_jaxpr(eqn)
+            return self.run(closed, consts, args)
+        if any(isinstance(v, Tracer) for v in values) or (typed and has_jaxpr(eqn)):
             return run(*values)
         with jax.ensure_compile_time_eval():
             return run(*values)
@@ -118,8 +145,7 @@ class Lowering:
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 
     def inline(self, eqn: Any, args: list[Value]) -> list[Value]:
-        closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
+        jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         if function is not None and not consts and is_jnp_function(function, jaxpr):
             out = eqn.outvars[0].aval
@@ -177,7 +203,7 @@ class Lowering:
     def capture(self, value: jax.Array) -> int:
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
-            self.arrays.append(value)
+            self.arrays.append(self._split.get(id(value), value))
         return self._capture_of[id(value)]
 
     def elementwise(self, eqn: Any, args: list[Value]) -> np.ndarray:
@@ -225,15 +251,45 @@ class Lowering:
         return [object_array(vals).reshape(shape) for shape, vals in results]
 
 
+def inner_jaxpr(eqn: Any) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
+    """The body of a call that is inlined, and its constants."""
+    closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
+
+
+def has_jaxpr(eqn: Any) -> bool:
+    parts = [p for param in eqn.params.values() for p in (param if isinstance(param, tuple | list) else (param,))]
+    return any(isinstance(p, jex_core.Jaxpr | jex_core.ClosedJaxpr) for p in parts)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes of shard_map over which an array of the type varies."""
+    kind = getattr(aval, "mat", None)
+    return frozenset() if kind is None else kind.varying
+
+
+def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The value, varying over those of the mesh axes that are axes of a shard_map around."""
+    missing = axes - varying_axes(jax.typeof(value))
+    over = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis in missing)
+    return jax.lax.pcast(value, over, to="varying") if over else value
+
+
 def aval_of(var: Any) -> Any:
     """The type of a variable: jax declares less of it than there is."""
     return var.aval
 
 
 def equation_function(eqn: Any) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its operands."""
+    """The equation as a function of its operands.
+
+    Inside shard_map these are cast to the types that they have in the jaxpr, since literals and what CASTS left as it was vary
+    over fewer mesh axes.
+    """
+    over = [varying_axes(v.aval) for v in eqn.invars]
 
     def run(*values: jax.Array) -> list[jax.Array]:
+        values = tuple(map(cast_over, values, over))
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -16,7 +16,9 @@ COLLECTIVES = frozenset(
         "psum_scatter",
     ]
 )
-SAME = frozenset(["optimization_barrier", "pvary", "reshard"])
+CASTS = frozenset(["pvary", "pcast"])
+"""Primitives that change over which mesh axes of shard_map an array varies, as far as its type says."""
+SAME = frozenset(["optimization_barrier", "reshard"]) | CASTS
 """Primitives that return their operands. On a mesh, `pvary` and `reshard` say where a value is; a scalar is everywhere."""
 
 CALLBACKS = frozenset(

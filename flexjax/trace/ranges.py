@@ -76,6 +76,9 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
     if prim == "convert_element_type" and inputs[0].dtype == "bool":
         return (0, 1)
     ranges = [range_of_val(a) for a in (inputs[1:] if prim == "select_n" else inputs)]
+    if prim in ("max", "min"):  # one bound is all that a clamp of an unknown number needs
+        info = jnp.iinfo(jnp.dtype(dtype))
+        ranges = [(int(info.min), int(info.max)) if r is None else r for r in ranges]
     if any(r is None for r in ranges):
         return None
     return integer_range(prim, [r for r in ranges if r is not None])

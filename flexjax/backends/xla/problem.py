@@ -101,6 +101,19 @@ class Problem:
         self.overhang_q = schedule.padded_q != plan.q_len
         self.overhang_kv = schedule.padded_kv != plan.kv_len
 
+    def as_operands_vary(self, carry: typing.Any) -> typing.Any:
+        """Inside shard_map: the arrays of a carry, cast to vary over the mesh axes over which all operands do.
+
+        A loop returns the type of what it starts from. Only where JAX differentiates these loops does it ask for it.
+        """
+        over = jax.typeof(self.query).mat.varying
+
+        def cast(x: Array) -> Array:
+            missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(cast, carry)
+
     # ------------------------------------------------------------------ layout
 
     def pad_score_captures(self, arrays: Sequence[Array]) -> tuple[Array, ...]:

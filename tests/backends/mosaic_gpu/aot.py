@@ -7,6 +7,7 @@ has failed and a new child goes on with the next.
 """
 
 import dataclasses
+import functools
 import re
 import sys
 import time
@@ -26,8 +27,8 @@ from tests.cases import CASES, Case
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}  # not those of conftest.py
 DTYPES = ("bfloat16", "float16")
 TABLE = {f"{name}-{dtype}": (name, dtype) for name in CASES for dtype in DTYPES}
-ON_MESH = ("mesh", "mesh_check_vma", "mesh_one_kernel", "mesh_one_kernel_check_vma")
-"""Calls inside shard_map; one kernel: dense attention, whose backward pass is the fused one."""
+ON_MESH = ("mesh", "mesh_check_vma", "mesh_explicit", "mesh_one_kernel", "mesh_one_kernel_check_vma")
+"""Calls inside shard_map, and one on arrays that explicit axes split; one kernel: dense attention, whose backward pass is the fused one."""
 SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
 
 
@@ -59,7 +60,13 @@ def compile_on_mesh(entry: str) -> None:
         run = jax.shard_map(attend, mesh=mesh, in_specs=on_mesh.SPLIT, out_specs=on_mesh.SPLIT, check_vma=check_vma)
         return jax.grad(lambda q: run(q).astype(jnp.float32).sum()), mesh
 
-    if "one_kernel" in entry:
+    def explicit(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
+        mesh = on_mesh.mesh_of(devices, jax.sharding.AxisType.Explicit)
+        return functools.partial(on_mesh.results, "mosaic_gpu", KernelOptions(), 64), mesh
+
+    if entry == "mesh_explicit":
+        compile_hopper.compile_on_hoppers(explicit, 4, on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS)
+    elif "one_kernel" in entry:
         query = jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)
         compile_hopper.compile_on_hoppers(dense, 4, [query], [on_mesh.SPLIT])
     else:

@@ -108,7 +108,7 @@ def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypat
 
 
 def test_inside_shard_map():
-    """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma."""
+    """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma, and by explicit axes."""
     flags = "--xla_force_host_platform_device_count=4"
     child = subprocess.run(
         [sys.executable, "-m", "tests.backends.on_mesh"],
@@ -116,7 +116,7 @@ def test_inside_shard_map():
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]
     lines = [line.split() for line in child.stdout.splitlines()]
-    assert len(lines) == 2 * len(on_mesh.NAMES)
+    assert len(lines) == 3 * len(on_mesh.NAMES)
     for how, name, error, devices in lines:
         assert float(error) < 5e-6, (how, name, error)
         assert devices == "4"
