@@ -7,15 +7,17 @@ inside a mod are unrolled into scalars, nested calls are inlined, branches becom
 What is left over becomes a `Call`.
 """
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -227,10 +229,12 @@ class Lowering:
 
     def call(self, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         """The equation as it is: for backends that can map a jaxpr over a tile."""
+        custom = eqn.primitive.name in CUSTOM
+        closed_over, args = _closed_over(eqn, args) if custom else ({}, args)
         parts, axes = [], frozenset()
         for arg in args:
             held = not is_atoms(arg) and not is_lazy(arg)
-            if held and arg.ndim > 0 and (eqn.primitive.name not in CUSTOM or arg.size > MAX_UNROLL):
+            if held and arg.ndim > 0 and (not custom or arg.size > MAX_UNROLL):
                 parts.append(self.capture(arg))
                 continue
             atoms = self.as_atoms(arg)
@@ -247,9 +251,16 @@ class Lowering:
                     f"{MAX_ELEMENTS} elements."
                 )
             results.append((var.aval.shape, tuple(self.builder.fresh(var.aval.dtype.name, axes) for _ in range(size))))
-        inner = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr") if eqn.primitive.name in CUSTOM else None
-        bind = equation_function(eqn)
-        step = Call(eqn.primitive.name, equation_text(eqn), tuple(parts), tuple(results), bind, inner)
+        inner = _body(eqn, closed_over) if custom else None
+        bind = equation_function(eqn, closed_over)
+        step = Call(
+            eqn.primitive.name,
+            equation_text(eqn),
+            tuple(parts),
+            tuple(results),
+            _saying_why(bind) if custom else bind,
+            inner,
+        )
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
 
@@ -259,14 +270,101 @@ def aval_of(var: Any) -> Any:
     return var.aval
 
 
-def equation_function(eqn: Any) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its operands."""
+def equation_function(eqn: Any, closed_over: Mapping[int, jax.Array] | None = None) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its operands, or of those that are not given by their place."""
+    known = closed_over or {}
 
     def run(*values: jax.Array) -> list[jax.Array]:
+        rest = iter(values)
+        values = tuple(known[i] if i in known else next(rest) for i in range(len(eqn.invars)))
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
     return run
+
+
+# ------------------------------------------------------------------- what a function with a derivative rule closes over
+
+
+def _closed_over(eqn: Any, args: Sequence[Value]) -> tuple[dict[int, jax.Array], list[Value]]:
+    """Captured arrays among the first operands, by place, which jax makes of variables of the function, and the other operands.
+
+    Its rule says nothing of them, so that none of their elements is a variable of the derivative.
+    """
+    first = enumerate(args[: num_consts(eqn)])
+    arrays = {i: _constant(a) for i, a in first if not is_atoms(a) and not is_lazy(a)}
+    return arrays, [a for i, a in enumerate(args) if i not in arrays]
+
+
+def num_consts(eqn: Any) -> int:
+    return eqn.params.get("num_consts", 0)
+
+
+def _saying_why(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """`bind`, with a sentence where the function has no derivative by what it closes over."""
+
+    def run(*values: jax.Array) -> list[jax.Array]:
+        try:
+            return bind(*values)
+        except Exception as error:
+            if type(error).__name__ != "CustomVJPException":  # jax does not export it
+                raise
+            raise ModError(
+                "a function with a custom_vjp rule closes over the score or over an element of a captured array, for which the "
+                "rule has no derivative; hand it over as an argument of that function, or stop its gradient with "
+                "lax.stop_gradient."
+            ) from error
+
+    return run
+
+
+def _constant(array: jax.Array) -> jax.Array:
+    """The array; whoever differentiates by it is told that the rule has no derivative by what its function closes over."""
+    floating = jnp.issubdtype(array.dtype, jnp.inexact)
+    return _no_derivative(array) if floating and isinstance(array, Tracer) else array
+
+
+@jax.custom_jvp
+def _no_derivative(array: jax.Array) -> jax.Array:
+    return array
+
+
+def _no_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+    if not isinstance(tangents[0], SymbolicZero):
+        array = f"a captured array of {primals[0].dtype.name}{list(primals[0].shape)}"
+        raise ModError(
+            f"`score_mod` cannot be differentiated by {array} that a function with a derivative rule of its own closes over, "
+            "as in jax; hand its element over as an argument of that function, or stop its gradient with lax.stop_gradient."
+        )
+    return primals[0], tangents[0]
+
+
+_no_derivative.defjvp(_no_derivative_jvp, symbolic_zeros=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """The parts of a jaxpr that `Lowering.run` reads."""
+
+    constvars: Sequence[Any]
+    invars: Sequence[Any]
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClosedScope:
+    jaxpr: _Scope
+    consts: Sequence[Any]
+
+
+def _body(eqn: Any, closed_over: Mapping[int, jax.Array]) -> _ClosedScope:
+    """The function without its rule, what it closes over among its constants."""
+    closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
+    jaxpr = closed.jaxpr
+    constvars = [*jaxpr.constvars, *(jaxpr.invars[i] for i in closed_over)]
+    invars = [v for i, v in enumerate(jaxpr.invars) if i not in closed_over]
+    return _ClosedScope(_Scope(constvars, invars, jaxpr.eqns, jaxpr.outvars), [*closed.consts, *closed_over.values()])
 
 
 def equation_text(eqn: Any) -> str:

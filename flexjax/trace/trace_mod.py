@@ -88,6 +88,12 @@ WHOLE_ARRAY_IN_RULE = (
 )
 
 
+VALUE_IN_RULE = (
+    "`score_mod` cannot be differentiated: the derivative rule of a function in it closes over a value that the mod computes or "
+    "is given; hand it over as an argument of that function."
+)
+
+
 def _lowered(
     name: str,
     closed: jex_core.ClosedJaxpr,
@@ -102,7 +108,8 @@ def _lowered(
         (result,) = lowering.run(closed.jaxpr, closed.consts, [scalar(v) for v in inputs])
         atom = lowering.as_atoms(result).item()
     except ModError as error:
-        raise ModError(f"`{name}` cannot be compiled: {error}") from error
+        text = str(error)
+        raise ModError(text if text.startswith("`") else f"`{name}` cannot be compiled: {text}") from error
     return _finish(lowering, lowering.builder.convert(atom, score_dtype) if score_dtype else atom)
 
 
@@ -123,6 +130,8 @@ def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[ja
         # A custom rule is not part of the program's text, so such programs are not shared.
         make = derivative_program if custom_calls(source) else _cached_derivative
         return *make(source, sizes), ""
+    except jax.errors.UnexpectedTracerError:
+        return None, (), VALUE_IN_RULE
     except ModError as error:
         text = str(error)
         return None, (), text if text.startswith("`") else f"`score_mod` cannot be differentiated: {text}"
