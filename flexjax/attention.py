@@ -22,6 +22,7 @@ from flexjax.errors import bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
+from flexjax.trace.lift_numpy import lift_numpy
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 
@@ -285,8 +286,8 @@ def _reference(call: Call, arguments: Arguments) -> Results:
         operands.query,
         operands.key,
         operands.value,
-        score_mod=arguments["score_mod"],
-        mask_mod=arguments["mask_mod"],
+        score_mod=None if arguments["score_mod"] is None else lift_numpy(arguments["score_mod"]),
+        mask_mod=None if arguments["mask_mod"] is None else lift_numpy(arguments["mask_mod"]),
         mask=None if block_mask is None else block_mask.to_mask(),
         scale=plan.scale,
         sinks=operands.sinks,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -18,7 +19,7 @@ from flexjax.trace.atoms import scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
-from flexjax.trace.lift_numpy import lift_numpy
+from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.mod_ir import Atom, Program
 from flexjax.trace.rewrite import select_captures
@@ -105,7 +106,8 @@ def _lowered(
     lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom)
     inputs = lowering.builder.inputs[0 if score_dtype else 1 :]
     try:
-        (result,) = lowering.run(closed.jaxpr, closed.consts, [scalar(v) for v in inputs])
+        consts = [as_operand(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        (result,) = lowering.run(closed.jaxpr, consts, [scalar(v) for v in inputs])
         atom = lowering.as_atoms(result).item()
     except ModError as error:
         text = str(error)
@@ -154,6 +156,8 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     avals = [score if a == "score" else index for a in arguments]
     try:
         closed = _jaxpr_of(mod, avals)
+    except ModError as error:
+        raise ModError(f"`{name}` cannot be compiled: {error}") from error
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
         raise ModError(
             f"`{name}` uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); "
@@ -181,13 +185,13 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
-    """The mod's jaxpr with its numpy arrays as operands, or as they are where it needs them as numbers."""
+    """The mod's jaxpr with its numpy arrays as operands, or as they are where the mod does not take views of them."""
     lifted = lift_numpy(mod)
-    if lifted is mod:
-        return jax.make_jaxpr(mod)(*avals)
     try:
         return jax.make_jaxpr(lifted)(*avals)
-    except (TypeError, IndexError):
+    except TypeError:
+        if lifted is mod:
+            raise
         return jax.make_jaxpr(mod)(*avals)
 
 
