@@ -75,6 +75,10 @@ def flex_attention(
     Gradients reach query, key, value, sinks, the extra features and every floating array that score_mod captured.
     Scores are float32 (float64 for float64 inputs).
 
+    NaN and infinities in keys and values at positions that the mask hides may spread, since zero times NaN is NaN, as in
+    jax.nn.dot_product_attention: into the output from values, into gradients from both. Only blocks that are skipped whole are
+    never read. Where such numbers may occur, zero them before the call: jnp.where(valid[:, :, None, None], value, 0), and key.
+
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
     """
     arguments = Arguments(
