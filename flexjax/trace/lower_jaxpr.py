@@ -90,6 +90,8 @@ class Lowering:
             return outs
         if name in SAME:
             return args
+        for array in held:
+            _check_static(array.shape)
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]
         if name in INLINED:
@@ -108,7 +110,7 @@ class Lowering:
 
     def outside(self, eqn: Any, args: list[Value]) -> list[Value]:
         """Computes the equation now, in the caller's trace: it depends on captured arrays alone."""
-        values = [jnp.asarray(a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
+        values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
         if any(isinstance(v, Tracer) for v in values):
             return run(*values)
@@ -263,6 +265,14 @@ class Lowering:
         )
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
+
+
+def _check_static(shape: tuple[int, ...]) -> None:
+    if any(not isinstance(n, int) for n in shape):
+        raise ModError(
+            f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
+            "so export once for each size that you need, and pad the array to the nearest one."
+        )
 
 
 def aval_of(var: Any) -> Any:
