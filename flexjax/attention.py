@@ -23,6 +23,7 @@ from flexjax.errors import bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
+from flexjax.trace.lift_numpy import lift_numpy
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 
@@ -75,6 +76,10 @@ def flex_attention(
     room for how many they are, so that gradients count each of them as a whole: mask_mod or -inf hides without that.
     Gradients reach query, key, value, sinks, the extra features and every floating array that score_mod captured.
     Scores are float32 (float64 for float64 inputs).
+
+    NaN and infinities in keys and values at positions that the mask hides may spread, since zero times NaN is NaN, as in
+    jax.nn.dot_product_attention: into the output from values, into gradients from both. Only blocks that are skipped whole are
+    never read. Where such numbers may occur, zero them before the call: jnp.where(valid[:, :, None, None], value, 0), and key.
 
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
 
@@ -325,8 +330,8 @@ def _reference(call: Call, arguments: Arguments) -> Results:
         operands.query,
         operands.key,
         operands.value,
-        score_mod=arguments["score_mod"],
-        mask_mod=arguments["mask_mod"],
+        score_mod=None if arguments["score_mod"] is None else lift_numpy(arguments["score_mod"])[0],
+        mask_mod=None if arguments["mask_mod"] is None else lift_numpy(arguments["mask_mod"])[0],
         mask=None if block_mask is None else block_mask.to_mask(),
         scale=arguments["scale"],
         sinks=operands.sinks,

@@ -131,7 +131,8 @@ class BlockMask(Parts):
         `mask_mod` applies within the blocks of the first pair; None means all their entries are on. Without lengths, q_len is
         q_blocks and kv_len (largest index + 1, which needs concrete lists) times the block size.
 
-        Raises ValueError for shapes, dtypes, block numbers or lengths that do not fit.
+        Raises ValueError for shapes, dtypes, block numbers, counts or lengths that do not fit. Traced numbers cannot be checked:
+        a block number that is negative or past the last block is dropped, and a count is limited to 0..width.
         """
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))

@@ -149,7 +149,11 @@ def from_lists(
         )
     kv_len = _kv_len(lists, block_kv) if kv_len is None else _length("kv_len", kv_len)
     columns = blocks_along(kv_len, block_kv)
-    _check_columns((num, index, full_num, full_index), columns)
+    if any(isinstance(x, Tracer) for x in (num, index, full_num, full_index)):
+        num, index = _in_range(num, index, columns)
+        full_num, full_index = _in_range(full_num, full_index, columns)
+    else:
+        _check_columns((num, index, full_num, full_index), columns)
     traced = TracedMod(None, ())  # type: ignore[arg-type]
     if mask_mod is not None:
         # a list of one entry may serve any number of them
@@ -164,8 +168,8 @@ def from_lists(
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
-    num, index = jnp.asarray(num), jnp.asarray(index)
-    for suffix, array, rank in (("num_blocks", num, 3), ("indices", index, 4)):
+    counts, blocks = (x if isinstance(x, Array) else np.asarray(x) for x in (num, index))
+    for suffix, array, rank in (("num_blocks", counts, 3), ("indices", blocks, 4)):
         if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
             raise bad_argument(
                 f"{name}_{suffix}",
@@ -173,14 +177,31 @@ def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
                 "int32 [B, H, q_blocks]" if rank == 3 else "int32 [B, H, q_blocks, width]",
                 "Pass the lists as documented.",
             )
-    if index.shape[:3] != num.shape:
+    if blocks.shape[:3] != counts.shape:
         raise bad_argument(
             f"{name}_indices",
-            f"of shape {index.shape}",
-            f"({', '.join(map(str, num.shape))}, width)",
+            f"of shape {blocks.shape}",
+            f"({', '.join(map(str, counts.shape))}, width)",
             "Make them agree.",
         )
-    return num.astype(jnp.int32), index.astype(jnp.int32)
+    return _as_int32(counts), _as_int32(blocks)
+
+
+def _as_int32(array: Array | np.ndarray) -> Array:
+    """The integers; what int32 does not hold stays out of range."""
+    ends = jnp.iinfo(jnp.int32)
+    if jnp.iinfo(array.dtype).max > ends.max:
+        array = array.clip(max(ends.min, jnp.iinfo(array.dtype).min), ends.max)
+    return jnp.asarray(array.astype(jnp.int32))
+
+
+def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
+    """Traced lists without what is not a block: entries past the width or before 0, and block numbers that do not exist."""
+    live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
+    live &= (index >= 0) & (index < columns)
+    order = jnp.argsort(~live, axis=-1, stable=True)
+    kept, index = (jnp.take_along_axis(x, order, axis=-1) for x in (live, index))
+    return jnp.sum(live, -1, dtype=jnp.int32), jnp.where(kept, index, 0)
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
@@ -197,9 +218,7 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
-    """Block numbers in range, none twice; only where the lists are known."""
-    if any(isinstance(x, Tracer) for x in lists):
-        return
+    """Block numbers in range, none twice."""
     seen = []
     for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
         num, index = np.asarray(num), np.asarray(index)

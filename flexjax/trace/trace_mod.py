@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -19,7 +20,7 @@ from flexjax.trace.atoms import scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
-from flexjax.trace.lift_numpy import lift_numpy
+from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.mod_ir import Atom, Program
 from flexjax.trace.rewrite import select_captures
@@ -96,6 +97,12 @@ class Traced(typing.NamedTuple):
     split: dict[int, jax.Array]
 
 
+VALUE_IN_RULE = (
+    "`score_mod` cannot be differentiated: the derivative rule of a function in it closes over a value that the mod computes or "
+    "is given; hand it over as an argument of that function."
+)
+
+
 def _lowered(
     name: str,
     traced: Traced,
@@ -108,10 +115,12 @@ def _lowered(
     closed = traced.closed
     inputs = lowering.builder.inputs[0 if score_dtype else 1 :]
     try:
-        (result,) = lowering.run(closed.jaxpr, closed.consts, [scalar(v) for v in inputs])
+        consts = [as_operand(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        (result,) = lowering.run(closed.jaxpr, consts, [scalar(v) for v in inputs])
         atom = lowering.as_atoms(result).item()
     except ModError as error:
-        raise ModError(f"`{name}` cannot be compiled: {error}") from error
+        text = str(error)
+        raise ModError(text if text.startswith("`") else f"`{name}` cannot be compiled: {text}") from error
     return _finish(lowering, lowering.builder.convert(atom, score_dtype) if score_dtype else atom)
 
 
@@ -132,6 +141,8 @@ def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[ja
         # A custom rule is not part of the program's text, so such programs are not shared.
         make = derivative_program if custom_calls(source) else _cached_derivative
         return *make(source, sizes), ""
+    except jax.errors.UnexpectedTracerError:
+        return None, (), VALUE_IN_RULE
     except ModError as error:
         text = str(error)
         return None, (), text if text.startswith("`") else f"`score_mod` cannot be differentiated: {text}"
@@ -154,6 +165,8 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     avals = [score if a == "score" else index for a in arguments]
     try:
         closed, split = _jaxpr_of(mod, avals)
+    except ModError as error:
+        raise ModError(f"`{name}` cannot be compiled: {error}") from error
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
         raise ModError(
             f"`{name}` uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); "
@@ -181,13 +194,13 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
-    """The mod's jaxpr with its numpy arrays as operands, or as they are where it needs them as numbers."""
+    """The mod's jaxpr with its numpy arrays as operands, or as they are where the mod does not take views of them."""
     lifted, split = lift_numpy(mod)
-    if lifted is mod:
-        return Traced(jax.make_jaxpr(mod)(*avals), {})
     try:
         return Traced(jax.make_jaxpr(lifted)(*avals), split)
-    except (TypeError, IndexError):
+    except TypeError:
+        if lifted is mod:
+            raise
         return Traced(jax.make_jaxpr(mod)(*avals), {})
 
 

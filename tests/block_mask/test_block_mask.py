@@ -11,6 +11,7 @@ import pytest
 import flexjax
 from flexjax import BlockMask, and_masks, create_block_mask, masks
 from flexjax.block_mask import transpose
+from flexjax.reference import reference_attention
 from tests.block_mask.random_masks import classes, dense
 from tests.block_mask.test_classify import classes_of
 
@@ -210,6 +211,33 @@ def test_traced_lists_of_static_width() -> None:
     np.testing.assert_array_equal(top(scores).to_mask()[0, 0], want > 0)
 
 
+def test_traced_numbers_that_are_no_blocks_are_dropped() -> None:
+    """The same on every path: what is visited, the mask entry by entry, and what attention computes."""
+    num, full_num = jnp.asarray([[[2, 4, -3]]]), jnp.asarray([[[1, 9, 2]]])
+    index = jnp.asarray([[[[5, 0, 1], [-1, 2, 3], [0, 1, 2]]]])
+    full_index = jnp.asarray([[[[-(2**31), 1], [1, 7], [2, 0]]]])
+    blocks = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 1]])
+    full = np.array([[0, 0, 0], [0, 1, 0], [1, 0, 1]])
+    kron = lambda x: np.kron(x, np.ones((4, 4), bool))
+    causal = np.tril(np.ones((12, 12), bool))
+    query = jax.random.normal(jax.random.key(0), (1, 12, 1, 8))
+
+    @jax.jit
+    def seen(*lists: jax.Array) -> tuple[jax.Array, ...]:
+        mask = BlockMask.from_kv_blocks(*lists, block_size=4, mask_mod=masks.causal, kv_len=12)
+        run = lambda q: flexjax.flex_attention(q, q, q, block_mask=mask, implementation="xla")
+        out, pull = jax.vjp(run, query)
+        return mask.to_dense(), mask.to_mask(), out, *pull(out)
+
+    dense, entries, *got = seen(num, index, full_num, full_index)
+    np.testing.assert_array_equal(dense[0, 0], blocks)
+    np.testing.assert_array_equal(entries[0, 0], kron(full) | (kron(blocks - full) & causal))
+    run = lambda q: reference_attention(q, q, q, mask=entries)[0]
+    out, pull = jax.vjp(run, query)
+    for a, b in zip(got, (out, *pull(out)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
 NUM, INDEX = np.array([[[1, 1]]]), np.array([[[[0], [1]]]])
 BAD_LISTS = {
     "half of the full pair": (
@@ -221,12 +249,12 @@ BAD_LISTS = {
     "rank": (
         (NUM[0], INDEX),
         {},
-        "`kv_num_blocks` is int32[1, 2]; expected int32 [B, H, q_blocks]. Pass the lists as documented.",
+        "`kv_num_blocks` is int64[1, 2]; expected int32 [B, H, q_blocks]. Pass the lists as documented.",
     ),
     "dtype": (
         (NUM, INDEX * 1.0),
         {},
-        "`kv_indices` is float32[1, 1, 2, 1]; expected int32 [B, H, q_blocks, width]. Pass the lists as documented.",
+        "`kv_indices` is float64[1, 1, 2, 1]; expected int32 [B, H, q_blocks, width]. Pass the lists as documented.",
     ),
     "rows": (
         (NUM, INDEX[:, :, :1]),
@@ -254,6 +282,16 @@ BAD_LISTS = {
         {},
         "`kv_num_blocks` is between 2 and 2; expected counts of 0 to 1, the width of kv_indices. "
         "Widen the index array or lower the counts.",
+    ),
+    "negative": (
+        (NUM, INDEX - 1),
+        {"kv_len": 16},
+        "`kv_indices` is between -1 and 0; expected block numbers of 0 to 1. Check kv_len and the block size.",
+    ),
+    "more than int32 holds": (
+        (NUM, INDEX + 2**32),
+        {"kv_len": 16},
+        "`kv_indices` is between 2147483647 and 2147483647; expected block numbers of 0 to 1. Check kv_len and the block size.",
     ),
     "twice": (
         (NUM, INDEX, NUM, INDEX),
