@@ -405,5 +405,34 @@ def test_new_values_do_not_retrace() -> None:
     assert len(traces) == 1
 
 
+def test_a_forward_pass_makes_no_transposed_lists() -> None:
+    """Making the lists of a mask takes a scatter each: two in a forward pass, those of the key blocks alone."""
+    q = jnp.zeros((1, 64, 2, 8))
+
+    def attend(ids: jax.Array, q: jax.Array) -> jax.Array:
+        mask_mod = and_masks(masks.causal, masks.document(ids))
+        return flexjax.flex_attention(q, q, q, mask_mod=mask_mod, implementation="xla")
+
+    ids = jnp.zeros((1, 64), jnp.int32)
+    text = jax.jit(attend).lower(ids, q).as_text()
+    assert text.count('"stablehlo.scatter"(') == 2
+    leaves = jax.tree.leaves(create_block_mask(masks.document(ids), 1, None, 64, 64))
+    assert len(leaves) == 4 + 2, "four lists and the two captured arrays"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_transposed_lists_of_a_stack(known: bool) -> None:
+    make = lambda n: create_block_mask(masks.causal_offset(n), None, None, 40, 72, block_size=8)
+    offsets = jnp.asarray([0, 8, 16])
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *map(make, offsets)) if known else jax.vmap(make)(offsets)
+    for place, offset in enumerate(offsets):
+        one, whole = make(offset), [getattr(stack, f"{name}_num_blocks")[place] for name in ("q", "full_q")]
+        for num, name in zip(whole, ("q", "full_q"), strict=True):
+            np.testing.assert_array_equal(num, getattr(one, f"{name}_num_blocks"))
+            live = np.arange(getattr(one, f"{name}_indices").shape[-1]) < np.asarray(num)[..., None]
+            wide = np.asarray(getattr(stack, f"{name}_indices")[place])[..., : live.shape[-1]]
+            np.testing.assert_array_equal(wide[live], np.asarray(getattr(one, f"{name}_indices"))[live])
+
+
 def test_the_door_names_it() -> None:
     assert flexjax.BlockMask is BlockMask
