@@ -64,6 +64,8 @@ def from_traced(
     pairs = (partial, full)
     widths = [transpose.longest_row(places, grid[0]) for places in pairs]
     q_widths = [transpose.longest_row(transpose.turned(places), grid[1]) for places in pairs]
+    if traced.arrays:  # the next call may have other values; without any, the lists are the same each time
+        widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)

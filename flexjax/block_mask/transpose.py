@@ -18,6 +18,14 @@ Array = jax.Array
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
+def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
+    """Widths of a pair of lists whose values may change: both 16, or the power of two that fits both, but never above `most`.
+
+    The width is part of an array's shape, so each new one compiles again.
+    """
+    return (min(most, max(16, 1 << (max(widths) - 1).bit_length())),) * len(widths)
+
+
 def lists_of(flags: Array) -> tuple[Array, Array]:
     """(num, index) of the True columns of each row of bool [..., rows, columns]; traced, width = columns."""
     columns = flags.shape[-1]
@@ -53,18 +61,18 @@ def narrowed(lists: Sequence[Array]) -> list[Array]:
     if any(isinstance(x, Tracer) for x in lists) or not num.size:
         return list(lists)
     longest = [int(np.max(np.asarray(n))) for n in (num, full_num)]
-    width, full_width = longest
+    width, full_width = rounded(longest, max(index.shape[-1], full_index.shape[-1]))
     return [num, index[..., :width], full_num, full_index[..., :full_width]]
 
 
 def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
-    """Widths of the transposed lists (see Parts): those of the lists that are known, else the number of rows."""
+    """Widths of the transposed lists (see Parts): rounded where the lists are known, else the number of rows."""
     rows = lists[0].shape[-1]
     widths = (rows, rows)
     if not any(isinstance(x, Tracer) for x in lists):
         shape = (*lists[0].shape[:2], columns)
         pairs = [places_of_lists(np.asarray(n), np.asarray(i)) for n, i in (lists[:2], lists[2:])]
-        widths = [longest_row(turned(places), shape) for places in pairs]
+        widths = rounded([longest_row(turned(places), shape) for places in pairs], rows)
     return tuple(w if x.shape[-1] else 0 for w, x in zip(widths, lists[1::2], strict=True))  # type: ignore[return-value]
 
 

@@ -41,10 +41,26 @@ def test_dense_forms(block_mask: BlockMask) -> None:
     np.testing.assert_array_equal(got, on[1, 2, np.arange(5), 2 * np.arange(5)])
 
 
-def test_lists_are_as_narrow_as_the_widest_row(block_mask: BlockMask) -> None:
-    for name in ("kv", "full_kv", "q", "full_q"):
-        num, index = getattr(block_mask, f"{name}_num_blocks"), getattr(block_mask, f"{name}_indices")
-        assert index.shape[-1] == int(num.max())
+LIST_NAMES = ("kv", "full_kv", "q", "full_q")
+
+
+def widths(mask: BlockMask) -> list[int]:
+    return [getattr(mask, f"{name}_indices").shape[-1] for name in LIST_NAMES]
+
+
+def test_lists_without_captured_arrays_are_as_narrow_as_the_widest_row() -> None:
+    mask = create_block_mask(masks.sliding_window(40), None, None, 400, 400, block_size=8)
+    assert widths(mask) == [int(getattr(mask, f"{name}_num_blocks").max()) for name in LIST_NAMES]
+
+
+def test_lists_of_captured_arrays_have_rounded_widths() -> None:
+    """Never wider than a row has blocks, and of O(blocks visited) in all."""
+    make = lambda n, size: create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < n), None, None, 400, 300, block_size=size
+    )
+    assert widths(make(jnp.asarray(20), 8)) == [16, 16, 16, 16]
+    assert widths(make(jnp.asarray(200), 8)) == [32, 32, 32, 32]
+    assert widths(make(jnp.asarray(20), (32, 64))) == [5, 5, 13, 13]
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0), (1, 1)])
