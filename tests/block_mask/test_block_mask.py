@@ -433,7 +433,7 @@ def test_a_forward_pass_makes_no_transposed_lists() -> None:
     text = jax.jit(attend).lower(ids, q).as_text()
     assert text.count('"stablehlo.scatter"(') == 2
     leaves = jax.tree.leaves(create_block_mask(masks.document(ids), 1, None, 64, 64))
-    assert len(leaves) == 4 + 2, "four lists and the two captured arrays"
+    assert len(leaves) == 4 + 1, "four lists and the captured array"
 
 
 @pytest.mark.parametrize("known", [True, False])
