@@ -260,9 +260,8 @@ def _block_mask(
 
 def _layout(mask: BlockMask) -> BlockLayout:
     batch, heads = mask.kv_num_blocks.shape[:2]
-    return BlockLayout(
-        batch, heads, *mask.block_size, mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths
-    )
+    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
+    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.listed)
 
 
 def _lists(mask: BlockMask) -> BlockLists:

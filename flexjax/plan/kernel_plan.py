@@ -20,6 +20,7 @@ class BlockLayout:
     `batch` and `heads` are 1 or those of the call. `partial` and `full` are the widths (last dim) of the two key lists of
     each query block; 0 where there is no such list. `partial_t` and `full_t` are the widths of the transposed lists (query
     blocks of each key block), which a backward pass that needs them makes itself: no key block is in more rows than that.
+    `from_user_lists`: the mask program does not know which blocks are listed, so that only the lists switch the others off.
     """
 
     batch: int
@@ -30,6 +31,7 @@ class BlockLayout:
     full: int
     partial_t: int
     full_t: int
+    from_user_lists: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
