@@ -1,6 +1,7 @@
 """What a call will do and why: the traced mods, the block picture, the backend and every refusal, the work."""
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,10 @@ def block_mask_of(call: Call) -> BlockMask | None:
         return None
     blocks = plan.blocks
     shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
-    empty = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
+    empty: typing.Any = (
+        np.zeros(shape, np.int32),
+        np.zeros((*shape, 0), np.int32),
+    ) * 2  # jnp would trace them under jit
     arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
     sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)
     captures = tuple(call.operands.mask_captures)

@@ -70,9 +70,9 @@ def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
     rows = lists[0].shape[-1]
     widths = (rows, rows)
     if not any(isinstance(x, Tracer) for x in lists):
-        shape = (*lists[0].shape[:2], columns)
+        batch, heads = lists[0].shape[:2]
         pairs = [places_of_lists(np.asarray(n), np.asarray(i)) for n, i in (lists[:2], lists[2:])]
-        widths = rounded([longest_row(turned(places), shape) for places in pairs], rows)
+        widths = rounded([longest_row(turned(places), (batch, heads, columns)) for places in pairs], rows)
     return tuple(w if x.shape[-1] else 0 for w, x in zip(widths, lists[1::2], strict=True))  # type: ignore[return-value]
 
 
