@@ -107,14 +107,13 @@ def block_mask_of(call: Call) -> BlockMask | None:
         return None
     blocks = plan.blocks
     shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
-    empty: typing.Any = (
-        np.zeros(shape, np.int32),
-        np.zeros((*shape, 0), np.int32),
-    ) * 2  # jnp would trace them under jit
+    # of numpy: jnp would trace them under jit
+    empty: typing.Any = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
     arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
     sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)
     captures = tuple(call.operands.mask_captures)
-    return BlockMask.of(parts_of(arrays, captures, plan.mask, (plan.q_len, plan.kv_len), sizes, widths))
+    lengths = (plan.q_len, plan.kv_len)
+    return BlockMask.of(parts_of(arrays, captures, plan.mask, lengths, sizes, widths, blocks.from_user_lists))
 
 
 def _choice(choice: dispatch.Choice, plan: KernelPlan) -> str:
