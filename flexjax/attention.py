@@ -305,17 +305,12 @@ def _block_mask(
 
 def _layout(mask: BlockMask) -> BlockLayout:
     batch, heads = mask.kv_num_blocks.shape[:2]
-    widths = (x.shape[-1] for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices))
-    return BlockLayout(batch, heads, *mask.block_size, *widths)
+    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
+    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.listed)
 
 
 def _lists(mask: BlockMask) -> BlockLists:
-    pairs = (
-        (mask.kv_num_blocks, mask.kv_indices),
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-        (mask.q_num_blocks, mask.q_indices),
-        (mask.full_q_num_blocks, mask.full_q_indices),
-    )
+    pairs = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
     return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
 
 

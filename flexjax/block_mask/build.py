@@ -1,7 +1,7 @@
 """Making the parts of block masks: from a mask_mod, from lists, from classes.
 
-A mask whose arrays are all known is classified in chunks and its lists are as narrow as the widest row. One that depends on
-traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
+A mask whose arrays are all known is classified in chunks and its lists are about as narrow as the widest row. One that
+depends on traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
 """
 
 import contextlib
@@ -64,14 +64,16 @@ def from_traced(
     with _outside():
         partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-    lists = []
-    for places in (partial, full):
-        lists += transpose.lists_of_places(places, (*heads, rows))
-    for places in (partial, full):
-        lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
+    grid = ((*heads, rows), (*heads, columns))
+    pairs = (partial, full)
+    widths = [transpose.longest_row(places, grid[0]) for places in pairs]
+    q_widths = [transpose.longest_row(transpose.turned(places), grid[1]) for places in pairs]
+    if traced.arrays:  # the next call may have other values; without any, the lists are the same each time
+        widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
+    lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)
-    return parts_of(arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return parts_of(arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]))
 
 
 def _whole(x: Array) -> Array:
@@ -96,16 +98,13 @@ def from_classes(
     classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
 ) -> Parts:
     """Block mask of int8 classes [B, H, q blocks, kv blocks], on device."""
-    return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    rows = classes.shape[2]
+    return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[:2], sizes[2:], (rows, rows))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
 def _lists_of_classes(classes: Array) -> list[Array]:
-    lists: list[Array] = []
-    for view in (classes, jnp.swapaxes(classes, 2, 3)):
-        for kind in (PARTIAL, FULL):
-            lists += transpose.lists_of(view == kind)
-    return lists
+    return [*transpose.lists_of(classes == PARTIAL), *transpose.lists_of(classes == FULL)]
 
 
 # ------------------------------------------------------------------- from lists
@@ -159,12 +158,9 @@ def from_lists(
         # a list of one entry may serve any number of them
         counts = tuple(n if n > 1 else BROADCAST for n in num.shape[:2])
         traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len))
-    back: list[Array] = []
-    for n, i in ((num, index), (full_num, full_index)):
-        flags = transpose.flags_of_lists(n, i, columns)
-        back += transpose.narrowed(*transpose.lists_of(jnp.swapaxes(flags, 2, 3)))
-    arrays = (num, index, full_num, full_index, *back)
-    return parts_of(arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv), listed=True)
+    arrays = (num, index, full_num, full_index)
+    widths = transpose.q_widths(arrays, columns)
+    return parts_of(arrays, traced.arrays, traced.program, (q_len, kv_len), (block_q, block_kv), widths, listed=True)
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:

@@ -76,6 +76,64 @@ def test_forward_and_backward_tiles_are_apart() -> None:
     assert tile(asked, backward=True) == (128, 128)
 
 
+def test_tiles_that_suit_another_backend_give_way() -> None:
+    """Under a mask: a block high, and as many whole blocks wide as were asked for; without one: no larger than the lengths."""
+    for mask, asked, got in (
+        ("causal", (64, 100), (128, 128)),
+        ("causal", (512, 300), (128, 256)),
+        ("causal", (16, 4096), (128, 256)),
+        ("plain", (512, 1024), (300, 200)),
+    ):
+        made = plan(mask, block_q=asked[0], block_kv=asked[1], block_q_bwd=asked[0], block_kv_bwd=asked[1])
+        assert tile(made, backward=False) == tile(made, backward=True) == got
+        assert dispatch.backend("xla").refuses(made) is None
+    for got, want in zip(
+        jax.tree.leaves(value_and_slopes("causal", block_q=16, block_kv=48, block_q_bwd=512)),
+        jax.tree.leaves(value_and_slopes("causal")),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
+    q, k, v = arrays()
+    options: Any = DEFAULTS | {"mask_mod": masks.causal_offset(jnp.asarray(100))}
+    for tokens in (1, 5, 127):
+        made = prepare(q[:, :tokens], k, v, **options).plan
+        assert choose(made).block_q == choose(made, backward=True).block_q == tokens
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_of_decoding_copies_no_cache(layout: str, dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    q, k, v = make(2, 3, 4, 16), make(2, 2048, 2, 16), make(2, 2048, 2, 16)
+    lengths = jnp.asarray([2048, 77])
+
+    def attend(implementation: str, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        turned = (q, k, v) if layout == "BTNH" else (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        out = flexjax.flex_attention(
+            *turned, mask_mod=masks.padding(lengths), layout=layout, implementation=implementation
+        )
+        return out if layout == "BTNH" else jnp.swapaxes(out, 1, 2)
+
+    got, want = (attend(name, q, k, v, lengths).astype(jnp.float32) for name in ("xla", "reference"))
+    np.testing.assert_allclose(got, want, atol=1e-5 if dtype == "float32" else 2e-2)
+    if dtype == "bfloat16":  # XLA for CPUs widens it as a whole
+        return
+    slopes = [
+        jax.grad(lambda *x, n=name: (attend(n, *x, lengths) ** 2).sum(), (0, 1, 2)) for name in ("xla", "reference")
+    ]
+    for got, want in zip(*(slope(q, k, v) for slope in slopes), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    if layout == "BTNH":
+        run = jax.jit(attend, static_argnums=0)
+        longer = [jnp.concatenate([x] * 4, 1) for x in (k, v)]
+        sizes = [run.lower("xla", q, *x, lengths).compile().memory_analysis() for x in ((k, v), longer)]
+        assert sizes[1].temp_size_in_bytes - sizes[0].temp_size_in_bytes < k.nbytes / 4, "what grows is the block lists"
+
+
 def test_the_backward_pass_runs_the_tile_it_is_asked_for() -> None:
     """The loop of the backward pass has as many steps as the tile says."""
     text = lambda **tiles: str(jax.make_jaxpr(lambda: value_and_slopes("plain", **tiles))())

@@ -42,10 +42,26 @@ def test_dense_forms(block_mask: BlockMask) -> None:
     np.testing.assert_array_equal(got, on[1, 2, np.arange(5), 2 * np.arange(5)])
 
 
-def test_lists_are_as_narrow_as_the_widest_row(block_mask: BlockMask) -> None:
-    for name in ("kv", "full_kv", "q", "full_q"):
-        num, index = getattr(block_mask, f"{name}_num_blocks"), getattr(block_mask, f"{name}_indices")
-        assert index.shape[-1] == int(num.max())
+LIST_NAMES = ("kv", "full_kv", "q", "full_q")
+
+
+def widths(mask: BlockMask) -> list[int]:
+    return [getattr(mask, f"{name}_indices").shape[-1] for name in LIST_NAMES]
+
+
+def test_lists_without_captured_arrays_are_as_narrow_as_the_widest_row() -> None:
+    mask = create_block_mask(masks.sliding_window(40), None, None, 400, 400, block_size=8)
+    assert widths(mask) == [int(getattr(mask, f"{name}_num_blocks").max()) for name in LIST_NAMES]
+
+
+def test_lists_of_captured_arrays_have_rounded_widths() -> None:
+    """Never wider than a row has blocks, and of O(blocks visited) in all."""
+    make = lambda n, size: create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < n), None, None, 400, 300, block_size=size
+    )
+    assert widths(make(jnp.asarray(20), 8)) == [16, 16, 16, 16]
+    assert widths(make(jnp.asarray(200), 8)) == [32, 32, 32, 32]
+    assert widths(make(jnp.asarray(20), (32, 64))) == [5, 5, 13, 13]
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0), (1, 1)])
@@ -441,6 +457,35 @@ def test_new_values_do_not_retrace() -> None:
         ids = jnp.asarray(np.sort(np.random.default_rng(seed).permutation(64) // 16))
         visited(create_block_mask(masks.document(ids), None, None, 64, 64, block_size=16))
     assert len(traces) == 1
+
+
+def test_a_forward_pass_makes_no_transposed_lists() -> None:
+    """Making the lists of a mask takes a scatter each: two in a forward pass, those of the key blocks alone."""
+    q = jnp.zeros((1, 64, 2, 8))
+
+    def attend(ids: jax.Array, q: jax.Array) -> jax.Array:
+        mask_mod = and_masks(masks.causal, masks.document(ids))
+        return flexjax.flex_attention(q, q, q, mask_mod=mask_mod, implementation="xla")
+
+    ids = jnp.zeros((1, 64), jnp.int32)
+    text = jax.jit(attend).lower(ids, q).as_text()
+    assert text.count('"stablehlo.scatter"(') == 2
+    leaves = jax.tree.leaves(create_block_mask(masks.document(ids), 1, None, 64, 64))
+    assert len(leaves) == 4 + 1, "four lists and the captured array"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_transposed_lists_of_a_stack(known: bool) -> None:
+    make = lambda n: create_block_mask(masks.causal_offset(n), None, None, 40, 72, block_size=8)
+    offsets = jnp.asarray([0, 8, 16])
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *map(make, offsets)) if known else jax.vmap(make)(offsets)
+    for place, offset in enumerate(offsets):
+        one, whole = make(offset), [getattr(stack, f"{name}_num_blocks")[place] for name in ("q", "full_q")]
+        for num, name in zip(whole, ("q", "full_q"), strict=True):
+            np.testing.assert_array_equal(num, getattr(one, f"{name}_num_blocks"))
+            live = np.arange(getattr(one, f"{name}_indices").shape[-1]) < np.asarray(num)[..., None]
+            wide = np.asarray(getattr(stack, f"{name}_indices")[place])[..., : live.shape[-1]]
+            np.testing.assert_array_equal(wide[live], np.asarray(getattr(one, f"{name}_indices"))[live])
 
 
 def test_the_door_names_it() -> None:

@@ -225,22 +225,6 @@ def test_a_backend_that_cannot() -> None:
     )
 
 
-def test_tiles_that_xla_cannot_cut() -> None:
-    # fmt: off
-    rows = {
-        KernelOptions(block_q=64): "block_q=64 is not its query block size 128.",
-        KernelOptions(block_q_bwd=64): "block_q_bwd=64 is not its query block size 128.",
-        KernelOptions(block_kv=100): "block_kv=100 is not a multiple of its key block size 128.",
-        KernelOptions(block_kv_bwd=100): "block_kv_bwd=100 is not a multiple of its key block size 128.",
-    }
-    # fmt: on
-    for options, end in rows.items():
-        with pytest.raises(NotImplementedError) as caught:
-            attend(arrays(), mask_mod=masks.causal, implementation="xla", kernel_options=options)
-        start = "No implementation accepts this call: xla: xla visits whole blocks of the block mask: "
-        assert str(caught.value) == start + end
-
-
 # ------------------------------------------------------------------- mods
 
 # name of the argument, the mod, a piece of what is said

@@ -33,6 +33,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
+from flexjax.block_mask import transpose
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 
 WGMMA = plgpu.Layout.WGMMA
@@ -300,9 +301,14 @@ def each_visit(
 def walk_arrays(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> WalkRefs:
     if lists is None or plan.blocks is None:
         return WalkRefs(None, None, None, None)
-    if transposed:
-        return WalkRefs(lists.partial_num_t, lists.partial_index_t, lists.full_num_t, lists.full_index_t)
-    return WalkRefs(lists.partial_num, lists.partial_index, lists.full_num, lists.full_index)
+    if not transposed:
+        return WalkRefs(*lists)
+    columns = -(-plan.kv_len // plan.blocks.block_kv)
+    arrays: list[jax.Array | None] = []
+    for num, index, width in ((*lists[:2], plan.blocks.partial_t), (*lists[2:], plan.blocks.full_t)):
+        known = num is not None and index is not None
+        arrays += transpose.transposed(num, index, columns=columns, width=width) if known else (None, None)
+    return WalkRefs(*arrays)
 
 
 def longest_first(walk: Walk, arrays: WalkRefs, own_tiles: int) -> jax.Array | None:

@@ -6,7 +6,6 @@ Needs the wheels that compile_hopper.py names. Each part has a child process; wh
 has failed and a new child goes on with the next.
 """
 
-import dataclasses
 import functools
 import re
 import sys
@@ -22,7 +21,7 @@ from flexjax.types import KernelOptions
 from tests.backends import children, on_mesh
 from tests.backends.conformance import Problem
 from tests.backends.mosaic_gpu import compile_hopper
-from tests.cases import CASES, Case
+from tests.cases import CASES
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}  # not those of conftest.py
 DTYPES = ("bfloat16", "float16")
@@ -35,15 +34,6 @@ SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+)
 def sampled() -> list[str]:
     """What a run of CI compiles: each case in one of the dtypes, and the call on a mesh."""
     return [*(f"{name}-{DTYPES[zlib.crc32(name.encode()) % len(DTYPES)]}" for name in CASES), *ON_MESH]
-
-
-def with_blocks_of_64(case: Case) -> Case:
-    """The case with the blocks of its mask made multiples of 64, as the kernels want them."""
-    if case.block is None:
-        return case
-    size = case.block.size if isinstance(case.block.size, tuple) else (case.block.size, case.block.size)
-    larger = (-(-size[0] // 64) * 64, -(-size[1] // 64) * 64)
-    return dataclasses.replace(case, block=dataclasses.replace(case.block, size=larger))
 
 
 def compile_on_mesh(entry: str) -> None:
@@ -78,7 +68,7 @@ def compile_entry(entry: str) -> None:
         compile_on_mesh(entry)
         return
     name, dtype = TABLE[entry]
-    problem = Problem(with_blocks_of_64(CASES[name]), dtype, "mosaic_gpu")
+    problem = Problem(CASES[name], dtype, "mosaic_gpu")
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array) -> object:

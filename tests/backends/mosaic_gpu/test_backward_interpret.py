@@ -58,7 +58,7 @@ def over_all(mod: Mod, leading: int) -> Mod:
 
 
 def block_lists(on: np.ndarray, block: tuple[int, int]) -> tuple[BlockLayout, BlockLists]:
-    """Lists in both directions of a dense [b, h, T, S] mask."""
+    """Lists of a dense [b, h, T, S] mask, and the widths of those in both directions."""
     padding = [(0, 0), (0, 0), *((0, -n % s) for n, s in zip(on.shape[2:], block, strict=True))]
     shape = lambda x: x.reshape(*x.shape[:2], x.shape[2] // block[0], block[0], x.shape[3] // block[1], block[1])
     some = shape(np.pad(on, padding)).any((3, 5))
@@ -70,7 +70,7 @@ def block_lists(on: np.ndarray, block: tuple[int, int]) -> tuple[BlockLayout, Bl
         widths.append(width)
         index = np.argsort(~hit, axis=-1, kind="stable")[..., :width].astype(np.int32)
         arrays += [jnp.asarray(hit.sum(-1).astype(np.int32)), jnp.asarray(index)] if width else [None, None]
-    return BlockLayout(on.shape[0], on.shape[1], *block, *widths), BlockLists(*arrays)
+    return BlockLayout(on.shape[0], on.shape[1], *block, *widths), BlockLists(*arrays[:4])
 
 
 def problem(
