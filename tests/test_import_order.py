@@ -18,6 +18,7 @@ ORDER = (
         "explain",
         "autotune",
         "dispatch",
+        "dense",
         "autodiff",
         "fold_batch",
         "check_arguments",

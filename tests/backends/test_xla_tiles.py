@@ -11,9 +11,11 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.target import Target
 from flexjax.backends.xla.schedule import choose
 from flexjax.plan.kernel_plan import KernelPlan
 
+CPU = Target("cpu")
 LENGTHS = (300, 200)
 MASKS: dict[str, Callable | None] = {"plain": None, "causal": masks.causal}
 
@@ -30,7 +32,7 @@ def plan(mask: str, **tiles: int) -> KernelPlan:
 
 
 def tile(plan: KernelPlan, backward: bool) -> tuple[int, int]:
-    schedule = choose(plan, backward)
+    schedule = choose(plan, CPU, backward)
     return schedule.block_q, schedule.block_kv * schedule.chunk
 
 
@@ -48,7 +50,7 @@ def value_and_slopes(mask: str, **tiles: int) -> Any:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_candidate_computes_the_same(mask: str) -> None:
-    candidates = dispatch.backend("xla").tile_candidates(plan(mask))
+    candidates = dispatch.backend("xla").tile_candidates(plan(mask), CPU)
     assert len(candidates) >= 2
     want = value_and_slopes(mask)
     for tiles in candidates:
@@ -59,7 +61,7 @@ def test_every_candidate_computes_the_same(mask: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_first_candidate_is_the_default(mask: str) -> None:
     default = plan(mask)
-    first = dispatch.backend("xla").tile_candidates(default)[0]
+    first = dispatch.backend("xla").tile_candidates(default, CPU)[0]
     assert (first["block_q"], first["block_kv"]) == tile(default, backward=False)
 
 

@@ -42,17 +42,15 @@ def gradient(x: jax.Array) -> jax.Array:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Hashes of the kernels that a machine with a GPU would compile in threads."""
     given: list[bytes] = []
-    compile_hopper.as_on_hopper(monkeypatch.setattr)
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda: "a GPU")
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: "a GPU")
     monkeypatch.setattr(compile_ahead, "begin", lambda kernel, gpu: given.append(kernel.kernel_hash))
     return given
 
 
 def program(function: Callable, platforms: tuple[str, ...] = ("cuda",)) -> str:
     """The text of a lowered program."""
-    from jax._src.mesh import AbstractDevice
-
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    hopper = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=hopper)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(lambda x: function(x)).trace(QUERY).lower(lowering_platforms=platforms).as_text()
 
@@ -105,7 +103,7 @@ def test_equal_layers_are_lowered_once(begun: list[bytes]) -> None:
 
 
 def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda: None)
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: None)
     assert len(lowered(gradient)) == 3
     assert begun == []
 
@@ -146,9 +144,8 @@ def test_what_a_thread_compiled_is_not_compiled_again() -> None:
 
 def compile_twice() -> None:
     """The kernels of a program alone, as the threads would; then the program; then the same from elsewhere."""
-    compile_hopper.as_on_hopper()
     kernels = []
-    compile_ahead.own_gpu = lambda: "a GPU"
+    compile_ahead.own_gpu = lambda target: "a GPU"
     compile_ahead.begin = lambda kernel, gpu: kernels.append(kernel)
     lowered(gradient)
     topology = compile_hopper.topology(1)
@@ -164,7 +161,6 @@ def compile_twice() -> None:
 
 if __name__ == "__main__":
     if "--lower" in sys.argv:
-        compile_hopper.as_on_hopper()
         print(hashlib.sha256(program(gradient).encode()).hexdigest())
     else:
         compile_twice()
