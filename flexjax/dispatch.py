@@ -4,8 +4,10 @@ The choice is made when a pass is lowered, from the plan and the target (backend
 are. `settled` is all that is known before.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
 import typing
 import warnings
 from collections.abc import Callable, Sequence
@@ -51,7 +53,14 @@ REFERENCE = DenseBackend.name
 NAMES = (*TABLE, REFERENCE)
 KERNELS = {"cuda": "mosaic_gpu", "rocm": "mosaic_gpu", "tpu": "mosaic_tpu"}
 """The backend whose kernels a user of a platform expects."""
-PLATFORMS = {"mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}
+PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}
+"""Where kernels run. Asked here, so that a call for another platform imports nothing of them."""
+
+if any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")):
+    # This part of Pallas adds a setting to what jax's traces are kept by. Imported during the first trace of a function, with the
+    # kernels, it would have that function traced and compiled a second time.
+    with contextlib.suppress(ImportError):
+        from jax.experimental.pallas import fuser as fuser
 
 
 @functools.cache
@@ -83,17 +92,15 @@ def settled(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | N
 
     Raises NotImplementedError with every refusal if none accepts the plan on any target.
     """
+    if implementation is None and backend("xla").refuses(plan, None) is None:
+        return None
     refusals: list[tuple[str, str]] = []
-    possible: list[str] = []
     for name in implementation or tuple(TABLE):
         why = backend(name).refuses(plan, None)
         if why is None:
-            possible.append(name)
-        else:
-            refusals.append((name, why))
-    if not possible:
-        raise _none_accepts(refusals)
-    return possible[0] if possible[0] not in PLATFORMS else None
+            return None if name in PLATFORMS else name
+        refusals.append((name, why))
+    raise _none_accepts(refusals)
 
 
 def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:
@@ -147,24 +154,19 @@ def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:
 
 def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | None:
     """The backend's own sentence; by default a simulator is left alone, and so are kernels that may not be for the device."""
-    if name in PLATFORMS and not named:
-        if plan.options.interpret:
+    if name in PLATFORMS:
+        platform, hardware = PLATFORMS[name]
+        if plan.options.interpret and not named:
             return f"{name} is simulated only where implementation names it."
-        if target.platform == PLATFORMS[name] and target.kind is None:
+        if target.platform != platform and not plan.options.interpret:
+            advice = " Pass kernel_options=KernelOptions(interpret=True) to simulate it." if named else ""
+            return f"{name} runs on {hardware}; this call is for the platform {target.platform}.{advice}"
+        if target.platform == platform and target.kind is None and not named:
             return (
-                f"It is not known which device of the platform {target.platform} this program is for. For the kernels of one, "
-                f"lower it with arguments or a mesh on that device or its topology, or pass implementation={name!r}."
+                f"It is not known which device of the platform {platform} this program is for. For its kernels, lower it "
+                f"with arguments or a mesh on such a device or its topology, or pass implementation={name!r}."
             )
-    why = backend(name).refuses(plan, target)
-    if (
-        why is not None
-        and named
-        and name in PLATFORMS
-        and target.platform != PLATFORMS[name]
-        and not plan.options.interpret
-    ):
-        why += " Pass kernel_options=KernelOptions(interpret=True) to simulate it."
-    return why
+    return backend(name).refuses(plan, target)
 
 
 def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPlan:

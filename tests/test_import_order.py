@@ -40,6 +40,7 @@ BACKEND_MAY_IMPORT = (
     "flexjax.block_mask",
     "flexjax.trace",
     "flexjax.backends.base",
+    "flexjax.backends.target",
     "flexjax.backends.tile_math",
     "flexjax.runtime",
     "flexjax.types",

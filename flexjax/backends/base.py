@@ -29,7 +29,7 @@ class Backend(typing.Protocol):
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         """A sentence that says why this backend cannot run the plan on the target, None if it can. Pure.
 
-        Without a target: why it can run it on none.
+        The target is of the backend's own platform, or any for the simulator. Without a target: why it can run it on none.
         """
         ...
 

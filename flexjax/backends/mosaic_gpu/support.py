@@ -21,25 +21,17 @@ LARGEST_DIM = 256
 
 
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
-    """A sentence that says why the kernels cannot run this plan there (anywhere), None if they can.
+    """A sentence that says why the kernels cannot run this plan on an NVIDIA GPU (on any), None if they can.
 
     version     of jax; of this process by default
     """
-    asked = None if plan.options.interpret else target
     return (
-        _refuses_platform(asked)
-        or _refuses_jax(version or jax.__version_info__[:3])
-        or _refuses_device(asked)
+        _refuses_jax(version or jax.__version_info__[:3])
+        or _refuses_device(None if plan.options.interpret else target)
         or _refuses_arrays(plan)
         or _refuses_programs(plan)
         or _refuses_tiles(plan)
     )
-
-
-def _refuses_platform(target: Target | None) -> str | None:
-    if target is None or target.platform == "cuda":
-        return None
-    return f"The GPU kernels need an NVIDIA GPU; this call is for the platform {target.platform}."
 
 
 def _refuses_jax(version: tuple[int, ...]) -> str | None:
