@@ -87,7 +87,7 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
 
 def _who_runs_forward(target: Target, problem: Problem) -> Run:
     run = dispatch.choose(problem.plan, problem.implementation, target)
-    dispatch.warn_of_fallback(problem, "forward pass", run)
+    dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
     return run
 
 
@@ -112,8 +112,8 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
 
 
 def _who_runs_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    run = dispatch.on_xla(problem.plan, target, "Kernels have no forward mode; xla alone has it.")
-    dispatch.warn_of_fallback(problem, "tangent (forward-mode derivative)", run)
+    run = dispatch.on_xla(problem.plan, target, "The kernels have reverse mode alone.")
+    dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
 
 
@@ -138,13 +138,13 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
 def _who_runs_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
     asked = problem.plan, problem.implementation, target
     run = dispatch.choose_backward(*asked, _wanted(wanted), problem.needed_derivative())
-    which = "backward pass"
+    which = dispatch.BACKWARD
     if any(wanted[6:]):
         without = dispatch.choose_backward(
             *asked, _wanted((*wanted[:6], *[False] * len(wanted[6:]))), problem.derivative
         )
         if without.backend is not run.backend:
-            which = "backward pass with the gradients of captured arrays"
+            which = f"{dispatch.BACKWARD} with the gradients of captured arrays"
     dispatch.warn_of_fallback(problem, which, run)
     return run
 
@@ -275,27 +275,27 @@ def _through_xla(function: Callable) -> Callable:
         plain = functools.partial(function, run=run, problem=again, **params)
         moved = [_instantiate(p, t) for p, t in zip(primals, tangents, strict=True)]
         outs, moved_outs = jax.jvp(plain, list(primals), moved)
-        return [second_order_p.bind(out, problem=again) for out in outs], moved_outs
+        return outs, [second_order_p.bind(moved, problem=again) for moved in moved_outs]
 
     return rule
 
 
 def _second_order() -> Primitive:
-    """The identity, on values that were differentiated through XLA code: where it is lowered, that is said."""
+    """The identity, on tangents through XLA code and on cotangents back through it: where it is lowered, that is said."""
     primitive = Primitive("flexjax_second_order")
     primitive.def_impl(lambda x, problem: x)
     primitive.def_abstract_eval(lambda x, problem: x)
 
     def lower(ctx: mlir.LoweringRuleContext, x: typing.Any, *, platform: str, problem: Problem) -> list:
         target = targets.of_lowering(ctx, platform)
-        run = dispatch.on_xla(problem.plan, target, "Kernels cannot be differentiated by jax; xla code can.")
-        dispatch.warn_of_fallback(problem, "second derivative", run)
+        run = dispatch.on_xla(problem.plan, target, "The kernels have first derivatives alone.")
+        dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
         return [x]
 
     for platform in dispatch.KERNELS:
         mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
     mlir.register_lowering(primitive, lambda ctx, x, problem: [x])
-    ad.deflinear2(primitive, lambda cotangent, x, problem: [cotangent])
+    ad.deflinear2(primitive, lambda cotangent, x, problem: [primitive.bind(cotangent, problem=problem)])
     batching.primitive_batchers[primitive] = lambda values, dims, problem: (
         primitive.bind(values[0], problem=problem),
         dims[0],

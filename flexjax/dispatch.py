@@ -188,6 +188,9 @@ def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str,
 
 # ------------------------------------------------------------------- nothing leaves the kernels in silence
 
+FORWARD, BACKWARD, TANGENT, SECOND = "forward pass", "backward pass", "tangent (forward mode)", "second derivative"
+"""Passes, in words."""
+
 _said: set[tuple[str, KernelPlan]] = set()
 """(pass, plan) of the warnings of this process."""
 
@@ -195,7 +198,7 @@ _said: set[tuple[str, KernelPlan]] = set()
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
     """Warns, once a pass and plan, where a pass on a GPU or TPU runs outside of its kernels and nobody asked for that.
 
-    which       the pass, in words
+    which       the pass, one of the words above
     """
     kernels = KERNELS.get(run.target.platform)
     if kernels in (None, run.backend.name) or run.backend.name in (problem.implementation or ()):
@@ -203,10 +206,13 @@ def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
     if (which, problem.plan) in _said:
         return
     _said.add((which, problem.plan))
-    why = dict(run.refusals).get(kernels) or dict(run.refusals).get(next(iter(problem.implementation or ()), ""), "")
+    refusals = dict(run.refusals)
+    why = refusals.get(kernels) or next(iter(refusals.values()), "")
+    name = run.backend.name
+    quiet = name if which == FORWARD else (kernels, name)
     warnings.warn(
-        f"The {which} of a call runs on {run.backend.name}, not in the kernels of {kernels}, on {run.target.name}. {why} Change "
-        f"that, or pass implementation={run.backend.name!r}, which runs the same without this warning. {problem.call}".rstrip(),
+        f"The {which} of a call runs on {name}, not on the kernels of {kernels}, for {run.target.name}. {why} Change that for the "
+        f"kernels, or pass implementation={quiet!r} for the same without this warning. {problem.call}",
         FallbackWarning,
         stacklevel=2,
     )
