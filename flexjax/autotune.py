@@ -32,7 +32,7 @@ from flexjax import dispatch
 from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
 from flexjax.autodiff import attention
 from flexjax.backends import target as targets
-from flexjax.backends.target import Target
+from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
@@ -99,13 +99,6 @@ class Tuning(typing.NamedTuple):
         return "\n".join(lines)
 
 
-class Timed(typing.NamedTuple):
-    """Who is timed: the name of a backend, and the device that it runs on."""
-
-    backend: str
-    target: Target
-
-
 def _shown(tile: Tile) -> str:
     return " ".join(f"{n}={v}" for n, v in tile.items()) or "nothing to choose"
 
@@ -152,11 +145,10 @@ def autotune(
                 "False",
                 "The time of a simulated kernel says nothing about the kernel.",
             )
-        target = targets.default()
-        name = dispatch.choose(call.plan, dispatch.candidates(implementation), target).backend.name
-        if name == dispatch.REFERENCE:
+        timed = dispatch.choose(call.plan, dispatch.candidates(implementation), targets.default())
+        if timed.backend.name == dispatch.REFERENCE:
             raise NotImplementedError("The reference implementation has no tiles to choose.")
-        return _search(call, Timed(name, target), backward, clock() + seconds, cache, progress)
+        return _search(call, timed, backward, clock() + seconds, cache, progress)
     except Exception as error:
         error.add_note(describe_call("autotune", main[0], main[1], main[2], filled))
         raise
@@ -202,16 +194,16 @@ def _concrete(query: typing.Any, key: typing.Any, value: typing.Any, arguments: 
 
 
 def _search(
-    call: Call, timed: Timed, backward: bool, until: float, cache: bool | str | os.PathLike[str], progress: bool | None
+    call: Call, timed: Run, backward: bool, until: float, cache: bool | str | os.PathLike[str], progress: bool | None
 ) -> Tuning:
     plan, options = call.plan, call.plan.options
     forwards = _tiles(timed, plan, "forward")
     wanted, movable = _movable(call.operands)
     backwards: list[Tile] = []
     if backward:
-        derivative = call.problem((timed.backend,)).needed_derivative()
-        run = dispatch.choose_backward(plan, (timed.backend,), timed.target, wanted, derivative)
-        backwards = _tiles(timed._replace(backend=run.backend.name), plan, "backward")
+        derivative = call.problem(None).needed_derivative()
+        both = dispatch.choose_backward(plan, (timed.backend.name,), timed.target, wanted, derivative)
+        backwards = _tiles(both, plan, "backward")
     bar = _Bar(len(forwards) + len(backwards), until, progress)
     timings: list[Timing] = []
     found: dict[str, Timing] = {}
@@ -239,16 +231,16 @@ def _search(
     bar.close()
     if not found:
         reasons = " ".join(f"{_shown(t.tile)}: {t.skipped}" for t in timings)
-        raise RuntimeError(f"No candidate of {timed.backend} runs. {reasons}")
+        raise RuntimeError(f"No candidate of {timed.backend.name} runs. {reasons}")
     finished = len(timings) == len(forwards) + len(backwards)
     kept = _keep(plan, timed, found, timings, {"forward": forwards, "backward": backwards}, cache)
-    return Tuning(options, tuple(timings), finished, timed.backend, kept)
+    return Tuning(options, tuple(timings), finished, timed.backend.name, kept)
 
 
-def _tiles(timed: Timed, plan: KernelPlan, which: str) -> list[Tile]:
+def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
     """The backend's candidates for a pass, without those options that the call names itself."""
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
-    candidates = dispatch.backend(timed.backend).tile_candidates(plan, timed.target)
+    candidates = timed.backend.tile_candidates(plan, timed.target)
     found = [{n: c[n] for n in open_options if n in c} for c in candidates]
     return list({tuple(t.items()): t for t in found}.values())
 
@@ -309,11 +301,11 @@ def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
 
 
 def _step(
-    call: Call, plan: KernelPlan, timed: Timed, which: str, movable: tuple[int, ...]
+    call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
     """The pass as a function of the operands."""
-    # xla is named for a backward pass that the kernels refuse, so that nobody is warned of it here
-    problem = dataclasses.replace(call, plan=plan).problem((timed.backend, "xla"))
+    names = (timed.backend.name, "xla")  # the second for a backward pass that the first refuses, without a warning
+    problem = dataclasses.replace(call, plan=plan).problem(names)
     if which == "forward":
         return lambda operands: attention(problem, operands).out
 
@@ -330,7 +322,7 @@ def _step(
 
 
 def _time(
-    call: Call, plan: KernelPlan, timed: Timed, which: str, tile: Tile, movable: tuple[int, ...], limit: float
+    call: Call, plan: KernelPlan, timed: Run, which: str, tile: Tile, movable: tuple[int, ...], limit: float
 ) -> Trial:
     """Compiles a candidate, warms up, and times calls that are waited for, until some seconds or the limit are over."""
 
@@ -338,7 +330,7 @@ def _time(
         LOG.warning("autotune leaves out %s: %s", _shown(tile), reason)
         return Trial(Timing(which, tile, None, 0, reason), None)
 
-    refusal = dispatch.backend(timed.backend).refuses(plan, timed.target)
+    refusal = timed.backend.refuses(plan, timed.target)
     if refusal is not None:
         return skip(refusal)
     try:
@@ -357,7 +349,7 @@ def _reason(error: Exception) -> str:
 
 def _keep(
     plan: KernelPlan,
-    timed: Timed,
+    timed: Run,
     found: dict[str, Timing],
     timings: list[Timing],
     candidates: dict[str, list[Tile]],
@@ -368,9 +360,7 @@ def _keep(
     if path is None:
         return None
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    name, device, of = timed.backend, timed.target.kind, tuned.versions()
-    if device is None:
-        return None
+    name, device, of = timed.backend.name, timed.target.name, tuned.versions()
     entry: dict[str, typing.Any] = dict(device=device, backend=name, jax=of[0], flexjax=of[1], plan=tuned.summary(plan))
     for which, best in found.items():
         if any(getattr(plan.options, n) is not None for n in tuned.PASSES[which]) or not best.tile:

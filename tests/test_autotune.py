@@ -237,7 +237,7 @@ def test_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def timing(seconds: float, limit: float) -> typing.Any:
         took.update(now=0.0, call=seconds)
         return MODULE._time(
-            call, call.plan, MODULE.Timed("xla", targets.default()), "forward", {}, (0, 1, 2), limit
+            call, call.plan, dispatch.on_xla(call.plan, targets.default()), "forward", {}, (0, 1, 2), limit
         ).timing
 
     assert timing(0.001, 100.0)[2:4] == (pytest.approx(0.001), 200)

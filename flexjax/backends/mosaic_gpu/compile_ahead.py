@@ -27,14 +27,14 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
-from jax.sharding import SingleDeviceSharding
 
 from flexjax.backends import target as targets
 from flexjax.backends.target import Target
 
 if typing.TYPE_CHECKING:
     from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+    from jax.sharding import SingleDeviceSharding
 
 LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ MOST_THREADS = 8
 
 
 @contextlib.contextmanager
-def lowering(module: mlir.ModuleContext, target: Target) -> Iterator[None]:
+def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
     """Looks after the kernels that are lowered within."""
     before = quietly(operations)
     yield
@@ -72,7 +72,7 @@ def operations() -> "list[ir.OpView]":
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def looked_after(before: "list[ir.OpView]", module: mlir.ModuleContext, target: Target) -> None:
+def looked_after(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
     """Does both with the kernels that came after `before`."""
     from jax.extend.mlir import ir
 
@@ -88,11 +88,11 @@ def looked_after(before: "list[ir.OpView]", module: mlir.ModuleContext, target: 
             begin(kernel_of(config), gpu)
 
 
-def own_gpu(target: Target) -> SingleDeviceSharding | None:
+def own_gpu(target: Target) -> "SingleDeviceSharding | None":
     """On a GPU of this process that is the target, if it has one."""
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None
-    return SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
+    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
 
 
 def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
@@ -147,7 +147,7 @@ begun: set[bytes] = set()
 """Hashes of the kernels that `begin` has seen."""
 
 
-def begin(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
+def begin(kernel: Kernel, gpu: "SingleDeviceSharding") -> None:
     """Has a kernel compiled in a thread, once a process."""
     pool = threads()
     if pool is not None and kernel.kernel_hash not in begun:
@@ -155,7 +155,7 @@ def begin(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
         pool.submit(compile_alone, kernel, gpu)
 
 
-def compile_alone(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
+def compile_alone(kernel: Kernel, gpu: "SingleDeviceSharding") -> None:
     """Compiles a program that calls the kernel; its operands do not matter to that."""
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))

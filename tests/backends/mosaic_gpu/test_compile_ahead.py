@@ -6,6 +6,7 @@ python -m tests.backends.mosaic_gpu.test_compile_ahead --lower    prints the has
 """
 
 import hashlib
+import logging
 import os
 import pathlib
 import re
@@ -106,6 +107,34 @@ def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.Monke
     monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: None)
     assert len(lowered(gradient)) == 3
     assert begun == []
+
+
+PIECES = ("operations", "own_gpu", "without_file_name", "parse", "kernel_of", "begin", "threads")
+
+
+@pytest.mark.parametrize("piece", [*PIECES, "jax.extend.mlir", "compile_ahead"])
+def test_a_jax_that_has_a_piece_otherwise_compiles_all_the_same(
+    piece: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def renamed(*_: object) -> None:
+        raise AttributeError(f"no {piece}")
+
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: "a GPU")
+    monkeypatch.setattr(compile_ahead, "begun", set())
+    if piece in PIECES:
+        monkeypatch.setattr(compile_ahead, piece, renamed)
+    elif piece == "compile_ahead":
+        import flexjax.backends.mosaic_gpu as room
+
+        monkeypatch.delattr(room, piece)
+        monkeypatch.setitem(sys.modules, f"{room.__name__}.{piece}", None)
+    else:
+        monkeypatch.setitem(sys.modules, piece, None)
+    with caplog.at_level(logging.INFO, compile_ahead.__name__):
+        assert len(lowered(attend)) == 1
+    said = [record.getMessage() for record in caplog.records if record.name == compile_ahead.__name__]
+    assert len(said) == (piece != "compile_ahead"), said
+    assert all(text.startswith("kernels are not compiled ahead: ") for text in said)
 
 
 def test_a_kernel_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
