@@ -202,8 +202,8 @@ def _search(
     backwards: list[Tile] = []
     if backward:
         derivative = call.problem(None).needed_derivative()
-        both = dispatch.choose_backward(plan, (timed.backend.name,), timed.target, wanted, derivative)
-        backwards = _tiles(both, plan, "backward")
+        asked = plan, (timed.backend.name,), timed.target
+        backwards = _tiles(dispatch.choose_backward(*asked, wanted, derivative), plan, "backward")
     bar = _Bar(len(forwards) + len(backwards), until, progress)
     timings: list[Timing] = []
     found: dict[str, Timing] = {}
@@ -240,8 +240,8 @@ def _search(
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
     """The backend's candidates for a pass, without those options that the call names itself."""
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
-    candidates = timed.backend.tile_candidates(plan, timed.target)
-    found = [{n: c[n] for n in open_options if n in c} for c in candidates]
+    every = timed.backend.tile_candidates(plan, timed.target)
+    found = [{n: c[n] for n in open_options if n in c} for c in every]
     return list({tuple(t.items()): t for t in found}.values())
 
 
@@ -304,8 +304,8 @@ def _step(
     call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
     """The pass as a function of the operands."""
-    names = (timed.backend.name, "xla")  # the second for a backward pass that the first refuses, without a warning
-    problem = dataclasses.replace(call, plan=plan).problem(names)
+    # xla for a backward pass that the backend refuses, without a warning
+    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))
     if which == "forward":
         return lambda operands: attention(problem, operands).out
 
