@@ -10,6 +10,7 @@ from flexjax.combine import and_masks as and_masks
 from flexjax.combine import chain_mods as chain_mods
 from flexjax.combine import not_mask as not_mask
 from flexjax.combine import or_masks as or_masks
+from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
 from flexjax.types import AuxOutput as AuxOutput

@@ -1,7 +1,7 @@
 """The door: checks a call, makes its plan and operands, runs it, and puts the user's call in front of any error.
 
-The order of the work: check the arrays, trace the mods, build or check the block mask, write the plan, choose a backend, run
-the primitives of autodiff.py.
+The order of the work: check the arrays, trace the mods, build or check the block mask, write the plan, bind the primitives of
+autodiff.py, which choose a backend when they are lowered.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced
 from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
 from flexjax.dropout import dense_keep, dropout_program, key_words
-from flexjax.errors import bad_argument
+from flexjax.errors import add_note_once, bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
@@ -106,14 +106,14 @@ def flex_attention(
     )  # fmt: skip
     try:
         call = prepare(query, key, value, **arguments)
-        choice = dispatch.choose(call.plan, implementation)
-        if choice.name == dispatch.REFERENCE:
+        names = dispatch.candidates(implementation)
+        if dispatch.settled(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)
         else:
-            plan = dispatch.with_measured_tiles(call.plan, choice.name)
-            results = attention(dataclasses.replace(call, plan=plan).problem(choice.name), call.operands)
+            text = describe_call("flex_attention", query, key, value, arguments)
+            results = attention(call.problem(names, text), call.operands)
     except Exception as error:
-        error.add_note(describe_call("flex_attention", query, key, value, arguments))
+        add_note_once(error, describe_call("flex_attention", query, key, value, arguments))
         raise
     if return_aux is None:
         return results.out
@@ -130,9 +130,10 @@ class Call:
     operands: Operands
     score: TracedMod | None
 
-    def problem(self, backend: str) -> Problem:
+    def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
+        """`text`: the user's call in a line."""
         derivative, why_not = (None, "") if self.score is None else (self.score.derivative, self.score.why_not)
-        return Problem(self.plan, derivative, why_not, backend, jax.tree.structure(self.operands))
+        return Problem(self.plan, derivative, why_not, implementation, jax.tree.structure(self.operands), text)
 
 
 class Arguments(typing.TypedDict):

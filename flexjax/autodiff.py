@@ -8,7 +8,7 @@ fold into the batch (one launch) rather than into a loop.
     backward   plan, operands, results, cotangents    -> cotangents of the wanted operands; the transpose of tangent
 
 jvp of forward is tangent; the transpose of tangent is backward; jvp of tangent and backward goes through their XLA code, with
-loops that reverse mode can cross. Named residuals for jax.checkpoint policies: "flexjax_out" and "flexjax_lse".
+loops that reverse mode can cross. Who runs a pass is chosen when it is lowered, for each platform that is asked for. Named residuals for jax.checkpoint policies: "flexjax_out" and "flexjax_lse".
 """
 
 import functools
@@ -24,8 +24,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flexjax import dispatch
+from flexjax.backends import target as targets
+from flexjax.backends.target import Target
+from flexjax.dispatch import Run
+from flexjax.errors import add_note_once
 from flexjax.fold_batch import batch_rule
 from flexjax.parallel.explicit_axes import split_of, split_work
+from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 
@@ -80,9 +85,15 @@ def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shap
     return [core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.dtype)), stats, *[stats] * plan.max_scores]
 
 
-def _forward(*flat: Array, problem: Problem) -> list[Array]:
-    results = dispatch.backend(problem.backend).forward(problem.plan, problem.operands(flat))
+def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
+    results = run.backend.forward(run.plan, problem.operands(flat), run.target)
     return [x for x in results if x is not None]
+
+
+def _who_runs_forward(target: Target, problem: Problem) -> Run:
+    run = dispatch.choose(problem.plan, problem.implementation, target)
+    dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
+    return run
 
 
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
@@ -97,12 +108,18 @@ def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving:
     return [avals[n], avals[n + 1]]
 
 
-def _tangent(*flat: Array, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
+def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
     operands, results, tangents = _split(problem, flat)
     spread = _spread(tangents, moving)
     moved = Gradients._make((*spread[:6], tuple(spread[6:])))
-    xla: typing.Any = dispatch.backend("xla")
-    return list(xla.tangent(problem.plan, operands, results, moved, problem.needed_derivative()))
+    xla: typing.Any = run.backend
+    return list(xla.tangent(run.plan, operands, results, moved, problem.needed_derivative(), run.target))
+
+
+def _who_runs_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
+    run = dispatch.on_xla(problem.plan, target, "The kernels have reverse mode alone.")
+    dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
+    return run
 
 
 def _backward_shapes(
@@ -113,14 +130,32 @@ def _backward_shapes(
     return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
 
 
-def _backward(*flat: Array, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
+def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
     operands, results, cotangents = _split(problem, flat)
-    asked = Wanted._make((*wanted[:6], wanted[6:]))
-    derivative = problem.needed_derivative()
-    run = dispatch.backward_backend(problem.backend, problem.plan, asked, derivative).backward
     d_lse = cotangents[1] if has_lse else None
-    gradients = run(problem.plan, operands, results, cotangents[0], d_lse, asked, derivative)
+    derivative = problem.needed_derivative()
+    gradients = run.backend.backward(
+        run.plan, operands, results, cotangents[0], d_lse, _wanted(wanted), derivative, run.target
+    )
     return [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
+
+
+def _who_runs_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
+    asked = problem.plan, problem.implementation, target
+    run = dispatch.choose_backward(*asked, _wanted(wanted), problem.needed_derivative())
+    which = dispatch.BACKWARD
+    if any(wanted[6:]):
+        without = dispatch.choose_backward(
+            *asked, _wanted((*wanted[:6], *[False] * len(wanted[6:]))), problem.derivative
+        )
+        if without.backend is not run.backend:
+            which = f"{dispatch.BACKWARD} with the gradients of captured arrays"
+    dispatch.warn_of_fallback(problem, which, run)
+    return run
+
+
+def _wanted(flags: tuple[bool, ...]) -> Wanted:
+    return Wanted._make((*flags[:6], flags[6:]))
 
 
 def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | None]:
@@ -132,33 +167,62 @@ def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | No
 # ------------------------------------------------------------------- primitives
 
 
-def _primitive(name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes]) -> Primitive:
-    """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set."""
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+"""Platforms with lowering rules of their own. Those of plugins share one, for the first platform of a lowering."""
+
+
+def _primitive(
+    name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes], who_runs: Callable[..., Run]
+) -> Primitive:
+    """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set.
+
+    who_runs(target, **parameters)  chooses the `run` of the function
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     @functools.lru_cache(maxsize=512)
-    def compiled(**params: object) -> Callable[..., list[Array]]:
-        return jax.jit(functools.partial(function, **params))
+    def compiled(measured: object, **params: object) -> Callable[..., list[Array]]:
+        """Compiled again where a lookup of `measured` tiles may find others."""
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    @functools.lru_cache(maxsize=64)
+    def simulated(target: Target, problem: Problem, **params: object) -> Callable[..., list[Array]]:
+        """The simulator of GPU kernels has ordered effects, which a lowering rule has no tokens for: traced, not lowered."""
+        run = who_runs(target, problem=problem, **params)
+        return jax.jit(functools.partial(function, run=run, problem=problem, **params))
 
     @primitive.def_impl
-    def run(*flat: Array, **params: object) -> list[Array]:
-        return compiled(**params)(*flat)
+    def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
+        if problem.plan.options.interpret:
+            return simulated(
+                targets.of_device(min(jnp.asarray(flat[0]).devices(), key=str)), problem=problem, **params
+            )(*flat)
+        return compiled(tuned.state(), problem=problem, **params)(*flat)
 
     @primitive.def_abstract_eval
     def types(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:
         return [_aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
 
-    inlined = mlir.lower_fun(function, multiple_results=True)
-
-    def lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, **params: typing.Any) -> typing.Any:
+    def lower(
+        ctx: mlir.LoweringRuleContext, *flat: typing.Any, platform: str | None, problem: Problem, **params: typing.Any
+    ) -> typing.Any:
         # What varies over which mesh axes is settled by now; loops that start from zeros need not know.
         avals: typing.Any = ctx.avals_in
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
-        with dispatch.backend(params["problem"].backend).lowering(ctx.module_context):
-            return inlined(ctx.replace(avals_in=plain), *flat, **params)
+        target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
+        try:
+            run = who_runs(target, problem=problem, **params)
+            inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
+            with targets.as_seen_by_pallas(target), run.backend.lowering(ctx.module_context, target):
+                return inlined(ctx.replace(avals_in=plain), *flat, problem=problem, **params)
+        except Exception as error:
+            add_note_once(error, problem.call)
+            raise
 
-    mlir.register_lowering(primitive, lower)
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
+    mlir.register_lowering(primitive, functools.partial(lower, platform=None))
     return primitive
 
 
@@ -168,9 +232,9 @@ def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype
     return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-forward_p = _primitive("flexjax_forward", _forward, _forward_shapes)
-tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes)
-backward_p = _primitive("flexjax_backward", _backward, _backward_shapes)
+forward_p = _primitive("flexjax_forward", _forward, _forward_shapes, _who_runs_forward)
+tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes, _who_runs_tangent)
+backward_p = _primitive("flexjax_backward", _backward, _backward_shapes, _who_runs_backward)
 
 
 # ------------------------------------------------------------------- differentiation
@@ -214,14 +278,47 @@ def _tangent_transpose(
 
 
 def _through_xla(function: Callable) -> Callable:
-    """jvp rule of tangent and backward: differentiate their XLA code."""
+    """jvp rule of tangent and backward: differentiate their XLA code.
+
+    That code becomes a part of the caller's program here, before the target is known. It runs everywhere; its tiles are those
+    for the default device.
+    """
 
     def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
-        plain = lambda *flat: varying_as(flat[0], function(*flat, problem=problem.differentiable(), **params))
+        again = problem.differentiable()
+        run = dispatch.on_xla(again.plan, targets.default())
+        plain = lambda *flat: varying_as(flat[0], function(*flat, run=run, problem=again, **params))
         moved = [_instantiate(p, t) for p, t in zip(primals, tangents, strict=True)]
-        return jax.jvp(plain, list(primals), moved)
+        outs, moved_outs = jax.jvp(plain, list(primals), moved)
+        return outs, [second_order_p.bind(moved, problem=again) for moved in moved_outs]
 
     return rule
+
+
+def _second_order() -> Primitive:
+    """The identity, on tangents through XLA code and on cotangents back through it: where it is lowered, that is said."""
+    primitive = Primitive("flexjax_second_order")
+    primitive.def_impl(lambda x, problem: x)
+    primitive.def_abstract_eval(lambda x, problem: x)
+
+    def lower(ctx: mlir.LoweringRuleContext, x: typing.Any, *, platform: str, problem: Problem) -> list:
+        target = targets.of_lowering(ctx, platform)
+        run = dispatch.on_xla(problem.plan, target, "The kernels have first derivatives alone.")
+        dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
+        return [x]
+
+    for platform in dispatch.KERNELS:
+        mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
+    mlir.register_lowering(primitive, lambda ctx, x, problem: [x])
+    ad.deflinear2(primitive, lambda cotangent, x, problem: [primitive.bind(cotangent, problem=problem)])
+    batching.primitive_batchers[primitive] = lambda values, dims, problem: (
+        primitive.bind(values[0], problem=problem),
+        dims[0],
+    )
+    return primitive
+
+
+second_order_p = _second_order()
 
 
 def _instantiate(primal: Array, tangent: object) -> object:

@@ -31,6 +31,8 @@ from jax import core
 from flexjax import dispatch
 from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
 from flexjax.autodiff import attention
+from flexjax.backends import target as targets
+from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
@@ -143,10 +145,10 @@ def autotune(
                 "False",
                 "The time of a simulated kernel says nothing about the kernel.",
             )
-        name = dispatch.choose(call.plan, implementation).name
-        if name == dispatch.REFERENCE:
+        timed = dispatch.choose(call.plan, dispatch.candidates(implementation), targets.default())
+        if timed.backend.name == dispatch.REFERENCE:
             raise NotImplementedError("The reference implementation has no tiles to choose.")
-        return _search(call, name, backward, clock() + seconds, cache, progress)
+        return _search(call, timed, backward, clock() + seconds, cache, progress)
     except Exception as error:
         error.add_note(describe_call("autotune", main[0], main[1], main[2], filled))
         raise
@@ -192,15 +194,16 @@ def _concrete(query: typing.Any, key: typing.Any, value: typing.Any, arguments: 
 
 
 def _search(
-    call: Call, name: str, backward: bool, until: float, cache: bool | str | os.PathLike[str], progress: bool | None
+    call: Call, timed: Run, backward: bool, until: float, cache: bool | str | os.PathLike[str], progress: bool | None
 ) -> Tuning:
     plan, options = call.plan, call.plan.options
-    forwards = _tiles(name, plan, "forward")
+    forwards = _tiles(timed, plan, "forward")
     wanted, movable = _movable(call.operands)
     backwards: list[Tile] = []
     if backward:
-        derivative = call.problem(name).needed_derivative()
-        backwards = _tiles(dispatch.backward_backend(name, plan, wanted, derivative).name, plan, "backward")
+        derivative = call.problem(None).needed_derivative()
+        asked = plan, (timed.backend.name,), timed.target
+        backwards = _tiles(dispatch.choose_backward(*asked, wanted, derivative), plan, "backward")
     bar = _Bar(len(forwards) + len(backwards), until, progress)
     timings: list[Timing] = []
     found: dict[str, Timing] = {}
@@ -213,7 +216,7 @@ def _search(
                 break
             changed = dataclasses.replace(plan, options=dataclasses.replace(options, **tile))
             bar.show(len(timings), tile, found.get(which))
-            trial = _time(call, changed, name, which, tile, movable, limit)
+            trial = _time(call, changed, timed, which, tile, movable, limit)
             timings.append(trial.timing)
             if trial.timing.seconds is not None:
                 ran = [*ran[:1], min([*ran[1:], trial], key=_seconds)]
@@ -228,16 +231,17 @@ def _search(
     bar.close()
     if not found:
         reasons = " ".join(f"{_shown(t.tile)}: {t.skipped}" for t in timings)
-        raise RuntimeError(f"No candidate of {name} runs. {reasons}")
+        raise RuntimeError(f"No candidate of {timed.backend.name} runs. {reasons}")
     finished = len(timings) == len(forwards) + len(backwards)
-    kept = _keep(plan, name, found, timings, {"forward": forwards, "backward": backwards}, cache)
-    return Tuning(options, tuple(timings), finished, name, kept)
+    kept = _keep(plan, timed, found, timings, {"forward": forwards, "backward": backwards}, cache)
+    return Tuning(options, tuple(timings), finished, timed.backend.name, kept)
 
 
-def _tiles(name: str, plan: KernelPlan, which: str) -> list[Tile]:
+def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
     """The backend's candidates for a pass, without those options that the call names itself."""
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
-    found = [{n: c[n] for n in open_options if n in c} for c in dispatch.backend(name).tile_candidates(plan)]
+    every = timed.backend.tile_candidates(plan, timed.target)
+    found = [{n: c[n] for n in open_options if n in c} for c in every]
     return list({tuple(t.items()): t for t in found}.values())
 
 
@@ -297,10 +301,11 @@ def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
 
 
 def _step(
-    call: Call, plan: KernelPlan, name: str, which: str, movable: tuple[int, ...]
+    call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
     """The pass as a function of the operands."""
-    problem = dataclasses.replace(call, plan=plan).problem(name)
+    # xla for a backward pass that the backend refuses, without a warning
+    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))
     if which == "forward":
         return lambda operands: attention(problem, operands).out
 
@@ -317,7 +322,7 @@ def _step(
 
 
 def _time(
-    call: Call, plan: KernelPlan, name: str, which: str, tile: Tile, movable: tuple[int, ...], limit: float
+    call: Call, plan: KernelPlan, timed: Run, which: str, tile: Tile, movable: tuple[int, ...], limit: float
 ) -> Trial:
     """Compiles a candidate, warms up, and times calls that are waited for, until some seconds or the limit are over."""
 
@@ -325,11 +330,11 @@ def _time(
         LOG.warning("autotune leaves out %s: %s", _shown(tile), reason)
         return Trial(Timing(which, tile, None, 0, reason), None)
 
-    refusal = dispatch.backend(name).refuses(plan)
+    refusal = timed.backend.refuses(plan, timed.target)
     if refusal is not None:
         return skip(refusal)
     try:
-        compiled = jax.jit(_step(call, plan, name, which, movable)).lower(call.operands).compile()
+        compiled = jax.jit(_step(call, plan, timed, which, movable)).lower(call.operands).compile()
         run = lambda: jax.block_until_ready(compiled(call.operands))
         run()
         times = _calls(run, CALLS, SHORT, limit)
@@ -344,7 +349,7 @@ def _reason(error: Exception) -> str:
 
 def _keep(
     plan: KernelPlan,
-    name: str,
+    timed: Run,
     found: dict[str, Timing],
     timings: list[Timing],
     candidates: dict[str, list[Tile]],
@@ -355,7 +360,7 @@ def _keep(
     if path is None:
         return None
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    device, of = tuned.device_kind(), tuned.versions()
+    name, device, of = timed.backend.name, timed.target.name, tuned.versions()
     entry: dict[str, typing.Any] = dict(device=device, backend=name, jax=of[0], flexjax=of[1], plan=tuned.summary(plan))
     for which, best in found.items():
         if any(getattr(plan.options, n) is not None for n in tuned.PASSES[which]) or not best.tile:

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,48 +11,76 @@ from jax import core
 
 from flexjax import dispatch
 from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
+from flexjax.backends import target as targets
+from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.block_mask.parts import parts_of
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.dense import block_mask_of
+from flexjax.errors import add_note_once, bad_argument
+from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.trace.mod_ir import AXES, Load, Program, classify_load
 
 Array = jax.Array
 
 
-def explain(query: Array, key: Array, value: Array, *, implementation: object = None, **arguments: object) -> str:
+def explain(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    device: typing.Any = None,
+    **arguments: object,
+) -> str:
     """Text about `flex_attention(query, key, value, ...)` with the same arguments; nothing is computed.
 
     It has the shapes, each traced mod with the axes that its values depend on and how each load walks its array, the map of
-    blocks, the backend that would run with the refusals of those asked before it, its tiles, and the work: blocks visited,
-    floating-point operations of the forward and the backward pass, bytes read and written at least.
+    blocks, the backends that would run the forward pass, the backward pass and the gradients of captured arrays, with the
+    refusals of those asked before, the tiles, and the work: blocks visited, floating-point operations of the forward and the
+    backward pass, bytes read and written at least.
 
-    Arrays may be jax.ShapeDtypeStruct. Raises what flex_attention would raise.
+    query, key, value, **arguments  as for flex_attention; arrays may be jax.ShapeDtypeStruct
+    implementation  as for flex_attention
+    device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which is its
+                first device here; by default the default device
+
+    Raises what flex_attention would raise.
     """
     unknown = sorted(set(arguments) - set(DEFAULTS))
     if unknown:
         raise TypeError(f"explain() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
     arrays = {"query": query, "key": key, "value": value} | {n: arguments.get(n) for n in OPTIONAL_ARRAYS}
     abstract = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    target = _target(device)
     if not abstract:
-        return _text(implementation, arrays, arguments)
+        return _text(implementation, target, arrays, arguments)
     texts: list[str] = []
-    jax.eval_shape(lambda traced: texts.append(_text(implementation, arrays | traced, arguments)), abstract)
+    jax.eval_shape(lambda traced: texts.append(_text(implementation, target, arrays | traced, arguments)), abstract)
     return texts[0]
 
 
 OPTIONAL_ARRAYS = ("sinks", "dropout_key", "query_extra", "key_extra")
 
 
-def _text(implementation: object, arrays: dict, arguments: dict) -> str:
+def _target(device: typing.Any) -> Target:
+    if device is None:
+        return targets.default()
+    if isinstance(device, str):
+        return targets.of_platform(device)
+    if not hasattr(device, "device_kind"):
+        raise bad_argument("device", repr(device), "a jax.Device, a platform or None", "For example 'tpu'.")
+    return targets.of_device(device)
+
+
+def _text(implementation: str | Sequence[str] | None, target: Target, arrays: dict, arguments: dict) -> str:
     filled: Arguments = {**DEFAULTS, **arguments, **{n: arrays[n] for n in OPTIONAL_ARRAYS}}  # type: ignore[typeddict-item]
     main = (arrays["query"], arrays["key"], arrays["value"])
     try:
         call = prepare(*main, **filled)
-        choice = dispatch.choose(call.plan, implementation)  # type: ignore[arg-type]
+        choice = _choice(call, dispatch.candidates(implementation), target)
     except Exception as error:
-        error.add_note(describe_call("explain", *main, filled))
+        add_note_once(error, describe_call("explain", *main, filled))
         raise
-    sections = [_shapes(call.plan), *_programs(call), _blocks(call), _choice(choice, call.plan), _work(call)]
+    sections = [_shapes(call.plan), *_programs(call), _blocks(call), choice, _work(call)]
     return "\n\n".join(s for s in sections if s)
 
 
@@ -89,7 +118,7 @@ def describe(program: Program) -> str:
 
 
 def _blocks(call: Call) -> str:
-    mask = block_mask_of(call)
+    mask = block_mask_of(call.plan, call.operands)
     if mask is None:
         return "blocks: no mask, every tile is visited"
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
@@ -100,35 +129,33 @@ def _blocks(call: Call) -> str:
     return f"blocks{head}: █ full, ░ partial\n{first.to_string(48)}"
 
 
-def block_mask_of(call: Call) -> BlockMask | None:
-    """The block mask of a prepared call."""
-    plan, lists = call.plan, call.operands.lists
-    if plan.blocks is None or lists is None:
-        return None
-    blocks = plan.blocks
-    shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
-    # of numpy: jnp would trace them under jit
-    empty: typing.Any = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
-    arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
-    sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)
-    captures = tuple(call.operands.mask_captures)
-    lengths = (plan.q_len, plan.kv_len)
-    return BlockMask.of(parts_of(arrays, captures, plan.mask, lengths, sizes, widths, blocks.from_user_lists))
-
-
-def _choice(choice: dispatch.Choice, plan: KernelPlan) -> str:
-    lines = [f"runs on: {choice.name}"]
-    lines += [f"  not {name}: {why}" for name, why in choice.refusals]
-    if choice.name != dispatch.REFERENCE:
-        schedule = getattr(dispatch.backend(choice.name), "schedule", None)
-        if schedule is not None:
-            lines.append(f"  tiles: {schedule(dispatch.with_measured_tiles(plan, choice.name))}")
+def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) -> str:
+    """Who runs what, and why not those asked before; a sentence is there once."""
+    run = dispatch.choose(call.plan, implementation, target)
+    said = set(run.refusals)
+    lines = [f"runs on: {run.backend.name}", *(f"  not {name}: {why}" for name, why in run.refusals)]
+    schedule = getattr(run.backend, "schedule", None)
+    if schedule is not None:
+        lines.append(f"  tiles: {schedule(run.plan, target)}")
+    score, operands = call.score, call.operands
+    if score is not None and score.derivative is None:
+        return "\n".join([*lines, f"backward pass: none. {score.why_not}"])
+    derivative = None if score is None else score.derivative
+    main = tuple(x is not None for x in operands[:6])
+    learned = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands.score_captures)
+    passes = [("backward pass", (False,) * len(learned))]
+    passes += [("gradients of captured arrays", learned)] if any(learned) else []
+    for name, captures in passes:
+        run = dispatch.choose_backward(call.plan, implementation, target, Wanted._make((*main, captures)), derivative)
+        lines.append(f"{name} on: {run.backend.name}")
+        lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
+        said |= set(run.refusals)
     return "\n".join(lines)
 
 
 def _work(call: Call) -> str:
     plan = call.plan
-    mask = block_mask_of(call)
+    mask = block_mask_of(call.plan, call.operands)
     if mask is None:
         visited, total, entries = 1, 1, plan.q_len * plan.kv_len
     elif any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):

@@ -19,6 +19,7 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends import target as targets
 from flexjax.plan import tuned
 
 MODULE = importlib.import_module("flexjax.autotune")
@@ -38,7 +39,7 @@ def qkv(tokens: int = 160) -> tuple[jax.Array, ...]:
 
 def candidates(**arguments: typing.Any) -> list[dict[str, int]]:
     filled: typing.Any = DEFAULTS | arguments
-    return dispatch.backend("xla").tile_candidates(prepare(*qkv(), **filled).plan)
+    return dispatch.backend("xla").tile_candidates(prepare(*qkv(), **filled).plan, targets.default())
 
 
 def parts(names: tuple[str, ...], found: list[dict[str, int]]) -> list[dict[str, int]]:
@@ -111,7 +112,7 @@ def test_shapes_instead_of_arrays(cache: pathlib.Path) -> None:
         dropout_rate=0.1, dropout_key=jax.random.key(3),
     )  # fmt: skip
     plan = prepare(*qkv(40), **filled).plan
-    assert name == tuned.digest(plan, "xla", tuned.device_kind(), tuned.versions())
+    assert name == tuned.digest(plan, "xla", targets.default().kind, tuned.versions())
 
 
 # ------------------------------------------------------------------- the search
@@ -127,7 +128,7 @@ def test_the_fastest_is_chosen(cache: pathlib.Path, monkeypatch: pytest.MonkeyPa
     assert all(options.block_q == best["block_q"] for which, _, options in script.tried if which == "backward")
     (entry,) = tuned.read(cache).values()
     assert {k: entry[k] for k in ("device", "backend", "jax", "flexjax")} == dict(
-        device=tuned.device_kind(), backend="xla", jax=jax.__version__, flexjax=flexjax.__version__
+        device=targets.default().kind, backend="xla", jax=jax.__version__, flexjax=flexjax.__version__
     )
     assert entry["plan"] == "B=1 N=2 M=2 T=160 S=160 D=8 E=8 float32 BTNH"
     for which, names, seconds in (("forward", FORWARD[:2], 0.5), ("backward", BACKWARD, 2.0)):
@@ -235,7 +236,9 @@ def test_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def timing(seconds: float, limit: float) -> typing.Any:
         took.update(now=0.0, call=seconds)
-        return MODULE._time(call, call.plan, "xla", "forward", {}, (0, 1, 2), limit).timing
+        return MODULE._time(
+            call, call.plan, dispatch.on_xla(call.plan, targets.default()), "forward", {}, (0, 1, 2), limit
+        ).timing
 
     assert timing(0.001, 100.0)[2:4] == (pytest.approx(0.001), 200)
     assert timing(0.01, 100.0)[2:4] == (pytest.approx(0.01), 50)
@@ -403,7 +406,7 @@ def test_every_backend_has_candidates_of_both_passes(name: str) -> None:
     plan = prepare(x, x, x, **filled).plan
     if name != "xla" and jax.__version_info__ < (0, 11):
         pytest.skip("the kernels of this backend need jax 0.11")
-    found = dispatch.backend(name).tile_candidates(plan)
+    found = dispatch.backend(name).tile_candidates(plan, targets.default())
     assert found
     for candidate in found:
         assert {"block_q", "block_kv", *BACKWARD} <= set(candidate) <= {*FORWARD, *BACKWARD}

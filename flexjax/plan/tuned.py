@@ -81,11 +81,6 @@ def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | No
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def device_kind() -> str:
-    """Of the default device."""
-    return jax.devices()[0].device_kind
-
-
 # ------------------------------------------------------------------- files
 
 
@@ -244,14 +239,21 @@ class Found(typing.NamedTuple):
     backward: str
 
 
-def find(plan: KernelPlan, backend: str) -> Found:
+def find(plan: KernelPlan, backend: str, device: str | None) -> Found:
     """Measured tiles for the passes whose tile the options of the plan leave open; looked up once a plan.
+
+    device      its kind; None where that is not known
 
     First the user's file, then the tables of the package. Nothing for a kernel in the simulator.
     """
-    if plan.options.interpret:
+    if plan.options.interpret or device is None:
         return Found({}, "", "")
-    return _find(plan, backend, device_kind(), cache_file(), _reads)
+    return _find(plan, backend, device, *state())
+
+
+def state() -> tuple[pathlib.Path | None, int]:
+    """Changes where a lookup may find something else: the user's file, and how often it was written."""
+    return cache_file(), _reads
 
 
 @functools.lru_cache(maxsize=4096)

@@ -119,6 +119,8 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
         traced = jax.make_jaxpr(both)([shape_of(v) for v in source.inputs], [shape_of(l.out) for l in loads])
     except jax.errors.UnexpectedTracerError:
         raise  # the caller has a sentence for it
+    except ModError:
+        raise
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModError(_underivable(error)) from error
     atoms = [*lowering.builder.inputs, *(env[l.out.id] for l in loads)]

@@ -11,6 +11,7 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.target import Target
 from flexjax.backends.xla.schedule import choose
 from flexjax.backends.xla.tile import Region, XlaTile
 from flexjax.plan.kernel_plan import KernelPlan
@@ -18,6 +19,7 @@ from flexjax.trace.on_tiles import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.block_mask.random_masks import dense
 
+CPU = Target("cpu")
 LENGTHS = (300, 200)
 MASKS: dict[str, Callable | None] = {"plain": None, "causal": masks.causal}
 
@@ -34,7 +36,7 @@ def plan(mask: str, **tiles: int) -> KernelPlan:
 
 
 def tile(plan: KernelPlan, backward: bool) -> tuple[int, int]:
-    schedule = choose(plan, backward)
+    schedule = choose(plan, CPU, backward)
     return schedule.block_q, schedule.block_kv * schedule.chunk
 
 
@@ -52,7 +54,7 @@ def value_and_slopes(mask: str, **tiles: int) -> Any:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_candidate_computes_the_same(mask: str) -> None:
-    candidates = dispatch.backend("xla").tile_candidates(plan(mask))
+    candidates = dispatch.backend("xla").tile_candidates(plan(mask), CPU)
     assert len(candidates) >= 2
     want = value_and_slopes(mask)
     for tiles in candidates:
@@ -63,7 +65,7 @@ def test_every_candidate_computes_the_same(mask: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_first_candidate_is_the_default(mask: str) -> None:
     default = plan(mask)
-    first = dispatch.backend("xla").tile_candidates(default)[0]
+    first = dispatch.backend("xla").tile_candidates(default, CPU)[0]
     assert (first["block_q"], first["block_kv"]) == tile(default, backward=False)
 
 

@@ -220,8 +220,8 @@ def test_a_backend_that_cannot() -> None:
     with pytest.raises(NotImplementedError) as caught:
         attend(arrays(), implementation=("mosaic_gpu", "mosaic_tpu"))
     assert str(caught.value) == (
-        "No implementation accepts this call: mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; the default device is a cpu. "
-        f"{advice} mosaic_tpu: mosaic_tpu runs on a TPU; the default device is a cpu. {advice}"
+        "No implementation accepts this call: mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu. "
+        f"{advice} mosaic_tpu: mosaic_tpu runs on a TPU; this call is for the platform cpu. {advice}"
     )
 
 

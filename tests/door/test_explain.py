@@ -43,8 +43,8 @@ def test_refusals_are_listed() -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("these are the sentences of a CPU")
     text = flexjax.explain(*qkv())
-    assert "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; the default device is a cpu." in text
-    assert "  not mosaic_tpu: mosaic_tpu runs on a TPU; the default device is a cpu." in text
+    assert "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu." in text
+    assert "  not mosaic_tpu: mosaic_tpu runs on a TPU; this call is for the platform cpu." in text
     assert "not mosaic" not in flexjax.explain(*qkv(), implementation="xla")
     assert "runs on: reference" in flexjax.explain(*qkv(), implementation="reference")
 

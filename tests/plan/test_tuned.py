@@ -16,10 +16,15 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends import target as targets
 from flexjax.backends.mosaic_gpu import backward_tiles, tiles
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
+
+HERE = targets.default()
+KIND = HERE.kind
+assert KIND is not None
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TILE = {"block_q": 64, "block_kv": 32}
@@ -47,7 +52,7 @@ def plan(tokens: int = 96, **options: typing.Any) -> KernelPlan:
 
 
 def name_of(made: KernelPlan, device: str | None = None) -> str:
-    return tuned.digest(made, "xla", device or tuned.device_kind(), tuned.versions())
+    return tuned.digest(made, "xla", device or KIND, tuned.versions())
 
 
 # ------------------------------------------------------------------- files
@@ -142,8 +147,8 @@ def test_no_such_file(cache: pathlib.Path, case: str) -> None:
 
     tuned.forget()  # the lookup leaves it alone
     with pytest.warns(UserWarning, match=f"^{re.escape('Measured tiles are not used. ' + sentence)}$"):
-        assert dispatch.with_measured_tiles(plan(), "xla") == plan()
-    assert dispatch.with_measured_tiles(plan(), "xla") == plan()  # and warns once
+        assert dispatch.with_measured_tiles(plan(), "xla", HERE) == plan()
+    assert dispatch.with_measured_tiles(plan(), "xla", HERE) == plan()  # and warns once
     assert cache.read_text() == text
 
     aside = f"{cache}.0"  # a writer sets it aside
@@ -182,8 +187,8 @@ def test_names_of_problems() -> None:
         biased.append(prepare(*qkv(), **filled).plan)
     assert name_of(biased[0]) == name_of(biased[1])
     names = {name_of(p) for p in (base, biased[0], *others)} | {name_of(base, "another chip")}
-    names |= {tuned.digest(base, "mosaic_gpu", tuned.device_kind(), tuned.versions())}
-    names |= {tuned.digest(base, "xla", tuned.device_kind(), ("0.0", flexjax.__version__))}
+    names |= {tuned.digest(base, "mosaic_gpu", KIND, tuned.versions())}
+    names |= {tuned.digest(base, "xla", KIND, ("0.0", flexjax.__version__))}
     assert len(names) == len(others) + 5
     assert tuned.versions() == (jax.__version__, flexjax.__version__)
 
@@ -192,28 +197,30 @@ def test_names_of_problems() -> None:
 
 
 def test_the_lookup(cache: pathlib.Path) -> None:
-    assert tuned.find(plan(), "xla") == ({}, "", "")
+    assert tuned.find(plan(), "xla", KIND) == ({}, "", "")
     tuned.write(cache, {name_of(plan()): {"forward": made(TILE), "backward": made(BACK)}})
-    assert tuned.find(plan(), "xla") == (TILE | BACK, "user", "user")
-    filled = dispatch.with_measured_tiles(plan(), "xla")
+    assert tuned.find(plan(), "xla", KIND) == (TILE | BACK, "user", "user")
+    filled = dispatch.with_measured_tiles(plan(), "xla", HERE)
     assert filled.options == KernelOptions(**TILE, **BACK)
-    assert hash(filled) == hash(dispatch.with_measured_tiles(plan(), "xla"))
+    assert hash(filled) == hash(dispatch.with_measured_tiles(plan(), "xla", HERE))
     # a tile that the call names, even in part, stays as it is
-    assert dispatch.with_measured_tiles(plan(block_q=48), "xla").options == KernelOptions(block_q=48, **BACK)
-    assert dispatch.with_measured_tiles(plan(block_kv_bwd=48), "xla").options == KernelOptions(**TILE, block_kv_bwd=48)
+    assert dispatch.with_measured_tiles(plan(block_q=48), "xla", HERE).options == KernelOptions(block_q=48, **BACK)
+    assert dispatch.with_measured_tiles(plan(block_kv_bwd=48), "xla", HERE).options == KernelOptions(
+        **TILE, block_kv_bwd=48
+    )
     # other problems, backends and devices are not touched
     for other in (plan(97), plan(deterministic=False), plan(interpret=True)):
-        assert dispatch.with_measured_tiles(other, "xla") == other
-    assert dispatch.with_measured_tiles(plan(), "mosaic_gpu") == plan()
+        assert dispatch.with_measured_tiles(other, "xla", HERE) == other
+    assert dispatch.with_measured_tiles(plan(), "mosaic_gpu", HERE) == plan()
 
 
 def test_other_devices_and_versions_are_ignored(cache: pathlib.Path) -> None:
     jax_, own = tuned.versions()
-    kind = tuned.device_kind()
+    kind = KIND
     for device, of in (("NVIDIA H200", (jax_, own)), (kind, ("0.10.9", own)), (kind, (jax_, "0.0.1")), (kind, None)):
         tuned.write(cache, {tuned.digest(plan(), "xla", device, of): {"forward": made(TILE)}})
     assert len(tuned.read(cache)) == 4
-    assert tuned.find(plan(), "xla") == ({}, "", "")
+    assert tuned.find(plan(), "xla", KIND) == ({}, "", "")
 
 
 def test_a_tile_that_is_refused_is_not_used(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +233,8 @@ def test_a_tile_that_is_refused_is_not_used(cache: pathlib.Path, monkeypatch: py
         "Measured tiles (block_q=100) are not used. Tiles of 100 queries are refused. Run flexjax.autotune again."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(sentence)}$"):
-        assert dispatch.with_measured_tiles(masked, "xla") == masked
-    assert dispatch.with_measured_tiles(masked, "xla") == masked
+        assert dispatch.with_measured_tiles(masked, "xla", HERE) == masked
+    assert dispatch.with_measured_tiles(masked, "xla", HERE) == masked
 
 
 def test_results_and_compilations(cache: pathlib.Path) -> None:
@@ -241,11 +248,12 @@ def test_results_and_compilations(cache: pathlib.Path) -> None:
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
 
     before = step(*qkv())
+    program = jax.jit(flexjax.flex_attention).lower(*qkv()).as_text()
     tuned.write(cache, {name_of(plan()): {"forward": made(TILE), "backward": made(BACK)}})
     step(*qkv())
     assert len(traces) == 1  # what is compiled stays
     jax.clear_caches()
-    assert str(jax.make_jaxpr(step)(*qkv())).count("block_q=64") > 0
+    assert jax.jit(flexjax.flex_attention).lower(*qkv()).as_text() != program
     after = step(*qkv())
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -280,14 +288,13 @@ def backward_kernels(plan: KernelPlan) -> tuple:
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SHIPPED}))
-def test_the_tables_agree_with_the_heuristics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_agree_with_the_heuristics(name: str) -> None:
     """Nothing was measured to be faster than what the heuristics choose: both must name one kernel, to its last slot."""
     assert name in PROBLEMS
-    monkeypatch.setattr(tuned, "device_kind", lambda: "NVIDIA H200")
     for way, plan in plans(name):
         key, entry = SHIPPED[name, way]
         assert key == tuned.digest(plan, "mosaic_gpu", "NVIDIA H200", None), "run python -m tests.plan.shipped_plans"
-        found = tuned.find(plan, "mosaic_gpu")
+        found = tuned.find(plan, "mosaic_gpu", "NVIDIA H200")
         assert found.tiles == {
             n: v for which in tuned.PASSES if which in entry for n, v in entry[which]["tile"].items()
         }
@@ -302,10 +309,13 @@ def test_the_tables_agree_with_the_heuristics(name: str, monkeypatch: pytest.Mon
                 assert f"\n## {heading}\n" in (FOLDER.parents[1] / file).read_text()
 
 
-def test_the_user_comes_before_the_package(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "device_kind", lambda: "NVIDIA H200")
+def test_the_user_comes_before_the_package(cache: pathlib.Path) -> None:
     ((_, plan),) = plans("full d128")
     mine = {"block_q": 64, "block_kv": 128, "num_stages": 2}
     name = tuned.digest(plan, "mosaic_gpu", "NVIDIA H200", tuned.versions())
     tuned.write(cache, {name: {"forward": made(mine)}})
-    assert tuned.find(plan, "mosaic_gpu") == (mine | {"block_q_bwd": 64, "block_kv_bwd": 128}, "user", "package")
+    assert tuned.find(plan, "mosaic_gpu", "NVIDIA H200") == (
+        mine | {"block_q_bwd": 64, "block_kv_bwd": 128},
+        "user",
+        "package",
+    )

@@ -333,5 +333,9 @@ def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple
 
 
 def multiprocessors() -> int:
-    """Of the default device; those of an H100 or H200 where it is no GPU (compiling ahead, simulating)."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
+    """Of the GPUs of this process, of the smallest one; those of an H100 or H200 where it has none (compiling ahead)."""
+    try:
+        gpus = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        gpus = []
+    return min((getattr(gpu, "core_count", None) or 132 for gpu in gpus), default=132)

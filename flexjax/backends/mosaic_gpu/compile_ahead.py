@@ -10,6 +10,9 @@ Mosaic compiled it keeps, by a hash of the kernel's module; but jax writes the c
   and finds the kernels made.
 
 A thread that fails says nothing: XLA compiles the same kernel in the user's own thread, and fails there.
+
+All of this only saves time, and it reaches into what jax does not promise. Where a jax has it otherwise, a call goes on without
+it, with a line in the log of this module: whatever it touches is imported and read within `looked_after`.
 """
 
 import concurrent.futures
@@ -17,15 +20,23 @@ import contextlib
 import functools
 import hashlib
 import io
+import logging
 import os
 import typing
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.extend.mlir import ir
-from jax.interpreters import mlir
-from jax.sharding import SingleDeviceSharding
+
+from flexjax.backends import target as targets
+from flexjax.backends.target import Target
+
+if typing.TYPE_CHECKING:
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+    from jax.sharding import SingleDeviceSharding
+
+LOG = logging.getLogger(__name__)
 
 TARGET = "mosaic_gpu_v2"
 """What XLA calls a kernel of Mosaic GPU."""
@@ -37,13 +48,36 @@ MOST_THREADS = 8
 
 
 @contextlib.contextmanager
-def lowering(module: mlir.ModuleContext) -> Iterator[None]:
+def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
     """Looks after the kernels that are lowered within."""
-    block: ir.Block = ir.InsertionPoint.current.block  # pyright: ignore[reportAttributeAccessIssue]
-    before = len(block.operations)
+    before = quietly(operations)
     yield
-    gpu = own_gpu() if "cuda" in module.platforms else None
-    for operation in list(block.operations)[before:]:
+    if before is not None:
+        quietly(looked_after, before, module, target)
+
+
+def quietly(function: typing.Callable, *arguments: typing.Any) -> typing.Any:
+    """The function's result, None where it cannot be had."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # what a jax that has something otherwise raises is anything
+        LOG.info("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
+        return None
+
+
+def operations() -> "list[ir.OpView]":
+    """Of the block that is being lowered into."""
+    from jax.extend.mlir import ir
+
+    return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def looked_after(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
+    """Does both with the kernels that came after `before`."""
+    from jax.extend.mlir import ir
+
+    gpu = own_gpu(target)
+    for operation in operations()[len(before) :]:
         if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
             continue
         if ir.StringAttr(operation.attributes["call_target_name"]).value != TARGET:
@@ -54,14 +88,17 @@ def lowering(module: mlir.ModuleContext) -> Iterator[None]:
             begin(kernel_of(config), gpu)
 
 
-def own_gpu() -> SingleDeviceSharding | None:
-    """On the first GPU of this process, if it has one."""
-    device = jax.local_devices()[0]
-    return SingleDeviceSharding(device) if device.platform in ("gpu", "cuda") else None
+def own_gpu(target: Target) -> "SingleDeviceSharding | None":
+    """On a GPU of this process that is the target, if it has one."""
+    if target.platform != "cuda" or targets.of_platform("cuda") != target:
+        return None
+    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
 
 
-def without_file_name(config: ir.DictAttr, context: ir.Context) -> ir.DictAttr:
+def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
     """The configuration of a kernel whose module does not say where to dump it."""
+    from jax.extend.mlir import ir
+
     parsed = parse(ir.StringAttr(config[MODULE]).value_bytes, context)
     if FILE_NAME not in parsed.operation.attributes:
         return config
@@ -74,8 +111,10 @@ def without_file_name(config: ir.DictAttr, context: ir.Context) -> ir.DictAttr:
     return ir.DictAttr.get(entries, context=context)
 
 
-def parse(module: bytes, context: ir.Context) -> ir.Module:
+def parse(module: bytes, context: "ir.Context") -> "ir.Module":
     """A module in the form in which jax hands it over, whose dialect has a name for that alone."""
+    from jax.extend.mlir import ir
+
     allowed = context.allow_unregistered_dialects
     context.allow_unregistered_dialects = True
     try:
@@ -91,7 +130,9 @@ class Kernel(typing.NamedTuple):
     module: bytes
 
 
-def kernel_of(config: ir.DictAttr) -> Kernel:
+def kernel_of(config: "ir.DictAttr") -> Kernel:
+    from jax.extend.mlir import ir
+
     return Kernel(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
 
 
@@ -106,7 +147,7 @@ begun: set[bytes] = set()
 """Hashes of the kernels that `begin` has seen."""
 
 
-def begin(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
+def begin(kernel: Kernel, gpu: "SingleDeviceSharding") -> None:
     """Has a kernel compiled in a thread, once a process."""
     pool = threads()
     if pool is not None and kernel.kernel_hash not in begun:
@@ -114,7 +155,7 @@ def begin(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
         pool.submit(compile_alone, kernel, gpu)
 
 
-def compile_alone(kernel: Kernel, gpu: SingleDeviceSharding) -> None:
+def compile_alone(kernel: Kernel, gpu: "SingleDeviceSharding") -> None:
     """Compiles a program that calls the kernel; its operands do not matter to that."""
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))

@@ -1,17 +1,18 @@
 """What the Mosaic GPU backend takes and what it refuses; its door to the kernels.
 
-`refuses` reads the plan and a few facts about the process (jax version, device). The kernels themselves are imported
-when they first run: the package imports on every jax it supports, the kernels only on those that have what they need.
+`refuses` reads the plan, the target and the version of jax. The kernels themselves are imported when they are first lowered:
+the package imports on every jax it supports, the kernels only on those that have what they need.
 """
 
 import contextlib
 import dataclasses
-import functools
+import sys
 
 import jax
 from jax.interpreters import mlir
 
 from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
+from flexjax.backends.target import Target
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace.mod_ir import Program
@@ -20,36 +21,39 @@ OLDEST_JAX = (0, 11, 0)
 LARGEST_DIM = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """The process that the plan would run in."""
+def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
+    """A sentence that says why the kernels cannot run this plan on an NVIDIA GPU (on any), None if they can.
 
-    jax_version: tuple[int, ...]
-    platform: str
-    capability: str | None
-
-
-@functools.cache
-def facts() -> Facts:
-    device = jax.devices()[0]
-    platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
-    return Facts(jax.__version_info__[:3], platform, getattr(device, "compute_capability", None))
-
-
-def refuses(plan: KernelPlan, where: Facts | None = None) -> str | None:
-    """A sentence that says why the kernels cannot run this plan, None if they can."""
-    version = jax.__version_info__[:3] if where is None else where.jax_version
-    if version < OLDEST_JAX:
-        have = ".".join(map(str, version))
-        return f"The GPU kernels need jax 0.11 or later (this is {have}): `pip install -U 'jax[cuda13]'`."
-    if not plan.options.interpret:
-        here = where or facts()
-        if here.platform != "gpu":
-            return f"The GPU kernels need an NVIDIA GPU; the default device is a {here.platform}."
-        if here.capability is not None and here.capability.split(".")[0] != "9":
-            return f"The GPU kernels are for compute capability 9.0 (Hopper); this device has {here.capability}."
+    version     of jax; of this process by default
+    """
     plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-    return _refuses_arrays(plan) or _refuses_programs(plan) or _refuses_tiles(plan)
+    return (
+        _refuses_jax(version or jax.__version_info__[:3])
+        or _refuses_device(None if plan.options.interpret else target)
+        or _refuses_arrays(plan)
+        or _refuses_programs(plan)
+        or _refuses_tiles(plan)
+    )
+
+
+def _refuses_jax(version: tuple[int, ...]) -> str | None:
+    if version >= OLDEST_JAX:
+        return None
+    have, python = ".".join(map(str, version)), ".".join(map(str, sys.version_info[:2]))
+    return (
+        f"The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax {have} on Python {python}). "
+        "In such a Python: `pip install -U 'flexjax[cuda13]'`."
+    )
+
+
+def _refuses_device(target: Target | None) -> str | None:
+    if target is None or target.kind is None:
+        return None
+    if target.capability is None:
+        return f"The GPU kernels are for compute capability 9.0 (Hopper); that of {target.kind} is not known."
+    if target.capability.split(".")[0] != "9":
+        return f"The GPU kernels are for compute capability 9.0 (Hopper); {target.kind} has {target.capability}."
+    return None
 
 
 def _blocks(plan: KernelPlan) -> tuple[int, int]:
@@ -106,13 +110,15 @@ class MosaicGpu:
 
     name = "mosaic_gpu"
 
-    def refuses(self, plan: KernelPlan) -> str | None:
-        return refuses(plan)
+    def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        return refuses(plan, target)
 
-    def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
+    def refuses_backward(
+        self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
+    ) -> str | None:
         from flexjax.backends.mosaic_gpu import backward_sm90, capture_gradients
 
-        why = refuses(plan)
+        why = refuses(plan, target)
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
         why = why or backward_sm90.refuses(plan)
         if why is not None or derivative is None:
@@ -122,7 +128,7 @@ class MosaicGpu:
             return f"The derivative of score_mod {reason}."
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
-    def tile_candidates(self, plan: KernelPlan) -> list[dict[str, int]]:
+    def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values for KernelOptions that are worth timing, what runs by itself first."""
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles.forward_candidates(plan)))
@@ -134,11 +140,13 @@ class MosaicGpu:
             for n in range(max(len(forward), len(backward)))
         ]
 
-    def forward(self, plan: KernelPlan, operands: Operands, tile: tiles.ForwardTile | None = None) -> Results:
+    def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         from flexjax.backends.mosaic_gpu import forward_sm90
 
         plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
-        return forward_sm90.forward(plan, operands, tile or tiles.forward_tile(plan))
+        # The tile is chosen from the plan; only the size of the persistent grid, which no result depends on, from the GPU.
+        programs = target.cores or tiles.MULTIPROCESSORS
+        return forward_sm90.forward(plan, operands, dataclasses.replace(tiles.forward_tile(plan), programs=programs))
 
     def backward(
         self,
@@ -149,16 +157,19 @@ class MosaicGpu:
         d_lse: jax.Array | None,
         wanted: Wanted,
         derivative: Program | None,
+        target: Target,
     ) -> Gradients:
         from flexjax.backends.mosaic_gpu import backward_sm90
 
         plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
 
-    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
-        from flexjax.backends.mosaic_gpu import compile_ahead
-
-        return compile_ahead.lowering(module)
+    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+        try:
+            from flexjax.backends.mosaic_gpu import compile_ahead
+        except ImportError:  # it saves time and no more; see there
+            return contextlib.nullcontext()
+        return compile_ahead.lowering(module, target)
 
 
 BACKEND = MosaicGpu()

@@ -9,6 +9,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024  # and alignment
 MULTIPROCESSORS = 132
+"""SMs that heuristics count with, those of an H100 SXM or H200: a kernel and its tile follow from the plan alone, so that every GPU
+gives the same bits."""
 NAMED_BARRIERS = 16
 
 
@@ -30,6 +32,7 @@ class ForwardTile:
     early              the keys of a step are waited for during the products of the step before
     polynomials        how many of eight exponentials are multiplied out (exponential.py)
     head_dim, value_dim  as padded for the matrix instructions
+    programs           CTAs of the grid where `persistent` or `queue`: as many as the GPU has SMs
     """
 
     groups: int
@@ -119,7 +122,7 @@ def _manner(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
 
 
 def _busy(plan: KernelPlan, rows: int) -> float:
-    """The part of the device's time that goes to queries, with tiles of so many: the rest are past the end, or idle."""
+    """The part of the time of MULTIPROCESSORS that goes to queries, with tiles of so many: the rest are past the end, or idle."""
     tiles = -(-plan.q_len // rows)
     items = plan.batch * plan.q_heads * tiles
     rounds = -(-items // MULTIPROCESSORS)

@@ -77,9 +77,8 @@ def when_checked(visit: Visit, kinds: frozenset[int], body: Callable[[bool], Non
     pl.when((visit.kind != FULL) & (visit.kind != IDLE))(lambda: body(True))
 
 
-def forward(plan: KernelPlan, operands: Operands) -> Results:
+def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
     problem = layouts.problem_of(plan)
-    chip = vmem.chip_of()
     tiles = vmem.forward_tiles(plan, chip)
     geometry = Geometry(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis=0)
     order = make_order(plan, geometry, problem.group, False, operands.lists)

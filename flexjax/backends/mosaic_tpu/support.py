@@ -17,6 +17,7 @@ from flexjax.backends.mosaic_tpu.feeds import Geometry
 from flexjax.backends.mosaic_tpu.forward import LOG2E, forward
 from flexjax.backends.mosaic_tpu.tables import list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Unsupported
+from flexjax.backends.target import Target
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
@@ -32,25 +33,27 @@ class MosaicTpuBackend:
 
     name = "mosaic_tpu"
 
-    def refuses(self, plan: KernelPlan) -> str | None:
-        return _refusal(plan, vmem.chip_of())
+    def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        return _refusal(plan, vmem.chip_of(target))
 
-    def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
+    def refuses_backward(
+        self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
+    ) -> str | None:
         """Why the backward pass of an accepted plan cannot give the wanted gradients; None if it can."""
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-        return _backward_refusal(plan, wanted, derivative, vmem.chip_of())
+        return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
-    def tile_candidates(self, plan: KernelPlan, chip: str | None = None) -> list[dict[str, int]]:
-        """Options that fit the chip (a key of vmem.CHIPS; by default the one at hand), best guess first."""
+    def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
+        """Options that fit the chip, best guess first."""
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-        facts = vmem.chip_of() if chip is None else vmem.CHIPS.get(chip, vmem.UNKNOWN)
+        facts = vmem.chip_of(target)
         forward_tiles = vmem.forward_candidates(plan, facts)
         backward_tiles = vmem.backward_candidates(plan, facts, plan.score)
         pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(forward_tiles)]
         return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
 
-    def forward(self, plan: KernelPlan, operands: Operands) -> Results:
-        return forward(*mask_blocks.with_blocks(plan, operands, *_blocks(plan)))
+    def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        return forward(*mask_blocks.with_blocks(plan, operands, *_blocks(plan)), vmem.chip_of(target))
 
     def backward(
         self,
@@ -61,15 +64,16 @@ class MosaicTpuBackend:
         d_lse: jax.Array | None,
         wanted: Wanted,
         derivative: Program | None,
+        target: Target,
     ) -> Gradients:
-        chip = vmem.chip_of()
+        chip = vmem.chip_of(target)
         plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         reason = _backward_refusal(plan, wanted, derivative, chip)
         if reason is not None:
             raise NotImplementedError(reason)
         return _backward(plan, operands, results, d_out, d_lse, wanted, derivative, chip)
 
-    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
+    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

@@ -8,10 +8,9 @@ a little high; tests compile the defaults for every chip.
 import dataclasses
 import math
 
-from jax.experimental.pallas import tpu as pltpu
-
 from flexjax.backends.mosaic_tpu import tile_programs
 from flexjax.backends.mosaic_tpu.tile_programs import LANES
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace.mod_ir import Program
 
@@ -40,15 +39,25 @@ CHIPS = {
 UNKNOWN = Chip("unknown", 56 * MIB)
 """Where nothing is known (the simulator): what every chip but v4 has."""
 
+CHIP_OF_KIND = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7": "tpu7x",
+    "TPU7x": "tpu7x",
+}
+"""The names in CHIPS of jax's device kinds."""
 
-def chip_of() -> Chip:
-    """The chip that is being compiled for."""
-    try:
-        info = pltpu.get_tpu_info()
-    except Exception:  # the query has no stable exception type off TPU
-        return UNKNOWN
-    name = str(getattr(info.chip_version, "value", info.chip_version)).lower()
-    return CHIPS.get({"7x": "tpu7x", "7": "tpu7x"}.get(name, name), UNKNOWN)
+
+def chip_of(target: Target | None) -> Chip:
+    """The chip that is lowered for; without a target, the one that takes the most."""
+    if target is None:
+        return max(CHIPS.values(), key=lambda chip: chip.vmem_limit)
+    return CHIPS.get(CHIP_OF_KIND.get(target.kind or "", ""), UNKNOWN)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.backends.target import Target
 from flexjax.backends.xla.capture_gradients import CaptureGradients, add_at
 from flexjax.backends.xla.forward import join_rows
 from flexjax.backends.xla.problem import Problem, Scores, heads_first, pad_to
@@ -37,11 +38,12 @@ def backward(
     d_lse: Array | None,
     wanted: Wanted,
     derivative: Program | None,
+    target: Target,
 ) -> Gradients:
     """Cotangents of the wanted operands. d_out has the shape of out, d_lse that of lse (None: zero)."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return _zeros(operands, wanted, d_lse, plan)
-    problem = Problem(plan, operands, derivative, backward=True)
+    problem = Problem(plan, operands, target, derivative, backward=True)
     s = problem.schedule
     wide = lambda x: heads_first(x, plan).astype(problem.compute)
     delta = jnp.sum(wide(d_out) * wide(results.out), -1)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.backends.target import Target
 from flexjax.backends.xla.problem import Problem, heads_first
 from flexjax.backends.xla.schedule import Row, Schedule, Visit, row_at, walk
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
@@ -12,11 +13,11 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 Array = jax.Array
 
 
-def forward(plan: KernelPlan, operands: Operands) -> Results:
+def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
     """out, lse and, if the plan asks, max_scores (see Results)."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return empty_results(plan, operands)
-    problem = Problem(plan, operands)
+    problem = Problem(plan, operands, target)
     schedule = problem.schedule
 
     def one_row(step: Array) -> tuple[Array, Array, Array]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.backends.target import Target
 from flexjax.backends.xla.schedule import Row, Schedule, Visit, choose, region_of
 from flexjax.backends.xla.tile import Region, XlaTile, slice_plan
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -80,13 +81,19 @@ class Problem:
     """The operands of one pass in tiles."""
 
     def __init__(
-        self, plan: KernelPlan, operands: Operands, derivative: Program | None = None, *, backward: bool = False
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        target: Target,
+        derivative: Program | None = None,
+        *,
+        backward: bool = False,
     ):
         self.plan = plan
-        self.schedule = choose(plan, backward)
+        self.schedule = choose(plan, target, backward)
         self.compute = jnp.dtype(plan.score_dtype)
         # A CPU has no low-precision units: widening once beats widening in every product.
-        narrow = jax.default_backend() != "cpu" and plan.dtype in ("bfloat16", "float16")
+        narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
         schedule = self.schedule
         self.read_once = schedule.rows == 1 and not backward

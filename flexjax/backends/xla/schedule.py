@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.backends.target import Target
 from flexjax.backends.xla.tile import Region
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
@@ -59,15 +60,15 @@ class Schedule:
         return self.batch_groups * self.head_groups * self.rows
 
 
-def choose(plan: KernelPlan, backward: bool = False) -> Schedule:
-    """The tiles of a pass: as many heads, batch entries and key blocks as fit the budget of the platform.
+def choose(plan: KernelPlan, target: Target, backward: bool = False) -> Schedule:
+    """The tiles of a pass: as many heads, batch entries and key blocks as fit the budget of the target's platform.
 
     A tile that the options ask for is cut to the lengths and, under a block mask, to whole blocks of it.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = target.platform == "cpu"
     listed = plan.blocks is not None
     budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
@@ -105,12 +106,12 @@ def choose(plan: KernelPlan, backward: bool = False) -> Schedule:
     )
 
 
-def tile_candidates(plan: KernelPlan) -> list[dict[str, int]]:
+def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:
     """Tiles for autotuning: with a block mask, how many of its blocks are taken at once; else squares and oblongs.
 
     Both passes of a candidate have the same tile.
     """
-    default = choose(plan)
+    default = choose(plan, target)
     width = default.chunk * default.block_kv
     if plan.blocks is not None:
         chunks = [d for d in (1, 2, 4, 8, 16) if d <= default.columns]

@@ -5,6 +5,7 @@ import contextlib
 import jax
 from jax.interpreters import mlir
 
+from flexjax.backends.target import Target
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
 from flexjax.backends.xla.schedule import Schedule, choose, tile_candidates
@@ -18,23 +19,25 @@ class XlaBackend:
 
     name = "xla"
 
-    def refuses(self, plan: KernelPlan) -> str | None:
+    def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
         """Never: a tile of the options that does not suit its loops gives way to one that does (schedule.choose)."""
         return None
 
-    def refuses_backward(self, plan: KernelPlan, wanted: Wanted, derivative: Program | None) -> str | None:
+    def refuses_backward(
+        self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
+    ) -> str | None:
         return None
 
-    def schedule(self, plan: KernelPlan) -> Schedule:
+    def schedule(self, plan: KernelPlan, target: Target) -> Schedule:
         """The tiles it will use in the forward pass."""
-        return choose(plan)
+        return choose(plan, target)
 
-    def tile_candidates(self, plan: KernelPlan) -> list[dict[str, int]]:
+    def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values for KernelOptions that are worth timing, the default's own first."""
-        return tile_candidates(plan)
+        return tile_candidates(plan, target)
 
-    def forward(self, plan: KernelPlan, operands: Operands) -> Results:
-        return forward(plan, operands)
+    def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        return forward(plan, operands, target)
 
     def backward(
         self,
@@ -45,8 +48,9 @@ class XlaBackend:
         d_lse: jax.Array | None,
         wanted: Wanted,
         derivative: Program | None,
+        target: Target,
     ) -> Gradients:
-        return backward(plan, operands, results, d_out, d_lse, wanted, derivative)
+        return backward(plan, operands, results, d_out, d_lse, wanted, derivative, target)
 
     def tangent(
         self,
@@ -55,8 +59,9 @@ class XlaBackend:
         results: Results,
         tangents: Gradients,
         derivative: Program | None,
+        target: Target,
     ) -> tuple[jax.Array, jax.Array]:
-        return tangent(plan, operands, results, tangents, derivative)
+        return tangent(plan, operands, results, tangents, derivative, target)
 
-    def lowering(self, module: mlir.ModuleContext) -> contextlib.AbstractContextManager[None]:
+    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

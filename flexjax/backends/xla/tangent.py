@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.backends.target import Target
 from flexjax.backends.xla.capture_gradients import tangent_of_loads
 from flexjax.backends.xla.forward import join_rows, row_sinks
 from flexjax.backends.xla.problem import Problem, heads_first, pad_to
@@ -22,7 +23,12 @@ Array = jax.Array
 
 
 def tangent(
-    plan: KernelPlan, operands: Operands, results: Results, tangents: Gradients, derivative: Program | None
+    plan: KernelPlan,
+    operands: Operands,
+    results: Results,
+    tangents: Gradients,
+    derivative: Program | None,
+    target: Target,
 ) -> tuple[Array, Array]:
     """(tangent of out, tangent of lse); `tangents` has None where an operand does not move."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
@@ -31,7 +37,7 @@ def tangent(
             by_head = tangents.sinks.astype(t_lse.dtype)
             t_lse = t_lse + (by_head if plan.layout == "BTNH" else by_head[:, None])
         return jnp.zeros_like(results.out), t_lse
-    moving = Moving(Problem(plan, operands, derivative), tangents, derivative, results)
+    moving = Moving(Problem(plan, operands, target, derivative), tangents, derivative, results)
     s = moving.problem.schedule
     one_row = lambda step: _row(moving, row_at(plan, s, moving.problem.lists, step))
     if s.steps == 1:

@@ -25,30 +25,15 @@ def missing() -> str | None:
     return None
 
 
-def as_on_hopper(replace: typing.Callable[[object, str, object], object] = setattr) -> None:
-    """The front door leaves the kernels alone unless the default device is a GPU: now it takes this one for that.
-
-    replace     sets an attribute; monkeypatch.setattr takes it back
-    """
-    import jax
-
-    from flexjax.backends.mosaic_gpu import support
-
-    replace(support, "facts", lambda: support.Facts(jax.__version_info__[:3], "gpu", "9.0"))
-    replace(jax, "default_backend", lambda: "gpu")
-
-
 def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
     """Compiles for one GPU at the shapes of `args`."""
     import jax
     from jax.experimental import topologies
 
-    hopper = topology(1)
-    mesh = topologies.make_mesh(topo=hopper, mesh_shape=(1,), axis_names=("x",))
+    mesh = topologies.make_mesh(topo=topology(1), mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    with _on(hopper):
-        jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    jax.jit(function).lower(*args).compile()
 
 
 def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, specs: typing.Any) -> None:
@@ -61,7 +46,7 @@ def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, spec
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
         for a, spec in zip(args, specs, strict=True)
     ]
-    jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    jax.jit(function).lower(*placed).compile()
 
 
 def topology(count: int) -> typing.Any:
@@ -71,10 +56,3 @@ def topology(count: int) -> typing.Any:
 
     config = (pathlib.Path(__file__).parent / "hopper.textproto").read_text()
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}")
-
-
-def _on(described: typing.Any) -> typing.Any:
-    from jax._src import mesh as mesh_lib
-
-    device = mesh_lib.abstract_device_from(described.devices[0])
-    return mesh_lib.use_abstract_mesh(mesh_lib.AbstractMesh((), (), abstract_device=device))

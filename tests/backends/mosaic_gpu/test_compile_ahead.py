@@ -6,6 +6,7 @@ python -m tests.backends.mosaic_gpu.test_compile_ahead --lower    prints the has
 """
 
 import hashlib
+import logging
 import os
 import pathlib
 import re
@@ -42,17 +43,15 @@ def gradient(x: jax.Array) -> jax.Array:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Hashes of the kernels that a machine with a GPU would compile in threads."""
     given: list[bytes] = []
-    compile_hopper.as_on_hopper(monkeypatch.setattr)
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda: "a GPU")
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: "a GPU")
     monkeypatch.setattr(compile_ahead, "begin", lambda kernel, gpu: given.append(kernel.kernel_hash))
     return given
 
 
 def program(function: Callable, platforms: tuple[str, ...] = ("cuda",)) -> str:
     """The text of a lowered program."""
-    from jax._src.mesh import AbstractDevice
-
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    hopper = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=hopper)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(lambda x: function(x)).trace(QUERY).lower(lowering_platforms=platforms).as_text()
 
@@ -105,9 +104,37 @@ def test_equal_layers_are_lowered_once(begun: list[bytes]) -> None:
 
 
 def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda: None)
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: None)
     assert len(lowered(gradient)) == 3
     assert begun == []
+
+
+PIECES = ("operations", "own_gpu", "without_file_name", "parse", "kernel_of", "begin", "threads")
+
+
+@pytest.mark.parametrize("piece", [*PIECES, "jax.extend.mlir", "compile_ahead"])
+def test_a_jax_that_has_a_piece_otherwise_compiles_all_the_same(
+    piece: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def renamed(*_: object) -> None:
+        raise AttributeError(f"no {piece}")
+
+    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: "a GPU")
+    monkeypatch.setattr(compile_ahead, "begun", set())
+    if piece in PIECES:
+        monkeypatch.setattr(compile_ahead, piece, renamed)
+    elif piece == "compile_ahead":
+        import flexjax.backends.mosaic_gpu as room
+
+        monkeypatch.delattr(room, piece)
+        monkeypatch.setitem(sys.modules, f"{room.__name__}.{piece}", None)
+    else:
+        monkeypatch.setitem(sys.modules, piece, None)
+    with caplog.at_level(logging.INFO, compile_ahead.__name__):
+        assert len(lowered(attend)) == 1
+    said = [record.getMessage() for record in caplog.records if record.name == compile_ahead.__name__]
+    assert len(said) == (piece != "compile_ahead"), said
+    assert all(text.startswith("kernels are not compiled ahead: ") for text in said)
 
 
 def test_a_kernel_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +173,8 @@ def test_what_a_thread_compiled_is_not_compiled_again() -> None:
 
 def compile_twice() -> None:
     """The kernels of a program alone, as the threads would; then the program; then the same from elsewhere."""
-    compile_hopper.as_on_hopper()
     kernels = []
-    compile_ahead.own_gpu = lambda: "a GPU"
+    compile_ahead.own_gpu = lambda target: "a GPU"
     compile_ahead.begin = lambda kernel, gpu: kernels.append(kernel)
     lowered(gradient)
     topology = compile_hopper.topology(1)
@@ -164,7 +190,6 @@ def compile_twice() -> None:
 
 if __name__ == "__main__":
     if "--lower" in sys.argv:
-        compile_hopper.as_on_hopper()
         print(hashlib.sha256(program(gradient).encode()).hexdigest())
     else:
         compile_twice()

@@ -14,9 +14,11 @@ import flexjax
 from flexjax import KernelOptions
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu import backward_tiles, support, tiles
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
-HOPPER = support.Facts((0, 11, 2), "gpu", "9.0")
+HOPPER = Target("cuda", "NVIDIA H200", "9.0", 132)
+JAX = (0, 11, 2)
 
 
 def plan(
@@ -237,25 +239,25 @@ def test_tiles_of_the_forward_pass(name: str) -> None:
 def test_tiles_of_the_backward_pass(name: str) -> None:
     options, chosen = CHOSEN[name]
     made = plan(**options)
-    assert support.refuses(made, HOPPER) is None
+    assert support.refuses(made, HOPPER, JAX) is None
     assert backward_of(made) == chosen
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_tiles(name: str) -> None:
     options, sentence = REFUSED[name]
-    assert support.refuses(plan(**options), HOPPER) == sentence
+    assert support.refuses(plan(**options), HOPPER, JAX) == sentence
 
 
 @pytest.mark.parametrize("options", [{}, {"dim": 64}, {"dim": 256}, {"block": BLOCKS}, {"block": (64, 192)}], ids=str)
 def test_candidates(options: dict[str, typing.Any]) -> None:
     """What runs by itself first, both passes; every one is accepted and is what runs when it is asked for."""
     made = plan(**options)
-    found = support.BACKEND.tile_candidates(made)
+    found = support.BACKEND.tile_candidates(made, HOPPER)
     assert len(found) == len({tuple(c.items()) for c in found}) >= 2
     for n, candidate in enumerate(found):
         asked = dataclasses.replace(made, options=KernelOptions(**candidate))
-        assert support.refuses(asked, HOPPER) is None
+        assert support.refuses(asked, HOPPER, JAX) is None
         tile = tiles.forward_tile(asked)
         assert (tile.block_q, tile.block_kv, tile.stages) == tuple(list(candidate.values())[:3])
         assert f"{candidate['block_q_bwd']}x" in backward_of(asked)

@@ -17,7 +17,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flexjax.backends import target as targets
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
@@ -48,12 +50,25 @@ def _devices(chip: str) -> list:
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
 
 
+def target_of(chip: str) -> Target:
+    return targets.of_device(_devices(chip)[0])
+
+
 def compile_for(function, avals: Sequence[jax.ShapeDtypeStruct | jax.Array], chip: str):
-    """Compiles a function for one chip; raises what the compiler raises."""
+    """Compiles a function for one chip, as a user does; raises what the compiler raises."""
     mesh = Mesh(np.array(_devices(chip)[:1]), ("x",))
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for a in avals]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(*placed).compile()
+    return jax.jit(function).lower(*placed).compile()
+
+
+def without_the_door(function: Callable, chip: str) -> Callable:
+    """A function that calls kernels directly, with what the door's primitives tell Pallas of the chip."""
+
+    def step(*args):
+        with targets.as_seen_by_pallas(target_of(chip)):
+            return function(*args)
+
+    return step
 
 
 def compile_case(case: Case, dtype: str, chip: str) -> str:
@@ -198,21 +213,21 @@ def sampled(chip: str) -> list[str]:
 
 def compile_large(entry: str, chip: str) -> str:
     plan, operands, derivative, wanted = LARGE[entry]()
-    backend = MosaicTpuBackend()
+    backend, target = MosaicTpuBackend(), target_of(chip)
+    reason = backend.refuses(plan, target)
+    if reason is not None:
+        raise NotImplementedError(reason)
     leaves, tree = jax.tree.flatten(operands)
     length, value_dim = plan.q_len, plan.value_dim
     rows = (plan.batch, length, plan.q_heads) if plan.layout == "BTNH" else (plan.batch, plan.q_heads, length)
 
     def step(d_out: jax.Array, d_lse: jax.Array, *flat: jax.Array):
-        reason = backend.refuses(plan)  # asked here, where the chip is known
-        if reason is not None:
-            raise NotImplementedError(reason)
         given = jax.tree.unflatten(tree, flat)
-        results = backend.forward(plan, given)
-        return results, backend.backward(plan, given, results, d_out, d_lse, wanted, derivative)
+        results = backend.forward(plan, given, target)
+        return results, backend.backward(plan, given, results, d_out, d_lse, wanted, derivative, target)
 
     avals = [jax.ShapeDtypeStruct((*rows, value_dim), plan.dtype), jax.ShapeDtypeStruct(rows, "float32")]
-    return compile_for(step, [*avals, *leaves], chip).as_text()
+    return compile_for(without_the_door(step, chip), [*avals, *leaves], chip).as_text()
 
 
 ON_MESH = {"mesh": False, "mesh_check_vma": True}
@@ -249,8 +264,6 @@ def outcome(entry: str, chip: str) -> str:
 
 
 def child(chip: str, names: list[str]) -> None:
-    # The front door leaves the kernels alone unless the default device is a TPU; nothing is run here.
-    jax.default_backend = lambda: "tpu"
     for entry in names:
         print("begin", entry, flush=True)
         print(outcome(entry, chip), flush=True)

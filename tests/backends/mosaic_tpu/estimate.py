@@ -148,20 +148,21 @@ def ours(chip: str, heads: int, what: str) -> None:
         module.launch = launch_without_tables
         if mask is not None:
             module.make_order = CausalTwin
-    backend = support.MosaicTpuBackend()
+    backend, target = support.MosaicTpuBackend(), aot.target_of(chip)
 
     def given(q, k, v):
         return Operands(q, k, v, None, None, None, operands.score_captures, (), (), BlockLists(*[None] * 4))
 
     def run(q, k, v, lse, out, d_out):
         if name == "fwd":
-            return backend.forward(plan, given(q, k, v))
+            return backend.forward(plan, given(q, k, v), target)
         wanted = Wanted(True, True, True, False, False, False, tuple(False for _ in operands.score_captures))
-        return backend.backward(plan, given(q, k, v), Results(out, lse, None), d_out, None, wanted, derivative)
+        results = Results(out, lse, None)
+        return backend.backward(plan, given(q, k, v), results, d_out, None, wanted, derivative, target)
 
     line = jax.ShapeDtypeStruct((1, heads, LENGTH), "float32")
     q = operands.query
-    aot.compile_for(run, [q, q, q, line, q, q], chip)
+    aot.compile_for(aot.without_the_door(run, chip), [q, q, q, line, q, q], chip)
 
 
 def splash(chip: str, heads: int, what: str, lse_too: bool = False) -> None:
@@ -214,7 +215,7 @@ def splash(chip: str, heads: int, what: str, lse_too: bool = False) -> None:
         return kernel._splash_attention_bwd(False, -1e30, False, sizes_of, None, mask, None, False, kept, d_out)[3:6]
 
     x, line = (jax.ShapeDtypeStruct((heads, LENGTH, *d), t) for d, t in (((DIM,), "bfloat16"), ((), "float32")))
-    aot.compile_for(run, [x, x, x, line, x, x], chip)
+    aot.compile_for(aot.without_the_door(run, chip), [x, x, x, line, x, x], chip)
 
 
 def flash(chip: str, heads: int, what: str) -> None:
@@ -232,7 +233,7 @@ def flash(chip: str, heads: int, what: str) -> None:
         return kernel._flash_attention_bwd(False, causal, DIM**-0.5, sizes_of, False, kept, d_out)[:3]
 
     x, line = (jax.ShapeDtypeStruct((1, heads, LENGTH, *d), t) for d, t in (((DIM,), "bfloat16"), ((), "float32")))
-    aot.compile_for(run, [x, x, x, line, x, x], chip)
+    aot.compile_for(aot.without_the_door(run, chip), [x, x, x, line, x, x], chip)
 
 
 def child(chip: str, heads: int, what: str) -> None:

@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests import oracle
 from tests.cases import Case
+
+CPU = Target("cpu")
+"""Where the kernels are simulated."""
 
 
 class Problem(typing.NamedTuple):
@@ -160,11 +164,11 @@ def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[st
 
     @jax.jit
     def step(operands: Operands):
-        results = backend.forward(plan, operands)
+        results = backend.forward(plan, operands, CPU)
         if not backward:
             return results, None
         d_lse = jnp.where(jnp.isfinite(results.lse), u, 0.0)
-        return results, backend.backward(plan, operands, results, w, d_lse, wanted, problem.derivative)
+        return results, backend.backward(plan, operands, results, w, d_lse, wanted, problem.derivative, CPU)
 
     results, grads = step(problem.operands)
     found = {"out": turn(results.out), "lse": turn(results.lse), "max_scores": turn(results.max_scores)}

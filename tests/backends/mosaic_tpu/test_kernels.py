@@ -19,6 +19,7 @@ import flexjax
 from flexjax import masks
 from flexjax.backends.mosaic_tpu import tables, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
+from flexjax.backends.target import Target
 from flexjax.types import KernelOptions
 from tests import oracle
 from tests.backends import on_mesh
@@ -33,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 def check(name: str, options: KernelOptions, backward: bool = True) -> None:
     case = CASES[name]
     problem = plans.problem_of(case, "float32", options)
-    assert BACKEND.refuses(problem.plan) is None
+    assert BACKEND.refuses(problem.plan, plans.CPU) is None
     got = plans.run(BACKEND, problem, case, backward)
     want = oracle.expected(case, plans.dropout_keep(case))
     for key, array in got.items():
@@ -133,7 +134,8 @@ def test_every_candidate_fits(chip: str, dim: int):
     plan = plans.problem_of(CASES["plain"], "bfloat16").plan
     plan = plans.dataclasses.replace(plan, q_len=4096, kv_len=4096, head_dim=dim, value_dim=dim)
     facts = vmem.CHIPS[chip]
-    candidates = BACKEND.tile_candidates(plan, chip)
+    kind = next(k for k, name in vmem.CHIP_OF_KIND.items() if name == chip)
+    candidates = BACKEND.tile_candidates(plan, Target("tpu", kind))
     assert candidates
     assert len({tuple(c.items()) for c in candidates}) == len(candidates)
     assert all(vmem.forward_bytes(plan, t) <= facts.budget for t in vmem.forward_candidates(plan, facts))

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import pytest
 
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 
 PLAN = KernelPlan(1, 2, 2, 256, 256, 16, 16, "float32", "BTNH", 0.25)
+V6E = Target("tpu", "TPU v6 lite")
 SIZES = (1, 2, 256, 256)
 BIG = jnp.zeros(4096, jnp.float32)
 
@@ -35,7 +37,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_a_sentence(name: str):
     fields, said = REFUSED[name]
-    reason = MosaicTpuBackend().refuses(dataclasses.replace(PLAN, **fields))
+    reason = MosaicTpuBackend().refuses(dataclasses.replace(PLAN, **fields), V6E)
     assert reason is not None
     assert said in reason
     assert reason.endswith(".")
@@ -54,7 +56,7 @@ def test_accepts_general_gathers():
     table, ids = jnp.zeros((300, 300)), jnp.zeros(256, jnp.int32)
     score = _score(lambda s, b, h, q, k: s + table[ids[q], ids[k]])
     mask = trace_mask_mod(lambda b, h, q, k: ids[(q * k) % 256] == 0, SIZES).program
-    assert MosaicTpuBackend().refuses(dataclasses.replace(PLAN, score=score, mask=mask)) is None
+    assert MosaicTpuBackend().refuses(dataclasses.replace(PLAN, score=score, mask=mask), V6E) is None
 
 
 def test_gradient_too_long_for_vmem_is_refused():
@@ -63,8 +65,8 @@ def test_gradient_too_long_for_vmem_is_refused():
     traced = trace_score_mod(lambda s, b, h, q, k: s + table[q - k + length], (1, 2, length, length), "float32")
     plan = dataclasses.replace(PLAN, q_len=length, kv_len=length, score=traced.program)
     backend = MosaicTpuBackend()
-    assert backend.refuses(plan) is None
+    assert backend.refuses(plan, V6E) is None
     wanted = Wanted(True, True, True, False, False, False, (True,))
-    reason = backend.refuses_backward(plan, wanted, traced.derivative)
+    reason = backend.refuses_backward(plan, V6E, wanted, traced.derivative)
     assert reason is not None
     assert "q - kv" in reason

@@ -1,0 +1,127 @@
+"""The dense reference as a backend of a plan: for a sequence of implementations that comes to it once the platform is known.
+
+It computes what reference.py computes, from the traced programs; gradients are jax's own. Every score is held at once.
+"""
+
+import contextlib
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from flexjax.backends.target import Target
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.parts import parts_of
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.reference import reference_attention
+from flexjax.trace.mod_ir import Program
+from flexjax.trace.on_scalars import call_program
+
+Array = jax.Array
+
+
+class DenseBackend:
+    """See backends/base.py."""
+
+    name = "reference"
+
+    def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        return None
+
+    def refuses_backward(
+        self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
+    ) -> str | None:
+        return None
+
+    def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
+        return []
+
+    def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        out, lse, top = reference_attention(
+            operands.query,
+            operands.key,
+            operands.value,
+            score_mod=None if plan.score is None else _score_mod(plan, plan.score, operands),
+            mask=_mask(plan, operands),
+            scale=plan.scale,
+            sinks=operands.sinks,
+            layout=plan.layout,
+            query_extra=operands.query_extra,
+            key_extra=operands.key_extra,
+            **_dropout(plan, operands),
+        )
+        dtype = plan.score_dtype
+        return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)
+
+    def backward(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        results: Results,
+        d_out: Array,
+        d_lse: Array | None,
+        wanted: Wanted,
+        derivative: Program | None,
+        target: Target,
+    ) -> Gradients:
+        flags = (*wanted[:6], *wanted.score_captures)
+        moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
+
+        def results_of(*moved: Array) -> tuple[Array, Array]:
+            rest = iter(moved)
+            values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
+            changed = Operands._make((*values[:6], tuple(values[6:]), *operands[7:]))
+            made = self.forward(plan, changed, target)
+            return made.out, made.lse
+
+        _, pull = jax.vjp(results_of, *moving)
+        found = iter(pull((d_out.astype(results.out.dtype), jnp.zeros_like(results.lse) if d_lse is None else d_lse)))
+        spread = [next(found) if want else None for want in flags]
+        return Gradients._make((*spread[:6], tuple(spread[6:])))
+
+    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callable[..., Array]:
+    def score_mod(score: Array, *at: Array) -> Array:
+        made = call_program(program, operands.score_captures, at, score.astype(plan.score_dtype))
+        return made.astype(score.dtype)
+
+    return score_mod
+
+
+def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
+    mask = block_mask_of(plan, operands)
+    return None if mask is None else mask.to_mask()
+
+
+def _dropout(plan: KernelPlan, operands: Operands) -> dict:
+    """Arguments of reference_attention: the program is 0 or 1 / (1 - rate) for each probability."""
+    program = plan.dropout
+    if program is None:
+        return {}
+    multiplier = lambda *at: call_program(program, operands.dropout_captures, at)
+    for axis in (3, 2, 1, 0):
+        multiplier = jax.vmap(multiplier, in_axes=tuple(0 if n == axis else None for n in range(4)))
+    sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    factors = multiplier(*(jnp.arange(n, dtype=jnp.int32) for n in sizes))
+    return {"dropout_keep": factors > 0, "dropout_rate": 1.0 - 1.0 / jnp.max(factors, initial=1.0)}
+
+
+def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
+    """The block mask of a plan."""
+    lists = operands.lists
+    if plan.blocks is None or lists is None:
+        return None
+    blocks = plan.blocks
+    shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
+    # of numpy: jnp would trace them under jit
+    empty: typing.Any = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
+    arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
+    sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)
+    captures, lengths = tuple(operands.mask_captures), (plan.q_len, plan.kv_len)
+    return BlockMask.of(parts_of(arrays, captures, plan.mask, lengths, sizes, widths, blocks.from_user_lists))

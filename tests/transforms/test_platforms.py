@@ -1,0 +1,283 @@
+"""A call runs where its arrays are: the backend is chosen for each platform that a program is lowered for.
+
+There is one platform here. The others are lowered for under an abstract mesh that names their device; test_topologies.py has
+devices of topologies, which need compilers.
+"""
+
+import dataclasses
+import re
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import FallbackWarning, dispatch, masks
+from flexjax.backends import target as targets
+from flexjax.backends.target import Target
+
+V6E = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+A100 = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu")
+PLATFORM = {V6E: "tpu", H200: "cuda", A100: "cuda", None: "cpu"}
+KERNEL = {V6E: "tpu_custom_call", H200: "mosaic_gpu_v2", A100: "mosaic_gpu_v2", None: "custom_call_of_kernels"}
+
+needs_gpu_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+
+
+def shape(dtype: str = "bfloat16", dim: int = 64, length: int = 256) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, length, 2, dim), jnp.dtype(dtype))
+
+
+def program(function: Callable, device: typing.Any, x: jax.ShapeDtypeStruct, platforms: typing.Any = None) -> str:
+    """The text of a function of one array, lowered for a device."""
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return (
+            jax.jit(lambda x: function(x)).trace(x).lower(lowering_platforms=platforms or (PLATFORM[device],)).as_text()
+        )
+
+
+def attend(**words: typing.Any) -> Callable:
+    return lambda q: flexjax.flex_attention(q, q, q, **words)
+
+
+def gradient(**words: typing.Any) -> Callable:
+    return jax.grad(lambda q: flexjax.flex_attention(q, q, q, **words).astype(jnp.float32).sum())
+
+
+def said(function: Callable, device: typing.Any, x: jax.ShapeDtypeStruct) -> list[str]:
+    """The warnings of a lowering."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        program(function, device, x)
+    assert all(w.category is FallbackWarning for w in found)
+    return [str(w.message) for w in found]
+
+
+# ------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize("device", [V6E, pytest.param(H200, marks=needs_gpu_kernels)], ids=["v6e", "h200"])
+def test_a_program_for_a_device_that_is_not_here_has_its_kernels(device: typing.Any) -> None:
+    kernel = KERNEL[device]
+    assert program(attend(mask_mod=masks.causal), device, shape()).count(kernel) == 1
+    assert program(gradient(), device, shape()).count(kernel) > 1
+    assert kernel not in program(attend(), device, shape(), ("cpu",))
+    assert kernel not in program(attend(implementation="xla"), device, shape())
+
+
+@pytest.mark.parametrize("other", ["tpu", pytest.param("cuda", marks=needs_gpu_kernels)])
+def test_an_export_for_several_platforms_has_what_each_runs(other: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape().shape), jnp.bfloat16)
+    names = ("mosaic_gpu", "mosaic_tpu", "xla")
+    done = jax.export.export(jax.jit(gradient(implementation=names)), platforms=["cpu", other])(x)
+    assert {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu_v2"}[other] in done.mlir_module()
+    np.testing.assert_array_equal(done.call(x), jax.jit(gradient())(x))
+
+
+def test_an_export_for_a_device_that_nobody_names_is_for_every_device() -> None:
+    with pytest.warns(FallbackWarning) as found:
+        done = jax.export.export(jax.jit(attend()), platforms=["cpu", "tpu"])(shape())
+    assert "tpu_custom_call" not in done.mlir_module()
+    assert [str(w.message) for w in found] == [
+        "The forward pass of a call runs on xla, not on the kernels of mosaic_tpu, for an unknown device of the platform tpu. "
+        "It is not known which device of the platform tpu this program is for. For its kernels, lower it with arguments or a "
+        "mesh on such a device or its topology, or pass implementation='mosaic_tpu'. Change that for the kernels, or pass "
+        "implementation='xla' for the same without this warning. "
+        "in flex_attention(query=bfloat16[1, 256, 2, 64], key=bfloat16[1, 256, 2, 64], value=bfloat16[1, 256, 2, 64])"
+    ]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_refusal_at_lowering_has_the_call_once(jitted: bool) -> None:
+    x = jnp.ones((1, 64, 2, 64), jnp.float32)
+    run = attend(implementation="mosaic_tpu")
+    with pytest.raises(NotImplementedError) as caught:
+        (jax.jit(run) if jitted else run)(x)
+    assert str(caught.value) == (
+        "No implementation accepts this call: mosaic_tpu: mosaic_tpu runs on a TPU; this call is for the platform cpu. "
+        "Pass kernel_options=KernelOptions(interpret=True) to simulate it."
+    )
+    text = "in flex_attention(query=float32[1, 64, 2, 64], key=float32[1, 64, 2, 64], value=float32[1, 64, 2, 64])"
+    assert caught.value.__notes__.count(text) == 1
+
+
+def test_what_no_platform_changes_is_refused_while_the_call_is_traced() -> None:
+    with pytest.raises(
+        NotImplementedError, match="mosaic_tpu computes float32 and bfloat16; query, key and value are float16"
+    ):
+        jax.eval_shape(attend(implementation="mosaic_tpu"), shape("float16"))
+
+
+def reference_problem() -> tuple[dict[str, jax.Array], Callable]:
+    rng = np.random.default_rng(3)
+    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), jnp.float32)
+    arrays = dict(q=draw(2, 24, 4, 8), k=draw(2, 20, 2, 8), v=draw(2, 20, 2, 6), sinks=draw(4), bias=draw(4, 44))
+    arrays |= dict(query_extra=draw(2, 24, 4, 3), key_extra=draw(2, 20, 1, 3))
+    block_mask = flexjax.create_block_mask(masks.causal, None, None, 24, 20, block_size=8)
+
+    def run(arrays: dict[str, jax.Array], implementation: typing.Any) -> tuple[jax.Array, typing.Any]:
+        return flexjax.flex_attention(
+            arrays["q"], arrays["k"], arrays["v"], sinks=arrays["sinks"], block_mask=block_mask, dropout_rate=0.3,
+            dropout_key=jax.random.key(1), query_extra=arrays["query_extra"], key_extra=arrays["key_extra"],
+            score_mod=lambda s, b, h, i, j: jnp.tanh(s) + arrays["bias"][h, i - j + 20],
+            return_aux=flexjax.AuxRequest(lse=True, max_scores=True), implementation=implementation,
+        )  # fmt: skip
+
+    return arrays, run
+
+
+def test_a_sequence_comes_to_the_reference_once_the_platform_is_known() -> None:
+    arrays, run = reference_problem()
+    loss = lambda arrays, names: sum((x**2).sum() for x in (lambda out, aux: (out, aux.lse))(*run(arrays, names)))
+    made = []
+    for names in ("reference", ("mosaic_tpu", "reference")):
+        out, aux = run(arrays, names)
+        made.append((out, aux.lse, aux.max_scores, jax.grad(loss)(arrays, names)))
+    for want, got in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+    assert "tpu_custom_call" in program(attend(implementation=("mosaic_tpu", "reference")), V6E, shape())
+
+
+# ------------------------------------------------------------------- the target
+
+
+class Device(typing.NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+    core_count: int | None = None
+
+
+def test_targets_of_devices() -> None:
+    rows = {
+        Device("cpu", "cpu"): Target("cpu", "cpu"),
+        Device("gpu", "NVIDIA H100 PCIe", "9.0", 114): Target("cuda", "NVIDIA H100 PCIe", "9.0", 114),
+        Device("gpu", "AMD Instinct MI300X", "gfx942", 304): Target("rocm", "AMD Instinct MI300X", "gfx942", 304),
+        H200: Target("cuda", "NVIDIA H200", "9.0", 132),
+        A100: Target("cuda", "NVIDIA A100-SXM4-80GB", None, 108),
+        V6E: Target("tpu", "TPU v6 lite", None, 1),
+    }
+    for device, target in rows.items():
+        assert targets.of_device(device) == target
+    for kind in ("NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA H800"):
+        assert targets.of_device(Device("gpu", kind)).capability == "9.0"
+    for kind in ("NVIDIA B200", "NVIDIA GB200", "NVIDIA H1000", "NVIDIA A100"):
+        assert targets.of_device(Device("gpu", kind)).capability is None
+    assert targets.default() == targets.of_platform("cpu")
+    assert targets.of_platform("gpu") == Target("cuda")
+
+
+@needs_gpu_kernels
+def test_the_grid_has_a_program_for_each_sm_and_nothing_else_follows_the_gpu() -> None:
+    from flexjax.backends.mosaic_gpu import forward_sm90
+
+    seen = []
+    real = forward_sm90.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            forward_sm90, "forward", lambda plan, operands, tile: seen.append(tile) or real(plan, operands, tile)
+        )
+        for cores in (132, 114):
+            device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=cores, platform="gpu")
+            program(attend(), device, shape(), ("cuda",))
+    assert [tile.programs for tile in seen] == [132, 114]
+    assert seen[0] == dataclasses.replace(seen[1], programs=132)
+
+
+# ------------------------------------------------------------------- warnings
+
+
+def test_the_whole_warning_on_a_tpu_and_only_once() -> None:
+    x = shape("float16", 32)
+    call = "in flex_attention(query=float16[1, 256, 2, 32], key=float16[1, 256, 2, 32], value=float16[1, 256, 2, 32])"
+    end = f"for the same without this warning. {call}"
+    why = (
+        "of a call runs on xla, not on the kernels of mosaic_tpu, for TPU v6 lite. mosaic_tpu computes float32 and bfloat16; "
+        "query, key and value are float16. Change that for the kernels, or pass implementation="
+    )
+    assert said(gradient(), V6E, x) == [
+        f"The forward pass {why}'xla' {end}",
+        f"The backward pass {why}('mosaic_tpu', 'xla') {end}",
+    ]
+    assert said(gradient(), V6E, x) == []
+
+
+def _looped(s: jax.Array, *at: jax.Array) -> jax.Array:
+    return jax.lax.while_loop(lambda x: x > 100.0, lambda x: x * 0.5, s)
+
+
+def _rows() -> Iterator[tuple[str, Callable, jax.ShapeDtypeStruct, tuple[str, ...]]]:
+    blocks = flexjax.create_block_mask(masks.causal, None, None, 256, 256, block_size=32)
+    both = ("forward pass", "backward pass")
+    yield "float32", gradient(), shape("float32"), both
+    yield "blocks of 32", gradient(block_mask=blocks), shape(), both
+    yield "head dim 320", gradient(), shape(dim=320), both
+    yield "a loop in the mod", attend(score_mod=_looped), shape(), ("forward pass",)
+    yield "bfloat16", gradient(), shape(), ()
+
+
+@needs_gpu_kernels
+@pytest.mark.parametrize(("function", "x", "passes"), [pytest.param(*row, id=name) for name, *row in _rows()])
+def test_what_leaves_the_kernels_of_a_gpu_says_so(
+    function: Callable, x: jax.ShapeDtypeStruct, passes: tuple[str, ...]
+) -> None:
+    found = said(function, H200, x)
+    assert [re.match("The (.*) of a call runs on xla, not on the kernels of mosaic_gpu, for NVIDIA H200. ", m)[1] for m in found] == [
+        *passes
+    ]  # fmt: skip
+    assert said(function, None, x) == []
+
+
+@pytest.mark.parametrize("device", [V6E, pytest.param(H200, marks=needs_gpu_kernels)], ids=["v6e", "h200"])
+def test_derivatives_that_kernels_do_not_have_say_so(device: typing.Any) -> None:
+    name = "mosaic_tpu" if device is V6E else "mosaic_gpu"
+    tangent = lambda **words: lambda q: jax.jvp(attend(**words), (q,), (q,))[1]
+    twice = lambda **words: jax.grad(lambda q: (gradient(**words)(q).astype(jnp.float32) ** 2).sum())
+    for words in ({}, {"implementation": name}):
+        dispatch._said.clear()
+        assert [m.split(" of a call")[0] for m in said(tangent(**words), device, shape())] == [
+            "The tangent (forward mode)"
+        ]
+        assert [m.split(" of a call")[0] for m in said(twice(**words), device, shape())] == ["The second derivative"]
+    assert said(tangent(implementation=(name, "xla")), device, shape("bfloat16", 32)) == []
+    assert said(twice(implementation="xla"), device, shape("bfloat16", 32)) == []
+
+
+def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
+    (a100,) = said(attend(), A100, shape())
+    if jax.__version_info__ < (0, 11):
+        assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in a100
+        assert "In such a Python: `pip install -U 'flexjax[cuda13]'`." in a100
+    else:
+        assert "that of NVIDIA A100-SXM4-80GB is not known." in a100
+
+
+def test_explain_names_who_runs_each_pass() -> None:
+    length = 1 << 20
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    table = jnp.zeros(2 * length)
+    text = flexjax.explain(x, x, x, score_mod=lambda s, b, h, i, j: s + table[i - j + length], device=V6E)
+    lines = text.split("\n\n")[-2].splitlines()
+    assert lines == [
+        "runs on: mosaic_tpu",
+        "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform tpu.",
+        "backward pass on: mosaic_tpu",
+        "gradients of captured arrays on: xla",
+        "  not mosaic_tpu: mosaic_tpu sums the gradient of a captured array (float32[2097152]) read at q - kv in VMEM, 64 MiB for "
+        "these lengths, more than 8 MiB.",
+    ]
+    assert "runs on: xla" in flexjax.explain(x, x, x, device="cpu")
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
+        flexjax.explain(x, x, x, device=3)
+    assert str(caught.value) == "`device` is 3; expected a jax.Device, a platform or None. For example 'tpu'."
