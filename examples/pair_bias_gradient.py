@@ -42,10 +42,11 @@ def main(length: int = 200) -> dict[str, float]:
     pair, w = jax.random.normal(keys[3], (length, length, C)), jax.random.normal(keys[4], (C, N))
     lengths = jnp.array([length, length * 3 // 5])
 
-    def loss(attention, pair, w):
-        return jnp.sum(attention(q, k, v, pair, w, lengths) ** 2)
+    def slopes_of(attention):
+        loss = lambda pair, w, q, k, v: jnp.sum(attention(q, k, v, pair, w, lengths) ** 2)
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(pair, w, q, k, v)
 
-    slopes = [jax.jit(jax.grad(lambda *x, f=f: loss(f, *x), argnums=(0, 1)))(pair, w) for f in (attend, attend_dense)]
+    slopes = [slopes_of(f) for f in (attend, attend_dense)]
     errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*slopes, strict=True)]
     print(f"gradient of the pair representation {pair.shape}: relative error {errors[0]:.1e} to dense attention")
     print(f"gradient of the weights {w.shape}: relative error {errors[1]:.1e}")

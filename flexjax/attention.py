@@ -5,12 +5,13 @@ autodiff.py, which choose a backend when they are lowered.
 """
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
-from jax import core
+import jax.numpy as jnp
 
 from flexjax import dispatch
 from flexjax.autodiff import attention
@@ -22,6 +23,7 @@ from flexjax.errors import add_note_once, bad_argument
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
+from flexjax.trace.lift_numpy import lift_numpy
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 
@@ -38,7 +40,7 @@ def flex_attention(
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     block_mask: BlockMask | None = None,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     sinks: Array | None = None,
     layout: str = "BTNH",
     return_aux: AuxRequest | None = None,
@@ -58,7 +60,8 @@ def flex_attention(
     score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
     mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars; its block mask is built on the way
     block_mask   instead of mask_mod: a block mask made before (create_block_mask)
-    scale        multiplies the dot product; default 1 / sqrt(D)
+    scale        multiplies the dot product; default 1 / sqrt(D). A Python or numpy number is compiled into the kernel; a jax
+                 scalar may be traced, has a gradient, and a new value recompiles nothing
     sinks        [N] logits: one more column of the softmax, without a value behind it; lse includes it
     return_aux   AuxRequest(lse=, max_scores=): also returns AuxOutput
     implementation  None, "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several, tried in order
@@ -74,7 +77,27 @@ def flex_attention(
     Gradients reach query, key, value, sinks, the extra features and every floating array that score_mod captured.
     Scores are float32 (float64 for float64 inputs).
 
+    NaN and infinities in keys and values at positions that the mask hides may spread, since zero times NaN is NaN, as in
+    jax.nn.dot_product_attention: into the output from values, into gradients from both. Only blocks that are skipped whole are
+    never read. Where such numbers may occur, zero them before the call: jnp.where(valid[:, :, None, None], value, 0), and key.
+
     Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
+
+    Example, a bias that is learned for each head and distance:
+
+        table = jnp.zeros((N, 2 * T - 1))
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + table[h, q_idx - kv_idx + T - 1]
+
+        out = flex_attention(query, key, value, score_mod=score_mod, mask_mod=flexjax.masks.causal)
+
+    New values of captured arrays compile nothing, nor does a function that is built again. Other shapes, another function and
+    another Python number in a function do: capture jnp.asarray(number) where it changes from call to call.
+
+    Fast are calls inside jit (outside of it the functions are traced at each call), bfloat16 and float16 on a GPU, mask_mod
+    rather than -inf from score_mod (which skips no block), one block_mask for all layers that share it, and captured arrays
+    that are read at q_idx, kv_idx or q_idx - kv_idx + c, which are slices where other indices gather.
     """
     arguments = Arguments(
         score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks, layout=layout,
@@ -119,7 +142,7 @@ class Arguments(typing.TypedDict):
     score_mod: Callable | None
     mask_mod: Callable | None
     block_mask: BlockMask | None
-    scale: float | None
+    scale: float | Array | None
     sinks: Array | None
     layout: str
     return_aux: AuxRequest | None
@@ -176,7 +199,12 @@ def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[A
     scale = _scale(a["scale"], inputs)
     sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
-    score = None if a["score_mod"] is None else trace_score_mod(a["score_mod"], sizes, score_dtype)
+    score_mod = a["score_mod"]
+    if isinstance(scale, Array):
+        # one more capture: it has a gradient, and no plan holds its value
+        scaled = score_mod is None or callable(score_mod)  # the trace refuses what is neither
+        score_mod, scale = _scaled(score_mod, scale) if scaled else score_mod, 1.0
+    score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
     block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs, a["layout"])
     dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes, score_dtype)
     plan = KernelPlan(
@@ -221,13 +249,20 @@ def _is_identity(score: TracedMod) -> bool:
     return program.results[0] == program.inputs[0]
 
 
-def _scale(scale: object, inputs: Inputs) -> float:
+def _scale(scale: object, inputs: Inputs) -> float | Array:
+    """The factor of the dot product: a float that the plan holds, or a jax scalar that is an operand."""
     if scale is None:
         return 1.0 / math.sqrt(max(inputs.head_dim, 1))
-    if isinstance(scale, core.Tracer):
-        raise bad_argument(
-            "scale", "traced", "a Python float", "Multiply query by it, or use a score_mod that captures it."
-        )
+    if isinstance(scale, Array):
+        real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+        if scale.shape != () or not real:
+            raise bad_argument(
+                "scale",
+                f"{scale.dtype}{list(scale.shape)}",
+                "a real scalar",
+                "A factor for each head or position goes into score_mod.",
+            )
+        return scale
     try:
         value = float(scale)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -235,6 +270,16 @@ def _scale(scale: object, inputs: Inputs) -> float:
     if not math.isfinite(value):
         raise bad_argument("scale", repr(scale), "a finite float", "None means 1 / sqrt(head dim).")
     return value
+
+
+def _scaled(score_mod: Callable | None, scale: Array) -> Callable:
+    """score_mod on the dot product times `scale`, multiplied in the dtype of the score; its signature is score_mod's."""
+
+    def scaled(score: Array, *at: Array) -> Array:
+        score = score * scale.astype(score.dtype)
+        return score if score_mod is None else score_mod(score, *at)
+
+    return scaled if score_mod is None else functools.wraps(score_mod)(scaled)
 
 
 def _block_mask(
@@ -261,17 +306,12 @@ def _block_mask(
 
 def _layout(mask: BlockMask) -> BlockLayout:
     batch, heads = mask.kv_num_blocks.shape[:2]
-    widths = (x.shape[-1] for x in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices))
-    return BlockLayout(batch, heads, *mask.block_size, *widths)
+    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
+    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.listed)
 
 
 def _lists(mask: BlockMask) -> BlockLists:
-    pairs = (
-        (mask.kv_num_blocks, mask.kv_indices),
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-        (mask.q_num_blocks, mask.q_indices),
-        (mask.full_q_num_blocks, mask.full_q_indices),
-    )
+    pairs = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
     return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
 
 
@@ -286,10 +326,10 @@ def _reference(call: Call, arguments: Arguments) -> Results:
         operands.query,
         operands.key,
         operands.value,
-        score_mod=arguments["score_mod"],
-        mask_mod=arguments["mask_mod"],
+        score_mod=None if arguments["score_mod"] is None else lift_numpy(arguments["score_mod"])[0],
+        mask_mod=None if arguments["mask_mod"] is None else lift_numpy(arguments["mask_mod"])[0],
         mask=None if block_mask is None else block_mask.to_mask(),
-        scale=plan.scale,
+        scale=arguments["scale"],
         sinks=operands.sinks,
         layout=plan.layout,
         query_extra=operands.query_extra,

@@ -29,6 +29,7 @@ from flexjax.backends.target import Target
 from flexjax.dispatch import Run
 from flexjax.errors import add_note_once
 from flexjax.fold_batch import batch_rule
+from flexjax.parallel.explicit_axes import split_of, split_work
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
@@ -38,15 +39,14 @@ Array = jax.Array
 
 def attention(problem: Problem, operands: Operands) -> Results:
     """Runs the forward pass of a problem; differentiable and mappable."""
+    split = split_of(operands.query, problem.plan.layout)
+    return _run(problem, operands) if split is None else split_work(problem, operands, split, _run)
+
+
+def _run(problem: Problem, operands: Operands) -> Results:
+    """The forward pass on arrays that no explicit axis splits."""
     flat = varying_alike(jax.tree.leaves(operands))
-    run: Callable = functools.partial(_bind_forward, problem=problem)
-    where = jax.typeof(operands.query).sharding
-    if jax.sharding.AxisType.Explicit in where.mesh.axis_types:
-        # The partitioner splits the work; out and lse come back split as query is, but for its head dim.
-        batch, tokens, heads, _ = where.spec
-        shapes = [jax.sharding.PartitionSpec(batch, tokens, heads, *rest) for rest in ((None,), (), ())]
-        run = jax.sharding.auto_axes(run, out_sharding=shapes[: 2 + problem.plan.max_scores])
-    out, lse, *top = run(*flat)
+    out, lse, *top = _bind_forward(*flat, problem=problem)
     return Results(out, lse, top[0] if top else None)
 
 
@@ -64,6 +64,11 @@ def varying_alike(flat: Sequence[Array]) -> list[Array]:
     everywhere = frozenset().union(*over)
     missing = [tuple(sorted(everywhere - axes, key=str)) for axes in over]
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(flat, missing, strict=True)]
+
+
+def varying_as(like: Array, results: Sequence[Array]) -> list[Array]:
+    """Inside shard_map: the results, cast to vary over the mesh axes over which `like` does."""
+    return varying_alike([like, *results])[1:]
 
 
 # ------------------------------------------------------------------- what each primitive computes
@@ -282,7 +287,7 @@ def _through_xla(function: Callable) -> Callable:
     def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
         again = problem.differentiable()
         run = dispatch.on_xla(again.plan, targets.default())
-        plain = functools.partial(function, run=run, problem=again, **params)
+        plain = lambda *flat: varying_as(flat[0], function(*flat, run=run, problem=again, **params))
         moved = [_instantiate(p, t) for p, t in zip(primals, tangents, strict=True)]
         outs, moved_outs = jax.jvp(plain, list(primals), moved)
         return outs, [second_order_p.bind(moved, problem=again) for moved in moved_outs]

@@ -119,7 +119,19 @@ def check_inputs(
 def _array(name: str, x: object) -> Array:
     if not isinstance(x, jax.Array | np.ndarray):
         raise bad_argument(name, f"a {type(x).__name__}", "an array", "Pass a jax.Array or a numpy array.")
+    _check_static(name, x.shape)
     return jnp.asarray(x)
+
+
+def _check_static(name: str, shape: tuple[int, ...], what: str = "") -> None:
+    symbolic = [str(n) for n in shape if not isinstance(n, int)]
+    if symbolic:
+        raise bad_argument(
+            name,
+            f"of shape ({', '.join(map(str, shape))}){what} with the symbolic size {symbolic[0]}",
+            "sizes that are numbers, for which kernels are planned",
+            "Export once for each size that you need, and pad the arrays to the nearest one.",
+        )
 
 
 def _letters(name: str, layout: str) -> str:
@@ -238,6 +250,8 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
             "one, kv_num_blocks [B, H, q_blocks]",
             "Call flex_attention under jax.vmap, with the block mask among the mapped arguments.",
         )
+    for field in ("kv_indices", "full_kv_indices"):
+        _check_static("block_mask", getattr(mask, field).shape, f" in {field}")
     batch, heads, q_len, kv_len = mask.shape
     if (q_len, kv_len) != (inputs.q_len, inputs.kv_len):
         advice = "Build it for these lengths with create_block_mask, or slice it."

@@ -4,6 +4,7 @@ It computes what reference.py computes, from the traced programs; gradients are 
 """
 
 import contextlib
+import typing
 from collections.abc import Callable
 
 import jax
@@ -116,13 +117,11 @@ def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
     lists = operands.lists
     if plan.blocks is None or lists is None:
         return None
-    rows = -(-plan.q_len // plan.blocks.block_q), -(-plan.kv_len // plan.blocks.block_kv)
-    arrays = []
-    for place in range(4):
-        num, index = lists[2 * place], lists[2 * place + 1]
-        shape = (plan.blocks.batch, plan.blocks.heads, rows[place // 2])
-        arrays += [np.zeros(shape, np.int32) if num is None else num]
-        arrays += [np.zeros((*shape, 0), np.int32) if index is None else index]
-    sizes = (plan.blocks.block_q, plan.blocks.block_kv)
-    parts = parts_of(arrays, tuple(operands.mask_captures), plan.mask, plan.q_len, plan.kv_len, sizes)
-    return BlockMask.of(parts)
+    blocks = plan.blocks
+    shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
+    # of numpy: jnp would trace them under jit
+    empty: typing.Any = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
+    arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
+    sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)
+    captures, lengths = tuple(operands.mask_captures), (plan.q_len, plan.kv_len)
+    return BlockMask.of(parts_of(arrays, captures, plan.mask, lengths, sizes, widths, blocks.from_user_lists))

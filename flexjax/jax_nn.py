@@ -4,6 +4,8 @@ Bias, masks, windows and lengths become mods over captured arrays, so blocks tha
 its gradient without a dense intermediate. Dimensions of size 1 stay of size 1.
 """
 
+import math
+import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,38 +29,37 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
     """softmax(scale * query . key + bias, where masked) . value, as jax.nn.dot_product_attention.
 
-    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N
+    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N. Axes that an array lacks in front
+            have size 1, also where the others have them; a key and value of batch 1 serve every batch entry
     bias    added to the scores, broadcastable to [B, N, T, S]; differentiable
     mask    bool, True where attended, broadcastable to [B, N, T, S]
+    scale   as in flex_attention: a number, or a jax scalar, which may be traced and has a gradient
     is_causal                key position of at most the query position
     query_seq_lengths        int [B]: queries past their length give 0
     key_value_seq_lengths    int [B]: keys past their length are masked
-    local_window_size        (left, right) keys beside the own position, or one int for both sides
-    implementation           as in flex_attention
+    local_window_size        (left, right): keys from query - left to query + right; one number for both sides. Negative numbers
+                             leave out the query's own position. Jax scalars may be traced and recompile nothing
+    implementation           as in flex_attention; there is no 'cudnn'
     return_residual          also returns the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
 
-    Returns [B, T, N, E] or [T, N, E]. Raises ValueError for shapes that do not fit.
+    Returns [B, T, N, E], with the axes that query has. Raises ValueError for arguments that do not fit.
 
-    A query that may look at no key gives 0 (and logsumexp -inf), as elsewhere in flexjax; jax.nn gives it the mean of all values.
+    Three results differ from those of jax.nn. A query that may look at no key gives 0, logsumexp -inf and zero gradients, as
+    elsewhere in flexjax; jax.nn gives it the mean of all values. Integer inputs are refused; jax.nn rounds their probabilities
+    to integers. The softmax of float64 inputs is float64 here and float32 there.
     """
-    q, k, v = (jnp.asarray(x) for x in (query, key, value))
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim != q.ndim or x.ndim not in (3, 4):
-            dims = "4 dims, [B, T, N, D], or 3, [T, N, D]," if name == "query" else f"{q.ndim} dims, as query has"
-            raise bad_argument(name, f"of shape {x.shape}", dims.rstrip(","), "Add or drop the batch axis.")
-    single = q.ndim == 3
-    if single:
-        q, k, v = q[None], k[None], v[None]
+    query = jnp.asarray(query)
+    q, k, v = (_four_axes(name, jnp.asarray(x)) for name, x in (("query", query), ("key", key), ("value", value)))
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     parts: list[MaskMod] = []
     if is_causal:
@@ -80,7 +81,10 @@ def dot_product_attention(
         parts.append(broadcast_lookup("mask", mask, full))
     score_mod = None
     if bias is not None:
-        look_up = broadcast_lookup("bias", jnp.asarray(bias), full)
+        bias = jnp.asarray(bias)
+        if jnp.issubdtype(bias.dtype, jnp.complexfloating):
+            raise bad_argument("bias", f"of dtype {bias.dtype.name}", "a real dtype", "Pass its real part, bias.real.")
+        look_up = broadcast_lookup("bias", bias, full)
         score_mod = lambda score, b, h, q, kv: score + look_up(b, h, q, kv).astype(score.dtype)
     result = flex_attention(
         q,
@@ -89,27 +93,83 @@ def dot_product_attention(
         score_mod=score_mod,
         mask_mod=and_masks(*parts) if parts else None,
         scale=scale,
-        implementation=implementation,
+        implementation=_checked_implementation(implementation),
         return_aux=AuxRequest(lse=True) if return_residual else None,
     )
+    front = query.shape[:-1]
     if not isinstance(result, tuple):
-        return result[0] if single else result
+        return result.reshape(*front, v.shape[-1])
     out, aux = result
     assert aux.lse is not None
     lse = jax.lax.stop_gradient(aux.lse.astype(k.dtype))
-    return (out[0], lse[0]) if single else (out, lse)
+    return out.reshape(*front, v.shape[-1]), lse.reshape(front)
 
 
-def _window(size: int | tuple[int, int]) -> MaskMod:
-    left, right = size if isinstance(size, tuple | list) and len(size) == 2 else (size, size)
-    if not all(isinstance(n, int | np.integer) and n >= 0 for n in (left, right)):
+def _four_axes(name: str, x: Array) -> Array:
+    """[B, tokens, heads, dim]: axes of size 1 in front of those that are there."""
+    if not 1 <= x.ndim <= 4:
         raise bad_argument(
-            "local_window_size",
-            repr(size),
-            "a non-negative int, or two: (left, right)",
-            "0 sees no neighbour.",
+            name, f"of shape {x.shape}", "1 to 4 dims, [B, tokens, heads, dim]", "Use jax.vmap for more."
         )
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        raise bad_argument(
+            name,
+            f"{x.dtype.name}{list(x.shape)}",
+            "a floating array",
+            "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 or 1.",
+        )
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _checked_implementation(implementation: str | Sequence[str] | None) -> str | Sequence[str] | None:
+    """The argument itself. Raises ValueError for the name that jax.nn has and flexjax has not."""
+    if implementation == "cudnn" or (isinstance(implementation, list | tuple) and "cudnn" in implementation):
+        raise bad_argument(
+            "implementation",
+            repr(implementation),
+            "None, or one or several of 'mosaic_gpu', 'mosaic_tpu', 'xla', 'reference'",
+            "flexjax has kernels of its own and does not call cuDNN; None runs them on the GPUs that they support.",
+        )
+    return implementation
+
+
+UNBOUNDED = 2**30
+"""A window that reaches this far in tokens has no edge: positions are int32, and sequences are shorter."""
+
+
+def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
+    """Keys from q - left to q + right, as jax.nn compares them: fractions round down, and numbers may be negative."""
+    many = isinstance(size, list | tuple) or getattr(size, "ndim", 0) == 1
+    pair: tuple[object, ...] = tuple(size) if many else (size, size)  # type: ignore[arg-type]
+    sides = [_tokens(x) for x in pair]
+    if len(sides) != 2 or any(x is None for x in sides):
+        got = f"({', '.join(map(_shown, pair))})" if many else _shown(size)
+        raise bad_argument("local_window_size", got, "a number, or two: (left, right)", "0 sees no neighbour.")
+    left, right = typing.cast(list[Array], sides)
     return lambda b, h, q, kv: (q - kv <= left) & (kv - q <= right)
+
+
+def _tokens(size: object) -> int | Array | None:
+    """A side of a window as an int, or as an int32 scalar where `size` is a jax scalar; None if it is neither."""
+    if isinstance(size, Array):
+        if size.shape != () or jnp.issubdtype(size.dtype, jnp.complexfloating):
+            return None
+        if not jnp.issubdtype(size.dtype, jnp.floating):
+            unsigned = jnp.issubdtype(size.dtype, jnp.unsignedinteger)
+            whole = size.astype(jnp.promote_types(size.dtype, jnp.uint32 if unsigned else jnp.int32))
+            return jnp.clip(whole, 0 if unsigned else -UNBOUNDED, UNBOUNDED).astype(jnp.int32)
+        # a comparison with NaN is false, so that such a window is empty
+        whole = jnp.where(jnp.isnan(size), -jnp.inf, jnp.floor(size)).astype(jnp.float32)
+        return jnp.clip(whole, -UNBOUNDED, UNBOUNDED).astype(jnp.int32)
+    try:
+        number = float(size)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if isinstance(size, str) or math.isnan(number) else math.floor(min(max(number, -UNBOUNDED), UNBOUNDED))
+
+
+def _shown(x: object) -> str:
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else repr(x)
 
 
 def _lengths(name: str, values: ArrayLike, batch: int) -> Array:

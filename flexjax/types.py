@@ -37,12 +37,20 @@ class AuxOutput(typing.NamedTuple):
 class KernelOptions:
     """How to run, never what to compute. None lets the backend choose; one that has no use for an option goes without.
 
-    block_q, block_kv          tile of the forward pass, in tokens
-    block_q_bwd, block_kv_bwd  tile of the backward pass
+    Options tuned for one backend do not break the call on another: xla takes the nearest tile that fits its loops. A kernel
+    backend refuses, in a sentence, a tile that it cannot run; the default dispatch then goes on to the next backend, and a
+    call that names only that one raises NotImplementedError.
+
+    block_q, block_kv          tile of the forward pass, in tokens; under a block mask xla's tiles are one of its blocks high
+                               and as many whole blocks wide as block_kv holds
+    block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 key tiles in flight in the forward pass (GPU)
     deterministic              False allows additions in any order in the backward pass where that is faster
     interpret                  run a kernel in the simulator of its platform, on the CPU; that of GPU kernels comes to a
                                standstill where XLA has few threads (PJRT_NPROC=32 in the environment gives it more)
+
+    Example: flex_attention(q, k, v, kernel_options=KernelOptions(block_q=128, block_kv=64)). Other options are another program,
+    which is compiled. flexjax.autotune finds the fastest tiles of a call by timing them.
     """
 
     block_q: int | None = None

@@ -49,6 +49,15 @@ def integers(call: str, name: str, value: ArrayLike, shapes: dict[int, str], adv
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
+    if not isinstance(value, Array) and array.size:
+        given, info = np.asarray(value), jnp.iinfo(array.dtype)
+        low, high = int(given.min()), int(given.max())
+        if low < info.min or high > info.max:
+            raise ValueError(
+                f"`{call}`: `{name}` has numbers from {low} to {high}; expected numbers that {array.dtype} holds. Number them "
+                f"anew, as np.unique({name}, return_inverse=True)[1] does, the same in all arrays that are compared, or turn on "
+                "jax_enable_x64."
+            )
     return _of_rank(call, name, array, shapes, advice)
 
 

@@ -291,6 +291,13 @@ def documents(c: Captures) -> Mod:
 
 
 @mask
+def dilation_by_head(c: Captures) -> Mod:
+    """A dilation of 0: x % 0 is 0 in jax.numpy, and x // 0 is -2 or, for x = 0, -1."""
+    steps = lambda d: lambda distance, h: (distance % d == 0) & (distance // h >= -2) & (distance % h == 0)
+    return lambda b, h, q, k: steps(c["dilation"][h])(q - k, h) & (q >= k)
+
+
+@mask
 def causal_documents(c: Captures) -> Mod:
     return lambda b, h, q, k: (c["doc"][b, q] == c["doc"][b, k]) & (q >= k)
 

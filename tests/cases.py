@@ -221,6 +221,7 @@ _TABLE = (
          block=Block(32, batch=True, heads=True)),
     Case("small_integers", (1, 2, 2, 129, 129, 16, 16), mask="small_integers", block=Block(64),
          captures=(("kind", integers(4, 129, dtype="int8")),)),
+    Case("zero_divisors", (1, 4, 2, 37, 37, 16, 16), mask="dilation_by_head", captures=(("dilation", values(0, 1, 2, 3)),)),
     Case("scrambled_documents", (1, 2, 2, 129, 129, 16, 16), mask="scrambled_documents", block=Block(16),
          slow=True,
          captures=(("doc", documents(5, 129)), ("order", integers(129, 129)))),

@@ -72,6 +72,30 @@ class BlockMask(Parts):
         partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
         return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
+    @property
+    def q_num_blocks(self) -> Array:
+        """int32 [B, H, kv_blocks]: how many query blocks list a key block as partly on. Computed at each access, as are the next."""
+        return self._transposed(0)[0]
+
+    @property
+    def q_indices(self) -> Array:
+        """int32 [B, H, kv_blocks, width]: which query blocks, ascending; entries past the count mean nothing."""
+        return self._transposed(0)[1]
+
+    @property
+    def full_q_num_blocks(self) -> Array:
+        """int32 [B, H, kv_blocks]: how many query blocks list a key block as on everywhere."""
+        return self._transposed(1)[0]
+
+    @property
+    def full_q_indices(self) -> Array:
+        """int32 [B, H, kv_blocks, width]: which query blocks, ascending."""
+        return self._transposed(1)[1]
+
+    def _transposed(self, pair: int) -> tuple[Array, Array]:
+        lists = (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)[2 * pair :][:2]
+        return transpose.transposed(*lists, columns=self.blocks[1], width=self.q_widths[pair])
+
     def _refuse_stack(self) -> None:
         stack = self.kv_num_blocks.shape[:-3]
         if stack:
@@ -131,7 +155,8 @@ class BlockMask(Parts):
         `mask_mod` applies within the blocks of the first pair; None means all their entries are on. Without lengths, q_len is
         q_blocks and kv_len (largest index + 1, which needs concrete lists) times the block size.
 
-        Raises ValueError for shapes, dtypes, block numbers or lengths that do not fit.
+        Raises ValueError for shapes, dtypes, block numbers, counts or lengths that do not fit. Traced numbers cannot be checked:
+        a block number that is negative or past the last block is dropped, and a count is limited to 0..width.
         """
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))

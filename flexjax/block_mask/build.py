@@ -1,7 +1,7 @@
 """Making the parts of block masks: from a mask_mod, from lists, from classes.
 
-A mask whose arrays are all known is classified in chunks and its lists are as narrow as the widest row. One that depends on
-traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
+A mask whose arrays are all known is classified in chunks and its lists are about as narrow as the widest row. One that
+depends on traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_context
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import blocks_along, classify_on_host, compiled_traced
@@ -52,22 +52,36 @@ def from_traced(
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
         classify: Callable = compiled_traced(traced.program, heads, sizes, bool(exact))
-        if split:  # the partitioner splits the work; every device gets the few bytes of the result
+        arrays = tuple(traced.arrays)
+        if (
+            split
+        ):  # every device makes the whole block mask: gathering the arrays once is less than what the partitioner does
+            arrays = tuple(map(_whole, arrays))
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
-        return from_classes(classify(tuple(traced.arrays)), traced.program, traced.arrays, sizes)
+        return from_classes(classify(arrays), traced.program, traced.arrays, sizes)
     with jax.ensure_compile_time_eval():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
     with _outside():
         partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-    lists = []
-    for places in (partial, full):
-        lists += transpose.lists_of_places(places, (*heads, rows))
-    for places in (partial, full):
-        lists += transpose.lists_of_places(places[:, [0, 1, 3, 2]], (*heads, columns))
+    grid = ((*heads, rows), (*heads, columns))
+    pairs = (partial, full)
+    widths = [transpose.longest_row(places, grid[0]) for places in pairs]
+    q_widths = [transpose.longest_row(transpose.turned(places), grid[1]) for places in pairs]
+    if traced.arrays:  # the next call may have other values; without any, the lists are the same each time
+        widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
+    lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)
-    return parts_of(arrays, traced.arrays, traced.program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    return parts_of(arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]))
+
+
+def _whole(x: Array) -> Array:
+    """The array, split over no explicit mesh axis."""
+    where = jax.typeof(x).sharding
+    if all(part is None for part in where.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(where.mesh, PartitionSpec()))
 
 
 @contextlib.contextmanager
@@ -84,16 +98,13 @@ def from_classes(
     classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
 ) -> Parts:
     """Block mask of int8 classes [B, H, q blocks, kv blocks], on device."""
-    return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[0], sizes[1], (sizes[2], sizes[3]))
+    rows = classes.shape[2]
+    return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[:2], sizes[2:], (rows, rows))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
 def _lists_of_classes(classes: Array) -> list[Array]:
-    lists: list[Array] = []
-    for view in (classes, jnp.swapaxes(classes, 2, 3)):
-        for kind in (PARTIAL, FULL):
-            lists += transpose.lists_of(view == kind)
-    return lists
+    return [*transpose.lists_of(classes == PARTIAL), *transpose.lists_of(classes == FULL)]
 
 
 # ------------------------------------------------------------------- from lists
@@ -137,23 +148,24 @@ def from_lists(
         )
     kv_len = _kv_len(lists, block_kv) if kv_len is None else _length("kv_len", kv_len)
     columns = blocks_along(kv_len, block_kv)
-    _check_columns((num, index, full_num, full_index), columns)
+    if any(isinstance(x, Tracer) for x in (num, index, full_num, full_index)):
+        num, index = _in_range(num, index, columns)
+        full_num, full_index = _in_range(full_num, full_index, columns)
+    else:
+        _check_columns((num, index, full_num, full_index), columns)
     traced = TracedMod(None, ())  # type: ignore[arg-type]
     if mask_mod is not None:
         # a list of one entry may serve any number of them
         counts = tuple(n if n > 1 else BROADCAST for n in num.shape[:2])
         traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len))
-    back: list[Array] = []
-    for n, i in ((num, index), (full_num, full_index)):
-        flags = transpose.flags_of_lists(n, i, columns)
-        back += transpose.narrowed(*transpose.lists_of(jnp.swapaxes(flags, 2, 3)))
-    arrays = (num, index, full_num, full_index, *back)
-    return parts_of(arrays, traced.arrays, traced.program, q_len, kv_len, (block_q, block_kv), listed=True)
+    arrays = (num, index, full_num, full_index)
+    widths = transpose.q_widths(arrays, columns)
+    return parts_of(arrays, traced.arrays, traced.program, (q_len, kv_len), (block_q, block_kv), widths, listed=True)
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
-    num, index = jnp.asarray(num), jnp.asarray(index)
-    for suffix, array, rank in (("num_blocks", num, 3), ("indices", index, 4)):
+    counts, blocks = (x if isinstance(x, Array) else np.asarray(x) for x in (num, index))
+    for suffix, array, rank in (("num_blocks", counts, 3), ("indices", blocks, 4)):
         if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
             raise bad_argument(
                 f"{name}_{suffix}",
@@ -161,14 +173,31 @@ def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
                 "int32 [B, H, q_blocks]" if rank == 3 else "int32 [B, H, q_blocks, width]",
                 "Pass the lists as documented.",
             )
-    if index.shape[:3] != num.shape:
+    if blocks.shape[:3] != counts.shape:
         raise bad_argument(
             f"{name}_indices",
-            f"of shape {index.shape}",
-            f"({', '.join(map(str, num.shape))}, width)",
+            f"of shape {blocks.shape}",
+            f"({', '.join(map(str, counts.shape))}, width)",
             "Make them agree.",
         )
-    return num.astype(jnp.int32), index.astype(jnp.int32)
+    return _as_int32(counts), _as_int32(blocks)
+
+
+def _as_int32(array: Array | np.ndarray) -> Array:
+    """The integers; what int32 does not hold stays out of range."""
+    ends = jnp.iinfo(jnp.int32)
+    if jnp.iinfo(array.dtype).max > ends.max:
+        array = array.clip(max(ends.min, jnp.iinfo(array.dtype).min), ends.max)
+    return jnp.asarray(array.astype(jnp.int32))
+
+
+def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
+    """Traced lists without what is not a block: entries past the width or before 0, and block numbers that do not exist."""
+    live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
+    live &= (index >= 0) & (index < columns)
+    order = jnp.argsort(~live, axis=-1, stable=True)
+    kept, index = (jnp.take_along_axis(x, order, axis=-1) for x in (live, index))
+    return jnp.sum(live, -1, dtype=jnp.int32), jnp.where(kept, index, 0)
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
@@ -185,9 +214,7 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
-    """Block numbers in range, none twice; only where the lists are known."""
-    if any(isinstance(x, Tracer) for x in lists):
-        return
+    """Block numbers in range, none twice."""
     seen = []
     for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
         num, index = np.asarray(num), np.asarray(index)

@@ -170,7 +170,8 @@ def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarra
     """Classes of the blocks at `places` [n, 4], by evaluating every entry."""
     run = _compiled_entries(program, sizes)
     at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
-    at_once = min(at_once, 1 << max(0, len(places) - 1).bit_length())
+    if len(places) <= at_once // 8:  # two shapes only: each is compiled
+        at_once //= 8
     out = []
     for first in range(0, len(places), at_once):
         part = places[first : first + at_once]

@@ -14,15 +14,11 @@ ARRAY_FIELDS = (
     "kv_indices",
     "full_kv_num_blocks",
     "full_kv_indices",
-    "q_num_blocks",
-    "q_indices",
-    "full_q_num_blocks",
-    "full_q_indices",
     "captures",
 )
 BROADCAST = 1 << 20
 """Stands for an unknown number of batch entries or heads while a mask shared by all is traced."""
-STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "listed")
+STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "listed")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no truth to compare by: two are equal if they are one
@@ -33,11 +29,11 @@ class Parts:
     kv_indices           int32 [B, H, q_blocks, width]  which, ascending; entries past the count mean nothing
     full_kv_num_blocks   int32 [B, H, q_blocks]         how many are on everywhere: the mask is not evaluated there
     full_kv_indices      int32 [B, H, q_blocks, width]  which
-    q_num_blocks ..      the same lists by key block, for the backward pass: [B, H, kv_blocks], [B, H, kv_blocks, width]
     captures             arrays that the mask program reads
     program              the traced mask_mod, None if every entry of a listed block is on
     q_len, kv_len        lengths in tokens; the last block may hang over
     block_size           (queries, keys) of a block
+    q_widths             how many query blocks list the same key block at most, partly on and on everywhere
     listed               the lists are the user's: what is on follows from them as well as from the program
 
     Blocks in neither list are off.
@@ -47,15 +43,12 @@ class Parts:
     kv_indices: Array
     full_kv_num_blocks: Array
     full_kv_indices: Array
-    q_num_blocks: Array
-    q_indices: Array
-    full_q_num_blocks: Array
-    full_q_indices: Array
     captures: tuple[Array, ...]
     program: Program | None
     q_len: int
     kv_len: int
     block_size: tuple[int, int]
+    q_widths: tuple[int, int]
     listed: bool = False
 
     @property
@@ -68,14 +61,11 @@ def parts_of(
     lists: Sequence[Array],
     captures: tuple[Array, ...],
     program: Program | None,
-    q_len: int,
-    kv_len: int,
+    lengths: tuple[int, int],
     block_size: tuple[int, int],
+    q_widths: tuple[int, int],
     listed: bool = False,
 ) -> Parts:
-    """Parts from the eight list arrays in the order of the fields."""
-    kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q = lists
-    return Parts(
-        *(kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q),
-        *(captures, program, q_len, kv_len, block_size, listed),
-    )
+    """Parts from the four list arrays in the order of the fields; lengths: queries, keys."""
+    num, index, full_num, full_index = lists
+    return Parts(num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, listed)

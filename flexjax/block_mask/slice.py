@@ -30,16 +30,11 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     picked = [_numbers(p, n, name) for p, n, name in zip(parts, sizes, ("batch", "head", "query block"), strict=True)]
     cut = lambda x: x[jnp.ix_(*(jnp.asarray(p) for p in picked))] if x.ndim == 3 else _cut4(x, picked)
     lists = [cut(x) for x in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
-    lists = [*transpose.narrowed(*lists[:2]), *transpose.narrowed(*lists[2:])]
-    columns = mask.blocks[1]
-    back: list[Array] = []
-    for num, entries in (lists[:2], lists[2:]):
-        flags = jnp.swapaxes(transpose.flags_of_lists(num, entries, columns), 2, 3)
-        back += transpose.narrowed(*transpose.lists_of(flags))
+    lists = transpose.narrowed(lists)
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)
-    lists = [*lists, *back]
-    return parts_of(lists, traced.arrays, traced.program, q_len, mask.kv_len, mask.block_size, mask.listed)
+    lengths, widths = (q_len, mask.kv_len), transpose.q_widths(lists, mask.blocks[1])
+    return parts_of(lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.listed)
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:

@@ -18,7 +18,9 @@ class BlockLayout:
     """Static shape of a block mask: array dims, block size, list widths.
 
     `batch` and `heads` are 1 or those of the call. `partial` and `full` are the widths (last dim) of the two key lists of
-    each query block, `partial_t` and `full_t` of the two query lists of each key block; 0 where there is no such list.
+    each query block; 0 where there is no such list. `partial_t` and `full_t` are the widths of the transposed lists (query
+    blocks of each key block), which a backward pass that needs them makes itself: no key block is in more rows than that.
+    `from_user_lists`: the mask program does not know which blocks are listed, so that only the lists switch the others off.
     """
 
     batch: int
@@ -29,6 +31,7 @@ class BlockLayout:
     full: int
     partial_t: int
     full_t: int
+    from_user_lists: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +91,13 @@ class BlockLists(typing.NamedTuple):
     """Arrays of a block mask, int32; None where the layout says width 0.
 
     num [batch, heads, q_blocks], index [batch, heads, q_blocks, width]: key blocks of each query block, ascending; entries
-    past num are arbitrary valid block numbers. The `_t` ones: query blocks of each key block.
+    past num are arbitrary valid block numbers.
     """
 
     partial_num: jax.Array | None
     partial_index: jax.Array | None
     full_num: jax.Array | None
     full_index: jax.Array | None
-    partial_num_t: jax.Array | None
-    partial_index_t: jax.Array | None
-    full_num_t: jax.Array | None
-    full_index_t: jax.Array | None
 
 
 class Operands(typing.NamedTuple):

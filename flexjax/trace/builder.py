@@ -6,14 +6,13 @@ of b, h, q, kv, where it is one), and for integers its range over the whole atte
 """
 
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from flexjax.trace import factors
+from flexjax.trace.literals import evaluate_literals, literal
 from flexjax.trace.mod_ir import (
     FIRST_FREE_ID,
     KV,
@@ -42,25 +41,13 @@ from flexjax.trace.ranges import (
     Range,
     compare_ranges,
     fits,
+    holds_coefficients,
     is_integer,
+    modular,
     range_result,
     whole_range_if_narrow,
 )
 from flexjax.trace.rewrite import rename_steps
-
-
-def literal(value: object, dtype: typing.Any) -> Lit:
-    """A literal of that dtype; the value is stored as the Python scalar the dtype holds."""
-    name = jnp.dtype(dtype).name
-    with np.errstate(over="ignore"):
-        array = np.asarray(value).astype(jnp.dtype(dtype))
-    if jnp.issubdtype(array.dtype, jnp.bool_):
-        return Lit(bool(array), name)
-    if jnp.issubdtype(array.dtype, jnp.integer):
-        return Lit(int(array), name)
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        return Lit(float(array), name)
-    return Lit(complex(array), name)
 
 
 def linear_of(atom: Atom) -> Linear | None:
@@ -147,13 +134,15 @@ class Builder:
                 # a value that may wrap around is neither bounded nor affine
                 bounds = None if not is_integer(name) else whole_range_if_narrow(name)
                 linear = None
-            if linear is not None:
+            if linear is not None and holds_coefficients(linear, name):
                 less = linear_axes(linear, self._axes.__getitem__)
                 if not axes <= less and "delta" not in less - axes:
                     # q and kv cancelled out, as in (q - kv) + kv: said again without them
                     self._known[key] = self._of_linear(linear, name)
                     return self._known[key]
                 axes = less
+            else:
+                linear = None
             val = self.fresh(name, axes, linear, bounds)
             self._ops[val.id] = Op(prim, inputs, val, frozen)
             self.steps.append(self._ops[val.id])
@@ -216,7 +205,7 @@ class Builder:
         if prim == "convert_element_type" and inputs[0].dtype == dtype:
             return inputs[0]
         if all(isinstance(a, Lit) for a in inputs):
-            known = _evaluate_literals(prim, inputs, dtype)
+            known = evaluate_literals(prim, inputs, dtype)
             if known is not None:
                 return known
         if prim in COMPARISONS:
@@ -235,6 +224,8 @@ class Builder:
             return self.op("min", (self.op("max", (x, low), dtype), high), dtype)
         if prim in ("copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_precision_noop"):
             return inputs[0]
+        if prim in ("real", "imag") and (made := self._definition(inputs[0])) is not None and made.prim == "complex":
+            return made.inputs[prim == "imag"]
         if prim == "abs" and (bounds := range_of(inputs[0])) and bounds[0] >= 0:
             return inputs[0]
         return None
@@ -268,6 +259,11 @@ class Builder:
                     return x
         if prim == "sub" and isinstance(b, Lit) and b.value == 0:
             return a
+        if isinstance(b, Lit) and b.value == 0:
+            if prim == "rem":
+                return a
+            if prim in ("div", "floormod"):
+                return literal(modular(-1 if prim == "div" else 0, dtype), dtype)
         ra, rb = range_of(a), range_of(b)
         if prim in ("div", "rem") and ra and rb and ra[0] >= 0 and rb[0] > 0:
             return self.op("floordiv" if prim == "div" else "floormod", (a, b), dtype)
@@ -304,58 +300,6 @@ def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
     if prim == "max":
         return a if ra[0] >= rb[1] else b if rb[0] >= ra[1] else None
     return a if ra[1] <= rb[0] else b if rb[1] <= ra[0] else None
-
-
-def _evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
-    """Folds the integer and boolean arithmetic of literals; floats are left to the device, which rounds its own way."""
-    if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
-        if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _is_held(inputs[0].value, dtype):
-            return literal(inputs[0].value, dtype)
-        return None
-    values = [a.value for a in inputs if isinstance(a, Lit)]
-    if prim == "convert_element_type":
-        return literal(values[0], dtype)
-    rule = PYTHON_RULES.get(prim)
-    if rule is None or any(isinstance(v, bool) for v in values) != (prim in ("and", "or", "xor", "not", "select_n")):
-        return None
-    if prim in ("floordiv", "floormod", "div", "rem") and values[1] == 0:
-        return None
-    result = rule(*values)
-    return literal(result, dtype) if isinstance(result, bool) or fits((result, result), dtype) else None
-
-
-def _is_held(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether numpy converts the float to the type as every device does."""
-    if not is_integer(dtype):
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)
-    info = jnp.iinfo(jnp.dtype(dtype))
-    return isinstance(value, float) and math.isfinite(value) and info.min <= int(value) <= info.max
-
-
-PYTHON_RULES: dict[str, Callable] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "neg": lambda a: -a,
-    "abs": abs,
-    "max": max,
-    "min": min,
-    "floordiv": lambda a, b: a // b,
-    "floormod": lambda a, b: a % b,
-    "div": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    "rem": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "and": lambda a, b: a and b,
-    "or": lambda a, b: a or b,
-    "xor": lambda a, b: a != b,
-    "not": lambda a: not a,
-    "sign": lambda a: (a > 0) - (a < 0),
-}
 
 
 def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:

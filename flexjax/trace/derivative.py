@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.errors import ModError
-from flexjax.trace.atoms import object_array, scalar
+from flexjax.trace.atoms import MAX_UNROLL, object_array, scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
-from flexjax.trace.lower_jaxpr import Lowering
+from flexjax.trace.lower_jaxpr import Lowering, cast_over, varying_axes
 from flexjax.trace.mod_ir import SCORE, Atom, Call, Lit, Load, Op, Program
 from flexjax.trace.on_tiles import apply_op, literal_array
-from flexjax.trace.primitives import CUSTOM
+from flexjax.trace.primitives import CUSTOM, LOOPS
 
 
 def custom_calls(program: Program) -> tuple[Call, ...]:
@@ -94,11 +94,9 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     Its captures are those of inline_custom(source) and arrays that derivative rules captured; all that source lacks are returned.
     """
     lowering, env, new_loads = replay(source, sizes)
-    if any(isinstance(a, int) for c in source.calls for a in c.arguments if source_is_float(source, a)):
-        raise ModError(
-            "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
-            "index the array outside the loop or use a loop of fixed length of at most 64."
-        )
+    for call in source.calls:
+        if any(source_is_float(source, a) for a in call.arguments):
+            raise ModError(_whole_array(call))
     loads = source.loads
     score_dtype = source.inputs[SCORE].dtype
     diff = [i for i, l in enumerate(loads) if jnp.issubdtype(jnp.dtype(l.out.dtype), jnp.floating)]
@@ -107,7 +105,11 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
         return evaluate_scalars(source, known)
 
+    # Inside shard_map: a cast within what is differentiated would have a sum over devices as its transpose.
+    over = frozenset().union(*(varying_axes(v.aval) for c in custom_calls(source) for v in c.inner.jaxpr.invars))
+
     def both(inputs: list[jax.Array], loaded: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        inputs, loaded = ([cast_over(x, over) for x in xs] for xs in (inputs, loaded))
         given = dict(enumerate(inputs)) | {l.out.id: x for l, x in zip(loads, loaded, strict=True)}
         out, pull = jax.vjp(lambda s, d: value(s, d, given), inputs[SCORE], [loaded[i] for i in diff])
         return out, *pull(jnp.ones_like(out))
@@ -115,8 +117,10 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     shape_of = lambda v: jax.ShapeDtypeStruct((), jnp.dtype(v.dtype))
     try:
         traced = jax.make_jaxpr(both)([shape_of(v) for v in source.inputs], [shape_of(l.out) for l in loads])
+    except jax.errors.UnexpectedTracerError:
+        raise  # the caller has a sentence for it
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ModError(f"`score_mod` cannot be differentiated: {error}") from error
+        raise ModError(_underivable(error)) from error
     atoms = [*lowering.builder.inputs, *(env[l.out.id] for l in loads)]
     outs = lowering.run(traced.jaxpr, traced.consts, [scalar(a) for a in atoms])
     flat = [lowering.builder.convert(lowering.as_atoms(o).item(), score_dtype) for o in outs]
@@ -125,8 +129,29 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     return program, tuple(lowering.arrays)
 
 
+def _underivable(error: Exception) -> str:
+    """What jax says of the mod's derivative, and what to do."""
+    return (
+        f"`score_mod` cannot be differentiated: {str(error).rstrip('.')}. Stop the gradient before that operation with "
+        "jax.lax.stop_gradient, or give the function a derivative rule with jax.custom_jvp."
+    )
+
+
+def _whole_array(call: Call) -> str:
+    if call.name in LOOPS:
+        return (
+            "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
+            "index the array outside the loop or use a loop of fixed length of at most 64."
+        )
+    return (
+        f"`score_mod` hands a whole captured array of more than {MAX_UNROLL} elements to `{call.name}` at each position, which "
+        f"has no derivative here; compute `{call.name}` of the array outside the mod and index the result, or hand it fewer "
+        "elements."
+    )
+
+
 def source_is_float(source: Program, argument: object) -> bool:
-    return isinstance(argument, int) and jnp.issubdtype(jnp.dtype(source.captures[argument].dtype), jnp.floating)
+    return isinstance(argument, int) and jnp.issubdtype(jnp.dtype(source.captures[argument].dtype), jnp.inexact)
 
 
 def evaluate_scalars(program: Program, known: dict[int, jax.Array]) -> jax.Array:

@@ -29,14 +29,14 @@ def fold_batch(program: Program, copies: int, batch: int, mapped: Sequence[bool]
             index = [new(a) for a in step.index]
             env[step.out.id] = builder.load(step.capture, [copy, *index] if mapped[step.capture] else index)
         else:
-            _append_call(builder, step, new, env)
+            append_call(builder, step, new, env)
     for place in program.gradients:
         made = env[program.steps[place].outs[0].id]
         loads.append(next(s for s in builder.steps if isinstance(s, Load) and s.out == made))
     return builder.finish([new(r) for r in program.results], loads)
 
 
-def _append_call(builder: Builder, step: Call, new: Callable[[Atom], Atom], env: dict[int, Atom]) -> None:
+def append_call(builder: Builder, step: Call, new: Callable[[Atom], Atom], env: dict[int, Atom]) -> None:
     """The call on new operands, appended to the builder."""
     arguments = tuple(a if isinstance(a, int) else (a[0], tuple(map(new, a[1]))) for a in step.arguments)
     axes = frozenset().union(*(axes_of(x) for a in arguments if not isinstance(a, int) for x in a[1]))

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.trace import mod_ir
+from flexjax.trace.interval_floats import narrowed
 from flexjax.trace.interval_values import Interval, Truth, flag_and, flag_or, unknown, wide_type, widened
 from flexjax.trace.mod_ir import Lit, Op, Val
 
@@ -21,6 +22,9 @@ INEXACT = frozenset(
     {"exp", "exp2", "log", "sqrt", "tanh", "log1p", "expm1", "cbrt", "atan", "sinh", "asinh", "logistic", "erf"}
 )
 """Functions that implementations round in their own ways."""
+
+KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"})
+"""Functions whose results a narrow type holds as it holds their operands."""
 
 
 def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int]) -> Interval:
@@ -36,10 +40,13 @@ def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int])
         )
         slack = jnp.where(jnp.isfinite(slack), slack, 0)
         low, high, attained = low - slack, high + slack, False
-    narrow = jnp.finfo(jnp.dtype(op.out.dtype))
-    if narrow.bits < 32 and op.prim not in ("max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"):
-        short = lambda e: lax.reduce_precision(e, narrow.nexp, narrow.nmant)
-        low, high, attained = jnp.minimum(low, short(low)), jnp.maximum(high, short(high)), False
+    power = abs(typing.cast(int, dict(op.params).get("y", 0)))
+    if power > 2:  # a product of several, rounded in an order that is not said
+        eps = power * float(jnp.finfo(jnp.dtype(op.out.dtype)).eps)
+        low, high, attained = low - eps * jnp.abs(low), high + eps * jnp.abs(high), False
+    if jnp.finfo(jnp.dtype(op.out.dtype)).bits < 32 and op.prim not in KEEPS_NARROW:
+        low, high = narrowed(low, high, op.out.dtype)
+        attained = False
     nan = jnp.isnan(low) | jnp.isnan(high) | _makes_nan(op.prim, args)
     return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
 
@@ -171,8 +178,14 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
         low, high = jnp.floor_divide(x.low, y.low), jnp.floor_divide(x.high, y.low)
         return widened(Interval(low, high, x.attained, x.contiguous), ~safe)
     low, high = _corners(jnp.floor_divide, x, Interval(jnp.maximum(y.low, 1), jnp.maximum(y.high, 1)))
-    single = isinstance(op.inputs[1], Lit) or y.low == y.high
-    return widened(Interval(low, high, flag_and(x.attained, single), flag_and(x.contiguous, single)), ~(y.low > 0))
+    if isinstance(op.inputs[1], Lit) and op.inputs[1].value > 0:
+        return Interval(low, high, x.attained, x.contiguous)
+    unsigned = jnp.issubdtype(x.low.dtype, jnp.unsignedinteger)
+    if not unsigned:  # a number by 0 is -1 or -2
+        low, high = jnp.where(y.low == 0, jnp.minimum(low, -2), low), jnp.where(y.low == 0, jnp.maximum(high, -1), high)
+    single = (y.low == y.high) & (y.low > 0)
+    found = Interval(low, high, flag_and(x.attained, single), flag_and(x.contiguous, single))
+    return widened(found, y.low == 0 if unsigned else y.low < 0)
 
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
@@ -186,16 +199,16 @@ def _floormod(op: Op, args: list[Interval]) -> Interval:
 
 
 def _rest(x: Interval, y: Interval) -> Interval:
-    """x % y where y is positive."""
+    """x % y where y is not negative; x % 0 is 0."""
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
     low = jnp.where(same, jnp.mod(x.low, modulus), 0)
-    high = jnp.where(same, jnp.mod(x.high, modulus), y.high - 1)
+    high = jnp.where(same, jnp.mod(x.high, modulus), jnp.maximum(y.high, 1) - 1)
     # Within one period the ends are those of x; over a whole period of consecutive integers every rest occurs.
     width = x.high - x.low
     whole = (y.low == y.high) & ((width < 0) | (width >= modulus - 1))  # width < 0: more than the type can say
     exact = flag_and(x.contiguous, same | whole)
-    return widened(Interval(low, high, flag_or(exact, flag_and(x.attained, same)), exact), ~(y.low > 0))
+    return widened(Interval(low, high, flag_or(exact, flag_and(x.attained, same)), exact), y.low < 0)
 
 
 def _div(op: Op, args: list[Interval]) -> Interval | None:

@@ -20,17 +20,17 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flexjax.trace import mod_ir
 from flexjax.trace.block_grid import BlockGrid
+from flexjax.trace.interval_floats import narrow_type
 from flexjax.trace.interval_loads import load_extremes
 from flexjax.trace.interval_rules import RULES, rounded, unless_wrapped
 from flexjax.trace.interval_truth import COMPARISONS, logic
 from flexjax.trace.interval_values import Abstract, Interval, Truth, independent, of_literal, unknown, wide_type
 from flexjax.trace.mod_ir import Lit, Load, Op, Program, Val, axes_of
 from flexjax.trace.on_tiles import apply_op
-from flexjax.trace.ranges import is_integer
+from flexjax.trace.ranges import is_integer, modular
 
 Array = jax.Array
 
@@ -110,6 +110,8 @@ def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], pr
         exact = _linear(op.out, env)
         if exact is not None:
             return exact
+    if not all(_is_ordered(a.dtype) for a in (*op.inputs, op.out)):
+        return unknown(op.out.dtype)
     apart = independent([axes_of(a) for a in op.inputs])
     if op.prim in COMPARISONS and all(isinstance(a, Interval) for a in args):
         return COMPARISONS[op.prim](args[0], args[1], apart)
@@ -130,6 +132,13 @@ def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], pr
     return unless_wrapped(op, args, found)
 
 
+def _is_ordered(dtype: str) -> bool:
+    """Whether the rules hold for numbers of that type: real ones, with their negatives."""
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+        return True
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and narrow_type(dtype).signed
+
+
 DEPENDENT_ENDS = frozenset({"add", "sub", "mul", "max", "min", "floordiv", "floormod"})
 """Operations of several operands, whose ends occur only where the operands move independently."""
 
@@ -144,10 +153,10 @@ def _linear(val: Val, env: Mapping[int, typing.Any]) -> Interval | None:
     if val.low is None or any(isinstance(t, Truth) or t.attained is not True for _, t in terms):
         return None
     # The whole fits the type, so partial sums may wrap around and come back.
-    dtype = jnp.dtype(val.dtype)
-    number = lambda c: np.array(c & ((1 << 8 * dtype.itemsize) - 1)).astype(dtype)
-    low = high = jnp.full((1, 1, 1, 1), number(linear.const))
+    low = high = jnp.full((1, 1, 1, 1), modular(linear.const, val.dtype))
     for coefficient, term in terms:
         ends = (term.low, term.high) if coefficient >= 0 else (term.high, term.low)
-        low, high = (e + t.astype(dtype) * number(coefficient) for e, t in zip((low, high), ends, strict=True))
+        low, high = (
+            e + t.astype(val.dtype) * modular(coefficient, val.dtype) for e, t in zip((low, high), ends, strict=True)
+        )
     return Interval(low, high, True, abs(linear.q) <= 1 and abs(linear.kv) <= 1)

@@ -1,9 +1,12 @@
-"""numpy arrays that a mod captured, made operands.
+"""numpy arrays that a mod captured, made operands where tracing needs it; arrays that explicit mesh axes split, made whole.
 
-`array[q_idx]` does not work where `array` is a numpy array and `q_idx` a tracer, and what does work would be a literal of the
-program. So the function is copied with JAX arrays in place of the numpy arrays that it reaches: through its closure, its
-globals, its defaults, the arguments of functools.partial, the attributes of an object that it is a method of, and through
-tuples, lists, dicts and functions found there.
+`array[q_idx]` does not work where `array` is a numpy array and `q_idx` a tracer. So the function is copied with views of the
+numpy arrays that it reaches: through its closure, its globals, its defaults, the arguments of functools.partial, the attributes
+of an object that it is a method of, and through tuples, lists, dicts and functions found there. A view is numpy in all that numpy
+computes (int64 and float64 arithmetic, in-place functions, IndexError); it becomes a JAX array where it meets a tracer.
+
+JAX types say how explicit mesh axes split an array, and JAX refuses to index a dimension that is split by a number, as a mod
+does. So the copy reads whole arrays; where a mod reads just elements of one, the array that was captured is the operand.
 """
 
 import copy
@@ -15,23 +18,75 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from flexjax.errors import ModError
 
 
-def lift_numpy(mod: Callable) -> Callable:
-    """The function on JAX arrays; `mod` itself where it reaches no numpy array."""
-    return Lift().value(mod) if reaches_array(mod, set()) else mod  # type: ignore[return-value]
+class View(np.ndarray):
+    """A numpy array that a tracer may index and that JAX takes as an operand, not as a literal of the program."""
+
+    _operand: tuple[bytes, jax.Array] | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        traced = isinstance(index, Tracer) or (isinstance(index, tuple) and any(isinstance(i, Tracer) for i in index))
+        return self.__jax_array__()[index] if traced else super().__getitem__(index)
+
+    def __jax_array__(self) -> jax.Array:
+        """The array that JAX makes of it; the same one as long as the numbers are the same."""
+        content = self.tobytes()
+        if self._operand is None or self._operand[0] != content:
+            self._operand = (content, as_operand(self.view(np.ndarray)))
+        return self._operand[1]
+
+    def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> Any:
+        """What numpy computes is numpy's: a scalar where it would be one."""
+        return array[()] if return_scalar else np.asarray(array).view(View)
+
+
+def as_operand(array: np.ndarray) -> jax.Array:
+    """The array in JAX; raises ModError where that has no integers wide enough."""
+    with jax.ensure_compile_time_eval():
+        made = jnp.asarray(array)
+    if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:
+        info, low, high = jnp.iinfo(made.dtype), int(array.min()), int(array.max())
+        if low < info.min or high > info.max:
+            raise ModError(
+                f"it reads a captured numpy array of {array.dtype} with numbers from {low} to {high}, which {made.dtype} does not "
+                "hold; number ids anew, as np.unique(ids, return_inverse=True)[1] does, the same in all arrays that are compared, "
+                "subtract the least number, or turn on jax_enable_x64."
+            )
+    return made
+
+
+def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
+    """The function on views of its numpy arrays and on whole JAX arrays, and of each array that was split over explicit mesh
+    axes, by the id of the whole one that took its place, the array itself. `mod` itself where there is nothing to replace."""
+    if not reaches_array(mod, set()):
+        return mod, {}
+    lift = Lift()
+    return lift.value(mod), lift.split  # type: ignore[return-value]
 
 
 def is_array(value: object) -> bool:
     return isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, np.number))
 
 
+def is_split(value: object) -> bool:
+    """Whether the type of a JAX array says that explicit mesh axes split it; then JAX refuses many ways to index it."""
+    return isinstance(value, jax.Array) and any(part is not None for part in jax.typeof(value).sharding.spec)
+
+
+def is_replaced(value: object) -> bool:
+    return is_array(value) or is_split(value)
+
+
 def reaches_array(value: object, seen: set[int]) -> bool:
-    """Whether a numpy array is found by following `parts`."""
+    """Whether an array that is replaced is found by following `parts`."""
     if id(value) in seen:
         return False
     seen.add(id(value))
-    return is_array(value) or any(reaches_array(part, seen) for part in parts(value))
+    return is_replaced(value) or any(reaches_array(part, seen) for part in parts(value))
 
 
 def parts(value: object) -> Iterator[object]:
@@ -39,7 +94,8 @@ def parts(value: object) -> Iterator[object]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
+        yield value.__func__
+        yield from attributes(value.__self__).values()
     elif isinstance(value, types.FunctionType):
         yield from filled(value.__closure__ or ())
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -49,7 +105,7 @@ def parts(value: object) -> Iterator[object]:
     elif type(value) is dict:
         yield from value.values()
     elif is_plain_callable(value):
-        yield from (type(value).__call__, *vars(value).values())
+        yield from (type(value).__call__, *attributes(value).values())
 
 
 def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
@@ -58,6 +114,14 @@ def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
             yield cell.cell_contents
         except ValueError:  # a variable that has no value yet
             continue
+
+
+def attributes(value: object) -> dict[str, object]:
+    """What an object of a class written in Python holds, and the arrays of its class."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return {}
+    of_class = {n: v for c in reversed(type(value).__mro__) for n, v in vars(c).items() if is_array(v)}
+    return of_class | vars(value)
 
 
 def is_plain_callable(value: object) -> bool:
@@ -80,7 +144,7 @@ def names_used(function: types.FunctionType) -> dict[str, object]:
         for name in code.co_names:
             value = function.__globals__.get(name)
             here = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-            if here or is_array(value) or type(value) in (tuple, list, dict):
+            if here or is_replaced(value) or type(value) in (tuple, list, dict):
                 found[name] = value
     return found
 
@@ -92,20 +156,22 @@ class Lift:
         self._copies: dict[int, object] = {}
         self._scopes: dict[int, dict[str, object]] = {}
         self._alive: list[object] = []
+        self.split: dict[int, jax.Array] = {}
 
     def value(self, value: object) -> object:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
-            with jax.ensure_compile_time_eval():
-                return self._keep(value, jnp.asarray(value))
+            return self._keep(value, value.view(View))  # type: ignore[attr-defined]
+        if is_split(value):
+            return self._whole(value)  # type: ignore[arg-type]
         if not reaches_array(value, set()):
             return value
         if isinstance(value, functools.partial):
             keywords = {k: self.value(v) for k, v in value.keywords.items()}
             return functools.partial(self.value(value.func), *map(self.value, value.args), **keywords)  # type: ignore[arg-type]
         if isinstance(value, types.MethodType):
-            return types.MethodType(self.value(value.__func__), self.value(value.__self__))  # type: ignore[arg-type]
+            return types.MethodType(self.value(value.__func__), self._object(value.__self__))  # type: ignore[arg-type]
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, tuple):
@@ -118,7 +184,13 @@ class Lift:
             table = self._keep(value, {})
             table.update({k: self.value(v) for k, v in value.items()})
             return table
-        return self._object(value)
+        return self._callable_object(value)
+
+    def _whole(self, value: jax.Array) -> jax.Array:
+        where = jax.sharding.NamedSharding(jax.typeof(value).sharding.mesh, jax.sharding.PartitionSpec())
+        whole = self._keep(value, jax.sharding.reshard(value, where))
+        self.split[id(whole)] = value
+        return whole
 
     def _keep(self, old: object, fresh: object) -> Any:
         self._copies[id(old)] = fresh
@@ -147,10 +219,19 @@ class Lift:
         return fresh
 
     def _object(self, value: object) -> object:
-        """A callable object with its arrays replaced, and a __call__ that sees them."""
-        fresh = copy.copy(value)
-        self._keep(value, fresh)
-        vars(fresh).update({k: self.value(v) for k, v in vars(value).items()})
+        """A copy with its arrays replaced, or itself where it has none."""
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        held = attributes(value)
+        if not any(reaches_array(v, set()) for v in held.values()):
+            return value
+        fresh = self._keep(value, copy.copy(value))
+        vars(fresh).update({k: self.value(v) for k, v in held.items()})
+        return fresh
+
+    def _callable_object(self, value: object) -> object:
+        """A copy with its arrays replaced, and a __call__ that sees them."""
+        fresh = self._object(value)
         call = type(value).__call__
         lifted = self.value(call)
         return fresh if lifted is call else types.MethodType(lifted, fresh)  # type: ignore[arg-type]

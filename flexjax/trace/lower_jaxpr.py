@@ -2,40 +2,76 @@
 
 The jaxpr is interpreted once. A value that depends on nothing but captured arrays stays what it is, a JAX value, and is
 computed outside the kernel (so `bias.T[h, kv]` or `exp(table)[h]` cost nothing inside, and differentiate by themselves).
-Everything else is an array of atoms: small vectors inside a mod are unrolled into scalars, nested calls are inlined,
-branches become selects, loops of known length are unrolled. What is left over becomes a `Call`.
+Everything else is an array of atoms, or one whose elements are made when they are asked for (lazy_arrays.py): small vectors
+inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length are unrolled.
+What is left over becomes a `Call`.
 """
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
 from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, is_atoms, map_elements, object_array, scalar
 from flexjax.trace.builder import Builder, literal
+from flexjax.trace.closed_over import body_of, saying_why, split_closed_over
+from flexjax.trace.lazy_arrays import (
+    LAZY_RULES,
+    Index,
+    LazyArray,
+    element_of,
+    is_lazy,
+    settled,
+    too_large_of,
+    whole_capture,
+)
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.mod_ir import Atom, Call, Lit, axes_of
-from flexjax.trace.primitives import CALLBACKS, COLLECTIVES, CUSTOM, ELEMENTWISE, INLINED, KEPT_PARAMS, SAME
+from flexjax.trace.primitives import (
+    CALLBACKS,
+    CASTS,
+    COLLECTIVES,
+    CUSTOM,
+    ELEMENTWISE,
+    INLINED,
+    KEPT_PARAMS,
+    LOOPS,
+    SAME,
+)
 
 
 class Lowering:
     """State of one translation: the builder, and the arrays behind its captures."""
 
-    def __init__(self, builder: Builder, keep_custom: bool = False, inline_constants: bool = False):
-        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals."""
+    def __init__(
+        self,
+        builder: Builder,
+        keep_custom: bool = False,
+        inline_constants: bool = False,
+        split: Mapping[int, jax.Array] | None = None,
+    ):
+        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals; split:
+        what to capture for an array, by its id."""
         self.builder = builder
         self.keep_custom = keep_custom
         self.inline_constants = inline_constants
         self.arrays: list[jax.Array] = []
+        self._split = split or {}
         self._capture_of: dict[int, int] = {}
+        self._parts_of: dict[int, tuple[jax.Array, tuple[jax.Array, jax.Array]]] = {}
         self._branches: list[Atom] = []
+        self._repeated: dict[
+            int, tuple[Atom, jax.Array]
+        ] = {}  # arrays of one literal, by identity while they are alive
 
     # ------------------------------------------------------------------ the interpreter
 
@@ -65,11 +101,19 @@ class Lowering:
         if name in CALLBACKS:
             raise ModError(f"it calls back into Python (`{name}`); a mod must have no side effects.")
         held = [a for a in args if not is_atoms(a)]
-        known = all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args)
+        lazy = any(map(is_lazy, args))
+        known = not lazy and all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args)
+        if held and not lazy and name in CASTS:
+            return args
         if known and (held or any(v.aval.shape != () for v in eqn.outvars)):
-            return self.outside(eqn, args)
+            outs = self.outside(eqn, args)
+            if name == "broadcast_in_dim" and not held:
+                self._repeated[id(outs[0])] = (args[0].item(), outs[0])
+            return outs
         if name in SAME:
-            return [self.as_atoms(a) for a in args]
+            return args
+        for array in held:
+            _check_static(array.shape)
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]
         if name in INLINED:
@@ -77,6 +121,8 @@ class Lowering:
         if name in CUSTOM and not self.keep_custom:
             closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
             return self.run(closed.jaxpr, closed.consts, args)
+        if lazy and name in LAZY_RULES:
+            return LAZY_RULES[name](self, eqn, args)
         rule = RULES.get(name)
         if rule is not None:
             outs = rule(self, eqn, args)
@@ -85,10 +131,17 @@ class Lowering:
         return self.call(eqn, args)
 
     def outside(self, eqn: Any, args: list[Value]) -> list[Value]:
-        """Computes the equation now, in the caller's trace: it depends on captured arrays alone."""
-        values = [jnp.asarray(a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
+        """Computes the equation now, in the caller's trace: it depends on captured arrays alone.
+
+        Inside shard_map an equation on known arrays is part of that trace only where a jaxpr inside it has types that vary.
+        """
+        values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
-        if any(isinstance(v, Tracer) for v in values):
+        typed = any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        if typed and eqn.primitive.name in INLINED:
+            closed, consts = inner_jaxpr(eqn)
+            return self.run(closed, consts, args)
+        if any(isinstance(v, Tracer) for v in values) or (typed and has_jaxpr(eqn)):
             return run(*values)
         with jax.ensure_compile_time_eval():
             return run(*values)
@@ -101,7 +154,7 @@ class Lowering:
         if not self.keep_custom:
             return self.run(closed.jaxpr, closed.consts, args)
         make = lambda atom: self._where_taken(taken, atom)
-        args = [map_elements(make, [a], a.shape) if is_atoms(a) else a for a in args]
+        args = [self.map_values(make, [a], a.shape, a.dtype) if is_atoms(a) or is_lazy(a) else a for a in args]
         self._branches.append(taken)
         outs = self.run(closed.jaxpr, closed.consts, args)
         self._branches.pop()
@@ -114,8 +167,7 @@ class Lowering:
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 
     def inline(self, eqn: Any, args: list[Value]) -> list[Value]:
-        closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        jaxpr, consts = (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
+        jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         if function is not None and not consts and is_jnp_function(function, jaxpr):
             out = eqn.outvars[0].aval
@@ -133,11 +185,10 @@ class Lowering:
         """The value as atoms: an array computed outside is captured and read element by element."""
         if is_atoms(value):
             return value
+        if is_lazy(value):
+            return value.atoms()
         if value.size > MAX_ELEMENTS:
-            raise ModError(
-                f"it uses a whole captured array of shape {tuple(value.shape)} at each position; index it with b, h, q_idx "
-                "or kv_idx, or reduce it outside the mod."
-            )
+            raise ModError(whole_capture(value.shape))
         out = np.empty(value.shape, object)
         if self.inline_constants and not isinstance(value, Tracer):
             known = np.asarray(value)
@@ -148,46 +199,82 @@ class Lowering:
             out[place] = self.load(value, tuple(literal(i, "int32") for i in place))
         return out
 
+    def lazy(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str) -> Value:
+        """An array of these elements, which belong to the branches that are being translated now."""
+        branches = list(self._branches)
+
+        def make(index: Index) -> Atom:
+            now, self._branches = self._branches, branches
+            try:
+                return element(index)
+            finally:
+                self._branches = now
+
+        return settled(LazyArray(shape, dtype, make, too_large))
+
+    def map_values(
+        self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: Any
+    ) -> Value:
+        """`make` of the elements of values of this shape, or scalars: lazily where one of them is a captured array or lazy."""
+        if all(is_atoms(v) or v.size == 1 for v in values):
+            return map_elements(make, [self.as_atoms(v) for v in values], shape)
+        of = lambda value, index: element_of(self, value, index if value.ndim else ())
+        return self.lazy(shape, dtype, lambda i: make(*(of(v, i) for v in values)), too_large_of(values, shape))
+
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
         """array[index], the index in bounds."""
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            parts = tuple(self.load(part, index) for part in self.complex_parts(array))
+            return self.builder.op("complex", parts, array.dtype)
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             raise ModError(
                 f"it reads captured random keys ({array.dtype}) at each position; draw the numbers outside the mod and index "
                 "those, or make the key inside, with jax.random.key."
             )
+        if id(array) in self._repeated:
+            return self._repeated[id(array)][0]
         element = self.builder.load(self.capture(array), index)
         for taken in self._branches:
             element = self._where_taken(taken, element)
         return element
 
+    def complex_parts(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The real and the imaginary part, which are captured in the place of the array: derivatives are by real numbers."""
+        if id(array) not in self._parts_of:
+            with contextlib.nullcontext() if isinstance(array, Tracer) else jax.ensure_compile_time_eval():
+                self._parts_of[id(array)] = (array, (lax.real(array), lax.imag(array)))
+        return self._parts_of[id(array)][1]
+
     def capture(self, value: jax.Array) -> int:
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
-            self.arrays.append(value)
+            self.arrays.append(self._split.get(id(value), value))
         return self._capture_of[id(value)]
 
-    def elementwise(self, eqn: Any, args: list[Value]) -> np.ndarray:
+    def elementwise(self, eqn: Any, args: list[Value]) -> Value:
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
         if name == "stop_gradient" and self.keep_custom:
             make = lambda atom: self.builder.unfolded(name, atom)
-            return map_elements(make, [self.as_atoms(args[0])], out.shape)
+            return self.map_values(make, args, out.shape, out.dtype)
         if name in ("copy", "stop_gradient"):
-            return self.as_atoms(args[0])
+            return args[0] if is_lazy(args[0]) else self.as_atoms(args[0])
         params = {k: v for k, v in eqn.params.items() if k in KEPT_PARAMS}
         if "new_dtype" in params:
             params["new_dtype"] = jnp.dtype(params["new_dtype"]).name
         prim = str(name)
         make = lambda *atoms: self.builder.op(prim, atoms, out.dtype, **params)
-        return map_elements(make, [self.as_atoms(a) for a in args], out.shape)
+        return self.map_values(make, args, out.shape, out.dtype)
 
     def call(self, eqn: Any, args: list[Value]) -> list[np.ndarray]:
         """The equation as it is: for backends that can map a jaxpr over a tile."""
+        custom = eqn.primitive.name in CUSTOM
+        closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)
         parts, axes = [], frozenset()
         for arg in args:
-            whole = eqn.primitive.name not in CUSTOM or (not is_atoms(arg) and arg.size > MAX_UNROLL)
-            if not is_atoms(arg) and arg.ndim > 0 and whole:
+            held = not is_atoms(arg) and not is_lazy(arg)
+            if held and arg.ndim > 0 and (eqn.primitive.name in LOOPS or arg.size > MAX_UNROLL):
                 parts.append(self.capture(arg))
                 continue
             atoms = self.as_atoms(arg)
@@ -204,11 +291,50 @@ class Lowering:
                     f"{MAX_ELEMENTS} elements."
                 )
             results.append((var.aval.shape, tuple(self.builder.fresh(var.aval.dtype.name, axes) for _ in range(size))))
-        inner = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr") if eqn.primitive.name in CUSTOM else None
-        bind = equation_function(eqn)
-        step = Call(eqn.primitive.name, equation_text(eqn), tuple(parts), tuple(results), bind, inner)
+        inner = body_of(eqn, closed_over) if custom else None
+        bind = equation_function(eqn, closed_over)
+        step = Call(
+            eqn.primitive.name,
+            equation_text(eqn),
+            tuple(parts),
+            tuple(results),
+            saying_why(bind) if custom else bind,
+            inner,
+        )
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
+
+
+def inner_jaxpr(eqn: Any) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
+    """The body of a call that is inlined, and its constants."""
+    closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
+
+
+def has_jaxpr(eqn: Any) -> bool:
+    parts = [p for param in eqn.params.values() for p in (param if isinstance(param, tuple | list) else (param,))]
+    return any(isinstance(p, jex_core.Jaxpr | jex_core.ClosedJaxpr) for p in parts)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes of shard_map over which an array of the type varies."""
+    kind = getattr(aval, "mat", None)
+    return frozenset() if kind is None else kind.varying
+
+
+def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The value, varying over those of the mesh axes that are axes of a shard_map around."""
+    missing = axes - varying_axes(jax.typeof(value))
+    over = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis in missing)
+    return jax.lax.pcast(value, over, to="varying") if over else value
+
+
+def _check_static(shape: tuple[int, ...]) -> None:
+    if any(not isinstance(n, int) for n in shape):
+        raise ModError(
+            f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
+            "so export once for each size that you need, and pad the array to the nearest one."
+        )
 
 
 def aval_of(var: Any) -> Any:
@@ -216,10 +342,19 @@ def aval_of(var: Any) -> Any:
     return var.aval
 
 
-def equation_function(eqn: Any) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its operands."""
+def equation_function(eqn: Any, closed_over: Mapping[int, jax.Array] | None = None) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its operands, or of those that are not given by their place.
+
+    Inside shard_map these are cast to the types that they have in the jaxpr, since literals and what CASTS left as it was vary
+    over fewer mesh axes.
+    """
+    known = closed_over or {}
+    over = [varying_axes(v.aval) for v in eqn.invars]
 
     def run(*values: jax.Array) -> list[jax.Array]:
+        rest = iter(values)
+        values = tuple(known[i] if i in known else next(rest) for i in range(len(eqn.invars)))
+        values = tuple(map(cast_over, values, over))
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -11,13 +11,15 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
 from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
 from flexjax.trace.builder import Builder, literal
-from flexjax.trace.mod_ir import Atom, Lit
+from flexjax.trace.indexing import INDEXING_RULES
+from flexjax.trace.lazy_arrays import Index
+from flexjax.trace.lower_special import SPECIAL_RULES
+from flexjax.trace.mod_ir import Atom
 
 
 class Translation(Protocol):
@@ -30,6 +32,12 @@ class Translation(Protocol):
     def as_atoms(self, value: Value) -> np.ndarray: ...
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom: ...
+
+    def lazy(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str) -> Value: ...
+
+    def map_values(
+        self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: Any
+    ) -> Value: ...
 
     def run_branch(self, taken: Atom, closed: Any, args: Sequence[Value]) -> list[Value]: ...
 
@@ -183,100 +191,10 @@ def _dot_general(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndar
     return [out]
 
 
-# ------------------------------------------------------------------- indexing
-
-
-def _element(self: Translation, array: Value, index: Sequence[Atom]) -> Atom:
-    """array[index], the index in bounds."""
-    if not is_atoms(array):
-        return self.load(array, index)
-    return _pick(self, array, list(index))
-
-
-def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
-    """An element of a small array of values at an index known only in the kernel: a chain of selects."""
-    if not index:
-        return atoms.item()
-    first, rest = index[0], index[1:]
-    if isinstance(first, Lit):
-        return _pick(self, as_object(atoms[int(first.value)]), rest)
-    chosen = _pick(self, as_object(atoms[0]), rest)
-    for i in range(1, atoms.shape[0]):
-        here = self.builder.op("eq", (first, literal(i, first.dtype)), "bool")
-        chosen = self.builder.select(here, _pick(self, as_object(atoms[i]), rest), chosen)
-    return chosen
-
-
-def _dynamic_slice(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
-    array, sizes = args[0], eqn.params["slice_sizes"]
-    starts = [self.as_atoms(a).item() for a in args[1:]]
-    starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]
-    if math.prod(sizes) > MAX_ELEMENTS:
-        raise ModError(f"it slices out shape {tuple(sizes)} at each position; at most {MAX_ELEMENTS} elements.")
-    out = np.empty(sizes, object)
-    for place in np.ndindex(*sizes):
-        index = [self.builder.op("add", (s, literal(i, "int32")), "int32") for s, i in zip(starts, place, strict=True)]
-        out[place] = _element(self, array, index)
-    return [out]
-
-
-def _gather(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
-    array, indices = args[0], self.as_atoms(args[1])
-    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    out_aval = eqn.outvars[0].aval
-    if math.prod(out_aval.shape) > MAX_ELEMENTS:
-        raise ModError(f"it gathers shape {tuple(out_aval.shape)} at each position; at most {MAX_ELEMENTS} elements.")
-    collapsed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-    window_dims = [d for d in range(len(sizes)) if d not in collapsed]
-    batch_axes = [d for d in range(len(out_aval.shape)) if d not in dims.offset_dims]
-    fill = _fill_value(eqn)
-    out = np.empty(out_aval.shape, object)
-    for place in np.ndindex(*out_aval.shape):
-        batch = tuple(place[d] for d in batch_axes)
-        index: list[Atom] = [literal(0, "int32")] * len(sizes)
-        valid: Atom = literal(True, "bool")
-        for k, d in enumerate(dims.start_index_map):
-            start = indices[(*batch, k)]
-            valid = _in_bounds(self, valid, start, array.shape[d] - sizes[d])
-            index[d] = self.builder.clamped(start, array.shape[d] - sizes[d])
-        for d, i in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
-            index[d] = literal(batch[i], "int32")
-        for d, axis in zip(window_dims, dims.offset_dims, strict=True):
-            index[d] = self.builder.op("add", (index[d], literal(place[axis], "int32")), "int32")
-        element = _element(self, array, index)
-        out[place] = element if fill is None else self.builder.select(valid, element, fill)
-    return [out]
-
-
-def _fill_value(eqn: Any) -> Lit | None:
-    mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
-    if mode != lax.GatherScatterMode.FILL_OR_DROP:
-        return None
-    value = eqn.params.get("fill_value")
-    if value is None:
-        if jnp.issubdtype(dtype, jnp.inexact):
-            value = math.nan
-        elif dtype == jnp.bool_:
-            value = True
-        else:
-            info = jnp.iinfo(dtype)
-            value = info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
-    return literal(value, dtype)
-
-
-def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
-    low = self.builder.op("ge", (start, literal(0, start.dtype)), "bool")
-    if limit > jnp.iinfo(jnp.dtype(start.dtype)).max:
-        return self.builder.op("and", (valid, low), "bool")
-    high = self.builder.op("le", (start, literal(limit, start.dtype)), "bool")
-    both = self.builder.op("and", (low, high), "bool")
-    return self.builder.op("and", (valid, both), "bool")
-
-
 # ------------------------------------------------------------------- control flow
 
 
-def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
     """All branches are computed and selected: they have no effects."""
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
@@ -293,12 +211,11 @@ def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
             taken = self.builder.op("and", (taken, bound), "bool")
         results.append(self.run_branch(taken, branch, args[1:]))
     outs = []
-    for column in zip(*results, strict=True):
-        chosen = self.as_atoms(column[0])
+    for var, *column in zip(eqn.outvars, *results, strict=True):
+        chosen = column[0]
         for i in range(1, len(branches)):
             make = lambda new, old, here=from_here[i - 1]: self.builder.select(here, new, old)
-            other = self.as_atoms(column[i])
-            chosen = map_elements(make, [other, chosen], chosen.shape)
+            chosen = self.map_values(make, [column[i], chosen], var.aval.shape, var.aval.dtype)
         outs.append(chosen)
     return outs
 
@@ -383,8 +300,8 @@ RULES: dict[str, Callable] = {
     "cummax": _cumulative("max"),
     "cummin": _cumulative("min"),
     "dot_general": _dot_general,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _gather,
+    **INDEXING_RULES,
+    **SPECIAL_RULES,
     "cond": _cond,
     "scan": _scan,
 }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.trace.mod_ir import Atom, Axes, Call, Lit, Load, Op, Program, Val, axes_of, range_of_val
+from flexjax.trace.ranges import may_be
 
 Array = jax.Array
 
@@ -89,7 +90,14 @@ def apply_op(op: Op, args: Sequence[Array]) -> Array:
     return getattr(lax, RENAMED.get(op.prim, op.prim))(*args)
 
 
-RENAMED = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}
+RENAMED = {
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "not": "bitwise_not",
+    "regularized_incomplete_beta": "betainc",
+}
+"""Primitives whose functions in jax.lax have other names."""
 
 
 def _non_negative(atom: Atom) -> bool:
@@ -97,19 +105,35 @@ def _non_negative(atom: Atom) -> bool:
     return bounds is not None and bounds[0] >= 0
 
 
-def _floordiv(op: Op, a: Array, b: Array) -> Array:
-    quotient = lax.div(a, b)
-    if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
-        return quotient
-    short = (lax.rem(a, b) != 0) & (lax.sign(a) != lax.sign(b))
-    return lax.select(short, quotient - jnp.ones_like(quotient), quotient)
+def _division(op: Op, a: Array, b: Array) -> Array:
+    """div, rem, floordiv and floormod of integers; lax.div and lax.rem of floats.
+
+    By 0, jax has -1 (all ones) for div, the numerator for rem, 0 for floormod; floordiv takes one from -1 unless the numerator is 0
+    or the type unsigned. No 0 reaches XLA: its constant folding divides by 0 on the processor, which ends the process.
+    """
+    name, remainder = op.prim, op.prim in ("rem", "floormod")
+    if not jnp.issubdtype(a.dtype, jnp.integer):
+        return lax.rem(a, b) if remainder else lax.div(a, b)
+    zero = b == 0 if may_be(op.inputs[1], 0) else None
+    b = b if zero is None else lax.select(zero, jnp.ones_like(b), b)
+    out = lax.rem(a, b) if remainder else lax.div(a, b)
+    unsigned = jnp.issubdtype(a.dtype, jnp.unsignedinteger)
+    if name.startswith("floor") and not unsigned and not all(map(_non_negative, op.inputs)):
+        rest = out if remainder else lax.rem(a, b)
+        short = (rest != 0) & ((rest < 0) != (b < 0))
+        out = lax.select(short, out + b if remainder else out - jnp.ones_like(out), out)
+    if zero is None or name == "floormod":
+        return out
+    ones = ~jnp.zeros_like(a)
+    fewer = lax.select(a == 0, ones, ones + ones) if name == "floordiv" and not unsigned else ones
+    return lax.select(zero, a if remainder else fewer, out)
 
 
-def _floormod(op: Op, a: Array, b: Array) -> Array:
-    rest = lax.rem(a, b)
-    if all(map(_non_negative, op.inputs)) or jnp.issubdtype(a.dtype, jnp.unsignedinteger):
-        return rest
-    return lax.select((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+def _convert(op: Op, x: Array) -> Array:
+    dtype = jnp.dtype(op.out.dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and jnp.issubdtype(dtype, jnp.floating):
+        x = lax.real(x)  # what the primitive does, of which the function of jax.lax warns
+    return lax.convert_element_type(x, dtype)
 
 
 def _param(op: Op, name: str) -> typing.Any:
@@ -117,12 +141,11 @@ def _param(op: Op, name: str) -> typing.Any:
 
 
 SPECIAL: dict[str, Callable[..., Array]] = {
-    "convert_element_type": lambda op, x: lax.convert_element_type(x, jnp.dtype(op.out.dtype)),
+    "convert_element_type": _convert,
     "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
     "integer_pow": lambda op, x: lax.integer_pow(x, _param(op, "y")),
     "round": lambda op, x: lax.round(x, _param(op, "rounding_method")),
     "stop_gradient": lambda op, x: lax.stop_gradient(x),
     "reduce_precision": lambda op, x: lax.reduce_precision(x, _param(op, "exponent_bits"), _param(op, "mantissa_bits")),
-    "floordiv": _floordiv,
-    "floormod": _floormod,
+    **dict.fromkeys(("div", "rem", "floordiv", "floormod"), _division),
 }

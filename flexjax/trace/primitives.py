@@ -16,7 +16,9 @@ COLLECTIVES = frozenset(
         "psum_scatter",
     ]
 )
-SAME = frozenset(["optimization_barrier", "pvary", "reshard"])
+CASTS = frozenset(["pvary", "pcast"])
+"""Primitives that change over which mesh axes of shard_map an array varies, as far as its type says."""
+SAME = frozenset(["optimization_barrier", "reshard"]) | CASTS
 """Primitives that return their operands. On a mesh, `pvary` and `reshard` say where a value is; a scalar is everywhere."""
 
 CALLBACKS = frozenset(
@@ -37,6 +39,9 @@ INLINED = frozenset(
 )
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 
+LOOPS = frozenset(["while", "scan"])
+"""Primitives that read an element of an array many times: captured arrays are theirs whole, however small."""
+
 ELEMENTWISE = frozenset(
     [
         "abs",
@@ -51,11 +56,12 @@ ELEMENTWISE = frozenset(
         "atanh",
         "bessel_i0e",
         "bessel_i1e",
-        "bitcast_convert_type",
         "cbrt",
         "ceil",
         "clamp",
         "clz",
+        "complex",
+        "conj",
         "convert_element_type",
         "copy",
         "copy_p",
@@ -74,6 +80,7 @@ ELEMENTWISE = frozenset(
         "ge",
         "gt",
         "igamma",
+        "igamma_grad_a",
         "igammac",
         "imag",
         "integer_pow",

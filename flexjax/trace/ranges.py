@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
-from flexjax.trace.mod_ir import Atom, range_of_val
+from flexjax.trace.mod_ir import Atom, Linear, range_of_val
 
 Range = tuple[int, int] | None
 
@@ -24,6 +25,32 @@ def whole_range_if_narrow(dtype: str) -> Range:
     """The range of a type of at most 16 bits, which says something; None for wider ones."""
     info = jnp.iinfo(jnp.dtype(dtype))
     return (int(info.min), int(info.max)) if info.bits <= 16 else None
+
+
+def may_be(atom: Atom, value: int) -> bool:
+    """Whether an integer atom may have that value somewhere in the attention matrix."""
+    info = jnp.iinfo(jnp.dtype(atom.dtype))
+    low, high = range_of_val(atom) or (int(info.min), int(info.max))
+    return low <= value <= high
+
+
+def quotient_may_overflow(numerator: Atom, divisor: Atom) -> bool:
+    """Whether the least integer of the type may be divided by -1, whose quotient the type does not hold."""
+    return may_be(divisor, -1) and may_be(numerator, int(jnp.iinfo(jnp.dtype(numerator.dtype)).min))
+
+
+def modular(value: int, dtype: str) -> np.ndarray:
+    """The integer modulo 2^bits, as the type holds it: sums and products with it wrap around to the right result."""
+    bits = jnp.iinfo(jnp.dtype(dtype)).bits
+    return np.array(value & ((1 << bits) - 1), np.uint64).astype(jnp.dtype(dtype))
+
+
+def holds_coefficients(linear: Linear, dtype: str) -> bool:
+    """Whether kernels can write each coefficient as a number of the type (unsigned ones: or its negative, half as large)."""
+    info = jnp.iinfo(jnp.dtype(dtype))
+    low = min(int(info.min), -(1 << (info.bits - 1)))
+    numbers = (linear.b, linear.h, linear.q, linear.kv, linear.const, *(c for _, c in linear.uniform))
+    return all(low <= c <= int(info.max) for c in numbers)
 
 
 def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
@@ -49,6 +76,9 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
     if prim == "convert_element_type" and inputs[0].dtype == "bool":
         return (0, 1)
     ranges = [range_of_val(a) for a in (inputs[1:] if prim == "select_n" else inputs)]
+    if prim in ("max", "min"):  # one bound is all that a clamp of an unknown number needs
+        info = jnp.iinfo(jnp.dtype(dtype))
+        ranges = [(int(info.min), int(info.max)) if r is None else r for r in ranges]
     if any(r is None for r in ranges):
         return None
     return integer_range(prim, [r for r in ranges if r is not None])

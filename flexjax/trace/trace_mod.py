@@ -7,10 +7,12 @@ comes out as operands; the rest is a `Program`. Why a function is refused is sai
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -18,7 +20,7 @@ from flexjax.trace.atoms import scalar
 from flexjax.trace.builder import Builder
 from flexjax.trace.check_ir import check
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
-from flexjax.trace.lift_numpy import lift_numpy
+from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.mod_ir import Atom, Program
 from flexjax.trace.rewrite import select_captures
@@ -46,16 +48,16 @@ class TracedMod:
 
 def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float32") -> TracedMod:
     """Traces `score_mod(score, b, h, q_idx, kv_idx)`; raises ModError (a ValueError) with the reason it is refused."""
-    closed = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
-    out = closed.out_avals[0]
+    traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
+    out = traced.closed.out_avals[0]
     if not jnp.issubdtype(out.dtype, jnp.floating):
         raise ModError(
             f"`score_mod` returned a {out.dtype.name}; expected a floating scalar, the new score. "
             "To switch positions off, return -inf or use `mask_mod`."
         )
-    source, arrays = _lowered("score_mod", closed, sizes, score_dtype, keep_custom=True)
+    source, arrays = _lowered("score_mod", traced, sizes, score_dtype, keep_custom=True)
     if any(isinstance(a, int) for call in custom_calls(source) for a in call.arguments):
-        program, arrays = _lowered("score_mod", closed, sizes, score_dtype)
+        program, arrays = _lowered("score_mod", traced, sizes, score_dtype)
         return TracedMod(program, arrays, None, WHOLE_ARRAY_IN_RULE)
     program, extra = inline_custom(source, sizes)
     derivative, more, why_not = _derivative(source, sizes)
@@ -67,14 +69,14 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
     """Traces `mask_mod(b, h, q_idx, kv_idx)`; raises ModError (a ValueError) with the reason it is refused."""
-    closed = _trace("mask_mod", mask_mod, MASK_ARGUMENTS)
-    out = closed.out_avals[0]
+    traced = _trace("mask_mod", mask_mod, MASK_ARGUMENTS)
+    out = traced.closed.out_avals[0]
     if out.dtype != jnp.bool_:
         raise ModError(
             f"`mask_mod` returned a {out.dtype.name}; expected a bool scalar, True where the query may look at the key. "
             "Compare explicitly, for example `value != 0`."
         )
-    return TracedMod(*_lowered("mask_mod", closed, sizes))
+    return TracedMod(*_lowered("mask_mod", traced, sizes))
 
 
 def trace_multiplier(name: str, function: Callable, sizes: Sizes) -> TracedMod:
@@ -88,21 +90,37 @@ WHOLE_ARRAY_IN_RULE = (
 )
 
 
+class Traced(typing.NamedTuple):
+    """A jaxpr on scalars; some of its constants stand for arrays that are split over a mesh, `split` by the id of the constant."""
+
+    closed: jex_core.ClosedJaxpr
+    split: dict[int, jax.Array]
+
+
+VALUE_IN_RULE = (
+    "`score_mod` cannot be differentiated: the derivative rule of a function in it closes over a value that the mod computes or "
+    "is given; hand it over as an argument of that function."
+)
+
+
 def _lowered(
     name: str,
-    closed: jex_core.ClosedJaxpr,
+    traced: Traced,
     sizes: Sizes,
     score_dtype: str | None = None,
     keep_custom: bool = False,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
     """The program of a jaxpr on (score,) b, h, q, kv, and the arrays it reads; a score keeps the dtype that it has."""
-    lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom)
+    lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom, split=traced.split)
+    closed = traced.closed
     inputs = lowering.builder.inputs[0 if score_dtype else 1 :]
     try:
-        (result,) = lowering.run(closed.jaxpr, closed.consts, [scalar(v) for v in inputs])
+        consts = [as_operand(c) if isinstance(c, np.ndarray) else c for c in closed.consts]
+        (result,) = lowering.run(closed.jaxpr, consts, [scalar(v) for v in inputs])
         atom = lowering.as_atoms(result).item()
     except ModError as error:
-        raise ModError(f"`{name}` cannot be compiled: {error}") from error
+        text = str(error)
+        raise ModError(text if text.startswith("`") else f"`{name}` cannot be compiled: {text}") from error
     return _finish(lowering, lowering.builder.convert(atom, score_dtype) if score_dtype else atom)
 
 
@@ -123,6 +141,8 @@ def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[ja
         # A custom rule is not part of the program's text, so such programs are not shared.
         make = derivative_program if custom_calls(source) else _cached_derivative
         return *make(source, sizes), ""
+    except jax.errors.UnexpectedTracerError:
+        return None, (), VALUE_IN_RULE
     except ModError as error:
         text = str(error)
         return None, (), text if text.startswith("`") else f"`score_mod` cannot be differentiated: {text}"
@@ -138,13 +158,15 @@ def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[ja
 # ------------------------------------------------------------------- calling the user's function
 
 
-def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> jex_core.ClosedJaxpr:
+def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.dtype(score_dtype))
     avals = [score if a == "score" else index for a in arguments]
     try:
-        closed = _jaxpr_of(mod, avals)
+        closed, split = _jaxpr_of(mod, avals)
+    except ModError as error:
+        raise ModError(f"`{name}` cannot be compiled: {error}") from error
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
         raise ModError(
             f"`{name}` uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); "
@@ -168,18 +190,18 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     effects = [str(e) for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
     if effects:
         raise ModError(f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function.")
-    return closed
+    return Traced(closed, split)
 
 
-def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
-    """The mod's jaxpr with its numpy arrays as operands, or as they are where it needs them as numbers."""
-    lifted = lift_numpy(mod)
-    if lifted is mod:
-        return jax.make_jaxpr(mod)(*avals)
+def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
+    """The mod's jaxpr with its numpy arrays as operands, or as they are where the mod does not take views of them."""
+    lifted, split = lift_numpy(mod)
     try:
-        return jax.make_jaxpr(lifted)(*avals)
-    except (TypeError, IndexError):
-        return jax.make_jaxpr(mod)(*avals)
+        return Traced(jax.make_jaxpr(lifted)(*avals), split)
+    except TypeError:
+        if lifted is mod:
+            raise
+        return Traced(jax.make_jaxpr(mod)(*avals), {})
 
 
 def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:

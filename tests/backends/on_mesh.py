@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flexjax
 
@@ -24,8 +24,8 @@ IN_SPECS = (SPLIT, SPLIT, SPLIT, BY_HEAD, BY_BATCH, SPLIT)
 OUT_SPECS = (SPLIT, SPLIT, SPLIT, SPLIT, BY_HEAD)
 
 
-def mesh_of(devices) -> Mesh:
-    return Mesh(np.array(devices).reshape(2, 2), ("batch", "heads"))
+def mesh_of(devices, kind: AxisType = AxisType.Auto) -> Mesh:
+    return Mesh(np.array(devices).reshape(2, 2), ("batch", "heads"), axis_types=(kind, kind))
 
 
 def loss(implementation: str, options: flexjax.KernelOptions | None, block: int, q, k, v, slopes, documents, w):
@@ -83,6 +83,13 @@ def main() -> None:
         for name, got, right in zip(NAMES, jax.jit(on_mesh)(*arrays()), want, strict=True):
             error = np.abs(np.asarray(got) - np.asarray(right)).max() / np.abs(np.asarray(right)).max()
             print(f"check_vma={check_vma}", name, float(error), len(got.sharding.device_set))
+    mesh = mesh_of(jax.devices(), AxisType.Explicit)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays(), IN_SPECS, strict=True)]
+    with jax.set_mesh(mesh):
+        split = jax.jit(functools.partial(results, "mosaic_tpu", flexjax.KernelOptions(interpret=True), 32))(*placed)
+    for name, got, right in zip(NAMES, split, want, strict=True):
+        error = np.abs(np.asarray(got) - np.asarray(right)).max() / np.abs(np.asarray(right)).max()
+        print("explicit", name, float(error), len(got.sharding.device_set))
 
 
 if __name__ == "__main__":

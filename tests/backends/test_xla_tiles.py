@@ -13,7 +13,11 @@ from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.target import Target
 from flexjax.backends.xla.schedule import choose
+from flexjax.backends.xla.tile import Region, XlaTile
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace.on_tiles import evaluate
+from flexjax.trace.trace_mod import trace_mask_mod
+from tests.block_mask.random_masks import dense
 
 CPU = Target("cpu")
 LENGTHS = (300, 200)
@@ -74,8 +78,98 @@ def test_forward_and_backward_tiles_are_apart() -> None:
     assert tile(asked, backward=True) == (128, 128)
 
 
+def test_tiles_that_suit_another_backend_give_way() -> None:
+    """Under a mask: a block high, and as many whole blocks wide as were asked for; without one: no larger than the lengths."""
+    for mask, asked, got in (
+        ("causal", (64, 100), (128, 128)),
+        ("causal", (512, 300), (128, 256)),
+        ("causal", (16, 4096), (128, 256)),
+        ("plain", (512, 1024), (300, 200)),
+    ):
+        made = plan(mask, block_q=asked[0], block_kv=asked[1], block_q_bwd=asked[0], block_kv_bwd=asked[1])
+        assert tile(made, backward=False) == tile(made, backward=True) == got
+        assert dispatch.backend("xla").refuses(made, CPU) is None
+    for got, want in zip(
+        jax.tree.leaves(value_and_slopes("causal", block_q=16, block_kv=48, block_q_bwd=512)),
+        jax.tree.leaves(value_and_slopes("causal")),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
+    q, k, v = arrays()
+    options: Any = DEFAULTS | {"mask_mod": masks.causal_offset(jnp.asarray(100))}
+    for tokens in (1, 5, 127):
+        made = prepare(q[:, :tokens], k, v, **options).plan
+        assert choose(made, CPU).block_q == choose(made, CPU, backward=True).block_q == tokens
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_of_decoding_copies_no_cache(layout: str, dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    q, k, v = make(2, 3, 4, 16), make(2, 2048, 2, 16), make(2, 2048, 2, 16)
+    lengths = jnp.asarray([2048, 77])
+
+    def attend(implementation: str, q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        turned = (q, k, v) if layout == "BTNH" else (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        out = flexjax.flex_attention(
+            *turned, mask_mod=masks.padding(lengths), layout=layout, implementation=implementation
+        )
+        return out if layout == "BTNH" else jnp.swapaxes(out, 1, 2)
+
+    got, want = (attend(name, q, k, v, lengths).astype(jnp.float32) for name in ("xla", "reference"))
+    np.testing.assert_allclose(got, want, atol=1e-5 if dtype == "float32" else 2e-2)
+    if dtype == "bfloat16":  # XLA for CPUs widens it as a whole
+        return
+    slopes = [
+        jax.grad(lambda *x, n=name: (attend(n, *x, lengths) ** 2).sum(), (0, 1, 2)) for name in ("xla", "reference")
+    ]
+    for got, want in zip(*(slope(q, k, v) for slope in slopes), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    if layout == "BTNH":
+        run = jax.jit(attend, static_argnums=0)
+        longer = [jnp.concatenate([x] * 4, 1) for x in (k, v)]
+        sizes = [run.lower("xla", q, *x, lengths).compile().memory_analysis() for x in ((k, v), longer)]
+        assert sizes[1].temp_size_in_bytes - sizes[0].temp_size_in_bytes < k.nbytes / 4, "what grows is the block lists"
+
+
 def test_the_backward_pass_runs_the_tile_it_is_asked_for() -> None:
     """The loop of the backward pass has as many steps as the tile says."""
     text = lambda **tiles: str(jax.make_jaxpr(lambda: value_and_slopes("plain", **tiles))())
     assert text(block_q_bwd=60) != text()
     assert text(block_q_bwd=60) != text(block_q=60)
+
+
+# Differences of positions that int32 does not hold, or holds only modulo 2^32: (whether they need 64 bits, the mask).
+WIDE_DIAGONALS: dict[str, tuple[bool, Callable]] = {
+    "int64 multiples": (True, lambda b, h, q, k: q.astype("int64") * 2**30 - k.astype("int64") * 2**30 >= 0),
+    "int64 offset": (True, lambda b, h, q, k: (q.astype("int64") + 2**40) - k.astype("int64") >= 2**40),
+    "int64 by head": (True, lambda b, h, q, k: q - k.astype("int64") + h.astype("int64") * 2**33 >= 2**33 - 3),
+    "uint64": (True, lambda b, h, q, k: (q.astype("uint64") + jnp.uint64(2**63)) - k.astype("uint64") >= jnp.uint64(2**63)),
+    "uint32": (
+        False,
+        lambda b, h, q, k: (
+            (q.astype("uint32") + jnp.uint32(3_000_000_000)) - k.astype("uint32") >= jnp.uint32(3_000_000_000)
+        ),
+    ),
+    "uint32 by head": (
+        False,
+        lambda b, h, q, k: (q - k + 40).astype("uint32") + jnp.maximum(h.astype("uint32"), 1) * jnp.uint32(2**31) > jnp.uint32(2**31 + 38),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE_DIAGONALS)
+def test_diagonals_keep_the_type_of_the_mod(name: str) -> None:
+    wide, mask = WIDE_DIAGONALS[name]
+    sizes = (1, 2, 24, 24)
+    with jax.enable_x64(wide):
+        program = trace_mask_mod(mask, sizes).program
+        assert any("delta" in step.outs[0].axes for step in program.steps)
+        region = Region(0, 1, 0, 2, 8, 16, jnp.asarray([0, 12], jnp.int32), 12)
+        (got,) = evaluate(program, XlaTile(region, ()), [frozenset({"q", "kv"})])
+        want = dense(mask, sizes)
+    np.testing.assert_array_equal(np.broadcast_to(got, region.shape), want[:, :, 8:24])

@@ -42,6 +42,7 @@ def arrays_of(sizes: Sizes, rng: np.random.Generator) -> Arrays:
         "bytes": rng.integers(-128, 128, n).astype(np.int8),
         "words": rng.integers(0, 2**32, n, dtype=np.uint64).astype(np.uint32),
         "flags": rng.random(n) < 0.9,
+        "divisors": rng.choice([-(2**31), -3, -1, 0, 0, 1, 2, 7], n).astype(np.int32),
     }
 
 
@@ -134,22 +135,95 @@ def build(tree: tuple, arrays: dict) -> Callable:
         return (and_masks if head == "and" else or_masks)(*(build(r, arrays) for r in rest))
     if head == "not":
         return not_mask(build(rest[0], arrays))
+    if head == "compared":
+        return lambda *at: jnp.asarray(number(tree, arrays, at))
     return {**EXACT, **SOUND}[head](arrays, rest[0])
+
+
+# ------------------------------------------------------------------- programs of integers
+
+ARITHMETIC: dict[str, Callable] = {
+    "add": jnp.add,
+    "subtract": jnp.subtract,
+    "multiply": jnp.multiply,
+    "floor_divide": jnp.floor_divide,
+    "remainder": jnp.remainder,
+    "div": jax.lax.div,
+    "rem": jax.lax.rem,
+    "left_shift": jnp.left_shift,
+    "right_shift": jnp.right_shift,
+    "shift_right_logical": jax.lax.shift_right_logical,
+    "minimum": jnp.minimum,
+    "maximum": jnp.maximum,
+}
+COMPARED: dict[str, Callable] = {
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+}
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+NUMBERS = (-(2**31), -129, -3, -1, 0, 0, 1, 2, 5, 31, 127, 255, 2**31 - 1)
+
+
+def _integer_programs() -> st.SearchStrategy:
+    """("compared", how, type, left, right): operands are converted to the type and may divide by 0, wrap around and overflow."""
+    types, position = st.sampled_from(INTEGERS), st.sampled_from("bhqk")
+    leaf = st.one_of(
+        st.tuples(st.just("position"), position),
+        st.tuples(st.just("literal"), st.sampled_from(NUMBERS)),
+        st.tuples(st.just("load"), st.sampled_from(["bytes", "words", "divisors", "order"]), st.sampled_from("qk")),
+        st.tuples(st.just("load"), st.just("window"), st.just("h")),
+    )
+    compared = lambda inner: st.tuples(st.just("compared"), st.sampled_from(sorted(COMPARED)), types, inner, inner)
+    branch = lambda inner: st.one_of(
+        st.tuples(st.just("arithmetic"), st.sampled_from(sorted(ARITHMETIC)), types, inner, inner),
+        st.tuples(st.just("where"), types, compared(inner), inner, inner),
+    )
+    return compared(st.recursive(leaf, branch, max_leaves=6))
+
+
+INTEGER_PROGRAMS = _integer_programs()
+
+
+def number(tree: tuple, arrays: dict, at: tuple) -> jax.Array:
+    """The value of a program of integers at (b, h, q, kv); int64 is int32 where jax has no 64 bits."""
+    kind, *rest = tree
+    places = dict(zip("bhqk", at, strict=True))
+    if kind == "position":
+        return places[rest[0]]
+    if kind == "literal":
+        return jnp.int32(rest[0])
+    if kind == "load":
+        return jnp.asarray(arrays[rest[0]])[places[rest[1]]]
+    *how, dtype, left, right = rest if kind != "where" else (rest[1], rest[0], *rest[2:])
+    dtype = dtype if jax.config.jax_enable_x64 or dtype != "int64" else "int32"
+    x, y = (number(side, arrays, at).astype(dtype) for side in (left, right))
+    if kind == "where":
+        return jnp.where(number(how[0], arrays, at), x, y)
+    return (COMPARED if kind == "compared" else ARITHMETIC)[how[0]](x, y)
+
+
+# ------------------------------------------------------------------- sizes, and what is so
 
 
 SIZES = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(0, 400), st.integers(0, 400))
 """batch, heads, q_len, kv_len."""
+SMALL_SIZES = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 40), st.integers(0, 40))
+SMALL_BLOCKS = st.tuples(st.sampled_from([5, 8, 16]), st.sampled_from([7, 8, 16]))
 BLOCKS = st.tuples(st.sampled_from([16, 17, 32, 48, 100, 128, 256]), st.sampled_from([16, 19, 32, 64, 128, 256]))
 
 
-def dense(mask: Callable, sizes: Sizes) -> np.ndarray:
-    """bool [batch, heads, q_len, kv_len], entry by entry."""
+def dense(mask: Callable, sizes: Sizes, compiled: bool = True) -> np.ndarray:
+    """bool [batch, heads, q_len, kv_len], entry by entry. Not compiled: XLA crashes where it folds a division by a constant 0."""
     entries = mask
     for axis in (3, 2, 1, 0):
         entries = jax.vmap(entries, tuple(0 if i == axis else None for i in range(4)))
     if 0 in sizes:
         return np.zeros(sizes, bool)
-    return np.asarray(jax.jit(entries)(*(jnp.arange(n, dtype=jnp.int32) for n in sizes)))
+    return np.asarray((jax.jit(entries) if compiled else entries)(*(jnp.arange(n, dtype=jnp.int32) for n in sizes)))
 
 
 def classes(on: np.ndarray, blocks: tuple[int, int]) -> np.ndarray:

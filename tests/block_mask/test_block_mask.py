@@ -11,6 +11,7 @@ import pytest
 import flexjax
 from flexjax import BlockMask, and_masks, create_block_mask, masks
 from flexjax.block_mask import transpose
+from flexjax.reference import reference_attention
 from tests.block_mask.random_masks import classes, dense
 from tests.block_mask.test_classify import classes_of
 
@@ -41,10 +42,26 @@ def test_dense_forms(block_mask: BlockMask) -> None:
     np.testing.assert_array_equal(got, on[1, 2, np.arange(5), 2 * np.arange(5)])
 
 
-def test_lists_are_as_narrow_as_the_widest_row(block_mask: BlockMask) -> None:
-    for name in ("kv", "full_kv", "q", "full_q"):
-        num, index = getattr(block_mask, f"{name}_num_blocks"), getattr(block_mask, f"{name}_indices")
-        assert index.shape[-1] == int(num.max())
+LIST_NAMES = ("kv", "full_kv", "q", "full_q")
+
+
+def widths(mask: BlockMask) -> list[int]:
+    return [getattr(mask, f"{name}_indices").shape[-1] for name in LIST_NAMES]
+
+
+def test_lists_without_captured_arrays_are_as_narrow_as_the_widest_row() -> None:
+    mask = create_block_mask(masks.sliding_window(40), None, None, 400, 400, block_size=8)
+    assert widths(mask) == [int(getattr(mask, f"{name}_num_blocks").max()) for name in LIST_NAMES]
+
+
+def test_lists_of_captured_arrays_have_rounded_widths() -> None:
+    """Never wider than a row has blocks, and of O(blocks visited) in all."""
+    make = lambda n, size: create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < n), None, None, 400, 300, block_size=size
+    )
+    assert widths(make(jnp.asarray(20), 8)) == [16, 16, 16, 16]
+    assert widths(make(jnp.asarray(200), 8)) == [32, 32, 32, 32]
+    assert widths(make(jnp.asarray(20), (32, 64))) == [5, 5, 13, 13]
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0), (1, 1)])
@@ -210,6 +227,33 @@ def test_traced_lists_of_static_width() -> None:
     np.testing.assert_array_equal(top(scores).to_mask()[0, 0], want > 0)
 
 
+def test_traced_numbers_that_are_no_blocks_are_dropped() -> None:
+    """The same on every path: what is visited, the mask entry by entry, and what attention computes."""
+    num, full_num = jnp.asarray([[[2, 4, -3]]]), jnp.asarray([[[1, 9, 2]]])
+    index = jnp.asarray([[[[5, 0, 1], [-1, 2, 3], [0, 1, 2]]]])
+    full_index = jnp.asarray([[[[-(2**31), 1], [1, 7], [2, 0]]]])
+    blocks = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 1]])
+    full = np.array([[0, 0, 0], [0, 1, 0], [1, 0, 1]])
+    kron = lambda x: np.kron(x, np.ones((4, 4), bool))
+    causal = np.tril(np.ones((12, 12), bool))
+    query = jax.random.normal(jax.random.key(0), (1, 12, 1, 8))
+
+    @jax.jit
+    def seen(*lists: jax.Array) -> tuple[jax.Array, ...]:
+        mask = BlockMask.from_kv_blocks(*lists, block_size=4, mask_mod=masks.causal, kv_len=12)
+        run = lambda q: flexjax.flex_attention(q, q, q, block_mask=mask, implementation="xla")
+        out, pull = jax.vjp(run, query)
+        return mask.to_dense(), mask.to_mask(), out, *pull(out)
+
+    dense, entries, *got = seen(num, index, full_num, full_index)
+    np.testing.assert_array_equal(dense[0, 0], blocks)
+    np.testing.assert_array_equal(entries[0, 0], kron(full) | (kron(blocks - full) & causal))
+    run = lambda q: reference_attention(q, q, q, mask=entries)[0]
+    out, pull = jax.vjp(run, query)
+    for a, b in zip(got, (out, *pull(out)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
 NUM, INDEX = np.array([[[1, 1]]]), np.array([[[[0], [1]]]])
 BAD_LISTS = {
     "half of the full pair": (
@@ -221,12 +265,12 @@ BAD_LISTS = {
     "rank": (
         (NUM[0], INDEX),
         {},
-        "`kv_num_blocks` is int32[1, 2]; expected int32 [B, H, q_blocks]. Pass the lists as documented.",
+        "`kv_num_blocks` is int64[1, 2]; expected int32 [B, H, q_blocks]. Pass the lists as documented.",
     ),
     "dtype": (
         (NUM, INDEX * 1.0),
         {},
-        "`kv_indices` is float32[1, 1, 2, 1]; expected int32 [B, H, q_blocks, width]. Pass the lists as documented.",
+        "`kv_indices` is float64[1, 1, 2, 1]; expected int32 [B, H, q_blocks, width]. Pass the lists as documented.",
     ),
     "rows": (
         (NUM, INDEX[:, :, :1]),
@@ -254,6 +298,16 @@ BAD_LISTS = {
         {},
         "`kv_num_blocks` is between 2 and 2; expected counts of 0 to 1, the width of kv_indices. "
         "Widen the index array or lower the counts.",
+    ),
+    "negative": (
+        (NUM, INDEX - 1),
+        {"kv_len": 16},
+        "`kv_indices` is between -1 and 0; expected block numbers of 0 to 1. Check kv_len and the block size.",
+    ),
+    "more than int32 holds": (
+        (NUM, INDEX + 2**32),
+        {"kv_len": 16},
+        "`kv_indices` is between 2147483647 and 2147483647; expected block numbers of 0 to 1. Check kv_len and the block size.",
     ),
     "twice": (
         (NUM, INDEX, NUM, INDEX),
@@ -403,6 +457,35 @@ def test_new_values_do_not_retrace() -> None:
         ids = jnp.asarray(np.sort(np.random.default_rng(seed).permutation(64) // 16))
         visited(create_block_mask(masks.document(ids), None, None, 64, 64, block_size=16))
     assert len(traces) == 1
+
+
+def test_a_forward_pass_makes_no_transposed_lists() -> None:
+    """Making the lists of a mask takes a scatter each: two in a forward pass, those of the key blocks alone."""
+    q = jnp.zeros((1, 64, 2, 8))
+
+    def attend(ids: jax.Array, q: jax.Array) -> jax.Array:
+        mask_mod = and_masks(masks.causal, masks.document(ids))
+        return flexjax.flex_attention(q, q, q, mask_mod=mask_mod, implementation="xla")
+
+    ids = jnp.zeros((1, 64), jnp.int32)
+    text = jax.jit(attend).lower(ids, q).as_text()
+    assert text.count('"stablehlo.scatter"(') == 2
+    leaves = jax.tree.leaves(create_block_mask(masks.document(ids), 1, None, 64, 64))
+    assert len(leaves) == 4 + 1, "four lists and the captured array"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_transposed_lists_of_a_stack(known: bool) -> None:
+    make = lambda n: create_block_mask(masks.causal_offset(n), None, None, 40, 72, block_size=8)
+    offsets = jnp.asarray([0, 8, 16])
+    stack = jax.tree.map(lambda *x: jnp.stack(x), *map(make, offsets)) if known else jax.vmap(make)(offsets)
+    for place, offset in enumerate(offsets):
+        one, whole = make(offset), [getattr(stack, f"{name}_num_blocks")[place] for name in ("q", "full_q")]
+        for num, name in zip(whole, ("q", "full_q"), strict=True):
+            np.testing.assert_array_equal(num, getattr(one, f"{name}_num_blocks"))
+            live = np.arange(getattr(one, f"{name}_indices").shape[-1]) < np.asarray(num)[..., None]
+            wide = np.asarray(getattr(stack, f"{name}_indices")[place])[..., : live.shape[-1]]
+            np.testing.assert_array_equal(wide[live], np.asarray(getattr(one, f"{name}_indices"))[live])
 
 
 def test_the_door_names_it() -> None:

@@ -38,13 +38,19 @@ def classes_of(mask: BlockMask) -> np.ndarray:
 
 
 def check(
-    tree: tuple, sizes: tuple, blocks: tuple, seed: int, exact: bool | None, traced: bool, promised: bool
+    tree: tuple,
+    sizes: tuple,
+    blocks: tuple,
+    seed: int,
+    exact: bool | None,
+    traced: bool,
+    promised: bool,
 ) -> None:
     arrays = random_masks.arrays_of(sizes, np.random.default_rng(seed))
     concrete = {name: jnp.asarray(a) for name, a in arrays.items()}
     make = lambda a: create_block_mask(build(tree, a), *sizes, block_size=blocks, exact=exact)
     mask = jax.jit(make)(concrete) if traced else make(concrete)
-    want = classes(dense(build(tree, concrete), sizes), blocks)
+    want = classes(dense(build(tree, concrete), sizes, tree[0] != "compared"), blocks)
     found = classes_of(mask)
     wrong = (found != want) & (found != 1)
     assert not wrong.any(), f"called full or empty wrongly at {np.argwhere(wrong)[:3]}"

@@ -33,22 +33,13 @@ IMPLEMENTATION = "mosaic_gpu"
 
 
 def conformance(name: str, dtype: str) -> str:
-    """'ok', 'ok with blocks of 64' or 'refused: why'; raises AssertionError on a wrong result."""
+    """'ok' or 'refused: why'; raises AssertionError on a wrong result."""
     from tests.cases import CASES
 
-    case = CASES[name]
     try:
-        return _conform(case, dtype)
+        return _conform(CASES[name], dtype)
     except NotImplementedError as refusal:
-        size = case.block.size if case.block else 128
-        if "multiples of 64" not in str(refusal) or case.block is None:
-            return f"refused: {refusal}"
-        larger = tuple(-(-n // 64) * 64 for n in (size if isinstance(size, tuple) else (size, size)))
-        try:
-            _conform(dataclasses.replace(case, block=dataclasses.replace(case.block, size=larger)), dtype)
-        except NotImplementedError as refusal:
-            return f"refused: {refusal}"
-        return "ok with blocks of 64"
+        return f"refused: {refusal}"
 
 
 def _conform(case: Any, dtype: str) -> str:

@@ -106,6 +106,10 @@ CALLS = [
     # ---- scale, dropout, options
     Bad("scale_text", lambda a: attend(a, scale="big"), "`scale` is 'big'; expected a finite float. None means 1 / sqrt(head dim)."),
     Bad("scale_infinite", lambda a: attend(a, scale=float("inf")), "`scale` is inf; expected a finite float. None means 1 / sqrt(head dim)."),
+    Bad("scale_of_heads", lambda a: attend(a, scale=a["sinks"]), "`scale` is float32[4]; expected a real scalar. A factor for each head or position goes into score_mod."),
+    Bad("scale_complex", lambda a: attend(a, scale=a["sinks"][0] * 1j), "`scale` is complex64[]; expected a real scalar. A factor for each head or position goes into score_mod."),
+    Bad("scale_and_no_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=5), "`score_mod` is int; expected a function score_mod(score, b, h, q_idx, kv_idx)."),
+    Bad("scale_and_mask_as_mod", lambda a: attend(a, scale=a["sinks"][0], score_mod=lambda b, h, q, kv: q), "`score_mod` has the signature (b, h, q, kv); expected 5 positional arguments, score_mod(score, b, h, q_idx, kv_idx)."),
     Bad("rate_one", lambda a: attend(a, dropout_rate=1.0), "`dropout_rate` is 1.0; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_negative", lambda a: attend(a, dropout_rate=-0.1), "`dropout_rate` is -0.1; expected a Python float in [0, 1). 0.0 means no dropout."),
     Bad("rate_text", lambda a: attend(a, dropout_rate="0.1"), "`dropout_rate` is '0.1'; expected a Python float in [0, 1). 0.0 means no dropout."),
@@ -135,13 +139,22 @@ OBJECTS = [
 ]
 
 drop_in = lambda a, **keywords: flexjax.dot_product_attention(keywords.pop("q", a["q"]), keywords.pop("k", a["k"]), a["v"], **keywords)
-WINDOW = "expected a non-negative int, or two: (left, right). 0 sees no neighbour."
+WINDOW = "expected a number, or two: (left, right). 0 sees no neighbour."
+INTEGERS = "Cast it, for example x.astype(jnp.float32): jax.nn rounds probabilities to the dtype of key, here to 0 or 1."
+CUDNN = "flexjax has kernels of its own and does not call cuDNN; None runs them on the GPUs that they support."
 DROP_IN = [
-    Bad("rank", lambda a: drop_in(a, q=a["q"][0, 0]), "`query` is of shape (4, 8); expected 4 dims, [B, T, N, D], or 3, [T, N, D]. Add or drop the batch axis."),
-    Bad("ranks", lambda a: drop_in(a, k=a["k"][0]), "`key` is of shape (10, 2, 8); expected 4 dims, as query has. Add or drop the batch axis."),
-    Bad("window", lambda a: drop_in(a, local_window_size=-1), "`local_window_size` is -1; " + WINDOW),
+    Bad("rank", lambda a: drop_in(a, q=a["q"][None]), "`query` is of shape (1, 2, 6, 4, 8); expected 1 to 4 dims, [B, tokens, heads, dim]. Use jax.vmap for more."),
+    Bad("ranks", lambda a: drop_in(a, q=a["q"][0]), "`key` is of shape (2, 10, 2, 8); expected a batch of 1 like query's, or 1. Repeat or slice it."),
+    Bad("integer_query", lambda a: drop_in(a, q=a["q"].astype(jnp.int32)), "`query` is int32[2, 6, 4, 8]; expected a floating array. " + INTEGERS),
+    Bad("integer_key", lambda a: drop_in(a, k=a["k"].astype(jnp.int8)), "`key` is int8[2, 10, 2, 8]; expected a floating array. " + INTEGERS),
+    Bad("cudnn", lambda a: drop_in(a, implementation="cudnn"), f"`implementation` is 'cudnn'; expected None, or one or several of {NAMES}. {CUDNN}"),
+    Bad("cudnn_or_xla", lambda a: drop_in(a, implementation=["cudnn", "xla"]), f"`implementation` is ['cudnn', 'xla']; expected None, or one or several of {NAMES}. {CUDNN}"),
+    Bad("no_window", lambda a: drop_in(a, local_window_size=()), "`local_window_size` is (); " + WINDOW),
+    Bad("window_text", lambda a: drop_in(a, local_window_size="3"), "`local_window_size` is '3'; " + WINDOW),
+    Bad("window_nan", lambda a: drop_in(a, local_window_size=float("nan")), "`local_window_size` is nan; " + WINDOW),
+    Bad("window_of_arrays", lambda a: drop_in(a, local_window_size=(a["sinks"], 2)), "`local_window_size` is (float32[4], 2); " + WINDOW),
     Bad("window_pair", lambda a: drop_in(a, local_window_size=(1, 2, 3)), "`local_window_size` is (1, 2, 3); " + WINDOW),
-    Bad("window_float", lambda a: drop_in(a, local_window_size=(1, 2.5)), "`local_window_size` is (1, 2.5); " + WINDOW),
+    Bad("bias_dtype", lambda a: drop_in(a, bias=jnp.ones((T, S), jnp.complex64)), "`bias` is of dtype complex64; expected a real dtype. Pass its real part, bias.real."),
     Bad("q_lengths", lambda a: drop_in(a, query_seq_lengths=jnp.ones(3, jnp.int32)), "`query_seq_lengths` is int32[3]; expected int32[2], one for each batch entry. Reshape it."),
     Bad("kv_lengths", lambda a: drop_in(a, key_value_seq_lengths=jnp.ones(2)), "`key_value_seq_lengths` is float32[2]; expected int32[2], one for each batch entry. Reshape it."),
     Bad("mask_dtype", lambda a: drop_in(a, mask=jnp.ones((T, S))), "`mask` is of dtype float32; expected bool, True where attended. Compare it with != 0."),
@@ -172,23 +185,22 @@ def test_the_message_inside_jit(bad: Bad) -> None:
 
 
 def test_traced_numbers() -> None:
-    a = arrays()
-    messages = {
-        "scale": "`scale` is traced; expected a Python float. Multiply query by it, or use a score_mod that captures it.",
-        "dropout_rate": "`dropout_rate` is traced; expected a Python float in [0, 1). Make it a static argument of jit.",
-    }
-    for name, message in messages.items():
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            jax.jit(lambda x, name=name: attend(a, **{name: x}))(0.5)
-        assert str(caught.value) == message
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        jax.jit(lambda x: attend(arrays(), dropout_rate=x))(0.5)
+    message = "`dropout_rate` is traced; expected a Python float in [0, 1). Make it a static argument of jit."
+    assert str(caught.value) == message
 
 
 def test_what_is_accepted() -> None:
     """Numbers of numpy and of JAX, numpy arrays, wide heads."""
     a = arrays()
     want = attend(a, scale=0.5)
-    for scale in (np.float32(0.5), np.asarray(0.5), jnp.float32(0.5)):
+    for scale in (np.float32(0.5), np.asarray(0.5), jnp.float32(0.5), jnp.bfloat16(0.5)):
         np.testing.assert_array_equal(attend(a, scale=scale), want)
+    for implementation in ("xla", "reference"):
+        got = attend(a, scale=jnp.asarray(2), score_mod=flexjax.mods.softcap(3.0), implementation=implementation)
+        want_capped = attend(a, scale=2, score_mod=flexjax.mods.softcap(3.0), implementation=implementation)
+        np.testing.assert_array_equal(got, want_capped)
     np.testing.assert_array_equal(attend({n: np.asarray(x) for n, x in a.items()}, scale=0.5), want)
     assert attend(a, dropout_rate=np.float32(0.5), dropout_key=jax.random.key(0)).shape == want.shape
     assert attend(a, dropout_rate=0).shape == want.shape
@@ -211,22 +223,6 @@ def test_a_backend_that_cannot() -> None:
         "No implementation accepts this call: mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu. "
         f"{advice} mosaic_tpu: mosaic_tpu runs on a TPU; this call is for the platform cpu. {advice}"
     )
-
-
-def test_tiles_that_xla_cannot_cut() -> None:
-    # fmt: off
-    rows = {
-        KernelOptions(block_q=64): "block_q=64 is not its query block size 128.",
-        KernelOptions(block_q_bwd=64): "block_q_bwd=64 is not its query block size 128.",
-        KernelOptions(block_kv=100): "block_kv=100 is not a multiple of its key block size 128.",
-        KernelOptions(block_kv_bwd=100): "block_kv_bwd=100 is not a multiple of its key block size 128.",
-    }
-    # fmt: on
-    for options, end in rows.items():
-        with pytest.raises(NotImplementedError) as caught:
-            attend(arrays(), mask_mod=masks.causal, implementation="xla", kernel_options=options)
-        start = "No implementation accepts this call: xla: xla visits whole blocks of the block mask: "
-        assert str(caught.value) == start + end
 
 
 # ------------------------------------------------------------------- mods

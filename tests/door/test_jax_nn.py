@@ -38,6 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window_pair": dict(local_window_size=(3, 6)),
     "window_and_causal": dict(local_window_size=(2, 5), is_causal=True),
     "window_zero": dict(local_window_size=0),
+    "window_negative": dict(local_window_size=(-1, 3)),
+    "window_of_floats": dict(local_window_size=(2.5, float("inf"))),
+    "window_of_numpy": dict(local_window_size=np.asarray([3, 2])),
+    "window_of_jax": dict(local_window_size=(jnp.asarray(2.5), jnp.asarray(300, jnp.uint32))),
+    "scale_of_jax": dict(scale=jnp.asarray(0.9), bias=draw(T, S), mask=allowed(N, T, S)),
     "kv_lengths": dict(key_value_seq_lengths=KV_LENGTHS),
     "q_lengths": dict(query_seq_lengths=LENGTHS),
     "lengths": dict(query_seq_lengths=LENGTHS, key_value_seq_lengths=KV_LENGTHS, is_causal=True),
@@ -53,21 +58,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(name: str) -> None:
-    """Gradients to query, key, value and the bias."""
+    """Gradients to query, key, value, the bias and a scale that is a jax scalar."""
     options = dict(OPTIONS[name])
-    moved = (Q, K, V, options.pop("bias")) if "bias" in options else (Q, K, V)
+    traced = {n: options.pop(n) for n in ("bias", "scale") if isinstance(options.get(n), jax.Array)}
     weights = draw(B, T, N, D, seed=9)
 
-    def loss(function: Any, *moved: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = function(*moved, **options)
+    def loss(function: Any, moved: Any) -> tuple[jax.Array, jax.Array]:
+        main, traced = moved
+        out = function(*main, **traced, **options)
         return (out * weights).sum(), out
 
-    places = tuple(range(1, 1 + len(moved)))
-    compiled = jax.jit(jax.grad(loss, places, has_aux=True), static_argnums=0)
-    got, out = compiled(flexjax.dot_product_attention, *moved)
-    want, expected = compiled(jax.nn.dot_product_attention, *moved)
+    compiled = jax.jit(jax.grad(loss, 1, has_aux=True), static_argnums=0)
+    got, out = compiled(flexjax.dot_product_attention, ((Q, K, V), traced))
+    want, expected = compiled(jax.nn.dot_product_attention, ((Q, K, V), traced))
     np.testing.assert_allclose(out, expected, atol=2e-6)
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -78,6 +83,37 @@ def test_without_a_batch(name: str) -> None:
     got = flexjax.dot_product_attention(q, k, v, **OPTIONS[name])
     assert got.shape == q.shape
     np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, k, v, **OPTIONS[name]), atol=2e-6)
+
+
+# fmt: off
+RANKS = {
+    "4_3_3": (Q[:1], K[0], V[0]), "3_4_4": (Q[0], K[:1], V[:1]), "4_4_3": (Q[:1], K[:1], V[0]),
+    "2_3_3": (Q[0, 0], K[0], V[0]), "4_2_2": (Q[:1], K[0, 0], V[0, 0]),
+    "1_3_3_lists": tuple(np.asarray(x).tolist() for x in (Q[0, 0, 0], K[0, :, :1], V[0, :, :1])),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_arrays_of_other_ranks(name: str) -> None:
+    """Axes that are not there have size 1, and the result has those of query."""
+    got = flexjax.dot_product_attention(*RANKS[name], return_residual=True)
+    want = jax.nn.dot_product_attention(*RANKS[name], return_residual=True)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_a_traced_window() -> None:
+    """Of every integer and floating dtype; one without a key gives 0."""
+    run = jax.jit(lambda left, right: flexjax.dot_product_attention(Q, K, V, local_window_size=(left, right)))
+    for left, right in ((3, 2), (-1, 3), (np.int8(-2), np.uint32(2**32 - 1)), (2.5, np.inf), (np.float16(1.0), 2)):
+        want = jax.nn.dot_product_attention(Q, K, V, local_window_size=(int(np.floor(left)), int(min(right, 99))))
+        np.testing.assert_allclose(run(left, right), want, atol=2e-6)
+    both = jax.jit(lambda pair: flexjax.dot_product_attention(Q, K, V, local_window_size=pair))
+    np.testing.assert_array_equal(both(jnp.asarray([3, 2])), run(3, 2))
+    for left, right in ((np.nan, 2.0), (-np.inf, 2), (-(2**31), 2)):
+        assert not bool(run(left, right).any())
 
 
 def test_residual() -> None:

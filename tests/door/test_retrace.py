@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import masks, mods
+from flexjax import attention, masks, mods
 
 B, T, N, D = 1, 24, 2, 8
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -54,6 +54,10 @@ def dropped(key: jax.Array) -> jax.Array:
     return flexjax.flex_attention(*qkv(), dropout_rate=0.3, dropout_key=key)
 
 
+def windowed(side: jax.Array) -> jax.Array:
+    return flexjax.dot_product_attention(*qkv(), local_window_size=(side, 0))
+
+
 def ids(seed: int) -> jax.Array:
     return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 4, (B, T))), jnp.int32)
 
@@ -65,6 +69,8 @@ CHANGES: dict[str, tuple[Callable, Callable]] = {
     "captured_ids": (documents, ids),
     "sinks": (gated, lambda seed: values(seed)[:N]),
     "dropout_key": (dropped, jax.random.key),
+    "scale": (lambda scale: flexjax.flex_attention(*qkv(), scale=scale), lambda seed: values(seed)[0]),
+    "window": (windowed, lambda seed: jnp.asarray(5 + seed)),
 }
 # fmt: on
 
@@ -89,12 +95,43 @@ def test_rebuilt_closures_do_not_recompile(name: str, compilations: list[str]) -
     function, make = CHANGES[name]
     drawn = [make(seed) for seed in range(4)]
     jax.block_until_ready(function(drawn[0]))
-    if name == "captured_ids":  # lists are as narrow as their widest row: of another width, another program
-        drawn = [drawn[0], drawn[0] + 1, drawn[0] + 2]
     before = len(compilations)
     for value in drawn[1:]:
         jax.block_until_ready(function(value))
     assert len(compilations) == before
+
+
+def packed(seed: int, length: int) -> jax.Array:
+    """Segment ids of 2 to 12 documents of random lengths."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.integers(1, length - 1, int(rng.integers(1, 12))))
+    return jnp.asarray(np.searchsorted(cuts, np.arange(length), side="right"), jnp.int32)
+
+
+def test_packed_layouts_share_their_programs(compilations: list[str]) -> None:
+    """Eager calls whose block lists come from new segment ids each time."""
+    q, k, v = (jnp.zeros((1, 2048, 1, 8)) for _ in range(3))
+    plans, compiled = set(), []
+    for seed in range(100):
+        mask_mod = flexjax.and_masks(masks.causal, masks.document(packed(seed, 2048)[None]))
+        plans.add(attention.prepare(q, k, v, **attention.DEFAULTS | {"mask_mod": mask_mod}).plan)
+        compiled.append(len(compilations))
+    assert len(plans) == 1
+    assert compiled[-1] == compiled[9], "all that the analysis needs is compiled by then"
+
+
+def test_block_masks_of_packed_layouts_do_not_retrace() -> None:
+    traces = []
+
+    @jax.jit
+    def step(mask: flexjax.BlockMask) -> jax.Array:
+        traces.append(1)
+        return mask.kv_num_blocks
+
+    for seed in range(30):
+        mask_mod = flexjax.and_masks(masks.causal, masks.document(packed(seed, 600)[None]))
+        step(flexjax.create_block_mask(mask_mod, None, None, 600, 600, block_size=8))
+    assert len(traces) <= 4, "of widths 16, 32, 64 and 75"
 
 
 def test_rebuilt_closures_do_not_recompile_gradients(compilations: list[str]) -> None:

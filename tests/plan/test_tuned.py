@@ -223,13 +223,14 @@ def test_other_devices_and_versions_are_ignored(cache: pathlib.Path) -> None:
     assert tuned.find(plan(), "xla", KIND) == ({}, "", "")
 
 
-def test_a_tile_that_is_refused_is_not_used(cache: pathlib.Path) -> None:
+def test_a_tile_that_is_refused_is_not_used(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled: typing.Any = DEFAULTS | {"mask_mod": masks.causal}
     masked = prepare(*qkv(300), **filled).plan
     tuned.write(cache, {name_of(masked): {"forward": made({"block_q": 100})}})
+    refuses = lambda plan, target: "Tiles of 100 queries are refused." if plan.options.block_q == 100 else None
+    monkeypatch.setattr(dispatch.backend("xla"), "refuses", refuses)
     sentence = (
-        "Measured tiles (block_q=100) are not used. xla visits whole blocks of the block mask: block_q=100 is not its query "
-        "block size 128. Run flexjax.autotune again."
+        "Measured tiles (block_q=100) are not used. Tiles of 100 queries are refused. Run flexjax.autotune again."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(sentence)}$"):
         assert dispatch.with_measured_tiles(masked, "xla", HERE) == masked

@@ -181,6 +181,18 @@ def test_no_derivative_through_a_while_loop() -> None:
     assert float(call_program(traced.program, traced.arrays, (0, 0, 0, 0), jnp.float32(5.0))) == 0.625
 
 
+def test_no_derivative_of_a_large_array_handed_whole_to_a_primitive() -> None:
+    matrix = NORMAL(9, 9) + 9 * jnp.eye(9)
+    mod = lambda s, b, h, q, k: jax.scipy.linalg.solve_triangular(matrix, s * jnp.ones(9))[0]
+    traced = trace_score_mod(mod, SIZES)
+    assert traced.derivative is None
+    assert traced.why_not == (
+        "`score_mod` hands a whole captured array of more than 64 elements to `triangular_solve` at each position, which has "
+        "no derivative here; compute `triangular_solve` of the array outside the mod and index the result, or hand it fewer "
+        "elements."
+    )
+
+
 TABLE = NORMAL(400)
 
 

@@ -1,5 +1,6 @@
 """Three-valued logic over blocks: each rule against every entry of every block, where it can say a wrong thing."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,6 +45,15 @@ SOUND = {
     "NaN as bool": lambda b, h, q, k: (HOLES[k] * 0).astype(bool),
     "narrow sums round": lambda b, h, q, k: NARROW[q] + jnp.bfloat16(1) <= 256,
     "narrow conversions round": lambda b, h, q, k: (q + 250).astype(jnp.bfloat16) <= 256,
+    "past the largest float8": lambda b, h, q, k: F32(F32(k + 440).astype(jnp.float8_e4m3fn)) > 100,
+    "rounded to float8": lambda b, h, q, k: F32(F32(k + 300).astype(jnp.float8_e4m3fn)) >= 300,
+    "past the largest float16": lambda b, h, q, k: F32((F32(k) * 600).astype(jnp.float16)) < 65536,
+    "complex numbers": lambda b, h, q, k: jnp.real(jax.lax.complex(F32(q), F32(k)) * 1j) > -20,
+    "equal complex numbers": lambda b, h, q, k: jax.lax.complex(F32(q), F32(k)) == k.astype(jnp.complex64),
+    "remainder by nothing": lambda b, h, q, k: (q - k) % WINDOW[h] < 3,
+    "division by nothing": lambda b, h, q, k: (q - k) // WINDOW[h] < -1,
+    "unsigned division by nothing": lambda b, h, q, k: U32(q) // U32(WINDOW[h]) > U32(k),
+    "remainder by less than nothing": lambda b, h, q, k: (q - k) % (k - 40) > 3,
     "float to unsigned": lambda b, h, q, k: F32(q - k).astype(jnp.uint32) < 3,
     "remainder of a negative": lambda b, h, q, k: (q - k) % -7 > -3,
     "division by a negative": lambda b, h, q, k: (q - k) // -7 > 2,
@@ -74,6 +84,7 @@ CERTAIN = {
     "chunks": lambda b, h, q, k: q // 40 == k // 40,
     "chunks of a size by head": lambda b, h, q, k: q // (WINDOW[h] + 8) == k // (WINDOW[h] + 8),
     "remainders": lambda b, h, q, k: (q % 7) == (k % 5),
+    "remainders by nothing": lambda b, h, q, k: q % (WINDOW[h] // 9) == k % 1,
     "remainders by a negative": lambda b, h, q, k: q % -7 < k % -5,
     "divided by a negative": lambda b, h, q, k: q // -3 + 20 < k // -4,
     "captured threshold": lambda b, h, q, k: k + 3 < WINDOW[h],

@@ -63,3 +63,12 @@ def test_a_function_that_only_bears_the_name() -> None:
 def test_logarithms_are_steps_of_every_backend() -> None:
     """Some versions of jax have log2 as a primitive of its own; backends know log, mul and div."""
     assert set(steps(lambda s, b, h, q, k: jnp.log2(s) + jnp.log10(s))) <= {"log", "mul", "div", "add"}
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_small_arrays_of_literals_beside_captured_ones(shape: tuple[int, ...]) -> None:
+    """What is known of both is computed outside, in the shape that it has."""
+    flags = jnp.ones(shape, bool)
+    traced = trace_mask_mod(lambda b, h, q, k: ((q.reshape(shape) >= 0) & flags).ravel()[0], SIZES)
+    assert [s for s in traced.program.steps if isinstance(s, Op)] == []
+    assert bool(traced.arrays[0].all())

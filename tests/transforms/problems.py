@@ -97,7 +97,7 @@ TABLE = (
     Problem("extra", lambda a: dict(query_extra=a["query_extra"], key_extra=a["key_extra"], score_mod=_bump),
             (("query_extra", (B, T, N, 3)), ("key_extra", (B, S, 1, 3)))),
     Problem("bnth", lambda a: dict(layout="BNTH", mask_mod=masks.causal, sinks=a["sinks"]), (("sinks", (N,)),)),
-    Problem("wide_value", lambda a: dict(scale=0.7, score_mod=_bump), heads=6, value_dim=7),
+    Problem("wide_value", lambda a: dict(scale=a["scale"], score_mod=_bump), (("scale", ()),), heads=6, value_dim=7),
 )
 # fmt: on
 PROBLEMS = {problem.name: problem for problem in TABLE}

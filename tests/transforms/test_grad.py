@@ -132,3 +132,19 @@ def test_an_array_that_only_the_derivative_reads() -> None:
 
     got, want = (jax.grad(loss)(arrays["query"], name) for name in ("xla", "reference"))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_complex_captures() -> None:
+    """Rotary phases, for one: the gradient of a captured complex array is that of jax, by its real and its imaginary part."""
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 9, 2, 8)), jnp.float32) for _ in range(3))
+    phases = jnp.asarray(rng.standard_normal((2, 9)) + 1j * rng.standard_normal((2, 9)), jnp.complex64)
+
+    def loss(phases: jax.Array, implementation: str) -> jax.Array:
+        score_mod = lambda s, b, h, i, j: s + jnp.real(phases[h, i] * jnp.conj(phases[h, j])) + jnp.imag(phases[h, j])
+        return (flexjax.flex_attention(q, k, v, score_mod=score_mod, implementation=implementation) ** 2).sum()
+
+    wanted = jax.grad(loss)(phases, "reference")
+    assert float(abs(wanted).max()) > 0.1
+    for gradient in (jax.grad(loss), quick_jit(jax.grad(loss), static_argnums=1)):
+        np.testing.assert_allclose(gradient(phases, "xla"), wanted, rtol=1e-4, atol=1e-5)

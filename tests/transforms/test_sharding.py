@@ -133,7 +133,6 @@ def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
     close((value, grads), gradients(attend)(q, k, v, sinks))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax cannot index an array that is split explicitly")
 @pytest.mark.parametrize("split", SPECS)
 def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     """The bias is split with the heads, the document ids with the batch; the block mask is built from them."""
@@ -156,7 +155,6 @@ def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     close(slopes, jax.grad(lambda *a: (run(*a) ** 2).sum(), argnums=(0, 1, 2, 3))(q, k, v, table, ids))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="older jax cannot index an array that is split explicitly")
 @pytest.mark.parametrize("custom", [False, True], ids=["plain", "custom-rule"])
 @pytest.mark.parametrize("first", [AxisType.Auto, AxisType.Explicit], ids=["auto-first", "explicit-first"])
 def test_a_mod_that_is_traced_on_one_mesh_runs_on_another(first: AxisType, custom: bool) -> None:

@@ -21,7 +21,7 @@ READS = ("row", "column", "diagonal", "gate", "pair")
 ROWS = [
     ("causal", QKV), ("blocks", ("query",)), ("blocks", ("key", "value")), ("reads", (*QKV, *READS)), ("reads", READS),
     ("reads", ("gate",)), ("documents", QKV), ("sinks", ("sinks",)), ("sinks", (*QKV, "sinks")), ("dropout", QKV),
-    ("extra", ("key_extra", "query")), ("bnth", ("sinks", "value")),
+    ("extra", ("key_extra", "query")), ("bnth", ("sinks", "value")), ("wide_value", ("scale",)),
 ]
 # fmt: on
 EVERYDAY = {2, 3, 5, 8, 10}

@@ -1,6 +1,6 @@
 """The backward pass on Hopper: which kernels run, and what is computed around them.
 
-    row statistics (XLA)  ->  dQ kernel, dK/dV kernel  ->  captured arrays (capture_gradients.py), sinks (XLA)
+    row statistics  ->  dQ kernel, dK/dV kernel  ->  captured arrays (capture_gradients.py), sinks (XLA)
 
 The formulas are at the top of backward_sm90_common.py. `refuses` says in a sentence what these kernels cannot do.
 """
@@ -25,6 +25,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     fused_tiles,
     wide_tiles,
 )
+from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
 from flexjax.trace.far_scores import may_be_far
@@ -60,7 +61,7 @@ def backward(
     derivative: mod_ir.Program | None,
 ) -> Gradients:
     """Cotangents of the operands. `derivative` is plan.score with its derivatives, None for the identity."""
-    stats = common.row_statistics(plan, results, d_out, d_lse)
+    stats = row_statistics(plan, results, d_out.astype(operands.query.dtype), d_lse)
     joined_plan, joined = _join_extra(plan, operands)
     given = common.prepare(joined_plan, joined, d_out.astype(operands.query.dtype), stats)
     pair = pair_of(joined_plan, derivative, wanted.score_captures)

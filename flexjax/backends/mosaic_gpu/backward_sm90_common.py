@@ -33,8 +33,8 @@ from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
-from flexjax.trace.far_scores import may_be_far
+from flexjax.block_mask import transpose
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 
 WGMMA = plgpu.Layout.WGMMA
 ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile
@@ -60,7 +60,8 @@ class Prepared(typing.NamedTuple):
     stats: jax.Array
 
 
-def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
+def pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
+    """Queries or keys and the head dim rounded up as the kernels take them."""
     axis = 1 if layout == "BTNH" else 2
     widths = [(0, 0)] * 4
     widths[axis] = (0, padded_len(x.shape[axis], interpret) - x.shape[axis])
@@ -68,31 +69,9 @@ def _pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
     return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
 
 
-def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
-    """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta = rowsum(dO * O) - d_lse.
-
-    Where scores may be far out, lse as it is stands in the place of lse2.
-    """
-    delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
-    delta = lax.optimization_barrier(delta)  # or XLA recomputes the sum in a strided order, five times slower
-    lse = results.lse.astype(jnp.float32)
-    dead = jnp.isneginf(lse)
-    if d_lse is not None:
-        delta = delta - d_lse.astype(jnp.float32)
-    delta = jnp.where(dead, 0.0, delta)
-    lse2 = jnp.where(dead, jnp.inf, lse if may_be_far(plan.score) else lse * LOG2E)
-    if plan.layout == "BTNH":
-        lse2, delta = (jnp.swapaxes(x, 1, 2) for x in (lse2, delta))
-    extra = -(-plan.q_len // 256) * 256 - plan.q_len
-    lse2 = jnp.pad(lse2, ((0, 0), (0, 0), (0, extra)), constant_values=jnp.inf)
-    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, extra)))
-    return jnp.stack([lse2, delta], axis=2)
-
-
 def prepare(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Prepared:
-    interpret = plan.options.interpret
-    pad = lambda x: _pad(x, plan.layout, interpret)
-    return Prepared(pad(operands.query), pad(operands.key), pad(operands.value), pad(d_out), stats)
+    padded = lambda x: pad(x, plan.layout, plan.options.interpret)
+    return Prepared(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
 
 
 def rows_of(ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int) -> typing.Any:
@@ -322,9 +301,14 @@ def each_visit(
 def walk_arrays(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> WalkRefs:
     if lists is None or plan.blocks is None:
         return WalkRefs(None, None, None, None)
-    if transposed:
-        return WalkRefs(lists.partial_num_t, lists.partial_index_t, lists.full_num_t, lists.full_index_t)
-    return WalkRefs(lists.partial_num, lists.partial_index, lists.full_num, lists.full_index)
+    if not transposed:
+        return WalkRefs(*lists)
+    columns = -(-plan.kv_len // plan.blocks.block_kv)
+    arrays: list[jax.Array | None] = []
+    for num, index, width in ((*lists[:2], plan.blocks.partial_t), (*lists[2:], plan.blocks.full_t)):
+        known = num is not None and index is not None
+        arrays += transpose.transposed(num, index, columns=columns, width=width) if known else (None, None)
+    return WalkRefs(*arrays)
 
 
 def longest_first(walk: Walk, arrays: WalkRefs, own_tiles: int) -> jax.Array | None:
@@ -346,12 +330,3 @@ def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple
     if by_head:
         return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
     return lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
-
-
-def multiprocessors() -> int:
-    """Of the GPUs of this process, of the smallest one; those of an H100 or H200 where it has none (compiling ahead)."""
-    try:
-        gpus = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        gpus = []
-    return min((getattr(gpu, "core_count", None) or 132 for gpu in gpus), default=132)

@@ -12,16 +12,14 @@ Tiles of 128 queries (head dims 33 to 64, where the mod is light) halve what a s
 then take 192 of 232 registers: what is read of the row statistics is read when it is needed, and P is not multiplied, which keeps
 a copy of it in registers, before dS is there.
 
-The barrier keeps the two warpgroups in step, and the matrix units idle where both compute probabilities. So the product for
-dQ is made a step later, beside the next scores, where registers allow (no mod) and nothing waits for it: the order of
-additions has the next block of threads wait, which costs more. In that manner tiles with and without a mask have loops of
-their own, for a branch between products that are in flight makes the compiler wait for them.
+The barrier keeps the two warpgroups in step, and the tensor cores idle where both compute probabilities. So the product for
+dQ is issued a step later, beside the next scores, where registers allow (no mod) and additions are in any order: in a fixed order
+the next CTA would wait a step longer. Tiles with and without a mask then have separate loops, because a branch between in-flight
+WGMMAs forces a wait.
 
 Order of the additions. With `deterministic=False` each tile is added when it is ready, unless a fixed order is faster. Otherwise
-every query tile has a ticket in memory: the block that owns key tile n may add when all blocks before it have, in a fixed order.
-Blocks start in that order, so a block only waits for blocks that already run, and each walks its queries upwards from its own
-diagonal (from a start rotated by its number where the matrix is full: those that rotate together, up to 128, wait for each other
-and need a multiprocessor each), so that neighbours reach a query tile one after another and seldom wait. See `Schedule`.
+CTAs add in the order of dq_order.py: a start number from an atomic counter says which key tile a CTA owns, and every query tile
+has a count of additions in memory that a CTA waits for. No CTA waits for one that may not have started.
 """
 
 import functools
@@ -35,10 +33,11 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu import dq_order, memory, work_queue
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.dq_order import DqOrder
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import mod_ir
 
@@ -46,7 +45,8 @@ GROUPS = 2
 ROWS = 64
 KV_TILE = FUSED_KEYS
 DS_SLOTS = 2
-FAR = 1 << 30
+BEYOND = 1 << 30
+"""In place of what a list has past its end, so that it is sorted last."""
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
 
 
@@ -57,22 +57,24 @@ class Schedule(typing.NamedTuple):
     """Arrays over [batch or 1, heads or 1, key tiles, ...] (references inside the kernel).
 
     num     how many query tiles a key tile visits (None: all)
-    steps   query tile * 2 + (1 where the mask applies), ascending (None: all, rotated where ordered)
-    ticket  [.., key tiles, query tiles] position of the key tile among those that add to the query tile (None: unordered)
-    order   [.., key tiles] key tile of each rank of the launch (None: see the kernel)
+    steps   query tile * 2 + (1 where the mask applies), ascending (None: all)
+    ticket  [.., key tiles, query tiles] see dq_order.py (None: any order, or all pairs are visited)
+    work    [.., key tiles] key tiles by falling work, the launch order where additions are in any order (None: as numbered)
     """
 
     num: typing.Any
     steps: typing.Any
     ticket: typing.Any
-    order: typing.Any
+    work: typing.Any
 
 
-def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int, tiles: FusedTiles) -> Schedule:
-    walk = common.walk_for(plan, KV_TILE, tiles.queries, transposed=True)
-    ordered = adds_in_order(plan, tiles)
+def schedule_for(
+    plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int, queries: int, order: DqOrder | None
+) -> Schedule:
+    """The visits of each key tile of FUSED_KEYS keys, in tiles of `queries`; `order` None: additions in any order."""
+    walk = common.walk_for(plan, KV_TILE, queries, transposed=True)
     if not walk.lists:
-        return Schedule(None, None, tickets_of_full(kv_tiles, q_tiles) if ordered else None, None)
+        return Schedule(None, None, None, None)
     parts, nums = [], []
     for num, index, flag in (
         (arrays.full_num, arrays.full_index, 0),
@@ -81,22 +83,22 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
         if num is None or index is None:
             continue
         valid = jnp.arange(index.shape[-1]) < num[..., None]
-        parts.append(jnp.where(valid, index * 2 + flag, FAR))
+        parts.append(jnp.where(valid, index * 2 + flag, BEYOND))
         nums.append(num)
     if not parts:
         shape = (walk.batch, walk.heads, kv_tiles)
-        return Schedule(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), None, None)
+        none = jnp.zeros((*shape, q_tiles), jnp.int32) if order is not None else None
+        return Schedule(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), none, None)
     blocks = jnp.sort(jnp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
     num = sum(nums[1:], start=nums[0])
     inside = jnp.arange(walk.per_block, dtype=jnp.int32)
     steps = (blocks[..., None] // 2 * walk.per_block + inside) * 2 + (blocks[..., None] & 1)
-    steps = jnp.where(blocks[..., None] == FAR, 0, steps).reshape(*blocks.shape[:-1], -1)
+    steps = jnp.where(blocks[..., None] == BEYOND, 0, steps).reshape(*blocks.shape[:-1], -1)
     spread = lambda x: jnp.repeat(x, walk.own_per_block, axis=2)[:, :, :kv_tiles]
     num, steps = spread(num * walk.per_block), spread(steps)
-    if not ordered:
+    if order is None:
         return Schedule(num, steps, None, jnp.argsort(-num, axis=-1, stable=True).astype(jnp.int32))
-    width = -(-q_tiles // walk.per_block) * walk.per_block
-    visits = jnp.where(jnp.arange(steps.shape[-1]) < num[..., None], steps // 2, width)
+    visits = jnp.where(jnp.arange(steps.shape[-1]) < num[..., None], steps // 2, q_tiles)
     batch, heads = num.shape[:2]
     at = (
         jnp.arange(batch)[:, None, None, None],
@@ -104,42 +106,27 @@ def schedule_for(plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_til
         jnp.arange(kv_tiles)[:, None],
         visits,
     )
-    active = jnp.zeros((batch, heads, kv_tiles, width + 1), jnp.int32).at[at].set(1)[..., :width]
-    after = jnp.flip(jnp.cumsum(jnp.flip(active, 2), 2), 2) - active
-    return Schedule(num, steps, after, None)
+    visited = jnp.zeros((batch, heads, kv_tiles, q_tiles + 1), jnp.int32).at[at].set(1)[..., :q_tiles]
+    return Schedule(num, steps, dq_order.tickets(visited, order), None)
 
 
-def tickets_of_full(kv_tiles: int, q_tiles: int) -> jax.Array:
-    """Key tile n visits query tile m at time (m - start(n)) mod q_tiles; earlier times add first, then higher numbers.
-
-    Key tiles that rotate among themselves must run at the same time, or they would wait for each other forever: no more
-    than the device has multiprocessors.
-    """
-    n, m = jnp.arange(kv_tiles)[:, None], jnp.arange(q_tiles)[None, :]
-    round_, start = _rotation(n, kv_tiles, q_tiles)
-    time = (round_ * q_tiles + (m - start) % q_tiles) * kv_tiles + (kv_tiles - 1 - n)
-    return jnp.argsort(jnp.argsort(time, axis=0), axis=0).astype(jnp.int32)[None, None]
+# ------------------------------------------------------------------- counts of additions in memory
 
 
-def _rotation(n: typing.Any, kv_tiles: int, q_tiles: int) -> tuple[typing.Any, typing.Any]:
-    """(round, first query tile) of key tile n."""
-    size = min(kv_tiles, 128, common.multiprocessors())
-    return (kv_tiles - 1 - n) // size, (n % size) * max(q_tiles // size, 1) % q_tiles
+def _wait_for_count(ref: typing.Any, index: jax.Array, value: jax.Array) -> None:
+    """Until ref[index] is at least `value`; what was written before it was counted is then visible."""
 
-
-# ------------------------------------------------------------------- tickets in memory
-
-
-def _ticket_wait(ref: typing.Any, index: jax.Array, value: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def wait(_: typing.Any, memory: typing.Any, turn: typing.Any) -> None:
+    def wait(_: typing.Any, memory: typing.Any, least: typing.Any) -> None:
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(memory))
-        semaphore.wait(turn.registers.flat[0], decrement=False, memory_scope="gpu")
+        semaphore.wait(least.registers.flat[0], decrement=False, memory_scope="gpu")
 
     wait(ref.at[pl.ds(index, 1)], value)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
-def _ticket_pass(ref: typing.Any, index: jax.Array) -> None:
+def _count(ref: typing.Any, index: jax.Array) -> None:
+    """Adds one to ref[index], visible after what this warpgroup wrote before."""
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def signal(_: typing.Any, memory: typing.Any) -> None:
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(memory))
@@ -149,6 +136,16 @@ def _ticket_pass(ref: typing.Any, index: jax.Array) -> None:
 
 
 # ------------------------------------------------------------------- the kernel
+
+
+class Own(typing.NamedTuple):
+    """What a CTA owns: batch entry, key head, key tile; the batch entry of its lists, and its rank (see dq_order.py)."""
+
+    b: jax.Array
+    h_kv: jax.Array
+    mask_b: jax.Array
+    tile: jax.Array
+    rank: jax.Array
 
 
 def backward_fused(
@@ -167,17 +164,23 @@ def backward_fused(
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // queries
         q_tiles = -(-q_tiles // per_block) * per_block
-    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles, tiles)
-    simulated, ordered = plan.options.interpret, schedule.ticket is not None
+    ordered = adds_in_order(plan, tiles)
+    order = dq_order.order_for(plan, q_tiles, kv_tiles) if ordered else None
+    sums = 1 if order is None else order.sums
+    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles, queries, order)
+    simulated = plan.options.interpret
     math = TileMath(plan, derivative, (ROWS, queries), "kv", (queries, KV_TILE))
     products = common.Products(simulated)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
     wide = queries == GROUPS * ROWS  # each compute warpgroup makes dQ of queries of its own
     width = dim if wide else dim // GROUPS
-    dq_shape, deferred = (ROWS, width), not ordered and plan.score is None and plan.dropout is None
+    dq_part, deferred = (ROWS, width), not ordered and plan.score is None and plan.dropout is None
     per_head = plan.blocks is not None and plan.blocks.heads > 1
     per_batch = plan.blocks is not None and plan.blocks.batch > 1
+    tile_count = plan.batch * plan.q_heads * sums * q_tiles
+    # In a fixed order the heads of a group visit a query tile one after the other: CTAs then stay one step apart.
+    heads_inside = ordered and plan.group > 1 and not per_head
 
     def kernel(
         q_ref: typing.Any,
@@ -188,7 +191,7 @@ def backward_fused(
         plan_of: Schedule,
         captured: Captures,
         dq_ref: typing.Any,
-        turn_ref: typing.Any,
+        count_ref: typing.Any,
         dk_ref: typing.Any,
         dv_ref: typing.Any,
         q_smem: typing.Any,
@@ -206,20 +209,35 @@ def backward_fused(
         ds_ready: typing.Any,
         dq_full: typing.Any,
         dq_free: typing.Any,
+        started: typing.Any,
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         zero = jnp.int32(0)
-        rank, head_index = common.place_of(program, kv_tiles, heads, ordered or tiles.by_head)
-        if ordered:
-            rank = kv_tiles - 1 - rank
-        b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
-        mask_b = b if per_batch else zero
-        tile = rank
-        if plan_of.order is not None:
-            tile = plan_of.order[mask_b, h_kv * plan.group if per_head else 0, rank]
+
+        def claim(draws: bool = False) -> Own:
+            """What this CTA owns; called first by each warpgroup, in its own branch: a barrier before the branches spills registers."""
+            if order is None:
+                tile, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
+                rank = zero
+            else:
+                start = program
+                if not simulated:
+                    word = count_ref.at[pl.ds(tile_count + 1 + program, 1)]
+                    if draws:
+                        work_queue.draw_start(count_ref.at[pl.ds(tile_count, 1)], word)
+                        plgpu.barrier_arrive(started)
+                    plgpu.barrier_wait(started)
+                    start = work_queue.read_start(word)
+                head_index, tile, rank = dq_order.place_of(start, order, kv_tiles, heads)
+            b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
+            mask_b = b if per_batch else zero
+            if plan_of.work is not None:
+                tile = plan_of.work[mask_b, h_kv * plan.group if per_head else 0, tile]
+            return Own(b, h_kv, mask_b, tile, rank)
 
         def each_step(
+            own: Own,
             begin: typing.Callable[[jax.Array], typing.Any],
             step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, typing.Any], None],
             by_runs: bool = False,
@@ -229,33 +247,41 @@ def backward_fused(
             `masked` is traced, or with `by_runs` known: there is one loop for runs of visits without the mask, one for others.
             """
 
+            _, h_kv, mask_b, tile, _ = own
+
             def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
                 h = h_kv * plan.group + g
                 mask_h = h if per_head else zero
-                state = begin(h)
-                if plan_of.num is None:
-                    first = _rotation(tile, kv_tiles, q_tiles)[1] if ordered else zero
-                    rotated = lambda i: lax.rem(i + first, jnp.int32(q_tiles))
-                    pl.loop(0, q_tiles)(lambda i: step(state, h, rotated(i), before + i, plan.mask is not None))
-                    return before + q_tiles
-                count = plan_of.num[mask_b, mask_h, tile]
-                entry = lambda i: plan_of.steps[mask_b, mask_h, tile, i]
+                state = None if heads_inside else begin(h)
+                count = jnp.int32(q_tiles) if plan_of.num is None else plan_of.num[mask_b, mask_h, tile]
+                turned = lambda i: count - 1 - i if order is not None and order.downward else i
+                entry = lambda i: plan_of.steps[mask_b, mask_h, tile, turned(i)]
                 is_masked = lambda entry: (entry & 1) == 1
 
-                def visit(i: jax.Array, entry: jax.Array, masked: typing.Any) -> None:
-                    step(state, h, lax.shift_right_logical(entry, jnp.int32(1)), before + i, masked)
+                def visit(i: jax.Array, q_tile: jax.Array, masked: typing.Any) -> None:
+                    if not heads_inside:
+                        step(state, h, q_tile, before + i, masked)
+                        return
+
+                    @pl.loop(0, plan.group)
+                    def _(g: jax.Array) -> None:
+                        head = h_kv * plan.group + g
+                        step(begin(head), head, q_tile, i * plan.group + g, masked)
 
                 def run(masked: bool, here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     """From visit number i on, whose entry was read: the number and entry of the first that is otherwise."""
 
                     def one(here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                         following = entry(lax.min(here[0] + 1, count - 1))
-                        visit(*here, masked)
+                        visit(here[0], query_tile(here[1]), masked)
                         return here[0] + 1, following
 
                     return lax.while_loop(lambda here: (here[0] < count) & (is_masked(here[1]) == masked), one, here)
 
-                if by_runs:
+                query_tile = lambda entry: lax.shift_right_logical(entry, jnp.int32(1))
+                if plan_of.num is None:
+                    pl.loop(0, count)(lambda i: visit(i, turned(i), plan.mask is not None))
+                elif by_runs:
                     both = lambda here: run(True, run(False, here))
                     lax.while_loop(lambda here: here[0] < count, both, (zero, entry(zero)))
                 else:
@@ -263,16 +289,18 @@ def backward_fused(
                     @pl.loop(0, count)
                     def _(i: jax.Array) -> None:
                         now = entry(i)
-                        visit(i, now, is_masked(now))
+                        visit(i, query_tile(now), is_masked(now))
 
-                return before + count
+                return before + count * (plan.group if heads_inside else 1)
 
-            if plan.group == 1:
+            if plan.group == 1 or heads_inside:
                 return one_head(zero, zero)
             return lax.fori_loop(0, plan.group, one_head, zero)
 
         def compute() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            own = claim()
+            b, h_kv, tile = own.b, own.h_kv, own.tile
             kv0 = tile * KV_TILE + group * ROWS
             mine = pl.ds(group * ROWS, ROWS)
             own_k, own_v = k_smem.at[mine], v_smem.at[mine]
@@ -344,7 +372,7 @@ def backward_fused(
                         return cotangents(s_acc, dp_acc)
 
                     if deferred:
-                        ds = products.accumulators(with_dq_before, math.shape, dq_shape)
+                        ds = products.accumulators(with_dq_before, math.shape, dq_part)
                     else:
                         ds = products.accumulators(alone, math.shape, math.shape)
                     ds_smem.at[ds_slot, mine][...] = ds
@@ -364,11 +392,11 @@ def backward_fused(
                         products.release(q_free.at[q_slot])
                         return products.read(dq_acc)
 
-                    give_dq(products.accumulators(at_once, dq_shape), at)
+                    give_dq(products.accumulators(at_once, dq_part), at)
 
                 if deferred:
                     plgpu.barrier_arrive(ds_ready)  # for the first step, which finds no step before it
-                total = each_step(lambda h: math.at_rows(b, h, kv0, captured), step, by_runs=deferred)
+                total = each_step(own, lambda h: math.at_rows(b, h, kv0, captured), step, by_runs=deferred)
                 if deferred:
 
                     def last(dq_acc: typing.Any) -> jax.Array:
@@ -376,7 +404,7 @@ def backward_fused(
                         make_dq(dq_acc, common.slot_of(total + 1, DS_SLOTS))
                         return products.read(dq_acc)
 
-                    give_dq(products.accumulators(last, dq_shape), total)
+                    give_dq(products.accumulators(last, dq_part), total)
                 if simulated:  # which wants every barrier observed to the end
                     common.drain(total + deferred * tiles.dq_slots, (dq_free, tiles.dq_slots))
                 return products.read(dk_acc) * plan.scale, products.read(dv_acc)
@@ -393,6 +421,8 @@ def backward_fused(
 
         def copy_in() -> None:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+            own = claim(draws=True)
+            b, h_kv, tile = own.b, own.h_kv, own.tile
             kv0 = tile * KV_TILE
             plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=KV_TILE), k_smem, kv_full)
             plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=KV_TILE), v_smem, kv_full)
@@ -409,11 +439,13 @@ def backward_fused(
                 source = rows_of(do_ref, b=b, h=h, start=q0, size=queries)
                 plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
 
-            total = each_step(lambda h: None, step)
+            total = each_step(own, lambda h: None, step)
             common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
         def add_out() -> None:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+            own = claim()
+            b, mask_b, tile, rank = own.b, own.mask_b, own.tile, own.rank
             if deferred:
                 for slot in range(tiles.dq_slots):
                     plgpu.barrier_arrive(dq_free.at[slot])
@@ -422,23 +454,31 @@ def backward_fused(
 
             def step(_: None, h: jax.Array, q_tile: jax.Array, at: jax.Array, masked: typing.Any) -> None:
                 slot = common.slot_of(at + int(deferred), tiles.dq_slots)
-                number = (b * plan.q_heads + h) * q_tiles + q_tile
+                sum_number = (b * plan.q_heads + h) * sums + lax.rem(rank, jnp.int32(sums))
+                number = sum_number * q_tiles + q_tile
                 target = dq_ref.at[pl.ds(number * (GROUPS * ROWS), GROUPS * ROWS)]
                 plgpu.barrier_wait(dq_full.at[slot])
                 if simulated:
                     target[...] = target[...] + dq_smem[slot]
                     plgpu.barrier_arrive(dq_free.at[slot])
                     return
-                if ordered:
-                    turn = plan_of.ticket[mask_b, h if per_head else zero, tile, q_tile]
-                    _ticket_wait(turn_ref, number, turn)
-                plgpu.copy_smem_to_gmem(dq_smem.at[slot], target, reduction_op="add")
-                plgpu.wait_smem_to_gmem(0, wait_read_only=not ordered)
+                if order is None:
+                    plgpu.copy_smem_to_gmem(dq_smem.at[slot], target, reduction_op="add")
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(dq_free.at[slot])
+                    return
+                ticket = lax.div(rank, jnp.int32(sums))
+                if plan_of.ticket is not None:
+                    ticket = plan_of.ticket[mask_b, h if per_head else zero, tile, q_tile]
+                _wait_for_count(count_ref, number, ticket)
+                # what was in memory before the first addition means nothing
+                when(ticket == 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem.at[slot], target))
+                when(ticket != 0)(lambda: plgpu.copy_smem_to_gmem(dq_smem.at[slot], target, reduction_op="add"))
+                plgpu.wait_smem_to_gmem(0)
+                _count(count_ref, number)
                 plgpu.barrier_arrive(dq_free.at[slot])
-                if ordered:
-                    _ticket_pass(turn_ref, number)
 
-            total = each_step(lambda h: None, step)
+            total = each_step(own, lambda h: None, step)
             if not simulated:
                 plgpu.wait_smem_to_gmem(0)
             del total
@@ -465,8 +505,8 @@ def backward_fused(
         plgpu.Barrier(num_arrivals=GROUPS),
         plgpu.Barrier(num_barriers=tiles.dq_slots, num_arrivals=GROUPS),
         plgpu.Barrier(num_barriers=tiles.dq_slots),
+        plgpu.Barrier(),
     )
-    tile_count = plan.batch * plan.q_heads * q_tiles
     run = pl.kernel(
         lambda *refs: pl.run_scoped(functools.partial(kernel, *refs), *scratch, collective_axes="wg"),
         out_type=(
@@ -478,17 +518,26 @@ def backward_fused(
         interpret=plgpu.InterpretGPUParams() if simulated else False,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         name="flexjax_backward_fused",
     )
-    dq_sum = jax.new_ref(jnp.zeros((tile_count * GROUPS * ROWS, width), jnp.float32))
-    turns = jax.new_ref(jnp.zeros((tile_count,), jnp.int32))
-    dk, dv = run(*given, schedule, captures, dq_sum, turns)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
-    return _gather_dq(plan, jax.freeze(dq_sum), given.query, queries), dk, dv
+    dq_shape = (tile_count * GROUPS * ROWS, width)
+    begins_empty = ordered and not simulated  # the first addition to a tile is a store
+    dq_sum = jax.new_ref((lax.empty if begins_empty else jnp.zeros)(dq_shape, jnp.float32))
+    # additions to each tile, CTAs that started, and the start number of each CTA
+    counts = jax.new_ref(jnp.zeros((tile_count + 1 + kv_tiles * heads,), jnp.int32))
+    dk, dv = run(*given, schedule, captures, dq_sum, counts)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
+    tiles_of_dq = jax.freeze(dq_sum).reshape(tile_count, GROUPS * ROWS, width)
+    if begins_empty:  # a tile that nobody visited was never written
+        tiles_of_dq = jnp.where(jax.freeze(counts)[:tile_count, None, None] > 0, tiles_of_dq, 0.0)
+    return _gather_dq(plan, tiles_of_dq, given.query, queries, sums), dk, dv
 
 
-def _gather_dq(plan: KernelPlan, total: jax.Array, query: jax.Array, queries: int) -> jax.Array:
-    """[B * N * tiles * parts * queries, D / parts] float32 to the layout and dtype of the queries, scaled."""
+def _gather_dq(plan: KernelPlan, tiles: jax.Array, query: jax.Array, queries: int, sums: int) -> jax.Array:
+    """[B * N * sums * tiles, parts * queries, D / parts] float32 to the layout and dtype of the queries, added and scaled."""
     parts = GROUPS * ROWS // queries
+    tiles = tiles.reshape(plan.batch, plan.q_heads, sums, -1, parts, queries, tiles.shape[-1])
+    total = tiles[:, :, 0]
+    for n in range(1, sums):
+        total = total + tiles[:, :, n]
     total = (total * plan.scale).astype(query.dtype)
-    total = total.reshape(plan.batch, plan.q_heads, -1, parts, queries, total.shape[1])
     time, heads = (1, 2) if plan.layout == "BTNH" else (2, 1)
     order = (0, 2, 4, 1, 3, 5) if plan.layout == "BTNH" else (0, 1, 2, 4, 3, 5)
     shape = [plan.batch, 0, 0, parts * total.shape[-1]]

@@ -14,7 +14,7 @@ import typing
 
 import jax.numpy as jnp
 
-from flexjax.backends.mosaic_gpu.tiles import MULTIPROCESSORS
+from flexjax.backends.mosaic_gpu import dq_order
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 from flexjax.trace import forms, mod_ir
 
@@ -277,50 +277,43 @@ def _light(plan: KernelPlan) -> bool:
     return held <= 4 and rows <= (0 if held else 1)
 
 
-EVEN_FROM = 64
-"""Steps of a multiprocessor from which one kernel of 128 queries in a fixed order beats two; see NOTES_backward.md."""
 MOST_TICKETS = 1 << 22
-"""Visits of a head that are put in an order: what is sorted for it, and counted in int32, is as large."""
+"""Pairs of query and key tiles, over all masks of a problem, whose tickets are kept in memory."""
+MOST_DELAY, MOST_DELAY_OF_FEW = 0.12, 0.35
+"""Start-up delay from which two kernels are faster; the second for problems that do not fill the reference GPU once, where
+the two kernels are slow too."""
 
 
-def _can_take_turns(plan: KernelPlan, queries: int) -> bool:
-    """Whether key tiles may add to dQ in a fixed order without standing in each other's way.
-
-    All key tiles that run together add to the query tiles of a head one after another: those must not be fewer.
-    """
+def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
     q_tiles, kv_tiles = -(-plan.q_len // queries), -(-plan.kv_len // FUSED_KEYS)
-    masks = plan.blocks.batch * plan.blocks.heads if plan.blocks is not None else 1
-    return q_tiles >= min(kv_tiles, 128) and masks * q_tiles * kv_tiles <= MOST_TICKETS
+    masks = plan.blocks.batch * plan.blocks.heads if plan.blocks is not None else 0
+    return masks * q_tiles * kv_tiles <= MOST_TICKETS
 
 
-def _is_full(plan: KernelPlan) -> bool:
-    """Whether all queries read all keys."""
-    return plan.blocks is None and plan.mask is None
-
-
-def turns_are_even(plan: KernelPlan) -> bool:
-    """Whether key tiles that take turns seldom wait: all walk the same way, and there is much to do.
-
-    Key heads that several query heads share drift apart, and so do key tiles under windows and documents.
-    """
-    triangle = plan.blocks is not None and plan.mask is not None and forms.is_lower_triangle(plan.mask)
-    if plan.group > 1 or not (_is_full(plan) or triangle):
+def _fixed_order_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
+    """Whether the fused kernel in a fixed order beats two kernels, by the model of dq_order.py and by measurement."""
+    if not _tickets_fit(plan, tiles.queries):
         return False
-    steps = plan.batch * plan.q_heads * -(-plan.q_len // 128) * -(-plan.kv_len // FUSED_KEYS) // (2 if triangle else 1)
-    return steps >= EVEN_FROM * MULTIPROCESSORS and _can_take_turns(plan, 128)
+    if tiles.queries == 64 and plan.score is None and dq_order.is_triangle(plan):
+        return False  # two kernels are 4% faster at head dim 128, and as fast with grouped heads; with ALiBi 20% slower
+    kv_tiles = -(-plan.kv_len // FUSED_KEYS)
+    order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)
+    few = plan.batch * plan.kv_heads * kv_tiles <= dq_order.REFERENCE_SMS
+    return order.delay <= (MOST_DELAY_OF_FEW if few else MOST_DELAY)
 
 
 def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
-    """Whether the one kernel adds to dQ in a fixed order: where it must, and where that is faster than any order."""
-    return plan.options.deterministic or (tiles.queries == 128 and _is_full(plan) and turns_are_even(plan))
+    """Whether the fused kernel adds to dQ in a fixed order: where it must, and where that is faster than any order."""
+    if plan.options.deterministic:
+        return True
+    return tiles.queries == 128 and dq_order.is_full(plan) and plan.group == 1 and _fixed_order_is_fast(plan, tiles)
 
 
 def choose_fused(plan: KernelPlan) -> bool:
-    """Whether one kernel with five products beats two with seven; see NOTES_backward.md for the measurements.
+    """Whether the fused kernel, with five products, beats two kernels with seven; see NOTES_backward.md for the measurements.
 
     Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
-    In a fixed order: where the mod costs so much that evaluating it once a tile instead of twice makes up for waiting, and
-    where turns are even, with tiles of 128 queries or for a full matrix of larger head dims.
+    In a fixed order: where the order of additions costs little.
     """
     score = plan.score
     kinds = {mod_ir.classify_load(load).kind for load in score.loads} if score is not None else set()
@@ -329,10 +322,4 @@ def choose_fused(plan: KernelPlan) -> bool:
     if not plan.options.deterministic:
         return True
     fused = fused_tiles(plan)
-    if fused is None or not _can_take_turns(plan, fused.queries):
-        return False
-    if score is not None and kinds - {mod_ir.SCALAR}:
-        return True
-    if fused.queries == 128:
-        return turns_are_even(plan)
-    return _is_full(plan) and plan.head_dim + plan.extra_dim > 64 and plan.group == 1
+    return fused is not None and _fixed_order_is_fast(plan, fused)

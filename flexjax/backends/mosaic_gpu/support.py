@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 
 from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
 from flexjax.backends.target import Target
+from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace.mod_ir import Program
 
@@ -28,10 +29,12 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     return (
         _refuses_jax(version or jax.__version_info__[:3])
         or _refuses_device(None if plan.options.interpret else target)
-        or _refuses_arrays(plan)
-        or _refuses_programs(plan)
-        or _refuses_tiles(plan)
+        or _refuses_plan(mask_blocks.plan_with_blocks(plan, *_blocks(plan)))
     )
+
+
+def _refuses_plan(plan: KernelPlan) -> str | None:
+    return _refuses_arrays(plan) or _refuses_programs(plan) or _refuses_tiles(plan)
 
 
 def _refuses_jax(version: tuple[int, ...]) -> str | None:
@@ -52,6 +55,15 @@ def _refuses_device(target: Target | None) -> str | None:
     if target.capability.split(".")[0] != "9":
         return f"The GPU kernels are for compute capability 9.0 (Hopper); {target.kind} has {target.capability}."
     return None
+
+
+def _blocks(plan: KernelPlan) -> tuple[int, int]:
+    """Blocks in which the kernels walk the mask: its own where they are multiples of 64 tokens."""
+    if plan.blocks is None:
+        return 0, 0
+    pairs = ((plan.blocks.block_q, plan.q_len), (plan.blocks.block_kv, plan.kv_len))
+    block_q, block_kv = (block if block % 64 == 0 else 64 if length <= 64 else 128 for block, length in pairs)
+    return block_q, block_kv
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
@@ -83,11 +95,7 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
 
 
 def _refuses_tiles(plan: KernelPlan) -> str | None:
-    blocks, options = plan.blocks, plan.options
-    if blocks is not None and (blocks.block_q % 64 or blocks.block_kv % 64):
-        return (
-            f"The GPU kernels walk mask blocks in multiples of 64; this mask has {blocks.block_q} x {blocks.block_kv}."
-        )
+    options = plan.options
     if not tiles.forward_candidates(plan):
         asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
         return (
@@ -111,7 +119,9 @@ class MosaicGpu:
     ) -> str | None:
         from flexjax.backends.mosaic_gpu import backward_sm90, capture_gradients
 
-        why = refuses(plan, target) or backward_sm90.refuses(plan)
+        why = refuses(plan, target)
+        plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
+        why = why or backward_sm90.refuses(plan)
         if why is not None or derivative is None:
             return why
         reason = tile_programs.unsupported(derivative)
@@ -121,6 +131,7 @@ class MosaicGpu:
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values for KernelOptions that are worth timing, what runs by itself first."""
+        plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles.forward_candidates(plan)))
         backward = backward_tiles.backward_candidates(plan)
         at = lambda found, n: found[min(n, len(found) - 1)]
@@ -133,6 +144,7 @@ class MosaicGpu:
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         from flexjax.backends.mosaic_gpu import forward_sm90
 
+        plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         # The tile is chosen from the plan; only the size of the persistent grid, which no result depends on, from the GPU.
         programs = target.cores or tiles.MULTIPROCESSORS
         return forward_sm90.forward(plan, operands, dataclasses.replace(tiles.forward_tile(plan), programs=programs))
@@ -150,6 +162,7 @@ class MosaicGpu:
     ) -> Gradients:
         from flexjax.backends.mosaic_gpu import backward_sm90
 
+        plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flexjax.backends.mosaic_gpu.integer_division import integer_division
 from flexjax.trace import mod_ir
 
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
@@ -249,47 +250,6 @@ def _convert(x: Value, old: str, new: str) -> Value:
     return _wrap(x if x.dtype == target else x.astype(target), new)
 
 
-def power_of_two(atom: mod_ir.Atom) -> int | None:
-    if isinstance(atom, mod_ir.Lit) and isinstance(atom.value, int) and atom.value > 0:
-        return atom.value.bit_length() - 1 if atom.value & (atom.value - 1) == 0 else None
-    return None
-
-
-def _low(atom: mod_ir.Atom) -> float:
-    if isinstance(atom, mod_ir.Lit):
-        return typing.cast(float, atom.value)
-    if atom.dtype.startswith("u"):
-        return 0
-    return -math.inf if atom.low is None else atom.low
-
-
-def _integer_division(name: str, step: mod_ir.Op, a: Value, b: Value, hang: bool) -> Value:
-    """div and rem (toward zero) and floordiv and floormod (toward minus infinity)."""
-    left, right = step.inputs
-    remainder = name in ("rem", "floormod")
-    known = _low(left) >= 0 and _low(right) > 0
-    if known or a.dtype == jnp.uint32 or name.startswith("floor"):
-        bits = power_of_two(right)
-        if bits is not None and (known or name.startswith("floor")):
-            if remainder:
-                return a & np.asarray((1 << bits) - 1, a.dtype)
-            shift = lax.shift_right_logical if a.dtype == jnp.uint32 else lax.shift_right_arithmetic
-            return shift(a, jnp.full_like(a, bits))
-    if hang:  # past the edge of the matrix a divisor that depends on the position may become 0
-        b = jnp.where(b == 0, np.ones((), b.dtype), b)
-    if known and a.dtype == jnp.int32:
-        a, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
-        return (lax.rem(a, b) if remainder else lax.div(a, b)).astype(jnp.int32)
-    if a.dtype == jnp.uint32 or not name.startswith("floor"):
-        return lax.rem(a, b) if remainder else lax.div(a, b)
-    rest = lax.rem(a, b)
-    zero = np.int32(0)
-    off = (rest != zero) & ((rest < zero) ^ (b < zero))
-    if remainder:
-        return jnp.where(off, rest + b, rest)
-    return lax.div(a, b) - off.astype(jnp.int32)
-
-
 def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
     function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(
         name, lax.shift_right_arithmetic
@@ -346,7 +306,7 @@ def apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
     if name == "rem" and is_float(dtype):
         return _float_rem(first, args[1])
     if name in ("div", "rem", "floordiv", "floormod"):
-        return _wrap(_integer_division(name, step, first, args[1], hang), dtype)
+        return _wrap(integer_division(name, step, first, args[1], hang), dtype)
     if name == "clamp":
         return lax.min(lax.max(args[1], first), args[2])
     if name == "select_n":

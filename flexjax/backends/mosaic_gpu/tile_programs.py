@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flexjax.backends.mosaic_gpu.integer_division import power_of_two
 from flexjax.backends.mosaic_gpu.tile_ops import (
     DTYPES,
     SUPPORTED,
     apply,
     inner_dtype,
     is_float,
-    power_of_two,
     precision_name,
 )
 from flexjax.trace import mod_ir
@@ -507,6 +507,7 @@ class TileProgram:
         parts += [(c, self.env[i].value) for i, c in linear.uniform]
         for coefficient, value in parts:
             if coefficient:
+                value = value if value.dtype == jnp.int32 else value.astype(jnp.int32)
                 total = total + (value if coefficient == 1 else value * np.int32(coefficient))
         return total
 

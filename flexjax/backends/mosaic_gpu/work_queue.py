@@ -58,27 +58,75 @@ def draw(drawn: Ref, box: Ref, number: Scalar, programs: int, interpret: bool) -
     """The number of the next tile, after `number`; for one warpgroup."""
     if interpret:
         return number + i32(programs)
-    splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=SPLAT)
     def take(_: typing.Any, global_counter: typing.Any, shared: typing.Any) -> typing.Any:
         word = arith.constant(ir.IndexType.get(), 0)
         with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
-            mine = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-                "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
-                mgpu_utils.memref_ptr(global_counter),
-                result_types=ir.IntegerType.get_signless(32),
-                has_side_effects=True,
-            )
-            memref.store(mine, shared, [word])
+            memref.store(_fetch_add(global_counter), shared, [word])
         mgpu_utils.warpgroup_barrier()
-        value = memref.load(shared, [word])
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        return _splat(memref.load(shared, [word]))
 
     return take(drawn.at[pl.ds(0, 1)], box.at[pl.ds(DRAWN, 1)])  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
+SPLAT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+
+def _fetch_add(counter: typing.Any) -> typing.Any:
+    """What a counter in memory was before one is added to it; for one thread."""
+    return mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
+        "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
+        mgpu_utils.memref_ptr(counter),
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+    )
+
+
+def _splat(value: typing.Any) -> typing.Any:
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
+# ------------------------------------------------------------------- start numbers
+
+
+def draw_start(counter: Ref, word: Ref) -> None:
+    """Puts how many CTAs drew from `counter` before this one into `word`, both [1] int32 in memory; for one warpgroup.
+
+    CUDA promises no order in which CTAs start, so the number of a CTA in its grid says nothing about that. The word lies in
+    global memory, because shared memory has no byte to spare where this is used.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def take(_: typing.Any, counted: typing.Any, mine: typing.Any) -> None:
+        with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+            memref.store(_fetch_add(counted), mine, [arith.constant(ir.IndexType.get(), 0)])
+        mgpu_utils.warpgroup_barrier()
+
+    take(counter, word)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
+def read_start(word: Ref) -> Scalar:
+    """What `draw_start` left there, for any warpgroup of the CTA after a barrier."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=SPLAT)
+    def read(_: typing.Any, mine: typing.Any) -> typing.Any:
+        found = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
+            "ld.relaxed.cta.global.b32 $0, [$1];",
+            mgpu_utils.memref_ptr(mine),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        # of the first lane: the compiler then knows that a warp agrees, and keeps what follows in uniform registers
+        same = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+            found,
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return _splat(same)
+
+    return read(word)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
 def each(body: typing.Any, more: Scalar, carry: typing.Any) -> typing.Any:

@@ -6,15 +6,13 @@ of rank 4, [b, h, q, kv], of size 1 along the axes it does not depend on. Any op
 """
 
 import dataclasses
-import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from flexjax.trace import mod_ir
+from flexjax.trace import mod_ir, on_tiles
 from flexjax.trace.mod_ir import Atom, Call, Lit, Load, Op, Program
 
 
@@ -100,28 +98,4 @@ def _call(step: Call, captures: Sequence[jax.Array], read: Callable[[Atom], jax.
 
 def apply_op(op: Op, args: Sequence[jax.Array]) -> jax.Array:
     """An elementwise operation of a program on arrays of any shapes that broadcast."""
-    full = jnp.broadcast_arrays(*args) if len(args) > 1 else list(args)
-    return OPS[op.prim](op, *full) if op.prim in OPS else getattr(lax, op.prim)(*full)
-
-
-def _params(op: Op) -> dict[str, typing.Any]:
-    return dict(op.params)
-
-
-OPS: dict[str, Callable[..., jax.Array]] = {
-    "convert_element_type": lambda op, x: lax.convert_element_type(x, jnp.dtype(op.out.dtype)),
-    "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
-    "integer_pow": lambda op, x: lax.integer_pow(x, _params(op)["y"]),
-    "reduce_precision": lambda op, x: lax.reduce_precision(
-        x, _params(op)["exponent_bits"], _params(op)["mantissa_bits"]
-    ),
-    "round": lambda op, x: lax.round(x, lax.RoundingMethod(int(_params(op).get("rounding_method", 0)))),
-    "floordiv": lambda op, x, y: jnp.floor_divide(x, y),
-    "floormod": lambda op, x, y: jnp.mod(x, y),
-    "and": lambda op, x, y: lax.bitwise_and(x, y),
-    "or": lambda op, x, y: lax.bitwise_or(x, y),
-    "xor": lambda op, x, y: lax.bitwise_xor(x, y),
-    "not": lambda op, x: lax.bitwise_not(x),
-    "copy": lambda op, x: x,
-    "select_n": lambda op, which, *cases: lax.select_n(which, *cases),
-}
+    return on_tiles.apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else list(args))

@@ -18,6 +18,7 @@ from flexjax.backends.mosaic_tpu.forward import LOG2E, forward
 from flexjax.backends.mosaic_tpu.tables import list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Unsupported
 from flexjax.backends.target import Target
+from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import mod_ir
 from flexjax.trace.far_scores import may_be_far
@@ -39,10 +40,12 @@ class MosaicTpuBackend:
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
         """Why the backward pass of an accepted plan cannot give the wanted gradients; None if it can."""
+        plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Options that fit the chip, best guess first."""
+        plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
         facts = vmem.chip_of(target)
         forward_tiles = vmem.forward_candidates(plan, facts)
         backward_tiles = vmem.backward_candidates(plan, facts, plan.score)
@@ -50,7 +53,7 @@ class MosaicTpuBackend:
         return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        return forward(plan, operands, vmem.chip_of(target))
+        return forward(*mask_blocks.with_blocks(plan, operands, *_blocks(plan)), vmem.chip_of(target))
 
     def backward(
         self,
@@ -64,6 +67,7 @@ class MosaicTpuBackend:
         target: Target,
     ) -> Gradients:
         chip = vmem.chip_of(target)
+        plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         reason = _backward_refusal(plan, wanted, derivative, chip)
         if reason is not None:
             raise NotImplementedError(reason)
@@ -76,7 +80,25 @@ class MosaicTpuBackend:
 # ------------------------------------------------------------------- refusals
 
 
+def _blocks(plan: KernelPlan) -> tuple[int, int]:
+    """Blocks in which the kernels walk the mask: its own, or 128 tokens where tiles cannot hold or divide those."""
+    if plan.blocks is None:
+        return 0, 0
+
+    def suits(block: int, length: int) -> bool:
+        try:
+            vmem.fit(128, length, block, 128)
+        except vmem.NoTile:
+            return False
+        return block % 8 == 0 or block >= length
+
+    pairs = ((plan.blocks.block_q, plan.q_len), (plan.blocks.block_kv, plan.kv_len))
+    block_q, block_kv = (block if suits(block, length) else 128 for block, length in pairs)
+    return block_q, block_kv
+
+
 def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
+    plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
     if plan.dtype not in ("float32", "bfloat16"):
         return f"mosaic_tpu computes float32 and bfloat16; query, key and value are {plan.dtype}."
     if not all((plan.batch, plan.q_heads, plan.kv_heads, plan.q_len, plan.kv_len, plan.head_dim, plan.value_dim)):
@@ -87,11 +109,6 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
         return f"mosaic_tpu takes head dims up to 1024; this call has {plan.head_dim + plan.extra_dim} and {plan.value_dim}."
     if plan.extra_dim and _uneven(plan):
         return f"mosaic_tpu needs the heads of key ({plan.kv_heads}) and key_extra ({plan.extra_heads}) to divide each other."
-    blocks = plan.blocks
-    if blocks is not None:
-        for name, block, length in (("query", blocks.block_q, plan.q_len), ("key", blocks.block_kv, plan.kv_len)):
-            if block % 8 and block < length:
-                return f"mosaic_tpu takes mask blocks in multiples of 8; the {name} block is {block}."
     for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("dropout", plan.dropout)):
         if program is None:
             continue

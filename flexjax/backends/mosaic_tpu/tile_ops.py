@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.trace.mod_ir import Call, Lit, Op, Val
-
-Rule = Callable[..., jax.Array]
+from flexjax.backends.mosaic_tpu.integer_division import Rule, broadcast, floordiv, floormod, int_div, rem
+from flexjax.trace.mod_ir import Call, Op
 
 # Same name, same meaning, known to compile on float32 and int32 tiles.
 PLAIN = frozenset(
@@ -68,12 +67,6 @@ KERNEL_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "in
 ARITHMETIC_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
 
 F32 = jnp.float32
-
-
-def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
-    """Arguments at their common shape."""
-    shape = np.broadcast_shapes(*[np.shape(a) for a in args])
-    return [typing.cast(jax.Array, a) if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
 
 
 def refusal(op: Op) -> str | None:
@@ -195,67 +188,11 @@ def _atanh(x: jax.Array) -> jax.Array:
 
 
 def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    if op.out.dtype == "int32":
-        return _int_division(op, x, y, floor=False)
+    if op.out.dtype in ("int32", "uint32"):
+        return int_div(op, x, y)
     if op.out.dtype == "bfloat16":
         return _as_float(lambda a, b: a / b)(op, x, y)
     return lax.div(*broadcast([x, y]))
-
-
-def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
-    if isinstance(atom, Lit):
-        return int(typing.cast(int, atom.value)), int(typing.cast(int, atom.value))
-    return atom.low, atom.high
-
-
-def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """Integer quotient; positions past the end of the matrix may get a wrong one, they are masked."""
-    by = op.inputs[1]
-    low, high = _bounds(op.inputs[0])
-    if isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
-        c = int(typing.cast(int, by.value))
-        positive = low is not None and low >= 0
-        if c == 1:
-            return x
-        if c & (c - 1) == 0 and (floor or positive):
-            return lax.shift_right_arithmetic(*broadcast([x, np.int32(c.bit_length() - 1)]))
-        if positive and high is not None and high < 1 << 21:
-            return jnp.floor((jnp.asarray(x).astype(F32) + 0.5) * np.float32(1.0 / c)).astype(jnp.int32)
-    x, y = broadcast([x, y])
-    if not floor:
-        return lax.div(x, y)
-    quotient, rest = lax.div(x, y), lax.rem(x, y)
-    wrong = (rest != 0) & ((rest < 0) != (y < 0))
-    return quotient - jnp.where(wrong, 1, 0).astype(quotient.dtype)
-
-
-def _floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    by = op.inputs[1]
-    if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
-        c = int(typing.cast(int, by.value))
-        if c & (c - 1) == 0:
-            return lax.bitwise_and(*broadcast([x, np.int32(c - 1)]))
-        x = jnp.asarray(x)
-        return x - _int_division(op, x, y, floor=True) * np.int32(c)
-    x, y = broadcast([x, y])
-    rest = lax.rem(x, y)
-    if op.out.dtype == "uint32":
-        return rest
-    wrong = (rest != 0) & ((rest < 0) != (y < 0))
-    return jnp.where(wrong, rest + y, rest)
-
-
-def _floordiv(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    if op.out.dtype == "uint32":
-        return lax.div(*broadcast([x, y]))
-    return _int_division(op, x, y, floor=True)
-
-
-def _rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    low, _ = _bounds(op.inputs[0]) if op.out.dtype == "int32" else (None, None)
-    if low is not None and low >= 0:
-        return _floormod(op, x, y)
-    return lax.rem(*broadcast([x, y]))
 
 
 def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
@@ -365,9 +302,9 @@ RULES: dict[str, Rule] = {
     "logistic": _as_float(lax.logistic),
     "log1p": _as_float(_log1p),
     "div": _div,
-    "rem": _rem,
-    "floordiv": _floordiv,
-    "floormod": _floormod,
+    "rem": rem,
+    "floordiv": floordiv,
+    "floormod": floormod,
     "select_n": _select,
     "convert_element_type": _convert,
     "bitcast_convert_type": _bitcast,

@@ -66,7 +66,7 @@ def backward(
             (typing.cast(Array, problem.key_extra), wanted.key_extra),  # there where it is wanted
         )
     ]
-    carry = (*columns, captured.start())
+    carry = problem.as_operands_vary((*columns, captured.start()))
     steps = jnp.arange(s.steps, dtype=jnp.int32)
     if s.steps == 1:
         carry, rows = one_row(carry, steps[0])
@@ -148,7 +148,7 @@ def _row(
 
     zero = lambda dim, want: jnp.zeros((s.batch, s.heads, s.block_q, dim), problem.compute) if want else None
     state = (zero(plan.head_dim, wanted.query), zero(plan.extra_dim, wanted.query_extra), *carry)
-    dq, dqx, *rest = walk(plan, s, row, visit_tile, state)
+    dq, dqx, *rest = walk(plan, s, row, visit_tile, problem.as_operands_vary(state))
     return tuple(rest), (dq, dqx)
 
 

@@ -54,7 +54,7 @@ def _row(problem: Problem, row: Row) -> tuple[Array, Array, Array]:
         jnp.zeros((*shape, 1), problem.compute),
         jnp.zeros((*shape, plan.value_dim), problem.compute),
     )
-    maximum, total, accumulated = walk(plan, s, row, visit_tile, start)
+    maximum, total, accumulated = walk(plan, s, row, visit_tile, problem.as_operands_vary(start))
     out, lse = tile_math.finalise(maximum, total, accumulated, row_sinks(problem, row))
     return out, lse, maximum
 

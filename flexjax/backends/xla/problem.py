@@ -1,7 +1,9 @@
 """One attention problem laid out for tiles: padded operands, and the scores of a tile.
 
 Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. What lies beyond the end
-is switched off by a mask that exists only where there is an overhang.
+is switched off by a mask that exists only where there is an overhang. Keys and values that are read only once (a forward pass
+of one row of tiles, as in decoding) keep the layout and the dtype that they came in: copying a cache costs as much as
+reading it.
 """
 
 import dataclasses
@@ -94,6 +96,8 @@ class Problem:
         narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
         schedule = self.schedule
+        self.read_once = schedule.rows == 1 and not backward
+        self.key_heads_axis = 2 if self.read_once and plan.layout == "BTNH" else 1
         self.query = self.rows(operands.query)
         self.key = self.columns(operands.key)
         self.value = self.columns(operands.value)
@@ -108,6 +112,19 @@ class Problem:
         self.overhang_q = schedule.padded_q != plan.q_len
         self.overhang_kv = schedule.padded_kv != plan.kv_len
 
+    def as_operands_vary(self, carry: typing.Any) -> typing.Any:
+        """Inside shard_map: the arrays of a carry, cast to vary over the mesh axes over which all operands do.
+
+        A loop returns the type of what it starts from. Only where JAX differentiates these loops does it ask for it.
+        """
+        over = jax.typeof(self.query).mat.varying
+
+        def cast(x: Array) -> Array:
+            missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(cast, carry)
+
     # ------------------------------------------------------------------ layout
 
     def pad_score_captures(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
@@ -121,7 +138,9 @@ class Problem:
         return pad_to(heads_first(x, self.plan), 2, self.schedule.padded_q).astype(self.operand_dtype)
 
     def columns(self, x: Array) -> Array:
-        """Key-like operand as [B, heads, padded_kv, D]."""
+        """Key-like operand as [B, heads, padded_kv, D]; as it is but for its length where it is read once."""
+        if self.read_once:
+            return pad_to(x, 3 - self.key_heads_axis, self.schedule.padded_kv)
         return pad_to(heads_first(x, self.plan), 2, self.schedule.padded_kv).astype(self.operand_dtype)
 
     def take_rows(self, x: Array, row: Row) -> Array:
@@ -137,13 +156,18 @@ class Problem:
         return row.h0 // group, max(1, self.schedule.heads // group)
 
     def take_columns(self, x: Array, row: Row, blocks: Array) -> Array:
-        """[batch, key heads, chunk * block_kv, D] of a [B, heads, padded_kv, D] array."""
-        s = self.schedule
-        m0, nm = self.key_group(x.shape[1], row)
-        part = lambda j: lax.dynamic_slice(
-            x, int32s((row.b0, m0, blocks[j] * s.block_kv, 0)), (s.batch, nm, s.block_kv, x.shape[3])
-        )
-        parts = [part(j) for j in range(blocks.shape[0])]
+        """[batch, key heads, chunk * block_kv, D] of what `columns` made."""
+        s, heads = self.schedule, self.key_heads_axis
+        m0, nm = self.key_group(x.shape[heads], row)
+
+        def part(first: Array) -> Array:
+            start, size = [row.b0, m0, first, 0], [s.batch, nm, s.block_kv, x.shape[3]]
+            if heads == 2:
+                start[1:3], size[1:3] = start[2:0:-1], size[2:0:-1]
+            found = lax.dynamic_slice(x, int32s(start), size).astype(self.operand_dtype)
+            return jnp.swapaxes(found, 1, 2) if heads == 2 else found
+
+        parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
 
     # ------------------------------------------------------------------ products over grouped heads

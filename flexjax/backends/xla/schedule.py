@@ -61,7 +61,10 @@ class Schedule:
 
 
 def choose(plan: KernelPlan, target: Target, backward: bool = False) -> Schedule:
-    """The tiles of a pass: as many heads, batch entries and key blocks as fit the budget of the target's platform."""
+    """The tiles of a pass: as many heads, batch entries and key blocks as fit the budget of the target's platform.
+
+    A tile that the options ask for is cut to the lengths and, under a block mask, to whole blocks of it.
+    """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
@@ -70,11 +73,12 @@ def choose(plan: KernelPlan, target: Target, backward: bool = False) -> Schedule
     budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
         dense = DENSE_BLOCK if on_cpu else 512
-        block_q = asked_q or even_block(plan.q_len, dense)
-        block_kv = asked_kv or even_block(plan.kv_len, 2 * dense)
+        block_q = min(asked_q or even_block(plan.q_len, dense), max(plan.q_len, 1))
+        block_kv = min(asked_kv or even_block(plan.kv_len, 2 * dense), max(plan.kv_len, 1))
         lists_batch = lists_heads = widest = 1
     else:
-        block_q, block_kv = plan.blocks.block_q, plan.blocks.block_kv
+        # one row of blocks has no more queries than there are: a token of decoding is no block of 128
+        block_q, block_kv = min(plan.blocks.block_q, max(plan.q_len, 1)), plan.blocks.block_kv
         lists_batch, lists_heads = plan.blocks.batch, plan.blocks.heads
         widest = max(plan.blocks.partial, plan.blocks.full, 1)
         if lists_heads == 1 and lists_batch == 1:
@@ -88,7 +92,7 @@ def choose(plan: KernelPlan, target: Target, backward: bool = False) -> Schedule
     most = CPU_CHUNK if on_cpu else budget
     chunk = max(1, min(most // (area * heads * batch), widest, MAX_CHUNK)) if listed else 1
     if listed and asked_kv:
-        chunk = max(1, asked_kv // block_kv)
+        chunk = max(1, min(asked_kv // block_kv, -(-plan.kv_len // block_kv)))
     return Schedule(
         batch,
         heads,

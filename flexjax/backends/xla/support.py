@@ -20,20 +20,7 @@ class XlaBackend:
     name = "xla"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        options, blocks = plan.options, plan.blocks
-        if blocks is None:
-            return None
-        for name in ("block_q", "block_q_bwd"):
-            tile = getattr(options, name)
-            if tile not in (None, blocks.block_q):
-                return f"xla visits whole blocks of the block mask: {name}={tile} is not its query block size {blocks.block_q}."
-        for name in ("block_kv", "block_kv_bwd"):
-            tile = getattr(options, name)
-            if tile is not None and tile % blocks.block_kv:
-                return (
-                    f"xla visits whole blocks of the block mask: {name}={tile} is not a multiple of its key block "
-                    f"size {blocks.block_kv}."
-                )
+        """Never: a tile of the options that does not suit its loops gives way to one that does (schedule.choose)."""
         return None
 
     def refuses_backward(

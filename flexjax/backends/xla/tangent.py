@@ -112,7 +112,7 @@ def _row(moving: Moving, row: Row) -> tuple[Array, Array]:
 
     shape = (s.batch, s.heads, s.block_q)
     start = (jnp.zeros((*shape, plan.value_dim), problem.compute), jnp.zeros((*shape, 1), problem.compute))
-    weighted, moved = walk(plan, s, row, visit_tile, start)
+    weighted, moved = walk(plan, s, row, visit_tile, problem.as_operands_vary(start))
     if moving.sinks is not None:
         t_sink = lax.dynamic_slice(moving.sinks, (row.h0,), (s.heads,)).reshape(1, -1, 1, 1)
         sinks = typing.cast(Array, row_sinks(problem, row))

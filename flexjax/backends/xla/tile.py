@@ -34,6 +34,7 @@ from flexjax.trace.mod_ir import (
     classify_load,
 )
 from flexjax.trace.on_tiles import apply_op, literal_array
+from flexjax.trace.ranges import modular
 
 Array = jax.Array
 
@@ -108,13 +109,14 @@ class XlaTile:
     def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
         linear = val.linear
         assert linear is not None
-        total = linear.q * self.region.differences() + linear.const
-        for coefficient, axis in ((linear.b, B), (linear.h, H)):
-            if coefficient:
-                total = total + coefficient * self.region.index(axis)
-        for ident, coefficient in linear.uniform:
-            total = total + coefficient * uniform[ident]
-        return total.astype(val.dtype)
+        terms = [(linear.q, self.region.differences())]
+        terms += [(c, self.region.index(axis)) for c, axis in ((linear.b, B), (linear.h, H)) if c]
+        terms += [(c, uniform[ident]) for ident, c in linear.uniform]
+        # The whole fits the type of the value, so sums within that type may wrap around and come back.
+        total = jnp.asarray(modular(linear.const, val.dtype))
+        for coefficient, term in terms:
+            total = total + term.astype(val.dtype) * modular(coefficient, val.dtype)
+        return total
 
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
         if self.guard is not None and {"q", "kv"} <= op.out.axes:

@@ -6,7 +6,7 @@ Needs the wheels that compile_hopper.py names. Each part has a child process; wh
 has failed and a new child goes on with the next.
 """
 
-import dataclasses
+import functools
 import re
 import sys
 import time
@@ -21,28 +21,19 @@ from flexjax.types import KernelOptions
 from tests.backends import children, on_mesh
 from tests.backends.conformance import Problem
 from tests.backends.mosaic_gpu import compile_hopper
-from tests.cases import CASES, Case
+from tests.cases import CASES
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}  # not those of conftest.py
 DTYPES = ("bfloat16", "float16")
 TABLE = {f"{name}-{dtype}": (name, dtype) for name in CASES for dtype in DTYPES}
-ON_MESH = ("mesh", "mesh_check_vma", "mesh_one_kernel", "mesh_one_kernel_check_vma")
-"""Calls inside shard_map; one kernel: dense attention, whose backward pass is the fused one."""
+ON_MESH = ("mesh", "mesh_check_vma", "mesh_explicit", "mesh_one_kernel", "mesh_one_kernel_check_vma")
+"""Calls inside shard_map, and one on arrays that explicit axes split; one kernel: dense attention, whose backward pass is the fused one."""
 SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
 
 
 def sampled() -> list[str]:
     """What a run of CI compiles: each case in one of the dtypes, and the call on a mesh."""
     return [*(f"{name}-{DTYPES[zlib.crc32(name.encode()) % len(DTYPES)]}" for name in CASES), *ON_MESH]
-
-
-def with_blocks_of_64(case: Case) -> Case:
-    """The case with the blocks of its mask made multiples of 64, as the kernels want them."""
-    if case.block is None:
-        return case
-    size = case.block.size if isinstance(case.block.size, tuple) else (case.block.size, case.block.size)
-    larger = (-(-size[0] // 64) * 64, -(-size[1] // 64) * 64)
-    return dataclasses.replace(case, block=dataclasses.replace(case.block, size=larger))
 
 
 def compile_on_mesh(entry: str) -> None:
@@ -59,7 +50,13 @@ def compile_on_mesh(entry: str) -> None:
         run = jax.shard_map(attend, mesh=mesh, in_specs=on_mesh.SPLIT, out_specs=on_mesh.SPLIT, check_vma=check_vma)
         return jax.grad(lambda q: run(q).astype(jnp.float32).sum()), mesh
 
-    if "one_kernel" in entry:
+    def explicit(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
+        mesh = on_mesh.mesh_of(devices, jax.sharding.AxisType.Explicit)
+        return functools.partial(on_mesh.results, "mosaic_gpu", KernelOptions(), 64), mesh
+
+    if entry == "mesh_explicit":
+        compile_hopper.compile_on_hoppers(explicit, 4, on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS)
+    elif "one_kernel" in entry:
         query = jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)
         compile_hopper.compile_on_hoppers(dense, 4, [query], [on_mesh.SPLIT])
     else:
@@ -71,7 +68,7 @@ def compile_entry(entry: str) -> None:
         compile_on_mesh(entry)
         return
     name, dtype = TABLE[entry]
-    problem = Problem(with_blocks_of_64(CASES[name]), dtype, "mosaic_gpu")
+    problem = Problem(CASES[name], dtype, "mosaic_gpu")
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array) -> object:

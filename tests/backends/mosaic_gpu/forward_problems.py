@@ -52,7 +52,7 @@ def block_lists(on: np.ndarray, block: tuple[int, int], use_full: bool = True) -
 
     partial_num, partial_index, partial = pack(1)
     full_num, full_index, full = pack(2)
-    lists = BlockLists(partial_num, partial_index, full_num, full_index, None, None, None, None)
+    lists = BlockLists(partial_num, partial_index, full_num, full_index)
     return BlockLayout(b, h, *block, partial, full, 0, 0), lists
 
 

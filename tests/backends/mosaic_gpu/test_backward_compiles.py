@@ -50,6 +50,18 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "relative table": {
             **small, "dim": 64, "captured": (table,), "score": lambda c, s, b, h, q, k: s + c[0][h, q - k + 256],
         },
+        "table of two dimensions": {
+            "dim": 64, "q_len": 289, "kv_len": 289, "captured": (jnp.zeros((2, 33, 33)),),
+            "score": lambda c, s, b, h, q, k: s + c[0][h, q // 17 - k // 17 + 16, q % 17 - k % 17 + 16],
+        },
+        "table of two dimensions, tiles of a diagonal": {
+            "dim": 64, "q_len": 512, "kv_len": 512, "heads": 1, "captured": (jnp.zeros((1, 31, 63)),),
+            "score": lambda c, s, b, h, q, k: s + c[0][h, q // 32 - k // 32 + 15, q % 32 - k % 32 + 31],
+        },
+        "gain by a gather": {
+            **small, "dim": 64, "mask": causal, "captured": (jnp.zeros(50),),
+            "score": lambda c, s, b, h, q, k: s * c[0][(q * 7 + k * 3) % 50],
+        },
         "pair bias 64": {"dim": 64, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
         "pair bias 128": {"dim": 128, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
         "pair bias under a mask": {"dim": 128, "mask": causal, "captured": (bias("bfloat16", 2, 256, 256),), "score": pair},
@@ -113,6 +125,7 @@ TOO_MUCH = ("one kernel 64, two biases of each query",)
 """For tiles of 128 queries."""
 SPILLS = {
     "gain of each pair": {"flexjax_backward_dkv": 4},
+    "gain by a gather": {"flexjax_capture_gradient": 28},
     "one kernel 128, any order": {"flexjax_backward_fused": 16},
     "one kernel 64": {"flexjax_backward_fused": 60},
     "one kernel 64, any order": {"flexjax_backward_fused": 36},

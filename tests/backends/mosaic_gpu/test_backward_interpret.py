@@ -58,7 +58,7 @@ def over_all(mod: Mod, leading: int) -> Mod:
 
 
 def block_lists(on: np.ndarray, block: tuple[int, int]) -> tuple[BlockLayout, BlockLists]:
-    """Lists in both directions of a dense [b, h, T, S] mask."""
+    """Lists of a dense [b, h, T, S] mask, and the widths of those in both directions."""
     padding = [(0, 0), (0, 0), *((0, -n % s) for n, s in zip(on.shape[2:], block, strict=True))]
     shape = lambda x: x.reshape(*x.shape[:2], x.shape[2] // block[0], block[0], x.shape[3] // block[1], block[1])
     some = shape(np.pad(on, padding)).any((3, 5))
@@ -70,7 +70,7 @@ def block_lists(on: np.ndarray, block: tuple[int, int]) -> tuple[BlockLayout, Bl
         widths.append(width)
         index = np.argsort(~hit, axis=-1, kind="stable")[..., :width].astype(np.int32)
         arrays += [jnp.asarray(hit.sum(-1).astype(np.int32)), jnp.asarray(index)] if width else [None, None]
-    return BlockLayout(on.shape[0], on.shape[1], *block, *widths), BlockLists(*arrays)
+    return BlockLayout(on.shape[0], on.shape[1], *block, *widths), BlockLists(*arrays[:4])
 
 
 def problem(
@@ -373,23 +373,14 @@ def test_one_kernel_is_without_races(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_schedules_are_int32(deterministic: bool) -> None:
-    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused, backward_tiles
+    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused, dq_order
 
     made = problem(**ONE_KERNEL["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
+    order = dq_order.order_for(made.plan, 4, 2) if deterministic else None
     with jax.enable_x64(True):
         arrays = backward_sm90_common.walk_arrays(made.plan, made.operands.lists, transposed=True)
-        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, backward_tiles.FusedTiles(64, 2, 2, 2))
-        full = backward_sm90_fused.tickets_of_full(2, 4)
-    assert {x.dtype for x in (*jax.tree.leaves(schedule), full)} == {jnp.dtype("int32")}
-
-
-def test_tickets_of_a_full_matrix() -> None:
-    from flexjax.backends.mosaic_gpu.backward_sm90_fused import tickets_of_full
-
-    for kv_tiles, q_tiles in ((4, 8), (3, 1), (130, 7), (1, 5)):
-        tickets = np.asarray(tickets_of_full(kv_tiles, q_tiles))[0, 0]
-        assert tickets.shape == (kv_tiles, q_tiles)
-        assert (np.sort(tickets, axis=0) == np.arange(kv_tiles)[:, None]).all()
+        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, 64, order)
+    assert {x.dtype for x in jax.tree.leaves(schedule)} == {jnp.dtype("int32")}
 
 
 def test_refuses() -> None:

@@ -10,7 +10,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_pair, backward_tiles, capture_gradients
+from flexjax.backends.mosaic_gpu import backward_pair, backward_tiles, capture_gradients, capture_kernel
 from flexjax.backends.mosaic_gpu.backward_tiles import dkv_tiles, dq_tiles
 from tests.backends.mosaic_gpu.test_backward_interpret import Problem, assert_close, causal, normal, problem
 
@@ -219,7 +219,7 @@ def test_tiles_fit_beside_the_others(dim: int, dtype: str) -> None:
 def test_rings_of_the_capture_kernel_fit(dims: tuple[int, int], staged: int) -> None:
     """A second slot for copies ahead wherever there is room for it."""
     groups = 2 if sum(dims) <= 256 else 1
-    rings = capture_gradients._rings(groups, *dims, staged)
+    rings = capture_kernel.rings_for(groups, *dims, staged)
     operands = 2 * sum(dims) * 64 * (rings.queries * groups + rings.keys)
     assert operands + rings.staged * rings.queries * (64 * groups) ** 2 * staged <= backward_tiles.SMEM_LIMIT
     assert rings.queries >= 1

@@ -30,11 +30,24 @@ SMALL = jnp.asarray(RNG.integers(-100, 100, KV), jnp.int8)
 LIMITS = jnp.asarray(RNG.integers(0, KV, Q), jnp.int32)
 FAR = jnp.asarray(RNG.choice([-(2**31), 2**31 - 1, 150], Q), jnp.int32)
 GAIN = jnp.float32(1.5)
+ENDS = jnp.asarray(RNG.choice([-(2**31), -7, 0, 5], Q), jnp.int32)
+DIVISORS = jnp.asarray(RNG.choice([-3, -1, 0, 4], KV), jnp.int32)
 
 
 def _hash(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
     mixed = q.astype(jnp.uint32) * jnp.uint32(2654435761) ^ k.astype(jnp.uint32)
     return s + (mixed >> jnp.uint32(9)).astype(jnp.float32) * 1e-6
+
+
+def _divisions(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    """Every division of every type by divisors of which some are 0, and of the least integer by -1, weighed apart."""
+    found = []
+    for dtype in (jnp.int32, jnp.uint32, jnp.int8, jnp.uint8):
+        x, y = ENDS[q].astype(dtype), DIVISORS[k].astype(dtype)
+        for result in (x // y, x % y, jax.lax.div(x, y), jax.lax.rem(x, y), x // DIVISORS[h].astype(dtype)):
+            found.append(result.astype(jnp.int32) % 1021)
+    found += [(q - k) % (h - 2), (q - k) // (h - 2), jnp.int32(-(2**31)) // DIVISORS[k] % 1021]
+    return s + sum((n + 1) * x.astype(jnp.float32) for n, x in enumerate(found)) * 1e-3
 
 
 MODS: dict[str, typing.Callable] = {
@@ -58,6 +71,7 @@ MODS: dict[str, typing.Callable] = {
     "integers": lambda s, b, h, q, k: (
         s + (q // 7) * (k % 5) + ((q - k) // 4) - ((q - k) % 3) + (k ^ q) + (q << 2) + (q - k) // jnp.maximum(k - 100, 1)
     ),
+    "divisors that may be 0": _divisions,
     "booleans": lambda s, b, h, q, k: jnp.where(((q >= k) & ~(k < 30)) | ((q % 2 == 0) != (k % 3 == 0)), s, 0.0),
     "comparisons": lambda s, b, h, q, k: jnp.where(
         (2 * k >= 3 * q - 7) & (k + q != 190) & (k - q < 40 + b) & ((q + 1 <= k) | (2 * k - q < 5)), s, 0.0

@@ -119,7 +119,7 @@ def large(
     array = lambda h: jax.ShapeDtypeStruct(shape(h), dtype)
     rows = -(-length // 128)
     num, index = (jax.ShapeDtypeStruct((1, list_heads, rows, *w), jnp.int32) for w in ((), (width,)))
-    lists = BlockLists(*[num, index] * 4) if width else None
+    lists = BlockLists(*[num, index] * 2) if width else None
     captured = scored.arrays if scored else ()
     operands = Operands(
         array(n), array(m), array(m), None, None, None, captured, masked.arrays if masked else (), (), lists

@@ -151,7 +151,7 @@ def ours(chip: str, heads: int, what: str) -> None:
     backend, target = support.MosaicTpuBackend(), aot.target_of(chip)
 
     def given(q, k, v):
-        return Operands(q, k, v, None, None, None, operands.score_captures, (), (), BlockLists(*[None] * 8))
+        return Operands(q, k, v, None, None, None, operands.score_captures, (), (), BlockLists(*[None] * 4))
 
     def run(q, k, v, lse, out, d_out):
         if name == "fwd":

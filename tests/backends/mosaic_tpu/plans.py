@@ -40,7 +40,7 @@ def block_lists(kinds: np.ndarray) -> tuple[BlockLists, tuple[int, int, int, int
     turned = np.swapaxes(kinds, -1, -2)
     parts = [x for array in (kinds, turned) for mark in (1, 2) for x in lists(mark, array)]
     widths = tuple(parts[n].shape[-1] for n in (1, 3, 5, 7))
-    return BlockLists(*[jnp.asarray(x) for x in parts]), widths
+    return BlockLists(*[jnp.asarray(x) for x in parts[:4]]), widths
 
 
 def kinds_of(on: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:

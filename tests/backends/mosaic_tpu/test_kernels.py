@@ -1,17 +1,22 @@
 """The kernels on their own: split lists, small tiles, the TPU simulator with its race detector, meshes."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+import flexjax
+from flexjax import masks
 from flexjax.backends.mosaic_tpu import tables, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
@@ -109,7 +114,7 @@ def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypat
 
 
 def test_inside_shard_map():
-    """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma."""
+    """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma, and by explicit axes."""
     flags = "--xla_force_host_platform_device_count=4"
     child = subprocess.run(
         [sys.executable, "-m", "tests.backends.on_mesh"],
@@ -117,7 +122,7 @@ def test_inside_shard_map():
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]
     lines = [line.split() for line in child.stdout.splitlines()]
-    assert len(lines) == 2 * len(on_mesh.NAMES)
+    assert len(lines) == 3 * len(on_mesh.NAMES)
     for how, name, error, devices in lines:
         assert float(error) < 5e-6, (how, name, error)
         assert devices == "4"
@@ -134,3 +139,26 @@ def test_every_candidate_fits(chip: str, dim: int):
     assert candidates
     assert len({tuple(c.items()) for c in candidates}) == len(candidates)
     assert all(vmem.forward_bytes(plan, t) <= facts.budget for t in vmem.forward_candidates(plan, facts))
+
+
+@pytest.mark.parametrize("block", [(20, 36), "lists"], ids=str)
+def test_mask_blocks_that_no_tile_holds(block: typing.Any) -> None:
+    """They become blocks of 128; what a user's lists leave off stays off."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 300, n, 16)), jnp.float32) for n in (2, 1, 1))
+    if block == "lists":
+        kinds = rng.integers(0, 3, (1, 2, 25, 25))
+        index = [np.argsort(kinds != kind, -1, kind="stable") for kind in (1, 2)]
+        partial, full = ((kinds == kind).sum(-1) for kind in (1, 2))
+        options: typing.Any = {"block_size": 12, "mask_mod": masks.causal, "q_len": 300, "kv_len": 300}
+        mask = flexjax.BlockMask.from_kv_blocks(partial, index[0], full, index[1], **options)
+    else:
+        mask = flexjax.create_block_mask(masks.sliding_window(70), None, None, 300, 300, block_size=block)
+
+    def slopes(name: str) -> list[jax.Array]:
+        options = KernelOptions(interpret=name == "mosaic_tpu")
+        attend = functools.partial(flexjax.flex_attention, block_mask=mask, implementation=name, kernel_options=options)
+        return jax.jit(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)))(q, k, v)
+
+    for got, want in zip(slopes("mosaic_tpu"), slopes("reference"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-3)

@@ -26,7 +26,6 @@ REFUSED = {
     "empty": (dict(kv_len=0), "no empty arrays"),
     "second order": (dict(differentiable=True), "second derivatives"),
     "wide heads": (dict(head_dim=2048), "up to 1024"),
-    "odd blocks": (dict(blocks=BlockLayout(1, 1, 20, 64, 1, 1, 1, 1)), "multiples of 8"),
     "gather at the score": (
         dict(score=_score(lambda s, b, h, q, k: s + BIG[s.astype(jnp.int32)])),
         "index computed from the score",
@@ -42,6 +41,16 @@ def test_refused_in_a_sentence(name: str):
     assert reason is not None
     assert said in reason
     assert reason.endswith(".")
+
+
+@pytest.mark.parametrize("block", [(20, 64), (1, 1), (100, 200), (264, 16)], ids=str)
+def test_accepts_blocks_of_any_size(block: tuple[int, int]):
+    mask = trace_mask_mod(lambda b, h, q, k: q >= k, SIZES).program
+    blocks = BlockLayout(1, 1, *block, 1, 1, 1, 1)
+    assert (
+        MosaicTpuBackend().refuses(dataclasses.replace(PLAN, mask=mask, blocks=blocks, q_len=512, kv_len=512), V6E)
+        is None
+    )
 
 
 def test_accepts_general_gathers():

@@ -1,5 +1,6 @@
 """Rewritten operations against jax's own, as plain functions of arrays."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,6 +39,29 @@ def test_integer_division(prim: str, by: int, low: int | None):
     op = Op(prim, (Val(10, "int32", AXES, None, low, top), Lit(by, "int32")), Val(11, "int32", AXES))
     want = outside.apply_op(op, [jnp.asarray(x), jnp.full_like(x, by)])
     np.testing.assert_array_equal(tile_ops.apply(op, [jnp.asarray(x), np.int32(by)]), want)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+@pytest.mark.parametrize("prim", ["floordiv", "floormod", "div", "rem"])
+def test_division_where_no_quotient_exists(prim: str, dtype: str):
+    """By 0, and of the least integer by -1; with what is known of the operands or without."""
+    numbers = np.array([-(2**31), -7, -1, 0, 1, 6, 2**31 - 1], np.int32).astype(dtype)
+    x, y = map(jnp.asarray, np.broadcast_arrays(numbers[:, None], numbers[None, :]))
+    op = Op(prim, (Val(10, dtype, AXES), Val(11, dtype, AXES)), Val(12, dtype, AXES))
+    function = {"floordiv": jnp.floor_divide, "floormod": jnp.remainder, "div": lax.div, "rem": lax.rem}[prim]
+    np.testing.assert_array_equal(tile_ops.apply(op, [x, y]), function(x, y))
+    few = jnp.arange(4, dtype=dtype)
+    op = Op(prim, (Val(10, dtype, AXES, None, 0, 3), Val(11, dtype, AXES, None, 0, 3)), Val(12, dtype, AXES))
+    x, y = jnp.repeat(few, 4), jnp.tile(few, 4)
+    np.testing.assert_array_equal(tile_ops.apply(op, [x, y]), function(x, y))
+
+
+def test_a_divisor_that_is_known_costs_no_select():
+    for prim in ("floordiv", "floormod", "div", "rem"):
+        for by in (Lit(7, "int32"), Val(11, "int32", AXES, None, 1, 9)):
+            op = Op(prim, (Val(10, "int32", AXES), by), Val(12, "int32", AXES))
+            plain = jax.make_jaxpr(lambda x, y, op=op: tile_ops.apply(op, [x, y]))(INTS, INTS)
+            assert not any(e.primitive.name == "eq" for e in plain.jaxpr.eqns)
 
 
 @pytest.mark.parametrize("prim", ["eq", "ne", "lt", "le", "gt", "ge"])

@@ -1,0 +1,193 @@
+"""Lists of tiles for the gradients of captured arrays: which tiles of the attention matrix one CTA adds up.
+
+A *visit* is a tile that the block mask lists (all tiles without one). Visits are sorted by what their list has in common, so that a list is
+a run of them:
+
+    kind        visits of one list have in common
+    scalar      nothing: the visits of a head are cut into even runs
+    row         the row of tiles
+    column      the column of tiles
+    diagonal    the difference of row and column; with `period` > 1 the row modulo `period`, too
+    tile        the tile itself
+
+Batch entries and heads that share an element of the array can be *joined* into one list. Where the block mask is the same for them, the list
+walks its run once for each of them; otherwise their visits are sorted together, and each names its head. So memory grows with what the block
+mask lists, and only once for heads that have the same block mask.
+
+How many lists there are decides the order of the sums, so it follows from the problem alone, never from the GPU.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan
+from flexjax.trace import mod_ir
+
+ENOUGH = 8 * 132
+"""Lists that keep a GPU busy: eight for each SM of an H100, because the longest come first and none then waits long for the last. The same
+number on every GPU, because the order of the sums depends on it."""
+LARGEST_NUMBER = 1 << 31
+NOWHERE = jnp.iinfo(jnp.int32).max
+
+
+class TileLists(typing.NamedTuple):
+    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `repeats` heads. All int32.
+
+    head    [lists] the number b * N + h of the first head of each list
+    of      [visits] what a visit adds to that number; None where nothing
+    tile    [visits] 2 * (row * columns + column), plus 1 where the mask applies
+    """
+
+    head: jax.Array
+    begin: jax.Array
+    count: jax.Array
+    of: jax.Array | None
+    tile: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is known of lists while compiling.
+
+    batch, heads    that are told apart: 1 where those of the plan are joined
+    keys            lists of each of them
+    repeats         (batch entries, heads) for each of which a list walks its run
+    period          of a diagonal, in tiles
+    """
+
+    kind: str
+    tile: int
+    rows: int
+    columns: int
+    batch: int
+    heads: int
+    keys: int
+    repeats: tuple[int, int]
+    period: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.batch * self.heads * self.keys
+
+
+def most_visits(plan: KernelPlan, tile: int) -> int:
+    """Bound of the tiles that all heads visit together."""
+    blocks = plan.blocks
+    if blocks is None:
+        tiles = -(-plan.q_len // tile) * -(-plan.kv_len // tile)
+    else:
+        listed = -(-plan.q_len // blocks.block_q) * (blocks.partial + blocks.full)
+        tiles = listed * (blocks.block_q // tile) * (blocks.block_kv // tile)
+    return plan.batch * plan.q_heads * tiles
+
+
+def most_codes(plan: KernelPlan, tile: int) -> int:
+    """Bound of `TileLists.tile`."""
+    return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
+
+
+def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> Shape:
+    """`shared` says whether batch entries and heads share the elements of the array."""
+    rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
+    diagonals = (rows + columns - 1) * period
+    keys = {mod_ir.ROW: rows, mod_ir.COLUMN: columns, mod_ir.DIAGONAL: diagonals, mod_ir.TILE: rows * columns}
+    lengths = [plan.batch, plan.q_heads]
+    for axis in (1, 0):
+        rest = math.prod(lengths) // lengths[axis]
+        if shared[axis] and (kind in (mod_ir.SCALAR, mod_ir.TILE) or rest * keys[kind] >= ENOUGH):
+            lengths[axis] = 1
+    batch, heads = lengths
+    pattern = (1, 1) if plan.blocks is None else (plan.blocks.batch, plan.blocks.heads)
+    repeats = [
+        full if left < full and of == 1 else 1
+        for full, left, of in zip((plan.batch, plan.q_heads), lengths, pattern, strict=True)
+    ]
+    if kind == mod_ir.SCALAR:
+        visits = most_visits(plan, tile) // (batch * heads * math.prod(repeats))
+        count = max(1, min(-(-ENOUGH // (batch * heads)), visits))
+    else:
+        count = keys[kind]
+    return Shape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period)
+
+
+def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> TileLists:
+    row, column, masked, listed = _visits(plan, lists, shape)
+    key = {
+        mod_ir.SCALAR: jnp.zeros_like(row),
+        mod_ir.ROW: row,
+        mod_ir.COLUMN: column,
+        mod_ir.DIAGONAL: (row - column + shape.columns - 1) * shape.period + row % shape.period,
+        mod_ir.TILE: row * shape.columns + column,
+    }[shape.kind]
+    key = jnp.where(listed, key, NOWHERE)
+    tile = (row * shape.columns + column) * 2 + masked
+    merged = (key.shape[0] > shape.batch, key.shape[1] > shape.heads)
+    parts = [key, _heads(plan, key.shape, merged), tile] if any(merged) else [key, tile]
+    # lists of a block mask are often constants, and XLA would take minutes to sort a million of them while it compiles
+    parts = lax.optimization_barrier([_merge(x, merged) for x in parts])
+    key, *of, tile = lax.sort(parts, num_keys=len(parts))
+
+    runs = 1 if shape.kind == mod_ir.SCALAR else shape.keys
+    b, h = (jnp.arange(n, dtype=jnp.int32) for n in key.shape[:2])
+    counts = jnp.zeros((*key.shape[:2], runs), jnp.int32)
+    counts = counts.at[b[:, None, None], h[:, None], key].add(1, mode="drop")
+    visits = key.shape[-1]
+    begin = jnp.cumsum(counts, axis=-1, dtype=jnp.int32) - counts
+    begin = begin + (jnp.arange(key.shape[0] * key.shape[1], dtype=jnp.int32) * visits).reshape(*key.shape[:2], 1)
+    if shape.kind == mod_ir.SCALAR:
+        size = -(-counts // shape.keys)
+        before = jnp.minimum(jnp.arange(shape.keys, dtype=jnp.int32) * size, counts)
+        begin, counts = begin + before, jnp.minimum(size, counts - before)
+    full = (shape.batch, shape.heads, shape.keys)
+    first = jnp.arange(shape.batch, dtype=jnp.int32)[:, None] * plan.q_heads + jnp.arange(shape.heads, dtype=jnp.int32)
+    flat = lambda x: jnp.broadcast_to(x, full).reshape(-1)
+    heads = of[0].reshape(-1) if of else None
+    return TileLists(flat(first[..., None]), flat(begin), flat(counts), heads, tile.reshape(-1))
+
+
+def _visits(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> tuple[jax.Array, ...]:
+    """Row, column, whether the mask applies, and whether it is listed at all, each [batch, heads, visits] of the block mask."""
+    blocks = plan.blocks
+    if blocks is None or lists is None:
+        number = jnp.arange(shape.rows * shape.columns, dtype=jnp.int32).reshape(1, 1, -1)
+        masked = jnp.full_like(number, int(plan.mask is not None))
+        return number // shape.columns, number % shape.columns, masked, jnp.ones_like(number, jnp.bool_)
+    per_q, per_kv = blocks.block_q // shape.tile, blocks.block_kv // shape.tile
+    found = []
+    for num, index, masked in (
+        (lists.full_num, lists.full_index, 0),
+        (lists.partial_num, lists.partial_index, 1),
+    ):
+        if num is None or index is None:
+            continue
+        # [batch, heads, blocks of queries, listed, tiles of queries in a block, tiles of keys in a block]
+        numbers = lambda n, axis: jnp.arange(n, dtype=jnp.int32).reshape([-1 if a == axis else 1 for a in range(6)])
+        row = numbers(index.shape[2], 2) * per_q + numbers(per_q, 4)
+        column = index.astype(jnp.int32)[..., None, None] * per_kv + numbers(per_kv, 5)
+        listed = numbers(index.shape[3], 3) < num[..., None, None, None]
+        listed = listed & (row < shape.rows) & (column < shape.columns)
+        full = (*index.shape, per_q, per_kv)
+        parts = (row, column, jnp.full((1,) * 6, masked, jnp.int32), listed)
+        found.append([jnp.broadcast_to(x, full).reshape(*full[:2], -1) for x in parts])
+    nothing = [jnp.zeros((blocks.batch, blocks.heads, 1), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)]
+    return tuple(jnp.concatenate(x, axis=-1) for x in zip(*(found or [nothing]), strict=True))
+
+
+def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) -> jax.Array:
+    """What a visit adds to the number of its list's first head."""
+    b = jnp.arange(shape[0], dtype=jnp.int32)[:, None, None] * (plan.q_heads * merged[0])
+    h = jnp.arange(shape[1], dtype=jnp.int32)[:, None] * int(merged[1])
+    return jnp.broadcast_to(b + h, shape)
+
+
+def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
+    """[batch, heads, visits] with the merged of the first two axes drawn into the last."""
+    batch, heads, _ = x.shape
+    if merged == (True, False):
+        x = x.transpose(1, 0, 2)
+    return x.reshape(1 if merged[0] else batch, 1 if merged[1] else heads, -1)

@@ -1,0 +1,163 @@
+"""Where sums of gradients go in a captured array.
+
+What capture_kernel.py adds up are numbers for each (b, h) and query, key, difference or pair. Here they are put where the load's index names:
+as they are where each dimension walks along one axis, by an addition to distinct places, or where places may repeat sorted and summed run by
+run. Numbers for each pair at places that repeat do not come here: the kernel adds them to their places itself.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.trace import mod_ir
+from flexjax.trace.on_tiles import apply_op
+
+SORTED_AT_ONCE = 1 << 24
+"""Places that are sorted together; more of them are sorted in parts, so that memory does not grow with them."""
+LARGEST_ARRAY = 1 << 30
+"""Elements of an array whose places may repeat: numbers of places past its end are int32, too."""
+
+
+def axes(load: mod_ir.Load) -> frozenset[str]:
+    return frozenset().union(*(mod_ir.axes_of(a) for a in load.index))
+
+
+def distinct(load: mod_ir.Load) -> bool:
+    """Whether different (b, h, position) name different elements: each axis walks a dimension of its own, in steps of one."""
+    found = set()
+    for atom in load.index:
+        own = mod_ir.axes_of(atom)
+        if not own:
+            continue
+        linear = atom.linear if isinstance(atom, mod_ir.Val) else None
+        if linear is None or len(own) != 1 or linear.uniform:
+            return False
+        steps = {"b": linear.b, "h": linear.h, "q": linear.q, "kv": linear.kv, "delta": linear.q}
+        if abs(steps[next(iter(own))]) != 1:
+            return False
+        found |= own
+    return found == axes(load)
+
+
+POSITIONS = {mod_ir.SCALAR: (2, 3), mod_ir.ROW: (3,), mod_ir.COLUMN: (2,), mod_ir.TILE: ()}
+"""The axes of [b, h, q, kv] that sums of a kind of load lack."""
+
+
+def add_at(
+    plan: KernelPlan,
+    operands: Operands,
+    derivative: mod_ir.Program,
+    load: mod_ir.Load,
+    sums: jax.Array,
+    total: jax.Array,
+) -> jax.Array:
+    if not load.index:
+        return total + sums.sum()
+    dims, kind = plain_dims(load), mod_ir.classify_load(load).kind
+    if (
+        dims is not None and kind in POSITIONS
+    ):  # no index, no scatter: for a pair bias they would cost more than the kernels
+        found = placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
+        return found if found.dtype != total.dtype else total + found
+    index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
+    if distinct(load):
+        return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
+    flat = jnp.zeros(sums.shape, jnp.int32)
+    for i, n in zip(index, total.shape, strict=True):
+        flat = flat * n + jnp.clip(i, 0, n - 1)
+    return total + _sum_repeated(flat.ravel(), sums.ravel(), total.size).reshape(total.shape)
+
+
+def _sum_repeated(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
+    """[size] sums of the values by place, in one fixed order."""
+    parts = -(-place.shape[0] // SORTED_AT_ONCE)
+    if parts == 1:
+        return _sum_runs(place, value, size)
+    each = -(-place.shape[0] // parts)
+    extra = (0, parts * each - place.shape[0])
+    place = jnp.pad(place, extra, constant_values=0).reshape(parts, each)
+    value = jnp.pad(value, extra).reshape(parts, each)
+
+    def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + _sum_runs(part[0], part[1], size), None
+
+    return lax.scan(add, jnp.zeros((size,), value.dtype), (place, value))[0]
+
+
+def _sum_runs(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
+    """[size] sums of the values by place, in one fixed order: sorted, then added run by run."""
+    place, value = lax.sort((place, value), num_keys=1, is_stable=True)
+
+    def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return b[0], jnp.where(a[0] == b[0], a[1] + b[1], b[1])
+
+    _, running = lax.associative_scan(join, (place, value))
+    last = jnp.concatenate([place[1:] != place[:-1], jnp.ones((1,), bool)])
+    at = jnp.where(last, place, size + jnp.arange(place.shape[0]))
+    return jnp.zeros((size,), value.dtype).at[at].set(running, mode="drop", unique_indices=True)
+
+
+def _indices(
+    plan: KernelPlan, operands: Operands, derivative: mod_ir.Program, load: mod_ir.Load, rank: int
+) -> list[jax.Array]:
+    """The index of the load for all (b, h, position), as arrays that broadcast to [b, h, ...]."""
+    kind, own = mod_ir.classify_load(load).kind, axes(load)
+    shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])
+    zero = jnp.zeros((1,) * rank, jnp.int32)
+    q = kv = zero
+    if kind == mod_ir.ROW:
+        q = shape(plan.q_len, 2)
+    elif kind == mod_ir.COLUMN:
+        kv = shape(plan.kv_len, 2)
+    elif kind == mod_ir.DIAGONAL:
+        difference = shape(plan.q_len + plan.kv_len - 1, 2) - (plan.kv_len - 1)
+        q = jnp.maximum(difference, 0)
+        kv = q - difference
+    elif kind == mod_ir.TILE:
+        q, kv = shape(plan.q_len, 2), shape(plan.kv_len, 3)
+    env: dict[int, jax.Array] = {
+        mod_ir.B: shape(plan.batch, 0) if "b" in own else zero,
+        mod_ir.H: shape(plan.q_heads, 1) if "h" in own else zero,
+        mod_ir.Q: q,
+        mod_ir.KV: kv,
+    }
+
+    def read(atom: mod_ir.Atom) -> jax.Array:
+        if isinstance(atom, mod_ir.Lit):
+            return jnp.full((1,) * rank, atom.value, jnp.dtype(atom.dtype))
+        return env[atom.id]
+
+    needed = mod_ir.uses(derivative.steps, load.index)
+    for step in derivative.steps:
+        if not any(o.id in needed for o in step.outs):
+            continue
+        if isinstance(step, mod_ir.Op):
+            operands_ = jnp.broadcast_arrays(*(read(a) for a in step.inputs))
+            env[step.out.id] = apply_op(step, operands_)
+        elif isinstance(step, mod_ir.Load):
+            env[step.out.id] = operands.score_captures[step.capture][tuple(read(a) for a in step.index)]
+        else:
+            raise NotImplementedError(
+                f"`{step.name}` in the index of a captured array has no gradient on this backend."
+            )
+    return [read(a) for a in load.index]
+
+
+def diagonal_sums(tiles: jax.Array) -> jax.Array:
+    """[..., n, n] to [..., 2n - 1]: sums over r - c = -(n - 1) .. n - 1."""
+    n = tiles.shape[-1]
+    flipped = jnp.pad(tiles[..., ::-1], [(0, 0)] * (tiles.ndim - 1) + [(0, n)])
+    flat = flipped.reshape(*tiles.shape[:-2], n * 2 * n)[..., : n * (2 * n - 1)]
+    return flat.reshape(*tiles.shape[:-2], n, 2 * n - 1).sum(-2)
+
+
+def join_windows(windows: jax.Array) -> jax.Array:
+    """[..., d, 2n - 1] windows that begin n apart to one vector of n * (d + 1) - 1 numbers."""
+    *head, count, width = windows.shape
+    n = (width + 1) // 2
+    padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 1) + [(0, 1)]).reshape(*head, count, 2, n)
+    low = jnp.pad(padded[..., 0, :], [(0, 0)] * len(head) + [(0, 1), (0, 0)])
+    high = jnp.pad(padded[..., 1, :], [(0, 0)] * len(head) + [(1, 0), (0, 0)])
+    return (low + high).reshape(*head, (count + 1) * n)[..., : (count + 1) * n - 1]

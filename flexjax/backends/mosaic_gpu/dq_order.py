@@ -1,0 +1,135 @@
+"""The order in which CTAs add their dQ tiles to memory, so that the same inputs give the same bits.
+
+In the fused backward kernel a CTA owns one key tile and adds a dQ tile to memory for every query tile that it visits. Float32
+addition does not commute with rounding, so a fixed result needs a fixed order of additions at every query tile.
+
+No kernel of this project waits for a CTA that may not have started: a CTA that waits holds its SM, and if the awaited CTA
+needs that SM, the GPU hangs. Here this holds by construction. Each CTA draws a start number from an atomic counter as its first
+action. The start number determines its key tile, and with it its rank among the key tiles of its head. A CTA waits at a query
+tile for the CTAs of lower rank that visit this query tile. Lower ranks have lower start numbers, hence have started; the CTA
+with the lowest unfinished start number waits for nobody. One resident CTA is enough for progress, and the order depends on
+neither the number of SMs nor where CTAs run.
+
+    ticket(rank, query tile) = how many lower ranks of the same sum visit this query tile
+
+A hand-off costs about one step (a step is the work of one CTA on one query tile), so ranks of one sum walk the queries in
+the same direction, one behind the other, and the last of the CTAs that start together begins late. Three choices keep that start-up
+delay small; `order_for` makes them from the problem alone, never from the GPU, so the bits do not change with it:
+
+    heads     key heads side by side in launch order: neighbours in launch order do not wait for each other
+    sums      partial dQ sums of a head; rank r adds to sum r % sums, and the sums are added up at the end
+    downward  queries are walked from the last to the first, key tile 0 has rank 0. Under a causal mask the CTAs with the most
+              work then start first, and no long CTA runs alone at the end. Otherwise queries are walked upward and the last key
+              tile has rank 0: under a window or under documents a CTA then begins where no lower rank adds
+
+FlashAttention-3 orders its additions by key block too; "DASH" (arXiv 2601.21824) discusses such schedules. The numbers below are
+from an event simulation and from measurements, see NOTES_backward.md.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.trace import forms
+
+REFERENCE_SMS = 132
+"""The number of SMs that the choices assume, whatever the GPU at hand has: those of an H100 or H200."""
+HANDOFF = 1.05
+"""Steps between an addition and the next addition to the same query tile: the addition, the signal and its arrival."""
+BYTES_PER_STEP = 11e6
+"""Bytes that memory moves during one step: 2.75 us at 4 TB/s."""
+HEADS, L2_BYTES = 8, 40e6
+"""Key heads side by side: as many as L2_BYTES hold of Q, dO and dQ, and at least HEADS. 16 heads of 8192 x 128 are 3% slower than 4."""
+MOST_SUMS = 8
+
+
+class DqOrder(typing.NamedTuple):
+    """See the top of this file. `delay` is the modelled start-up delay over the kernel's time without it."""
+
+    heads: int
+    sums: int
+    downward: bool
+    delay: float
+
+
+def is_full(plan: KernelPlan) -> bool:
+    """Whether all queries read all keys."""
+    return plan.blocks is None and plan.mask is None
+
+
+def is_triangle(plan: KernelPlan) -> bool:
+    """Whether the mask is causal-like: the last visible key grows with the query."""
+    return plan.blocks is not None and plan.mask is not None and forms.is_lower_triangle(plan.mask)
+
+
+def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
+    """The order for tiles of `q_tiles` x `kv_tiles` a head, with the smallest modelled time.
+
+    A mask that is neither full nor a triangle has unknown density, so its delay is not modelled (0).
+    """
+    key_heads = plan.batch * plan.kv_heads
+    head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
+    most = max(HEADS, int(L2_BYTES / max(head_bytes, 1.0)))
+    heads = -(-key_heads // -(-key_heads // most))
+    if not is_full(plan) and not is_triangle(plan):
+        return DqOrder(heads, 1, downward=False, delay=0.0)
+    made = [_modelled(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
+    return min(made, key=lambda order: order.delay)
+
+
+def _sums(kv_tiles: int) -> list[int]:
+    return [n for n in (1, 2, 4, MOST_SUMS) if n <= max(kv_tiles, 1)]
+
+
+def _modelled(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: int) -> DqOrder:
+    key_heads, density = plan.batch * plan.kv_heads, 0.5 if is_triangle(plan) else 1.0
+    steps = q_tiles * plan.group  # of the longest CTA
+    ctas = key_heads * kv_tiles
+    time = max(float(steps), ctas * steps * density / REFERENCE_SMS)
+    # CTAs of one sum that start together, of which the last waits for all others; once, or for each group of heads that fits the GPU
+    begin = HANDOFF * min(kv_tiles, REFERENCE_SMS / heads) / sums
+    if heads * kv_tiles <= REFERENCE_SMS:
+        begin *= max(1.0, ctas / REFERENCE_SMS)
+    if density < 1.0 and ctas <= REFERENCE_SMS:
+        begin = 0.0  # a CTA that begins late has that much less to do
+    # a query tile is added to by all ranks one after the other
+    chain = -(-key_heads // heads) * -(-kv_tiles // sums) * HANDOFF if heads * kv_tiles > REFERENCE_SMS else 0.0
+    written = 4.0 * plan.batch * plan.q_heads * plan.q_len * (plan.head_dim + plan.extra_dim) * (sums - 1)
+    added = max(begin, chain - time) + written / BYTES_PER_STEP
+    return DqOrder(heads, sums, downward=True, delay=added / time)
+
+
+# ------------------------------------------------------------------- inside the kernel
+
+
+class Place(typing.NamedTuple):
+    """What a CTA owns, and where it stands in the order of its head."""
+
+    key_head: jax.Array
+    key_tile: jax.Array
+    rank: jax.Array
+
+
+def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Place:
+    """What the CTA with this start number owns: `order.heads` heads side by side, rank by rank."""
+    i32 = jnp.int32
+    together = i32(order.heads * kv_tiles)
+    first = jax.lax.div(start, together) * i32(order.heads)
+    here = jax.lax.min(i32(order.heads), i32(key_heads) - first)
+    within = jax.lax.rem(start, together)
+    rank = jax.lax.div(within, here)
+    key_tile = rank if order.downward else i32(kv_tiles - 1) - rank
+    return Place(first + jax.lax.rem(within, here), key_tile, rank)
+
+
+def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
+    """[.., key tiles, query tiles] int32: the ticket at each visited pair, from `visited` (0 or 1) in the same shape."""
+    *lead, kv_tiles, q_tiles = visited.shape
+    by_rank = visited if order.downward else jnp.flip(visited, -2)
+    rounds = -(-kv_tiles // order.sums)
+    widths = [(0, 0)] * len(lead) + [(0, rounds * order.sums - kv_tiles), (0, 0)]
+    in_sums = jnp.pad(by_rank, widths).reshape(*lead, rounds, order.sums, q_tiles)
+    before = (jnp.cumsum(in_sums, -3, dtype=jnp.int32) - in_sums).reshape(*lead, -1, q_tiles)[..., :kv_tiles, :]
+    return before if order.downward else jnp.flip(before, -2)

@@ -1,0 +1,99 @@
+"""Sums of float32 numbers at places of an array that repeat, the same bit for bit in whatever order they are added.
+
+A number becomes a 64-bit integer, a multiple of 2^-k, and is added to its place by an atomic instruction. Integer sums do not depend on
+their order. k is chosen from `total`, a number that the sum of all magnitudes does not exceed by more than a factor of four:
+
+    k = 60 - e     where total < 2^e
+
+so that no sum overflows, and a number is rounded to within 2^-61 of the total. Without a finite total, sums are NaN: an integer has no
+room for one.
+
+jax has 64-bit integers only where they are enabled, so an array of sums is [size, 2] uint32, low word first. The simulator has no atomic
+instructions: there every warpgroup has an array of float32 of its own.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from flexjax.backends.mosaic_gpu.memory import TILE, element, places_of
+
+Ref = typing.Any
+LARGEST_POWER = 60
+ROWS_OF_A_THREAD = (
+    8  # a thread holds rows n and n + 8, and columns 8 apart: two elements of a diagonal often share a place
+)
+
+
+def power(total: jax.Array) -> jax.Array:
+    """k, int32."""
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(total), total, 1.0).astype(jnp.float32))
+    return jnp.clip(LARGEST_POWER - exponent, -126, 126).astype(jnp.int32)
+
+
+def _power_of_two(k: jax.Array) -> jax.Array:
+    """2^k in float32, exactly, for k from -126 to 127."""
+    return lax.bitcast_convert_type((k + 127) << 23, jnp.float32)
+
+
+def scale(total: jax.Array) -> jax.Array:
+    """What numbers are multiplied by before they are rounded."""
+    return _power_of_two(power(total))
+
+
+def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
+    """[size] float32 from [size, 2] uint32."""
+    low, high = words[:, 0], words[:, 1]
+    negative = high >> 31 == 1
+    high = jnp.where(negative, ~high + (low == 0), high)
+    low = jnp.where(negative, ~low + np.uint32(1), low)
+    size = high.astype(jnp.float32) * np.float32(1 << 32) + low.astype(jnp.float32)
+    size = size * _power_of_two(-power(total))
+    return jnp.where(jnp.isfinite(total), jnp.where(negative, -size, size), jnp.nan)
+
+
+def add(sums: Ref, place: jax.Array, value: jax.Array, factor: jax.Array, interpret: bool) -> None:
+    """sums[place] += value * factor for a tile of int32 places, in the layout of the WGMMA accumulator."""
+    if interpret:
+        sums[...] = sums[...].at[place].add(value)
+        return
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, TILE, splat))
+    def scatter(_: typing.Any, memory: ir.Value, places: typing.Any, values: typing.Any, factor: typing.Any) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+        base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
+        by = factor.registers.flat[0]
+        where, what = {}, {}
+        for register, item, at in places_of(TILE.to_mgpu(), values.shape).constants:
+            where[at] = element(places.registers[register], item)
+            number = arith.mulf(element(values.registers[register], item), by)
+            what[at] = llvm.inline_asm(i64, [number], "cvt.rni.s64.f32 $0, $1;", "=l,f")
+        zero = arith.constant(i64, 0)
+        n = ROWS_OF_A_THREAD
+        for row, column in sorted(where):
+            after = (row + n, column + n)
+            if row % (2 * n) == 0 and after in where:
+                same = arith.cmpi(arith.CmpIPredicate.eq, where[row, column], where[after])
+                joined = arith.addi(what[row, column], what[after])
+                what[row, column] = arith.select(same, joined, what[row, column])
+                what[after] = arith.select(same, zero, what[after])
+        for at in sorted(where):
+            offset = arith.shli(arith.extui(i64, where[at]), mgpu.c(1, i64))
+            pointer = mgpu.utils.getelementptr(base, [offset], i32)
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [pointer, what[at]],
+                "{ .reg .pred p; setp.ne.s64 p, $1, 0; @p red.relaxed.gpu.global.add.u64 [$0], $1; }",
+                "l,l",
+                has_side_effects=True,
+            )
+
+    scatter(sums, place, value, factor)  # pyright: ignore[reportCallIssue]  # the context argument is filled in

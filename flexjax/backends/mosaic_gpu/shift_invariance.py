@@ -1,0 +1,113 @@
+"""By how much an integer of a mod changes when query and key move together.
+
+`table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]` reads the same element at (i, j) and at (i + w, j + w): moving both by a
+multiple of w changes neither difference. So tiles whose first query and first key differ by the same number read the table at the same
+places, if they lie a multiple of w apart, and their gradients can be summed in registers before they are added to the table.
+
+`change(program, period)` gives that for every integer of a program, by rules for each operation. What no rule covers is unknown.
+"""
+
+import typing
+
+from flexjax.trace import mod_ir
+
+SAME = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "sub"})
+"""Operations whose result depends on the difference of their arguments, as long as these do not wrap around."""
+JOINS = frozenset({"max", "min"})
+
+
+def invariant(program: mod_ir.Program, index: tuple[mod_ir.Atom, ...], period: int) -> bool:
+    """Whether the index is the same at (q, kv) and (q + period, kv + period), for the same b and h."""
+    known = _changes(program, index, period)
+    return all(_of(atom, known, period) == 0 for atom in index)
+
+
+def _of(atom: mod_ir.Atom, known: dict[int, int | None], period: int) -> int | None:
+    if isinstance(atom, mod_ir.Lit):
+        return 0
+    if "score" in atom.axes:
+        return None
+    if not atom.axes - mod_ir.UNIFORM - {"delta"}:
+        return 0
+    if atom.linear is not None:
+        return (atom.linear.q + atom.linear.kv) * period
+    return known.get(atom.id)
+
+
+def _changes(program: mod_ir.Program, index: tuple[mod_ir.Atom, ...], period: int) -> dict[int, int | None]:
+    """By id of a value: what is added to it, None where that is no constant."""
+    needed = mod_ir.uses(program.steps, index)
+    known: dict[int, int | None] = {mod_ir.Q: period, mod_ir.KV: period, mod_ir.SCORE: None}
+    for step in program.steps:
+        if not any(o.id in needed for o in step.outs):
+            continue
+        given = [_of(a, known, period) for a in step.inputs]
+        for out in step.outs:
+            known[out.id] = _of_op(step, given) if isinstance(step, mod_ir.Op) else _all_the_same(given)
+    return known
+
+
+def _all_the_same(given: list[int | None]) -> int | None:
+    return 0 if all(g == 0 for g in given) else None
+
+
+def _of_op(step: mod_ir.Op, given: list[int | None]) -> int | None:
+    if all(g == 0 for g in given):
+        return 0
+    if any(g is None for g in given) or not all(_exact(a) for a in step.inputs if _integer(a)):
+        return None
+    if not all(_integer(a) or g == 0 for a, g in zip(step.inputs, given, strict=True)):
+        return None
+    moved = typing.cast(list[int], given)
+    name, first = step.prim, moved[0]
+    if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _exact(step.out)):
+        return first
+    if name == "neg":
+        return -first
+    if name in ("add", "add_any"):
+        return first + moved[1]
+    if name in SAME and first == moved[1]:
+        return 0
+    if name == "sub":
+        return first - moved[1]
+    if name in JOINS:
+        return first if first == moved[1] else None
+    if name == "select_n":
+        return moved[1] if first == 0 and len(set(moved[1:])) == 1 else None
+    if name == "mul":
+        for factor, other in (step.inputs, step.inputs[::-1]):
+            if isinstance(factor, mod_ir.Lit):
+                return int(factor.value) * (moved[1] if other is step.inputs[1] else first)
+        return None
+    return _divided(step, first)
+
+
+def _divided(step: mod_ir.Op, first: int) -> int | None:
+    """Quotients and remainders by a literal, of which the change is a multiple."""
+    name, by = step.prim, step.inputs[-1]
+    if len(step.inputs) != 2 or not isinstance(by, mod_ir.Lit) or not isinstance(by.value, int) or by.value <= 0:
+        return None
+    number = step.inputs[0]
+    positive = isinstance(number, mod_ir.Val) and number.low is not None and number.low >= 0
+    if name in ("div", "rem", "shift_right_logical") and not positive:
+        return None
+    if name in ("shift_right_logical", "shift_right_arithmetic"):
+        divisor = 1 << by.value
+    elif name == "and" and not by.value & (by.value + 1):
+        divisor = by.value + 1
+    elif name in ("div", "rem", "floordiv", "floormod"):
+        divisor = by.value
+    else:
+        return None
+    if first % divisor:
+        return None
+    return 0 if name in ("rem", "floormod", "and") else first // divisor
+
+
+def _integer(atom: mod_ir.Atom) -> bool:
+    return atom.dtype.startswith(("int", "uint"))
+
+
+def _exact(atom: mod_ir.Atom) -> bool:
+    """Whether it is an integer that does not wrap around."""
+    return mod_ir.range_of_val(atom) is not None

@@ -1,0 +1,139 @@
+"""A block mask with blocks of another size, for kernels whose tiles the mask's own blocks do not fit.
+
+A new block covers some of the old ones, wholly or in part. It is full where all of them are full, empty where all are empty, and
+partial otherwise: O(blocks) work on the device, so lists may be traced. In a partial block the mask program decides each entry.
+That is exact for the mask of create_block_mask. The program of a mask made from a user's lists knows nothing of the lists, so it
+is extended: it looks up the class of the old block first.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.block_mask import transpose
+from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
+from flexjax.trace.mod_ir import Program
+from flexjax.trace.on_scalars import as_mask_mod
+from flexjax.trace.trace_mod import trace_mask_mod
+
+Array = jax.Array
+
+
+def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
+    """The plan with mask blocks of that size; itself where it has no block mask, or one of such blocks."""
+    blocks = plan.blocks
+    if blocks is None or (blocks.block_q, blocks.block_kv) == (block_q, block_kv):
+        return plan
+    mask = _program_with_lists(plan)[0] if blocks.from_user_lists else plan.mask
+    rows, columns = _covered(plan.q_len, blocks.block_q, block_q), _covered(plan.kv_len, blocks.block_kv, block_kv)
+    partial, full = _widths(blocks.partial, blocks.full, rows, columns)
+    partial_t, full_t = _widths(blocks.partial_t, blocks.full_t, columns, rows)
+    sizes = BlockLayout(blocks.batch, blocks.heads, block_q, block_kv, partial, full, partial_t, full_t)
+    return dataclasses.replace(plan, mask=mask, blocks=sizes)
+
+
+def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
+    """The plan with mask blocks of that size (plan_with_blocks) and its operands."""
+    made = plan_with_blocks(plan, block_q, block_kv)
+    if made is plan:
+        return plan, operands
+    old, new, lists = plan.blocks, made.blocks, operands.lists
+    assert old is not None
+    assert new is not None
+    assert lists is not None
+    classes = _classes(plan, lists)
+    captures = operands.mask_captures
+    if old.from_user_lists:
+        given = (classes.astype(jnp.int32), *captures)
+        captures = tuple(given[n] for n in _program_with_lists(plan)[1])
+    low = high = classes
+    for axis, places in (
+        (2, _covered(plan.q_len, old.block_q, block_q)),
+        (3, _covered(plan.kv_len, old.block_kv, block_kv)),
+    ):
+        low, high = jnp.min(_spread(low, axis, places), axis + 1), jnp.max(_spread(high, axis, places), axis + 1)
+    arrays: list[Array | None] = []
+    for hit, width in (((low < FULL) & (high > EMPTY), new.partial), (low == FULL, new.full)):
+        num, index = transpose.lists_of(hit)
+        arrays += (num, index[..., :width]) if width else (None, None)
+    return made, operands._replace(mask_captures=captures, lists=BlockLists(*arrays))
+
+
+def _covered(length: int, old: int, new: int) -> np.ndarray:
+    """[new blocks, most]: the old blocks that each new one covers; the last is repeated where there are fewer."""
+    first = np.arange(-(-length // new)) * new
+    low, high = first // old, (np.minimum(first + new, length) - 1) // old
+    most = int((high - low).max(initial=0)) + 1
+    return np.minimum(low[:, None] + np.arange(most), high[:, None])
+
+
+def _spread(x: Array, axis: int, places: np.ndarray) -> Array:
+    return jnp.take(x, places.reshape(-1), axis).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+
+
+def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> tuple[int, int]:
+    """The most entries that a row of the new lists can have: new blocks that meet an old one, for each entry of an old row."""
+    _, meetings = np.unique(np.concatenate([np.unique(n) for n in columns] or [columns[:0, 0]]), return_counts=True)
+    meeting = int(meetings.max(initial=0))
+    most = len(columns)
+    return min(most, rows.shape[1] * (partial + full) * meeting), min(most, full * meeting)
+
+
+def _classes(plan: KernelPlan, lists: BlockLists) -> Array:
+    """int8 [batch, heads, q blocks, kv blocks]: EMPTY, PARTIAL or FULL."""
+    blocks = plan.blocks
+    assert blocks is not None
+    shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
+    classes = jnp.zeros(shape, jnp.int8)
+    for num, index, value in ((*lists[:2], PARTIAL), (*lists[2:], FULL)):
+        if num is not None and index is not None:
+            flags = transpose.flags_of_lists(num, index, shape[3])
+            classes = jnp.where(flags, jnp.int8(value), classes)
+    return classes
+
+
+# ------------------------------------------------------------------- lists that a user made
+
+
+def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
+    """The mask program that looks up the class of an entry's block, and which of (classes, *mask captures) it reads."""
+    assert plan.blocks is not None
+    sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    return _traced(plan.mask, sizes, dataclasses.astuple(plan.blocks)[:4])
+
+
+@functools.lru_cache(maxsize=512)
+def _traced(
+    program: Program | None, sizes: tuple[int, int, int, int], blocks: tuple[int, int, int, int]
+) -> tuple[Program, tuple[int, ...]]:
+    batch, heads, block_q, block_kv = blocks
+    shape = (batch, heads, -(-sizes[2] // block_q), -(-sizes[3] // block_kv))
+    given = () if program is None else program.captures
+    types = [jax.ShapeDtypeStruct(shape, jnp.int32), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given)]
+    found: list[tuple[Program, tuple[int, ...]]] = []
+
+    def trace(arrays: Sequence[Array]) -> None:
+        classes, *captures = arrays
+        inside = None if program is None else as_mask_mod(program, captures)
+
+        def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            at = (b if batch > 1 else 0, h if heads > 1 else 0, q_idx // block_q, kv_idx // block_kv)
+            kind = classes[at]
+            return (
+                kind > EMPTY if inside is None else (kind == FULL) | ((kind == PARTIAL) & inside(b, h, q_idx, kv_idx))
+            )
+
+        traced = trace_mask_mod(mask_mod, sizes)
+        places = {id(a): n for n, a in enumerate(arrays)}
+        found.append((traced.program, tuple(places[id(a)] for a in traced.arrays)))
+
+    # Traced on no mesh: calls on every mesh share it.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        jax.eval_shape(trace, typing.cast(typing.Any, types))
+    return found[0]

@@ -1,0 +1,93 @@
+"""Primitives that look elementwise or cumulative and need more than one operation of the program an element.
+
+Rules as in lower_rules.py.
+"""
+
+import itertools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from flexjax.trace.atoms import Value, as_object, map_elements, scalar
+from flexjax.trace.builder import Builder, literal
+from flexjax.trace.mod_ir import Atom
+
+
+class Translation(Protocol):
+    """What the rules need of lower_jaxpr.Lowering."""
+
+    builder: Builder
+
+    def run(self, jaxpr: jex_core.Jaxpr, consts: list[Value], args: list[Value]) -> list[Value]: ...
+
+    def as_atoms(self, value: Value) -> np.ndarray: ...
+
+
+# ------------------------------------------------------------------- reinterpreting bits
+
+
+def bits_of(dtype: Any) -> int | None:
+    """Bits of a number of the type; None for types whose bits cannot be told apart by shifts (bool, complex)."""
+    kind = jnp.dtype(dtype)
+    if jnp.issubdtype(kind, jnp.integer):
+        return int(jnp.iinfo(kind).bits)
+    return int(jnp.finfo(kind).bits) if jnp.issubdtype(kind, jnp.floating) else None
+
+
+def _reinterpreted(builder: Builder, atom: Atom, dtype: Any) -> Atom:
+    """The bits of the atom as a number of another type of the same width."""
+    name = jnp.dtype(dtype).name
+    return atom if atom.dtype == name else builder.op("bitcast_convert_type", (atom,), name, new_dtype=name)
+
+
+def _bitcast(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray] | None:
+    """Between types of different widths by shifts: the last dimension counts parts, the least significant first."""
+    atoms, out = self.as_atoms(args[0]), eqn.outvars[0].aval
+    old, new = bits_of(eqn.invars[0].aval.dtype), bits_of(out.dtype)
+    builder = self.builder
+    if old == new:
+        return [map_elements(lambda x: _reinterpreted(builder, x, out.dtype), [atoms], out.shape)]
+    if old is None or new is None:
+        return None
+    small, large = (f"uint{min(old, new)}", f"uint{max(old, new)}")
+
+    def part(atom: Atom, place: int) -> Atom:
+        whole = _reinterpreted(builder, atom, large)
+        moved = builder.op("shift_right_logical", (whole, literal(place * new, large)), large)
+        return _reinterpreted(builder, builder.convert(moved, small), out.dtype)
+
+    def joined(*parts: Atom) -> Atom:
+        total: Atom = literal(0, large)
+        for place, atom in enumerate(parts):
+            wide = builder.convert(_reinterpreted(builder, atom, small), large)
+            moved = builder.op("shift_left", (wide, literal(place * old, large)), large)
+            total = builder.op("or", (total, moved), large)
+        return _reinterpreted(builder, total, out.dtype)
+
+    if new < old:
+        columns = [map_elements(lambda x, i=i: part(x, i), [atoms], atoms.shape) for i in range(old // new)]
+        return [np.stack(columns, -1)]
+    return [map_elements(joined, [as_object(c) for c in np.moveaxis(atoms, -1, 0)], out.shape)]
+
+
+# ------------------------------------------------------------------- running sums of exponentials
+
+
+def _cumlogsumexp(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+    """By jnp.logaddexp, with its derivative rule."""
+    atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
+    kind = jax.ShapeDtypeStruct((), eqn.outvars[0].aval.dtype)
+    add = jax.make_jaxpr(jnp.logaddexp)(kind, kind)
+    order = list(range(len(atoms)))[:: -1 if eqn.params["reverse"] else 1]
+    for before, here in itertools.pairwise(order):
+        for place in np.ndindex(*atoms.shape[1:]):
+            pair = [scalar(atoms[(at, *place)]) for at in (before, here)]
+            (total,) = self.run(add.jaxpr, add.consts, pair)
+            atoms[(here, *place)] = self.as_atoms(total).item()
+    return [np.moveaxis(atoms, 0, eqn.params["axis"])]
+
+
+SPECIAL_RULES = {"bitcast_convert_type": _bitcast, "cumlogsumexp": _cumlogsumexp}

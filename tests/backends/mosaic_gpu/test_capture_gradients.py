@@ -1,0 +1,344 @@
+"""How gradients of captured arrays are added up: which tiles, in what memory, at which places."""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+from flexjax.backends.mosaic_gpu import (
+    backward_sm90_common,
+    capture_gradients,
+    capture_kernel,
+    capture_lists,
+    capture_places,
+    fixed_point,
+    shift_invariance,
+)
+from flexjax.backends.mosaic_gpu.backward_pair import Pair
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
+from flexjax.trace import mod_ir, trace_mod
+from tests.backends.mosaic_gpu.test_backward_interpret import (
+    Problem,
+    assert_close,
+    block_lists,
+    causal,
+    normal,
+    problem,
+)
+
+KINDS = (mod_ir.SCALAR, mod_ir.ROW, mod_ir.COLUMN, mod_ir.DIAGONAL, mod_ir.TILE)
+
+
+def relative_2d(width: int, rows: int) -> typing.Callable[..., typing.Any]:
+    """A table [heads, 2 * rows - 1, 2 * width - 1] of relative positions on a grid."""
+    return lambda c, s, b, h, i, j: s + c[0][h, i // width - j // width + rows - 1, i % width - j % width + width - 1]
+
+
+def plan_of(
+    length: int,
+    heads: int,
+    *,
+    batch: int = 1,
+    kv_len: int | None = None,
+    blocks: BlockLayout | None = None,
+    score: mod_ir.Program | None = None,
+) -> KernelPlan:
+    sizes = (batch, heads, heads, length, kv_len or length, 64, 64)
+    return KernelPlan(*sizes, "bfloat16", "BTNH", 0.125, score=score, blocks=blocks)
+
+
+# ------------------------------------------------------------------- lists of tiles
+
+
+def walked(plan: KernelPlan, shape: capture_lists.Shape, lists: capture_lists.TileLists) -> list[list[tuple[int, ...]]]:
+    """(b, h, row, column, masked) of each visit of each list."""
+    head, begin, count, tile = (np.asarray(x) for x in (lists.head, lists.begin, lists.count, lists.tile))
+    found = []
+    for n in range(shape.count):
+        visits = []
+        for turn in range(math.prod(shape.repeats)):
+            for at in range(begin[n], begin[n] + count[n]):
+                number = head[n] + (turn if shape.repeats[1] > 1 else turn * plan.q_heads)
+                number += 0 if lists.of is None else int(lists.of[at])
+                row, column = divmod(int(tile[at]) // 2, shape.columns)
+                visits.append((*divmod(int(number), plan.q_heads), row, column, int(tile[at]) % 2))
+        found.append(visits)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("masks", "shared"),
+    [
+        (None, (True, True)), ((1, 1), (False, True)), ((2, 1), (True, True)), ((1, 3), (False, True)),
+        ((2, 3), (True, True)), ((2, 3), (False, False)),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_have_every_tile_once(
+    kind: str, masks: tuple[int, int] | None, shared: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_lists, "ENOUGH", 5)
+    batch, heads, lengths, period = 2, 3, (640, 512), 2 if kind == mod_ir.DIAGONAL else 1
+    expected = {(b, h, i, j): 0 for b in range(batch) for h in range(heads) for i in range(5) for j in range(4)}
+    layout = lists = None
+    if masks is not None:
+        on = np.random.default_rng(1).integers(0, 3, (*masks, 5, 4))  # a block: off, partly on, on
+        dense = np.repeat(np.repeat(on, 128, 2), 128, 3) - (np.arange(512) % 2 == 0)
+        layout, lists = block_lists(dense > 0, (128, 128))
+        full = np.broadcast_to(on, (batch, heads, 5, 4))
+        expected = {at: int(full[at] == 1) for at in expected if full[at]}
+    plan = plan_of(lengths[0], heads, batch=batch, kv_len=lengths[1], blocks=layout)
+    shape = capture_lists.shape_for(plan, kind, 128, shared, period)
+    found = walked(plan, shape, capture_lists.tile_lists(plan, lists, shape))
+
+    visits = [visit for one in found for visit in one]
+    assert len(visits) == len(expected)
+    assert {visit[:4]: visit[4] for visit in visits} == expected
+    has_in_common = {
+        mod_ir.SCALAR: lambda i, j: 0,
+        mod_ir.ROW: lambda i, j: i,
+        mod_ir.COLUMN: lambda i, j: j,
+        mod_ir.DIAGONAL: lambda i, j: (i - j, i % period),
+        mod_ir.TILE: lambda i, j: (i, j),
+    }[kind]
+    kernel = capture_kernel.CaptureKernel(plan, None, 0, shape, Pair(), capture_kernel.Sink.SUMS)  # type: ignore[arg-type]
+    for n, one in enumerate(found):
+        assert len({has_in_common(i, j) for _, _, i, j, _ in one}) <= 1
+        assert len({(b if shape.batch > 1 else 0, h if shape.heads > 1 else 0) for b, h, *_ in one}) <= 1
+        if kind == mod_ir.DIAGONAL and one:
+            row, column = (int(x) // 128 for x in kernel.first_tile(jnp.int32(n)))
+            assert has_in_common(row, column) == has_in_common(*one[0][2:4])
+            assert all(row <= visit[2] for visit in one)
+
+
+LONG = 524288
+BAND = BlockLayout(1, 1, 128, 128, 2, 7, 2, 7)
+WALKS: dict[str, tuple[tuple[int, ...], typing.Any]] = {
+    "scalar": ((16,), lambda c: lambda s, b, h, i, j: s + c[h] * (j - i)),
+    "row": ((16, LONG), lambda c: lambda s, b, h, i, j: s + c[h, i]),
+    "column": ((16, LONG), lambda c: lambda s, b, h, i, j: s + c[h, j]),
+    "diagonal": ((16, 2 * LONG - 1), lambda c: lambda s, b, h, i, j: s + c[h, i - j + LONG - 1]),
+    "table of two dimensions": (
+        (16, 1023, 2047),
+        lambda c: lambda s, b, h, i, j: s + c[h, i // 1024 - j // 1024 + 511, i % 1024 - j % 1024 + 1023],
+    ),
+}
+
+
+def abstract(*shape: int, dtype: str = "bfloat16") -> typing.Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def largest(jaxpr: typing.Any) -> int:
+    """Bytes of the largest array that a jaxpr computes; kernels are looked at from outside."""
+    found = 0
+    for equation in jaxpr.eqns:
+        for var in equation.outvars:
+            aval = var.aval
+            if hasattr(aval, "size") and hasattr(aval, "dtype"):
+                found = max(found, aval.size * aval.dtype.itemsize)
+        if "kernel" in str(equation.primitive) or "mpmd" in str(equation.primitive):
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                found = max(found, largest(inner.jaxpr))
+    return found
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_memory_follows_the_block_mask(name: str) -> None:
+    """Half a million tokens under a window of 1024: a number for each of the 268 million tiles would be a gigabyte."""
+    shape, mod = WALKS[name]
+    array = abstract(*shape, dtype="float32")
+    found: list[typing.Any] = []
+
+    def trace(c: jax.Array) -> jax.Array:
+        found.append(trace_mod.trace_score_mod(mod(c), (1, 16, LONG, LONG)))
+        return c
+
+    jax.eval_shape(trace, array)  # the array is only looked at by its shape
+    derivative = found[0].derivative
+    plan = plan_of(LONG, 16, blocks=BAND, score=found[0].program)
+    tokens, queries = abstract(1, LONG, 16, 16), LONG // 128
+    given = backward_sm90_common.Prepared(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
+    numbers = lambda *s: abstract(1, 1, queries, *s, dtype="int32")
+    lists = BlockLists(*(numbers(), numbers(2), numbers(), numbers(7)) * 2)
+
+    def run(given: typing.Any, lists: typing.Any, array: jax.Array) -> typing.Any:
+        operands = Operands(*given[:3], None, None, None, (array,), (), (), lists)
+        return capture_gradients.capture_gradients(plan, operands, given, (True,), derivative, Pair())
+
+    jaxpr = jax.make_jaxpr(run)(given, lists, array)
+    allowed = max(math.prod(tokens.shape) * 4, 4 * 2 * math.prod(shape))  # queries in float32, the array in 64 bits
+    assert largest(jaxpr.jaxpr) <= allowed
+    assert capture_gradients.refuses(plan, derivative, (True,)) is None
+
+
+def test_the_order_of_sums_does_not_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = problem(score=lambda c, s, b, h, q, k: s + c[0][h] * (k - q), captured=(jnp.ones(2),), q_len=128, kv_len=128)
+    asked: list[int] = []
+    monkeypatch.setattr(backward_sm90_common, "multiprocessors", lambda: asked.append(1) or 7)
+    jax.eval_shape(made.gradients)
+    assert not asked
+
+
+# ------------------------------------------------------------------- gradients
+
+
+BY_PLACES: dict[str, dict[str, typing.Any]] = {
+    "2-D table, odd, with dropout": {
+        "score": relative_2d(11, 13), "captured": (normal(1, 25, 21),), "q_len": 143, "kv_len": 143, "heads": 1,
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+    },
+    "2-D table, tiles of a diagonal": {
+        "score": relative_2d(8, 32), "captured": (normal(1, 63, 15),), "mask": causal, "block": (64, 64), "heads": 1,
+    },
+    "2-D table that all share": {
+        "score": lambda c, s, b, h, i, j: s + c[0][i // 8 - j // 8 + 15, i % 8 - j % 8 + 7],
+        "captured": (normal(31, 15),), "q_len": 128, "kv_len": 128, "batch": 2,
+    },
+    "gain, of which nothing bounds the derivative": {
+        "score": lambda c, s, b, h, i, j: s * c[0][h, (i * 7 + j * 3) % 50], "captured": (normal(1, 50),),
+        "q_len": 128, "kv_len": 128, "heads": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_PLACES)
+def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sinks: list[tuple[capture_kernel.Sink, str]] = []
+    run = capture_kernel.CaptureKernel.run
+    watched = lambda self, *given: (sinks.append((self.sink, self.shape.kind)), run(self, *given))[1]
+    monkeypatch.setattr(capture_kernel.CaptureKernel, "run", watched)
+    made = problem(**BY_PLACES[name])
+    assert_close(made.gradients(), made.expected, tolerance=3e-2)
+    kind = mod_ir.DIAGONAL if "diagonal" in name else mod_ir.SCALAR
+    measured = [(capture_kernel.Sink.MAGNITUDES, mod_ir.SCALAR)] if "nothing bounds" in name else []
+    assert sinks == [*measured, (capture_kernel.Sink.PLACES, kind)]
+
+
+def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_gradients, "_period", lambda *_: 2)
+    case = {**BY_PLACES["2-D table, tiles of a diagonal"], "q_len": 192, "kv_len": 192}
+    made = problem(**case)
+    assert_close(made.gradients(), made.expected, tolerance=3e-2)
+
+
+def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_lists, "ENOUGH", 1)
+    monkeypatch.setattr(capture_gradients, "LISTS_AT_ONCE", 2)
+    monkeypatch.setattr(capture_places, "SORTED_AT_ONCE", 100)
+    made = problem(
+        score=lambda c, s, b, h, q, k: s + c[0][jnp.clip(q - k, -20, 20) + 20],
+        captured=(normal(41),),
+        mask=lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0) & ((h == 0) | (k < 64)),
+        mask_heads=2,
+        block=(64, 64),
+        q_len=192,
+        kv_len=128,
+    )
+    assert_close(made.gradients(), made.expected, tolerance=3e-2)
+
+
+def test_what_all_gradients_add_up_to_is_bounded() -> None:
+    made = problem(**BY_PLACES["2-D table, odd, with dropout"])
+    given = backward_sm90_common.prepare(
+        made.plan,
+        made.operands,
+        made.d_out,
+        backward_sm90_common.row_statistics(made.plan, made.results, made.d_out, None),
+    )
+    assert made.derivative is not None
+    total = capture_gradients._largest_total(made.plan, given, made.derivative, 0)
+    assert total is not None
+    (expected,) = made.expected.score_captures
+    assert expected is not None
+    assert float(jnp.abs(expected).sum()) <= float(total) <= 1e4 * float(jnp.abs(expected).sum())
+
+
+# ------------------------------------------------------------------- refusals
+
+
+def refusal(made: Problem, **change: int) -> str | None:
+    assert made.derivative is not None
+    return capture_gradients.refuses(dataclasses.replace(made.plan, **change), made.derivative, (True,))
+
+
+def test_refuses_more_tiles_than_can_be_numbered() -> None:
+    small = {"captured": (jnp.ones(1),), "q_len": 64, "kv_len": 64, "heads": 1}
+    made = problem(score=lambda c, s, b, h, q, k: s + c[0][h] * (k - q), **small)
+    assert refusal(made) is None
+    assert refusal(made, q_len=1 << 21, kv_len=1 << 22) is None
+    sentence = "the gradient of captured array 0 adds up more tiles of 128 x 128 than int32 can number: {} queries and {} keys."
+    assert refusal(made, q_len=1 << 22, kv_len=1 << 22) == sentence.format("1 x 1 heads of 4194304", 4194304)
+    assert refusal(made, batch=1 << 11, q_len=1 << 17, kv_len=1 << 17) == sentence.format(
+        "2048 x 1 heads of 131072", 131072
+    )
+
+
+def test_refuses_a_place_that_depends_on_the_score() -> None:
+    score = lambda c, s, b, h, q, k: s + c[0][jnp.clip(s, 0, 3).astype(jnp.int32)]
+    made = problem(score=score, captured=(jnp.ones(4),), q_len=64, kv_len=64, heads=1)
+    assert refusal(made) == "captured array 0 is read at a place that depends on the score."
+
+
+# ------------------------------------------------------------------- fixed point
+
+
+@pytest.mark.parametrize("total", [1e-37, 1e-20, 1.0, 1.5e7, 3e38])
+def test_fixed_point(total: float) -> None:
+    whole = jnp.float32(total)
+    factor = np.float64(fixed_point.scale(whole))
+    assert factor * 4 * total < 2.0**63
+    assert factor == 2.0**126 or factor * 2 * total >= 2.0**59
+    numbers = np.array([0, 1, -1, 2**32, -(2**32), 2**32 - 1, -(2**40) + 1, 2**61, -(2**61), 2**63 - 1], np.int64)
+    words = np.stack([numbers & 0xFFFFFFFF, numbers >> 32], -1).astype(np.uint32)
+    with np.errstate(over="ignore"):
+        expected = (numbers / factor).astype(np.float32)
+    np.testing.assert_allclose(fixed_point.decoded(jnp.asarray(words), whole), expected, rtol=2e-7, atol=1e-44)
+
+
+@pytest.mark.parametrize("total", [math.inf, math.nan])
+def test_sums_without_a_finite_total_are_nan(total: float) -> None:
+    assert np.isnan(fixed_point.decoded(jnp.zeros((3, 2), jnp.uint32), jnp.float32(total))).all()
+    assert np.isfinite(fixed_point.scale(jnp.float32(total)))
+
+
+# ------------------------------------------------------------------- what is the same when query and key move together
+
+
+INDICES: dict[str, tuple[typing.Callable[..., typing.Any], tuple[int, ...]]] = {
+    # the index, and the periods up to 24 that are known
+    "grid of 4": (lambda i, j: (i // 4 - j // 4 + 40) * 9 + i % 4 - j % 4 + 3, (4, 8, 12, 16, 20, 24)),
+    "grid of 6, from 3": (lambda i, j: ((i + 3) // 6 - (j + 3) // 6 + 40) * 9 + (i + 3) % 6, (6, 12, 18, 24)),
+    "video of 2 x 4": (lambda i, j: (i // 8 - j // 8 + 20) * 49 + i // 4 % 2 - j // 4 % 2 + 1, (8, 16, 24)),
+    "clipped": (lambda i, j: jnp.clip(i // 4 - j // 4, -2, 2) + 2 + i % 4, (4, 8, 12, 16, 20, 24)),
+    "bits": (lambda i, j: i & 3, (4, 8, 12, 16, 20, 24)),
+    "shifted, of which no range is known": (lambda i, j: (i >> 2) - (j >> 2) + 40, ()),
+    "where": (lambda i, j: jnp.where(i // 4 > j // 4, i // 4 - j // 4, i % 2), (4, 8, 12, 16, 20, 24)),
+    "sum": (lambda i, j: i + j, ()),
+    "product": (lambda i, j: i * j % 11, ()),
+    "larger": (lambda i, j: jnp.maximum(i, j) - jnp.minimum(i, j) + i % 6, (6, 12, 18, 24)),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_shift_invariance(name: str) -> None:
+    index, expected = INDICES[name]
+    length = 120
+    traced = trace_mod.trace_score_mod(lambda s, b, h, i, j: s + jnp.zeros(40000)[index(i, j)], (1, 1, length, length))
+    (load,) = traced.program.loads
+    known = tuple(n for n in range(1, 25) if shift_invariance.invariant(traced.program, load.index, n))
+    assert known == expected
+    i, j = np.meshgrid(np.arange(length), np.arange(length), indexing="ij")
+    values = np.asarray(index(i, j))
+    for n in known:
+        np.testing.assert_array_equal(values[n:, n:], values[:-n, :-n])

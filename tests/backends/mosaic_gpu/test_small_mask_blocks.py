@@ -1,0 +1,70 @@
+"""Masks in blocks that are no multiples of the kernels' tiles, in the simulator: what the door prepares."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import BlockMask, KernelOptions, masks
+from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.mosaic_gpu.support import BACKEND
+from flexjax.backends.target import Target
+from flexjax.plan.kernel_plan import Wanted
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+T = 200
+WINDOW = jnp.asarray(70)
+
+
+CPU = Target("cpu")
+
+
+def arrays() -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal((1, T, n, 16)), jnp.bfloat16) for n in (2, 1, 1))
+
+
+def listed() -> BlockMask:
+    """Lists that a user made: some blocks off, some on whatever the mask says."""
+    kinds = np.random.default_rng(0).integers(0, 3, (1, 2, 7, 7))
+    index = [np.argsort(kinds != kind, -1, kind="stable") for kind in (1, 2)]
+    partial, full = ((kinds == kind).sum(-1) for kind in (1, 2))
+    options: typing.Any = {"block_size": 32, "mask_mod": masks.causal, "q_len": T, "kv_len": T}
+    return BlockMask.from_kv_blocks(partial, index[0], full, index[1], **options)
+
+
+def made(block_size: typing.Any) -> BlockMask:
+    window = lambda b, h, q, k: (q >= k) & (q - k < WINDOW)
+    return flexjax.create_block_mask(window, None, None, T, T, block_size=block_size)
+
+
+def reference(block_mask: BlockMask, *x: jax.Array) -> jax.Array:
+    return flexjax.flex_attention(*x, block_mask=block_mask, implementation="reference")
+
+
+@pytest.mark.parametrize(
+    ("block_size", "slopes"), [(16, False), (32, False), (96, False), ((32, 128), False), ("lists", True)], ids=str
+)
+def test_it_runs_on_the_kernels(block_size: typing.Any, slopes: bool) -> None:
+    block_mask = listed() if block_size == "lists" else made(block_size)
+    given: typing.Any = DEFAULTS | {"block_mask": block_mask, "kernel_options": KernelOptions(interpret=True)}
+    call = prepare(*arrays(), **given)
+    assert BACKEND.refuses(call.plan, CPU) is None
+    found = jax.jit(lambda operands: BACKEND.forward(call.plan, operands, CPU))(call.operands)
+    want, transpose = jax.vjp(lambda *x: reference(block_mask, *x), *arrays())
+    close(found.out, want)
+    if slopes:
+        wanted = Wanted(True, True, True, False, False, False, ())
+        assert BACKEND.refuses_backward(call.plan, CPU, wanted, None) is None
+        run = jax.jit(lambda o, r, d: BACKEND.backward(call.plan, o, r, d, None, wanted, None, CPU))
+        for one, other in zip(run(call.operands, found, want)[:3], transpose(want), strict=True):
+            close(one, other)
+
+
+def close(got: jax.Array, want: jax.Array) -> None:
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.04, rtol=0.04)
