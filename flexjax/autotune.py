@@ -126,7 +126,7 @@ def autotune(
     progress     whether a bar is drawn on stderr; None: if that is a terminal
 
     Returns a Tuning: `options`, to be passed as kernel_options, `timings`, and a table as its str(). Tiles that
-    `kernel_options` names are kept as they are. Programs that are compiled already stay as they are; those that are traced
+    `kernel_options` names are kept as they are. Programs that are compiled already stay as they are; those that are lowered
     later run with the new tiles.
 
     Raises what flex_attention would raise, ValueError for tracers and for the simulator, RuntimeError where no candidate runs.
@@ -304,8 +304,7 @@ def _step(
     call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
     """The pass as a function of the operands."""
-    # xla for a backward pass that the backend refuses, without a warning
-    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))
+    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))  # for what the first refuses
     if which == "forward":
         return lambda operands: attention(problem, operands).out
 

@@ -271,7 +271,7 @@ def test_candidates_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch, capl
 def test_a_tile_that_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "_tiles", lambda *_: [{"block_q": 100}, {"block_kv": 128}])
     sentence = "Tiles of 100 queries are refused."
-    refuses = lambda plan: sentence if plan.options.block_q == 100 else None
+    refuses = lambda plan, target: sentence if plan.options.block_q == 100 else None
     monkeypatch.setattr(dispatch.backend("xla"), "refuses", refuses)
     found = flexjax.autotune(*qkv(300), mask_mod=masks.causal, backward=False, cache=False)
     assert found.timings[0] == ("forward", {"block_q": 100}, None, 0, sentence)

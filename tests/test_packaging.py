@@ -80,3 +80,8 @@ def test_wheel_installs_and_runs_outside_the_tree(wheel: pathlib.Path, tmp_path:
     where, shape = python("-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}).splitlines()
     assert pathlib.Path(where).is_relative_to(site)
     assert shape == "(1, 40, 2, 8)"
+
+
+def test_the_extras_that_messages_name():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert (extras["cuda13"], extras["tpu"]) == (["jax[cuda13]"], ["jax[tpu]"])

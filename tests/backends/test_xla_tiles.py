@@ -88,7 +88,7 @@ def test_tiles_that_suit_another_backend_give_way() -> None:
     ):
         made = plan(mask, block_q=asked[0], block_kv=asked[1], block_q_bwd=asked[0], block_kv_bwd=asked[1])
         assert tile(made, backward=False) == tile(made, backward=True) == got
-        assert dispatch.backend("xla").refuses(made) is None
+        assert dispatch.backend("xla").refuses(made, CPU) is None
     for got, want in zip(
         jax.tree.leaves(value_and_slopes("causal", block_q=16, block_kv=48, block_q_bwd=512)),
         jax.tree.leaves(value_and_slopes("causal")),
@@ -102,7 +102,7 @@ def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
     options: Any = DEFAULTS | {"mask_mod": masks.causal_offset(jnp.asarray(100))}
     for tokens in (1, 5, 127):
         made = prepare(q[:, :tokens], k, v, **options).plan
-        assert choose(made).block_q == choose(made, backward=True).block_q == tokens
+        assert choose(made, CPU).block_q == choose(made, CPU, backward=True).block_q == tokens
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])

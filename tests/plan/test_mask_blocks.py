@@ -1,6 +1,5 @@
 """Masks in blocks of another size: no entry changes sides, and lists stay within their widths."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 import flexjax
 from flexjax import BlockMask, masks
 from flexjax.attention import DEFAULTS, Call, prepare
-from flexjax.explain import block_mask_of
+from flexjax.dense import block_mask_of
 from flexjax.plan import mask_blocks
 from tests.block_mask.test_classify import classes_of
 
@@ -46,7 +45,7 @@ def made_again(block_mask: BlockMask, blocks: tuple[int, int]) -> BlockMask:
     operands = convert(call.operands)
     assert plan.mask is not None
     assert [a.shape for a in plan.mask.captures] == [a.shape for a in operands.mask_captures]
-    found = block_mask_of(dataclasses.replace(call, plan=plan, operands=operands))
+    found = block_mask_of(plan, operands)
     assert found is not None
     assert found.block_size == blocks
     for name in ("kv", "full_kv", "q", "full_q"):

@@ -227,7 +227,7 @@ def test_a_tile_that_is_refused_is_not_used(cache: pathlib.Path, monkeypatch: py
     filled: typing.Any = DEFAULTS | {"mask_mod": masks.causal}
     masked = prepare(*qkv(300), **filled).plan
     tuned.write(cache, {name_of(masked): {"forward": made({"block_q": 100})}})
-    refuses = lambda plan: "Tiles of 100 queries are refused." if plan.options.block_q == 100 else None
+    refuses = lambda plan, target: "Tiles of 100 queries are refused." if plan.options.block_q == 100 else None
     monkeypatch.setattr(dispatch.backend("xla"), "refuses", refuses)
     sentence = (
         "Measured tiles (block_q=100) are not used. Tiles of 100 queries are refused. Run flexjax.autotune again."

@@ -218,10 +218,8 @@ def _looped(s: jax.Array, *at: jax.Array) -> jax.Array:
 
 
 def _rows() -> Iterator[tuple[str, Callable, jax.ShapeDtypeStruct, tuple[str, ...]]]:
-    blocks = flexjax.create_block_mask(masks.causal, None, None, 256, 256, block_size=32)
     both = ("forward pass", "backward pass")
     yield "float32", gradient(), shape("float32"), both
-    yield "blocks of 32", gradient(block_mask=blocks), shape(), both
     yield "head dim 320", gradient(), shape(dim=320), both
     yield "a loop in the mod", attend(score_mod=_looped), shape(), ("forward pass",)
     yield "bfloat16", gradient(), shape(), ()

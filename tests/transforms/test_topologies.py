@@ -31,14 +31,21 @@ def child(what: str) -> list[str]:
     return done.stdout.split()
 
 
+def assert_forward_and_backward(counts: list[str]) -> None:
+    """The same kernels wherever the arguments are."""
+    assert len(counts) == 3
+    assert len(set(counts)) == 1
+    assert int(counts[0]) >= 2
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="describing a GPU needs the wheel jax-cuda13-plugin, and its kernels jax 0.11")
 def test_gpu() -> None:
-    assert child("gpu") == ["3", "3", "3"]
+    assert_forward_and_backward(child("gpu"))
 
 
 @pytest.mark.skipif(not HAS_TPU, reason="describing a TPU needs the wheel libtpu")
 def test_tpu() -> None:
-    assert child("tpu") == ["2", "2", "2"]
+    assert_forward_and_backward(child("tpu"))
 
 
 @pytest.mark.skipif(not (HAS_GPU or HAS_TPU), reason="without wheels for a GPU or TPU nobody runs kernels")

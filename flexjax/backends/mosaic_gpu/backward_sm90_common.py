@@ -330,12 +330,3 @@ def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple
     if by_head:
         return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
     return lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
-
-
-def multiprocessors() -> int:
-    """Of the GPUs of this process, of the smallest one; those of an H100 or H200 where it has none (compiling ahead)."""
-    try:
-        gpus = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        gpus = []
-    return min((getattr(gpu, "core_count", None) or 132 for gpu in gpus), default=132)

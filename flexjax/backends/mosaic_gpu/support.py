@@ -30,10 +30,12 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     return (
         _refuses_jax(version or jax.__version_info__[:3])
         or _refuses_device(None if plan.options.interpret else target)
-        or _refuses_arrays(plan)
-        or _refuses_programs(plan)
-        or _refuses_tiles(plan)
+        or _refuses_plan(mask_blocks.plan_with_blocks(plan, *_blocks(plan)))
     )
+
+
+def _refuses_plan(plan: KernelPlan) -> str | None:
+    return _refuses_arrays(plan) or _refuses_programs(plan) or _refuses_tiles(plan)
 
 
 def _refuses_jax(version: tuple[int, ...]) -> str | None:

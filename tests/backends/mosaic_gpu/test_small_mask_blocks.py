@@ -11,6 +11,7 @@ import flexjax
 from flexjax import BlockMask, KernelOptions, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu.support import BACKEND
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import Wanted
 
 if jax.__version_info__ < (0, 11):
@@ -18,6 +19,9 @@ if jax.__version_info__ < (0, 11):
 
 T = 200
 WINDOW = jnp.asarray(70)
+
+
+CPU = Target("cpu")
 
 
 def arrays() -> tuple[jax.Array, ...]:
@@ -50,14 +54,14 @@ def test_it_runs_on_the_kernels(block_size: typing.Any, slopes: bool) -> None:
     block_mask = listed() if block_size == "lists" else made(block_size)
     given: typing.Any = DEFAULTS | {"block_mask": block_mask, "kernel_options": KernelOptions(interpret=True)}
     call = prepare(*arrays(), **given)
-    assert BACKEND.refuses(call.plan) is None
-    found = jax.jit(lambda operands: BACKEND.forward(call.plan, operands))(call.operands)
+    assert BACKEND.refuses(call.plan, CPU) is None
+    found = jax.jit(lambda operands: BACKEND.forward(call.plan, operands, CPU))(call.operands)
     want, transpose = jax.vjp(lambda *x: reference(block_mask, *x), *arrays())
     close(found.out, want)
     if slopes:
         wanted = Wanted(True, True, True, False, False, False, ())
-        assert BACKEND.refuses_backward(call.plan, wanted, None) is None
-        run = jax.jit(lambda o, r, d: BACKEND.backward(call.plan, o, r, d, None, wanted, None))
+        assert BACKEND.refuses_backward(call.plan, CPU, wanted, None) is None
+        run = jax.jit(lambda o, r, d: BACKEND.backward(call.plan, o, r, d, None, wanted, None, CPU))
         for one, other in zip(run(call.operands, found, want)[:3], transpose(want), strict=True):
             close(one, other)
 

@@ -48,7 +48,8 @@ def test_accepts_blocks_of_any_size(block: tuple[int, int]):
     mask = trace_mask_mod(lambda b, h, q, k: q >= k, SIZES).program
     blocks = BlockLayout(1, 1, *block, 1, 1, 1, 1)
     assert (
-        MosaicTpuBackend().refuses(dataclasses.replace(PLAN, mask=mask, blocks=blocks, q_len=512, kv_len=512)) is None
+        MosaicTpuBackend().refuses(dataclasses.replace(PLAN, mask=mask, blocks=blocks, q_len=512, kv_len=512), V6E)
+        is None
     )
 
 
