@@ -1,4 +1,4 @@
-"""`python -m flexjax.bench --suite cpu|gpu [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`."""
+"""`python -m flexjax.bench --suite cpu|gpu|order [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`."""
 
 import argparse
 import dataclasses
@@ -14,13 +14,14 @@ from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import PASSES, SUITES, Problem
 
+ORDER = "order"
 ON_GPU = ("jax.nn", "tokamax", "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
-    parser.add_argument("--suite", choices=sorted(SUITES), default="cpu")
+    parser.add_argument("--suite", choices=sorted([*SUITES, ORDER]), default="cpu")
     parser.add_argument("--only", default="*", help="shell pattern for the names of problems")
     offered = f"comma-separated, of {', '.join(PEERS)}; on a GPU of {', '.join(ON_GPU)}"
     parser.add_argument("--peers", help=offered)
@@ -41,6 +42,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.suite == ORDER:
+        from flexjax.bench import order
+
+        return order.main()
     command = args.command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     problems = [p for p in SUITES[args.suite] if fnmatch.fnmatch(p.name, args.only)]
     if args.seconds is not None:

@@ -1,0 +1,121 @@
+"""`python -m flexjax.bench --suite order`: the backward pass in a fixed order beside any order, at odd lengths and head counts, on a GPU.
+
+Published tables have lengths of powers of two, where a schedule may be at its best. This suite takes lengths and heads that
+fill the SMs badly, and prints its worst ratio. Times are of launches back to back, both orders in turns.
+"""
+
+import statistics
+import sys
+import time
+import typing
+
+import jax
+import jax.numpy as jnp
+
+import flexjax
+from flexjax import masks
+
+TURNS, SECONDS = 5, 0.02  # of one order in one turn
+FEW = 4 * 132
+"""Heads times key tiles under which a problem fills the reference GPU fewer than four times."""
+
+
+class Case(typing.NamedTuple):
+    """Batch 1, as many keys as queries, bfloat16."""
+
+    causal: bool
+    dim: int
+    heads: int
+    tokens: int
+
+    @property
+    def limit(self) -> float:
+        """The largest ratio of fixed over any order that is allowed."""
+        if self.heads * -(-self.tokens // 128) < FEW:
+            return 1.25
+        return 1.15 if self.causal else 1.08
+
+    def __str__(self) -> str:
+        return f"{'causal' if self.causal else 'full'} d{self.dim} {self.heads} heads {self.tokens}"
+
+
+LENGTHS: dict[tuple[bool, int, int], tuple[int, ...]] = {
+    (False, 128, 4): (2048, 4096, 7168, 10240, 18432),
+    (False, 128, 8): (3072, 5632),
+    (False, 128, 16): (2048, 2560, 5120, 6144, 9216, 10240, 12288, 14336, 18432, 20480),
+    (False, 128, 32): (2048, 4608, 10240),
+    (False, 128, 64): (2560, 5120),
+    (False, 64, 4): (4096, 9216),
+    (False, 64, 16): (2048, 5120, 10240, 18432),
+    (False, 64, 64): (2560,),
+    (True, 128, 4): (4096, 10240),
+    (True, 128, 16): (2560, 5120, 10240, 18432),
+    (True, 128, 64): (2560,),
+    (True, 64, 4): (4096, 10240, 20480),
+    (True, 64, 16): (2048, 5120, 10240, 18432),
+    (True, 64, 64): (2560,),
+}
+CASES = [Case(*key, tokens) for key, lengths in LENGTHS.items() for tokens in lengths]
+
+
+class Compiled(typing.NamedTuple):
+    """Forward pass to the residuals, and the backward pass from them and d_out."""
+
+    forward: typing.Any
+    backward: typing.Any
+
+
+def build(case: Case, deterministic: bool) -> Compiled:
+    """Both passes, compiled for the default device."""
+    options = flexjax.KernelOptions(deterministic=deterministic)
+    mask = masks.causal if case.causal else None
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out: typing.Any = flexjax.flex_attention(
+            q, k, v, mask_mod=mask, kernel_options=options, implementation="mosaic_gpu"
+        )
+        return out
+
+    array = jax.ShapeDtypeStruct((1, case.tokens, case.heads, case.dim), jnp.bfloat16)
+    forward = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1]).lower(array, array, array)
+    backward = jax.jit(lambda pull, d_out: pull(d_out)).lower(forward.out_info, array)
+    return Compiled(forward.compile(), backward.compile())
+
+
+def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
+    """Medians of a backward pass in a fixed and in any order."""
+    keys = jax.random.split(jax.random.key(case.tokens), 4)
+    q, k, v, d_out = (jax.random.normal(key, (1, case.tokens, case.heads, case.dim), jnp.bfloat16) for key in keys)
+    pulls = [compiled.forward(q, k, v) for compiled in both]
+    times: tuple[list[float], list[float]] = ([], [])
+    jax.block_until_ready([compiled.backward(pull, d_out) for compiled, pull in zip(both, pulls, strict=True)])
+    for _ in range(TURNS):
+        for compiled, pull, taken in zip(both, pulls, times, strict=True):
+            count, begin = 0, time.perf_counter()
+            while count < 2 or time.perf_counter() - begin < SECONDS:
+                done = [compiled.backward(pull, d_out) for _ in range(4)]
+                jax.block_until_ready(done)
+                count += 4
+            taken.append((time.perf_counter() - begin) / count)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def main() -> int:
+    """Prints a line a case and the worst ratio of each limit; 1 where one is over its limit."""
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}")
+    print("| problem | fixed ms | any ms | fixed / any | allowed |\n|---|---|---|---|---|")
+    found: dict[Case, float] = {}
+    for case in CASES:
+        a, b = seconds(case, (build(case, deterministic=True), build(case, deterministic=False)))
+        found[case] = a / b
+        over = " (over)" if a / b > case.limit else ""
+        print(f"| {case} | {1e3 * a:.3f} | {1e3 * b:.3f} | {a / b:.2f}{over} | {case.limit} |", flush=True)
+    for limit in sorted({case.limit for case in found}):
+        ratios = {case: ratio for case, ratio in found.items() if case.limit == limit}
+        worst = max(ratios, key=lambda case: ratios[case])
+        print(f"allowed {limit}: worst {ratios[worst]:.2f} ({worst}), median {statistics.median(ratios.values()):.2f}")
+    return int(any(ratio > case.limit for case, ratio in found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
