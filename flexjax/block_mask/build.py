@@ -4,14 +4,13 @@ A mask whose arrays are all known is classified in chunks and its lists are abou
 depends on traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
 """
 
-import contextlib
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_context
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
@@ -19,6 +18,7 @@ from flexjax.block_mask.classify import blocks_along, classify_on_host, compiled
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.errors import bad_argument
+from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
@@ -61,7 +61,7 @@ def from_traced(
         return from_classes(classify(arrays), traced.program, traced.arrays, sizes)
     with jax.ensure_compile_time_eval():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
-    with _outside():
+    with eager_without_mesh():
         partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
     grid = ((*heads, rows), (*heads, columns))
@@ -82,16 +82,6 @@ def _whole(x: Array) -> Array:
     if all(part is None for part in where.spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(where.mesh, PartitionSpec()))
-
-
-@contextlib.contextmanager
-def _outside() -> Iterator[None]:
-    """As if no transformation and no mesh were around: what is jitted here is compiled whole and run at once.
-
-    Under `ensure_compile_time_eval` each operation on what is known would be compiled and run by itself.
-    """
-    with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        yield
 
 
 def from_classes(

@@ -9,6 +9,7 @@ JAX types say how explicit mesh axes split an array, and JAX refuses to index a 
 does. So the copy reads whole arrays; where a mod reads just elements of one, the array that was captured is the operand.
 """
 
+import contextlib
 import copy
 import functools
 import types
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 
 from flexjax.errors import ModError
 
@@ -44,9 +45,20 @@ class View(np.ndarray):
         return array[()] if return_scalar else np.asarray(array).view(View)
 
 
+@contextlib.contextmanager
+def eager_without_mesh() -> Iterator[None]:
+    """As if no transformation and no mesh were around: what is jitted here is compiled whole and run at once.
+
+    Under `ensure_compile_time_eval` each operation on known arrays would be compiled and run by itself, and inside shard_map
+    an array would be made for the manual mesh.
+    """
+    with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
+
+
 def as_operand(array: np.ndarray) -> jax.Array:
     """The array in JAX; raises ModError where that has no integers wide enough."""
-    with jax.ensure_compile_time_eval():
+    with eager_without_mesh():
         made = jnp.asarray(array)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:
         info, low, high = jnp.iinfo(made.dtype), int(array.min()), int(array.max())

@@ -13,7 +13,7 @@ from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
-    "AuxOutput", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
+    "AuxOutput", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
 }
 
 SIGNATURES = {
@@ -29,7 +29,7 @@ SIGNATURES = {
     "chain_mods": "*score_mods",
     "autotune": "query, key, value, *, backward=True, seconds=60.0, implementation=None, cache=True, progress=None, "
         "**arguments",
-    "explain": "query, key, value, *, implementation=None, **arguments",
+    "explain": "query, key, value, *, implementation=None, device=None, **arguments",
 }
 BLOCK_MASK = {
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices",

@@ -279,9 +279,14 @@ def _light(plan: KernelPlan) -> bool:
 
 MOST_TICKETS = 1 << 22
 """Pairs of query and key tiles, over all masks of a problem, whose tickets are kept in memory."""
-MOST_DELAY, MOST_DELAY_OF_FEW = 0.12, 0.35
-"""Start-up delay from which two kernels are faster; the second for problems that do not fill the reference GPU once, where
-the two kernels are slow too."""
+MOST_DELAY, MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.12, 0.35
+"""Start-up delay from which two kernels are faster; the second for problems that do not fill the reference GPU once, and for mods
+that load numbers of queries and keys, which two kernels evaluate twice."""
+
+
+def _load_kinds(plan: KernelPlan) -> set[str]:
+    """How score_mod's loads walk their arrays."""
+    return set() if plan.score is None else {mod_ir.classify_load(load).kind for load in plan.score.loads}
 
 
 def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
@@ -298,8 +303,10 @@ def _fixed_order_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
         return False  # two kernels are 4% faster at head dim 128, and as fast with grouped heads; with ALiBi 20% slower
     kv_tiles = -(-plan.kv_len // FUSED_KEYS)
     order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)
-    few = plan.batch * plan.kv_heads * kv_tiles <= dq_order.REFERENCE_SMS
-    return order.delay <= (MOST_DELAY_OF_FEW if few else MOST_DELAY)
+    two_are_slow = plan.batch * plan.kv_heads * kv_tiles <= dq_order.REFERENCE_SMS or bool(
+        _load_kinds(plan) - {mod_ir.SCALAR}
+    )
+    return order.delay <= (MOST_DELAY_WHERE_TWO_ARE_SLOW if two_are_slow else MOST_DELAY)
 
 
 def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
@@ -315,9 +322,7 @@ def choose_fused(plan: KernelPlan) -> bool:
     Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
     In a fixed order: where the order of additions costs little.
     """
-    score = plan.score
-    kinds = {mod_ir.classify_load(load).kind for load in score.loads} if score is not None else set()
-    if mod_ir.TILE in kinds:
+    if mod_ir.TILE in _load_kinds(plan):
         return False
     if not plan.options.deterministic:
         return True
