@@ -7,6 +7,8 @@ the package imports on every jax it supports, the kernels only on those that hav
 import contextlib
 import dataclasses
 import sys
+import threading
+from collections.abc import Iterator
 
 import jax
 from jax.interpreters import mlir
@@ -166,12 +168,23 @@ class MosaicGpu:
         plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
 
-    def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        try:
-            from flexjax.backends.mosaic_gpu import compile_ahead
-        except ImportError:  # it saves time and no more; see there
-            return contextlib.nullcontext()
-        return compile_ahead.lowering(module, target)
+    @contextlib.contextmanager
+    def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:
+        with ONE_AT_A_TIME, _compile_ahead(module, target):
+            yield
+
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while kernels are lowered: Mosaic keeps state of its lowering in globals of the process, and two Python threads that lower at
+once get wrong machine code."""
+
+
+def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+    try:
+        from flexjax.backends.mosaic_gpu import compile_ahead
+    except ImportError:  # it saves time and no more; see there
+        return contextlib.nullcontext()
+    return compile_ahead.lowering(module, target)
 
 
 BACKEND = MosaicGpu()

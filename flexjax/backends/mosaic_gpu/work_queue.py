@@ -7,7 +7,9 @@ lies and what it visits, and leaves it in shared memory beside the queries; the 
 In the simulator every program draws the numbers that are its own in turn, which is all the same to what follows.
 """
 
+import contextlib
 import typing
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import arith, memref, scf
 
 from flexjax.backends.mosaic_gpu.forward_walk import Item, Ref, Scalar, i32
 
@@ -62,12 +64,25 @@ def draw(drawn: Ref, box: Ref, number: Scalar, programs: int, interpret: bool) -
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=SPLAT)
     def take(_: typing.Any, global_counter: typing.Any, shared: typing.Any) -> typing.Any:
         word = arith.constant(ir.IndexType.get(), 0)
-        with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+        with _one_thread():
             memref.store(_fetch_add(global_counter), shared, [word])
         mgpu_utils.warpgroup_barrier()
         return _splat(memref.load(shared, [word]))
 
     return take(drawn.at[pl.ds(0, 1)], box.at[pl.ds(DRAWN, 1)])  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """What is emitted within runs in one thread of the warpgroup.
+
+    Mosaic's own `single_thread` remembers in a global of the process that it is inside: where two Python threads lower at once, one
+    of them emits its body for all 128 threads.
+    """
+    elected = scf.IfOp(mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP))  # pyright: ignore[reportAttributeAccessIssue]
+    with ir.InsertionPoint(elected.then_block):
+        yield
+        scf.yield_([])
 
 
 SPLAT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
@@ -99,7 +114,7 @@ def draw_start(counter: Ref, word: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def take(_: typing.Any, counted: typing.Any, mine: typing.Any) -> None:
-        with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+        with _one_thread():
             memref.store(_fetch_add(counted), mine, [arith.constant(ir.IndexType.get(), 0)])
         mgpu_utils.warpgroup_barrier()
 

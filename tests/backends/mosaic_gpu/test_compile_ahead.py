@@ -167,7 +167,12 @@ def test_what_a_thread_compiled_is_not_compiled_again() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     alone, together, again = (COMPILED.findall(part) for part in done.stdout.split("====")[1:])
-    assert sorted(alone) == ["flexjax_backward_dkv", "flexjax_backward_dq", "flexjax_forward"], done.stdout
+    assert sorted(alone) == [
+        "flexjax_backward_dkv",
+        "flexjax_backward_dq",
+        "flexjax_forward",
+        "flexjax_row_dots",
+    ], done.stdout
     assert together == again == [], done.stdout
 
 
