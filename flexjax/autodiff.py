@@ -298,13 +298,19 @@ def _through_xla(function: Callable) -> Callable:
 def _second_order() -> Primitive:
     """The identity, on tangents through XLA code and on cotangents back through it: where it is lowered, that is said."""
     primitive = Primitive("flexjax_second_order")
-    primitive.def_impl(lambda x, problem: x)
     primitive.def_abstract_eval(lambda x, problem: x)
 
-    def lower(ctx: mlir.LoweringRuleContext, x: typing.Any, *, platform: str, problem: Problem) -> list:
-        target = targets.of_lowering(ctx, platform)
+    def say(target: Target, problem: Problem) -> None:
         run = dispatch.on_xla(problem.plan, target, "The kernels have first derivatives alone.")
         dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
+
+    @primitive.def_impl
+    def run_now(x: Array, problem: Problem) -> Array:
+        say(targets.of_device(min(jnp.asarray(x).devices(), key=str)), problem)
+        return x
+
+    def lower(ctx: mlir.LoweringRuleContext, x: typing.Any, *, platform: str, problem: Problem) -> list:
+        say(targets.of_lowering(ctx, platform), problem)
         return [x]
 
     for platform in dispatch.KERNELS:

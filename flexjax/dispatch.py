@@ -191,8 +191,8 @@ def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str,
 FORWARD, BACKWARD, TANGENT, SECOND = "forward pass", "backward pass", "tangent (forward mode)", "second derivative"
 """Passes, in words."""
 
-_said: set[tuple[str, KernelPlan]] = set()
-"""(pass, plan) of the warnings of this process."""
+_said: set[tuple[str, KernelPlan, Target]] = set()
+"""(pass, plan, target) of the warnings of this process."""
 
 
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
@@ -203,9 +203,9 @@ def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
     kernels = KERNELS.get(run.target.platform)
     if kernels in (None, run.backend.name) or run.backend.name in (problem.implementation or ()):
         return
-    if (which, problem.plan) in _said:
+    key = (which, problem.plan, run.target)
+    if key in _said:
         return
-    _said.add((which, problem.plan))
     refusals = dict(run.refusals)
     why = refusals.get(kernels) or next(iter(refusals.values()), "")
     name = run.backend.name
@@ -216,3 +216,4 @@ def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
         FallbackWarning,
         stacklevel=2,
     )
+    _said.add(key)  # last: a warning that is an error is one at the next call too

@@ -1,19 +1,20 @@
-"""Attention whose arrays are split over explicit mesh axes: every device does its share of the batch and the heads.
+"""Attention whose arrays are split over explicit mesh axes: every device computes its share of the batch and the heads.
 
-The type of query says over which axes its batch and its heads are split. `split_work` runs the call inside `jax.shard_map` over
-the explicit axes of that mesh, and each device gets
+The type of query says over which axes its batch and its heads are split. `split_work` runs the call inside
+`jax.shard_map` over the explicit axes of that mesh, and each device gets
 
     query, sinks          its batch entries and query heads
-    key, value            its batch entries and the key heads that those query heads read
+    key, value            its batch entries and the key heads that its query heads read
     block lists           those of its batch entries and heads
-    captured arrays       its entries of a dimension that the mods index with plain b or h, the whole of the others
-    the programs          local b and h plus where the device's share begins, so that mods see the indices of the whole call
+    captured arrays       its entries of each dimension that the mods index with plain b or h, all entries of the others
+    the programs          rewritten to add the share's start to b and h, so that mods see the indices of the whole call
 
-No collective is needed for arrays that are split like that. Everything else is resharded on the way in, and results are split
-as query is: a query that is split over its tokens or its head dim is gathered. Gradients follow from shard_map: an array that
-several devices read gets the sum over them, and each cotangent is split as its primal is.
+Arrays that are already split this way need no collective. All other arrays are resharded on the way in: a query that is
+split over its tokens or its head dim is gathered. The results are resharded to the split of query. The gradients follow
+from shard_map: an array that several devices read gets the sum of their gradients, and each cotangent is split as its
+primal is.
 
-Axes of the mesh that are not explicit are left to the partitioner, or to the shard_map that is around the call.
+The mesh axes that are not explicit are left to the partitioner, or to a shard_map around the call.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.trace.mod_ir import Program
@@ -40,7 +42,12 @@ Run = Callable[[Problem, Operands], Results]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How query [B, T, N, D] (or BNTH) is split: the type of it, and the explicit axes over which its batch and heads are."""
+    """How query is split.
+
+    mesh, spec   of query's type; `spec` holds the first three dimensions, of [B, T, N, D] or [B, N, T, D]
+    batch        the explicit axes over which the batch is split
+    heads        the explicit axes over which the query heads are split
+    """
 
     mesh: Mesh
     spec: PartitionSpec
@@ -48,7 +55,7 @@ class Split:
     heads: Names
 
     def count(self, names: Names) -> int:
-        """How many devices there are along the axes."""
+        """The number of devices along the axes."""
         return math.prod(self.mesh.shape[name] for name in names)
 
     @property
@@ -62,7 +69,7 @@ def explicit_names(mesh: Mesh) -> frozenset[str]:
 
 
 def split_of(query: Array, layout: str) -> Split | None:
-    """The split of query; None where no axis of its mesh is explicit."""
+    """The split of query; None if its mesh has no explicit axis."""
     where = jax.typeof(query).sharding
     explicit = explicit_names(where.mesh)
     if not explicit:
@@ -77,13 +84,15 @@ def _names(part: object) -> Names:
 
 
 def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> Results:
-    """`run`, a device its share; the results are split as query is, but for its head dim."""
-    return Results(*_compiled(problem, split, run)(*jax.tree.leaves(operands)))
+    """Calls `run` on every device with the device's share. The results are split as query is, but for its head dim."""
+    return Results(*_compiled(problem, split, run, tuned.state())(*jax.tree.leaves(operands)))
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(problem: Problem, split: Split, run: Run) -> Callable[..., Results]:
-    """Under jit also where the call is not: shard_map would run an operation at a time, and arrays of no mesh not at all."""
+def _compiled(problem: Problem, split: Split, run: Run, measured: object) -> Callable[..., Results]:
+    """The call as a jitted function, also for eager calls: without jit, shard_map would run one operation at a time,
+    and would refuse arrays that are on no mesh. `measured`: which measured tiles there are; others compile anew.
+    """
     specs = _specs(problem, split)
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     of_stats = _by_layout(problem.plan, split.batch, split.heads)[:3]
@@ -111,17 +120,17 @@ def _compiled(problem: Problem, split: Split, run: Run) -> Callable[..., Results
     return jax.jit(call)
 
 
-# ------------------------------------------------------------------- where the parts go
+# ------------------------------------------------------------------- partition specs
 
 
 def _by_layout(plan: KernelPlan, batch: Names, heads: Names) -> tuple[Names | None, ...]:
-    """The entries of a spec of [B, T, N, D] or [B, N, T, D]."""
+    """The entries of a PartitionSpec for [B, T, N, D] or [B, N, T, D]."""
     entries = (batch or None, None, heads or None, None)
     return entries if plan.layout == "BTNH" else (entries[0], entries[2], entries[1], entries[3])
 
 
 def _specs(problem: Problem, split: Split) -> typing.Any:
-    """Operands with a PartitionSpec in the place of each array."""
+    """The operands with a PartitionSpec in place of each array."""
     tree_of: typing.Any = Operands
     plan = problem.plan
     present = problem.arrange(range(problem.structure.num_leaves))
@@ -155,7 +164,7 @@ def _axes_of(split: Split, dim: str | None) -> Names | None:
 
 
 def _score_programs(problem: Problem) -> tuple[Program, ...]:
-    """score_mod's program and that of its derivative, which read the same arrays."""
+    """The program of score_mod and the program of its derivative, which read the same captured arrays."""
     return _given(problem.plan.score, problem.derivative)
 
 
@@ -164,7 +173,7 @@ def _given(*programs: Program | None) -> tuple[Program, ...]:
 
 
 def _key_axes(split: Split, heads: int) -> Names:
-    """The axes, of those that split the query heads, that split the key heads evenly too: the longest such beginning."""
+    """The axes that split the key heads: the longest prefix of the query heads' axes that divides `heads` evenly."""
     count = len(split.heads)
     while heads % split.count(split.heads[:count]):
         count -= 1
@@ -175,7 +184,7 @@ def _key_axes(split: Split, heads: int) -> Names:
 
 
 def _share(problem: Problem, operands: Operands, split: Split) -> tuple[Problem, Operands]:
-    """The problem and the operands of this device; `operands` as shard_map hands them out."""
+    """The problem and the operands of this device, from the `operands` that shard_map passes to the device."""
     plan = problem.plan
     share = Share(plan.batch, split.count(split.batch), plan.q_heads, split.count(split.heads))
     score = share_of_program(_score_programs(problem), share)
@@ -219,15 +228,16 @@ def _share(problem: Problem, operands: Operands, split: Split) -> tuple[Problem,
 
 
 def _place(names: Names) -> Array:
-    """Which of the shares along the axes is this device's, int32."""
+    """The index of this device's share along the axes, int32."""
     return lax.axis_index(names).astype(jnp.int32)
 
 
 def _own_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array:
-    """The key heads that this device's query heads read, of those that it got.
+    """The key heads that this device's query heads read, selected from the key heads that the device has.
 
-    Where the key heads are too few to be split as the query heads are, a device's query heads read runs of `each` heads from
-    one key head, and each run gets a copy of it: one head where the device's query heads are all of one group.
+    Fewer axes may split the key heads than the query heads (`_key_axes`). Then every run of `each` consecutive query
+    heads of a device reads one key head, and the device gets one copy of that key head for each run. A device whose
+    query heads all belong to one group gets a single key head.
     """
     own_axes = _key_axes(split, heads)
     rest = split.heads[len(own_axes) :]
