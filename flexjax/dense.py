@@ -1,6 +1,8 @@
-"""The dense reference as a backend of a plan: for a sequence of implementations that comes to it once the platform is known.
+"""The dense reference as a backend that runs from a plan.
 
-It computes what reference.py computes, from the traced programs; gradients are jax's own. Every score is held at once.
+An `implementation` sequence that names "reference" after a kernel reaches this backend when all earlier names refuse at
+lowering, where only the traced programs are left. The results are those of reference.py; the gradients are jax's own.
+The whole score matrix is held in memory at once.
 """
 
 import contextlib
@@ -100,7 +102,7 @@ def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
 
 
 def _dropout(plan: KernelPlan, operands: Operands) -> dict:
-    """Arguments of reference_attention: the program is 0 or 1 / (1 - rate) for each probability."""
+    """Dropout arguments of reference_attention; the program's factors for probabilities are 0 or 1 / (1 - rate)."""
     program = plan.dropout
     if program is None:
         return {}
@@ -113,13 +115,13 @@ def _dropout(plan: KernelPlan, operands: Operands) -> dict:
 
 
 def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
-    """The block mask of a plan."""
+    """The block mask of a plan as a BlockMask, None if the plan has none."""
     lists = operands.lists
     if plan.blocks is None or lists is None:
         return None
     blocks = plan.blocks
     shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q))
-    # of numpy: jnp would trace them under jit
+    # numpy, because jnp would trace these arrays under jit
     empty: typing.Any = (np.zeros(shape, np.int32), np.zeros((*shape, 0), np.int32)) * 2
     arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
     sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)

@@ -58,7 +58,7 @@ def explain(
     return texts[0]
 
 
-OPTIONAL_ARRAYS = ("sinks", "dropout_key", "query_extra", "key_extra")
+OPTIONAL_ARRAYS = ("scale", "sinks", "dropout_key", "query_extra", "key_extra")
 
 
 def _target(device: typing.Any) -> Target:
@@ -80,14 +80,21 @@ def _text(implementation: str | Sequence[str] | None, target: Target, arrays: di
     except Exception as error:
         add_note_once(error, describe_call("explain", *main, filled))
         raise
-    sections = [_shapes(call.plan), *_programs(call), _blocks(call), choice, _work(call)]
+    sections = [
+        _shapes(call.plan, isinstance(filled["scale"], Array)),
+        *_programs(call),
+        _blocks(call),
+        choice,
+        _work(call),
+    ]
     return "\n\n".join(s for s in sections if s)
 
 
-def _shapes(plan: KernelPlan) -> str:
+def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
+    scale = "captured, multiplies the score" if captured_scale else f"{plan.scale:.6g}"
     return (
         f"attention  B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim} "
-        f"E={plan.value_dim} {plan.dtype} {plan.layout}  scale={plan.scale:.6g}"
+        f"E={plan.value_dim} {plan.dtype} {plan.layout}  scale={scale}"
         + (f"  extra features R={plan.extra_dim}" if plan.extra_dim else "")
         + ("  sinks" if plan.has_sinks else "")
         + ("  dropout" if plan.dropout is not None else "")

@@ -1,7 +1,7 @@
-"""The hardware that a program is lowered for, and where to read it.
+"""The hardware that a program is lowered for, and how to find it during lowering.
 
-The platform alone is known for sure: jax lowers a primitive once for each platform that was asked for. Which device of that
-platform it is stands in one of several places, read in this order:
+Only the platform is always known: jax lowers a primitive once for each platform that was asked for. The device of that
+platform is looked up in these places, in this order:
 
     the mesh of the trace                 a mesh of devices or of a topology; an abstract mesh with an AbstractDevice
     the axis context of the module        the mesh of a shard_map
@@ -9,9 +9,10 @@ platform it is stands in one of several places, read in this order:
     the client of the module              devices at hand, or those of a topology that arguments are placed on
     this process' devices                 an export for several platforms has no client
 
-Where none of them has a device of the platform, as in an export for "cuda" on a machine without one, `kind` is None.
+If none of them has a device of the platform, as in an export for "cuda" on a machine without a GPU, `kind` is None.
 
-jax lowers a program once for all devices of a client, so devices of different kinds in one client count as the first one.
+jax lowers a program once for all devices of a client, so all devices of a client count as devices of the first one's
+kind.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from jax.extend.backend import get_default_device
 from jax.interpreters import mlir
 
 HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
-"""Device kinds of compute capability 9.0: an AbstractDevice has a name only."""
+"""Names of devices with compute capability 9.0, because an AbstractDevice has a name and no capability."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Target:
     """The device that a pass is lowered for.
 
     platform    as lowering rules are registered: "cpu", "cuda", "rocm", "tpu" or the name of a plugin
-    kind        jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None where it is not known
-    capability  compute capability of an NVIDIA GPU, e.g. "9.0"; None where it is not known or there is none
-    cores       SMs of a GPU, TensorCores of a TPU; None where it is not known
+    kind        jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
+    capability  compute capability of an NVIDIA GPU, e.g. "9.0"; None if unknown, and on other platforms
+    cores       SMs of a GPU, TensorCores of a TPU; None if unknown
     """
 
     platform: str
@@ -45,14 +46,14 @@ class Target:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The device in error messages."""
         return self.kind or f"an unknown device of the platform {self.platform}"
 
 
 def of_device(device: typing.Any, platform: str | None = None) -> Target:
-    """The target that a jax.Device, a device of a topology or a jax.sharding.AbstractDevice is.
+    """The target of a jax.Device, a device of a topology or a jax.sharding.AbstractDevice.
 
-    platform     of the lowering, where it is known; a GPU's own name for it does not tell CUDA from ROCm
+    platform     of the lowering, if known; `device.platform` of a GPU does not tell CUDA from ROCm
     """
     kind = device.device_kind
     capability = getattr(device, "compute_capability", None)
@@ -65,7 +66,7 @@ def of_device(device: typing.Any, platform: str | None = None) -> Target:
 
 
 def _platform(device: typing.Any) -> str:
-    """As lowering rules name it: a GPU says "gpu" whether it runs CUDA or ROCm."""
+    """The platform as lowering rules name it: `device.platform` is "gpu" for both CUDA and ROCm."""
     if device.platform != "gpu":
         return device.platform
     is_rocm = str(getattr(device, "compute_capability", "")).startswith("gfx") or device.device_kind.startswith("AMD")
@@ -78,7 +79,7 @@ def default() -> Target:
 
 
 def of_platform(platform: str) -> Target:
-    """The first device of a platform in this process; of unknown kind where there is none."""
+    """The target of the first device of a platform in this process; of unknown kind if there is none."""
     found = _local_devices(platform)
     if found:
         return of_device(found[0])
@@ -96,7 +97,10 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
 
 @contextlib.contextmanager
 def as_seen_by_pallas(target: Target) -> Iterator[None]:
-    """Kernels that are lowered within are for the target: Pallas reads it from the mesh, or else takes the default device."""
+    """Lowers the kernels inside this context for the target.
+
+    Pallas reads the device from the abstract mesh, or else takes the default device.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()
     same = seen.device_kind == target.kind and _is_of(seen, target.platform)
@@ -114,7 +118,7 @@ def _is_of(device: typing.Any, platform: str) -> bool:
 
 
 def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[typing.Any]:
-    """Whatever meshes say about the device."""
+    """The devices that the meshes name, in the order of the table at the top."""
     meshes: list[typing.Any] = [jax.sharding.get_abstract_mesh()]
     meshes.append(getattr(ctx.module_context.axis_context, "mesh", None))
     meshes.append(getattr(ctx.module_context.axis_context, "abstract_mesh", None))
@@ -128,7 +132,7 @@ def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[typing.Any]:
 
 
 def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[typing.Any]:
-    """Devices of the platform that the module may be for, the likeliest first."""
+    """Devices of the platform that the module may be lowered for, the likeliest first."""
     module = ctx.module_context
     client = getattr(module, "backend", None)
     found = [*(getattr(module.axis_context, "device_assignment", None) or ())]
@@ -141,5 +145,5 @@ def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[typing.An
 def _local_devices(platform: str) -> list[typing.Any]:
     try:
         return jax.local_devices(backend=platform)
-    except RuntimeError:  # this process has none
+    except RuntimeError:  # this process has no device of the platform
         return []

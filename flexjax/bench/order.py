@@ -1,7 +1,8 @@
-"""`python -m flexjax.bench --suite order`: the backward pass in a fixed order beside any order, at odd lengths and head counts, on a GPU.
+"""`python -m flexjax.bench --suite order`, on a GPU: the backward pass in a fixed order compared with any order.
 
-Published tables have lengths of powers of two, where a schedule may be at its best. This suite takes lengths and heads that
-fill the SMs badly, and prints its worst ratio. Times are of launches back to back, both orders in turns.
+The order is that of the dQ additions. Published tables use powers of two as lengths, where a schedule may be at its
+best. This suite uses lengths and head counts that fill the SMs badly, and prints the worst ratio of fixed over any
+order. Each time is that of back-to-back launches; the two orders alternate.
 """
 
 import statistics
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 import flexjax
 from flexjax import masks
 
-TURNS, SECONDS = 5, 0.02  # of one order in one turn
+TURNS, SECONDS = 5, 0.02  # measurements of each order, and the least duration of one
 FEW = 4 * 132
-"""Heads times key tiles under which a problem fills the reference GPU fewer than four times."""
+"""Heads times key tiles; below this number the CTAs fill the SMs of an H100 or H200 fewer than four times."""
 
 
 class Case(typing.NamedTuple):
@@ -30,7 +31,7 @@ class Case(typing.NamedTuple):
 
     @property
     def limit(self) -> float:
-        """The largest ratio of fixed over any order that is allowed."""
+        """The largest allowed ratio: time in a fixed order over time in any order."""
         if self.heads * -(-self.tokens // 128) < FEW:
             return 1.25
         return 1.15 if self.causal else 1.08
@@ -59,7 +60,7 @@ CASES = [Case(*key, tokens) for key, lengths in LENGTHS.items() for tokens in le
 
 
 class Compiled(typing.NamedTuple):
-    """Forward pass to the residuals, and the backward pass from them and d_out."""
+    """The forward pass, which returns the residuals, and the backward pass from the residuals and d_out."""
 
     forward: typing.Any
     backward: typing.Any
@@ -83,7 +84,7 @@ def build(case: Case, deterministic: bool) -> Compiled:
 
 
 def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
-    """Medians of a backward pass in a fixed and in any order."""
+    """Median time of a backward pass for each of the two: in a fixed order and in any order."""
     keys = jax.random.split(jax.random.key(case.tokens), 4)
     q, k, v, d_out = (jax.random.normal(key, (1, case.tokens, case.heads, case.dim), jnp.bfloat16) for key in keys)
     pulls = [compiled.forward(q, k, v) for compiled in both]
@@ -101,7 +102,7 @@ def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Prints a line a case and the worst ratio of each limit; 1 where one is over its limit."""
+    """Prints one line for each case and the worst ratio for each limit. Returns 1 if any case exceeds its limit."""
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}")
     print("| problem | fixed ms | any ms | fixed / any | allowed |\n|---|---|---|---|---|")
     found: dict[Case, float] = {}

@@ -1,9 +1,11 @@
-"""A block mask with blocks of another size, for kernels whose tiles the mask's own blocks do not fit.
+"""Rebuilds a block mask with another block size, for kernels whose tiles do not fit the mask's own blocks.
 
-A new block covers some of the old ones, wholly or in part. It is full where all of them are full, empty where all are empty, and
-partial otherwise: O(blocks) work on the device, so lists may be traced. In a partial block the mask program decides each entry.
-That is exact for the mask of create_block_mask. The program of a mask made from a user's lists knows nothing of the lists, so it
-is extended: it looks up the class of the old block first.
+Each new block covers some old blocks, wholly or in part. The new block is full if all of them are full, empty if all
+are empty, and partial otherwise. This takes O(blocks) work on the device, so the block lists may be traced. In a
+partial block the mask program decides each entry.
+
+For masks of create_block_mask the program alone is exact. The program of a mask made from a user's lists does not know
+the lists, so that program is extended: it first looks up the class of the old block.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ Array = jax.Array
 
 
 def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
-    """The plan with mask blocks of that size; itself where it has no block mask, or one of such blocks."""
+    """The plan with mask blocks of that size; `plan` itself if its blocks have that size or it has none."""
     blocks = plan.blocks
     if blocks is None or (blocks.block_q, blocks.block_kv) == (block_q, block_kv):
         return plan
@@ -39,7 +41,7 @@ def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPla
 
 
 def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
-    """The plan with mask blocks of that size (plan_with_blocks) and its operands."""
+    """`plan_with_blocks` and the operands of the new plan."""
     made = plan_with_blocks(plan, block_q, block_kv)
     if made is plan:
         return plan, operands
@@ -66,7 +68,7 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
 
 
 def _covered(length: int, old: int, new: int) -> np.ndarray:
-    """[new blocks, most]: the old blocks that each new one covers; the last is repeated where there are fewer."""
+    """[new blocks, most]: the old blocks that each new block covers; a shorter row repeats its last old block."""
     first = np.arange(-(-length // new)) * new
     low, high = first // old, (np.minimum(first + new, length) - 1) // old
     most = int((high - low).max(initial=0)) + 1
@@ -78,7 +80,10 @@ def _spread(x: Array, axis: int, places: np.ndarray) -> Array:
 
 
 def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> tuple[int, int]:
-    """The most entries that a row of the new lists can have: new blocks that meet an old one, for each entry of an old row."""
+    """Upper bounds of the length of a row of the new partial and full lists.
+
+    Each entry of an old row yields at most as many entries as there are new blocks that overlap the old one.
+    """
     _, meetings = np.unique(np.concatenate([np.unique(n) for n in columns] or [columns[:0, 0]]), return_counts=True)
     meeting = int(meetings.max(initial=0))
     most = len(columns)
@@ -133,7 +138,7 @@ def _traced(
         places = {id(a): n for n, a in enumerate(arrays)}
         found.append((traced.program, tuple(places[id(a)] for a in traced.arrays)))
 
-    # Traced on no mesh: calls on every mesh share it.
+    # Traced without a mesh, so that calls on every mesh share the program.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         jax.eval_shape(trace, typing.cast(typing.Any, types))
     return found[0]

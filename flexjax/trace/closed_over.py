@@ -1,4 +1,7 @@
-"""What a function with a derivative rule closes over: jax makes leading operands of it, for which the rule has no derivative."""
+"""Arrays that a function with a derivative rule (custom_jvp, custom_vjp) closes over inside a mod.
+
+jax passes these arrays to the function as its first operands, and the derivative rule has no derivative for them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +18,10 @@ from flexjax.trace.lazy_arrays import is_lazy
 
 
 def split_closed_over(eqn: Any, args: Sequence[Value]) -> tuple[dict[int, jax.Array], list[Value]]:
-    """Captured arrays among the first operands, by place, which jax makes of variables of the function, and the other operands.
+    """(captured arrays among the closed-over operands, by operand number; all other operands).
 
-    Its rule says nothing of them, so that none of their elements is a variable of the derivative.
+    The derivative rule has no derivative for the captured arrays, so none of their elements becomes a variable of the
+    derivative.
     """
     first = enumerate(args[: num_consts(eqn)])
     arrays = {i: _constant(a) for i, a in first if not is_atoms(a) and not is_lazy(a)}
@@ -29,7 +33,7 @@ def num_consts(eqn: Any) -> int:
 
 
 def saying_why(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """`bind`, with a sentence where the function has no derivative by what it closes over."""
+    """`bind`, which raises a ModError where a custom_vjp function has no derivative for what it closes over."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
         try:
@@ -47,7 +51,7 @@ def saying_why(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.A
 
 
 def _constant(array: jax.Array) -> jax.Array:
-    """The array; whoever differentiates by it is told that the rule has no derivative by what its function closes over."""
+    """The array; differentiating by it raises a ModError, because the rule has no derivative for it."""
     floating = jnp.issubdtype(array.dtype, jnp.inexact)
     return _no_derivative(array) if floating and isinstance(array, Tracer) else array
 
@@ -87,7 +91,7 @@ class _ClosedScope:
 
 
 def body_of(eqn: Any, closed_over: Mapping[int, jax.Array]) -> _ClosedScope:
-    """The function without its rule, what it closes over among its constants."""
+    """The function without its derivative rule, with the closed-over arrays among its constants."""
     closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
     jaxpr = closed.jaxpr
     constvars = [*jaxpr.constvars, *(jaxpr.invars[i] for i in closed_over)]

@@ -1,6 +1,8 @@
-"""Indexing inside a mod, `dynamic_slice` and `gather`: an element of the result is an element of the operand at clamped starts.
+"""Indexing inside a mod (`dynamic_slice`, `gather`): each element of the result is one operand element at clamped
+starts.
 
-The operand may itself be the result of indexing: each level clamps, fills and counts from the end by its own size, as jax does.
+The operand may itself be the result of indexing. Each level then clamps, fills and counts from the end by its own
+sizes, as in jax.
 """
 
 import math
@@ -16,7 +18,7 @@ from flexjax.trace.mod_ir import Atom, Lit
 
 
 def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
-    """What was indexed out of small arrays of atoms is one too."""
+    """Converts a lazy result to atoms if all operands are small arrays of atoms."""
     return self.as_atoms(value) if is_lazy(value) and all(map(is_atoms, operands)) else value
 
 

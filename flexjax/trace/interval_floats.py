@@ -1,7 +1,7 @@
-"""Bounds of numbers once they are rounded to a floating type narrower than float32.
+"""Bounds of numbers after rounding to a floating type narrower than float32.
 
-Narrow arithmetic is not the same everywhere: a compiler may keep more digits than the type has, round twice on the way (int32
-to float16 to float8_e5m2), or flush what is smaller than the normal numbers. The bounds hold for all of these.
+Narrow arithmetic differs between devices: a compiler may keep more digits than the type has, round twice (int32 to
+float16 to float8_e5m2), or flush subnormal numbers to 0. The bounds hold in all of these cases.
 """
 
 import functools
@@ -16,7 +16,7 @@ Array = jax.Array
 
 
 class NarrowType(typing.NamedTuple):
-    """What rounding to a floating type does, in float32 numbers."""
+    """The properties of a floating type; the limits are float32 numbers."""
 
     mantissa_bits: int
     smallest: float
@@ -36,11 +36,12 @@ def narrow_type(dtype: str) -> NarrowType:
 
 
 def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
-    """float32 bounds of what lies between float32 `low` and `high`, rounded to `dtype`; NaN, both: it may be NaN or anything.
+    """float32 bounds of all numbers between float32 `low` and `high` after rounding to `dtype`.
 
-    Past its largest number a type either has infinities (float16, float8_e5m2) or makes NaN (float8_e4m3fn). Without a
-    negative zero (float8_e4m3fnuz), XLA makes NaN of some negative numbers that round to 0. Numbers that are subnormal in
-    float32 count as 0, as XLA compares them.
+    A bound of NaN means that the result may be NaN or any number. Past its largest number a type either has infinities
+    (float16, float8_e5m2) or gives NaN (float8_e4m3fn). In types without a negative zero (float8_e4m3fnuz), XLA turns
+    some negative numbers that round to 0 into NaN. Numbers that are subnormal in float32 count as 0, because XLA
+    compares them as 0.
     """
     kind = narrow_type(dtype)
     if not kind.signed:
@@ -52,14 +53,14 @@ def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
         low, high = (jnp.where(vanishes, jnp.nan, e) for e in (low, high))
     if kind.has_infinity:
         return jnp.where(low < -kind.largest, -jnp.inf, low), jnp.where(high > kind.largest, jnp.inf, high)
-    # not (inside), so that NaN is not inside
+    # negated, so that a NaN bound counts as outside
     outside = ~((low >= -kind.largest) & (high <= kind.largest))
     return jnp.where(outside, jnp.nan, low), jnp.where(outside, jnp.nan, high)
 
 
 def _largest(high: Array, kind: NarrowType) -> Array:
-    """The largest number that rounding makes of `high` or of less; as if the exponent had no end."""
-    # Another rounding may come before: to float32, or for the smallest types to float16 or bfloat16.
+    """Upper bound of what the numbers up to `high` round to, for an exponent range without limit."""
+    # An earlier rounding may have come first: to float32, or for the smallest types to float16 or bfloat16.
     before = 2.0**-20 if kind.mantissa_bits >= 7 else 2.0**-8
     above = high * jnp.where(high > 0, 1 + before, 1 - before)
     rounded = (lax.reduce_precision(e, 8, kind.mantissa_bits) for e in (high, above))

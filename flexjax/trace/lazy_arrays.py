@@ -1,9 +1,10 @@
-"""Arrays inside a mod whose elements are made when they are asked for.
+"""Arrays inside a mod whose elements are computed on demand.
 
-`x[b]` inside a mod is a row of the captured array `x`, one for each b. As atoms it would be a load for each of its elements,
-most of them never used. A `LazyArray` is a shape and a function from an index to an atom: `x[b][q_idx]` asks it for one element,
-and the program has one load, `x[b, q_idx]`. What moves elements (reshape, transpose, concatenate) or works on each of them
-(exp, select) makes another LazyArray. Whatever needs all elements, a sum, asks for each of them by `atoms`.
+Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need one load for each element of the
+row, and most of these elements are never used. A `LazyArray` is a shape and a function from an index to an atom:
+`x[b][q_idx]` asks the LazyArray for one element, and the program has one load, `x[b, q_idx]`. Operations that rearrange
+elements (reshape, transpose, concatenate) and elementwise operations (exp, select) return another LazyArray. Operations
+that need all elements, such as a sum, ask for each of them with `atoms`.
 """
 
 import math
@@ -19,16 +20,16 @@ from flexjax.trace.builder import Builder, literal
 from flexjax.trace.mod_ir import Atom, Lit
 
 Index = tuple[Atom, ...]
-"""An int32 atom for each dimension, in bounds."""
+"""An int32 atom for each dimension, within bounds."""
 
 
 class LazyArray:
-    """Elements by index; each is made once.
+    """An array whose elements are computed by index, each at most once for the same index.
 
     shape      its dimensions
     dtype      of its elements
-    element    the element at an index
-    too_large  what is wrong with using all elements where they are more than MAX_ELEMENTS, as a sentence without a subject
+    element    computes the element at an index
+    too_large  the error where more than MAX_ELEMENTS elements are all needed: a sentence that starts with "it"
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str):
@@ -68,7 +69,7 @@ class LazyArray:
 
 
 def settled(array: LazyArray) -> Value:
-    """The atoms of an array of one element or none: there is nothing to wait for."""
+    """The atoms of an array of at most one element, because nothing is gained by waiting; other arrays unchanged."""
     return array.atoms() if array.size <= 1 else array
 
 
@@ -93,14 +94,14 @@ class Translation(Protocol):
 
 
 def element_of(self: Translation, value: Value, index: Sequence[Atom]) -> Atom:
-    """value[index], the index in bounds."""
+    """value[index], for an index within bounds."""
     if is_lazy(value):
         return value.element(index)
     return _pick(self, value, list(index)) if is_atoms(value) else self.load(value, index)
 
 
 def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
-    """An element of a small array of values at an index known only in the kernel: a chain of selects."""
+    """One element of a small array of atoms, as a chain of selects where the index is known only in the kernel."""
     if not index:
         return atoms.item()
     first, rest = index[0], index[1:]
@@ -121,7 +122,7 @@ def whole_capture(shape: Sequence[int]) -> str:
 
 
 def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
-    """What is wrong with using all elements of something computed from these values."""
+    """The error message for needing all elements of an array that is computed from these values."""
     for value in values:
         if is_lazy(value):
             return value.too_large
@@ -130,10 +131,10 @@ def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
     return f"it computes an array of shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements."
 
 
-# ------------------------------------------------------------------- what moves elements
+# ------------------------------------------------------------------- rules that rearrange elements
 
 Place = Callable[[Translation, Index], Sequence[Atom]]
-"""From an index of the result to that of the operand."""
+"""Maps an index of the result to the index of the operand."""
 
 
 def _add(self: Translation, atom: Atom, number: int) -> Atom:
@@ -145,7 +146,10 @@ def _scaled(self: Translation, atom: Atom, factor: int) -> Atom:
 
 
 def _moved(place: Callable[[Any, tuple[int, ...]], Place]) -> Callable:
-    """A rule of a primitive that moves elements; `place` takes the equation's parameters and the shape of the operand."""
+    """The rule of a primitive that rearranges elements.
+
+    place   from the equation's parameters and the shape of the operand to a Place
+    """
 
     def rule(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
         (array,), aval = args[:1], eqn.outvars[0].aval
@@ -220,7 +224,9 @@ def _reshape(params: Any, shape: tuple[int, ...]) -> Place:
 
 
 def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions longer than 1 that a reshape turns into one another, as short as possible."""
+    """The shortest groups of old and new dimensions that a reshape maps to each other; dimensions of length 1 have
+    none.
+    """
     groups: list[tuple[list[int], list[int]]] = []
     a = [d for d, n in enumerate(old) if n != 1]
     b = [d for d, n in enumerate(new) if n != 1]
@@ -311,4 +317,4 @@ LAZY_RULES: dict[str, Callable[..., list[Value]]] = {
     "transpose": _moved(_transpose),
     "unstack": _unstack,
 }
-"""Used where an operand is lazy."""
+"""The rules by primitive, for equations with a lazy operand."""

@@ -1,4 +1,4 @@
-"""Literals of a program, and arithmetic on nothing but literals while a program is built."""
+"""Literals of a program, and constant folding on operations whose operands are all literals."""
 
 import math
 import typing
@@ -26,7 +26,11 @@ def literal(value: object, dtype: typing.Any) -> Lit:
 
 
 def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
-    """Folds the integer and boolean arithmetic of literals; floats are left to the device, which rounds its own way."""
+    """The result of an operation on literals, None if the operation is left to the device.
+
+    Integer and boolean arithmetic is folded. Float arithmetic is left to the device, which may round differently; only
+    conversions of a float literal are folded.
+    """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _is_held(inputs[0].value, dtype):
             return literal(inputs[0].value, dtype)
@@ -44,7 +48,7 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
 
 
 def _is_held(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether numpy converts the float to the type as every device does."""
+    """Whether numpy converts the float to the type with the same result as every device."""
     if not is_integer(dtype):
         return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)
     info = jnp.iinfo(jnp.dtype(dtype))

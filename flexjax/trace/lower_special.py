@@ -1,6 +1,6 @@
-"""Primitives that look elementwise or cumulative and need more than one operation of the program an element.
+"""Lowering rules of primitives that take several operations of the program for each element.
 
-Rules as in lower_rules.py.
+The rules have the form of those in lower_rules.py.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Translation(Protocol):
 
 
 def bits_of(dtype: Any) -> int | None:
-    """Bits of a number of the type; None for types whose bits cannot be told apart by shifts (bool, complex)."""
+    """Bits of a number of the type; None for types whose bits shifts cannot separate (bool, complex)."""
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
         return int(jnp.iinfo(kind).bits)
@@ -44,7 +44,7 @@ def _reinterpreted(builder: Builder, atom: Atom, dtype: Any) -> Atom:
 
 
 def _bitcast(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray] | None:
-    """Between types of different widths by shifts: the last dimension counts parts, the least significant first."""
+    """Different widths use shifts: the last dimension counts the parts, the least significant first."""
     atoms, out = self.as_atoms(args[0]), eqn.outvars[0].aval
     old, new = bits_of(eqn.invars[0].aval.dtype), bits_of(out.dtype)
     builder = self.builder
@@ -77,7 +77,7 @@ def _bitcast(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]
 
 
 def _cumlogsumexp(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
-    """By jnp.logaddexp, with its derivative rule."""
+    """A running jnp.logaddexp, with jnp.logaddexp's derivative rule."""
     atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
     kind = jax.ShapeDtypeStruct((), eqn.outvars[0].aval.dtype)
     add = jax.make_jaxpr(jnp.logaddexp)(kind, kind)

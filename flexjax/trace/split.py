@@ -1,4 +1,4 @@
-"""A program of mods for a part of the batch and of the heads, in which they see the indices of the whole."""
+"""Rewrites the programs of mods for a share of the batch and heads; mods still see the indices of the whole call."""
 
 import dataclasses
 import functools
@@ -15,7 +15,9 @@ Dims = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One of `batch_shares` equal parts of `batch` entries, and one of `head_shares` equal parts of `heads` query heads."""
+    """The size of one share: one of `batch_shares` equal parts of `batch` entries, and one of `head_shares` equal parts
+    of `heads` query heads.
+    """
 
     batch: int
     batch_shares: int
@@ -28,7 +30,7 @@ class Share:
 
     @functools.cached_property
     def entries(self) -> dict[str, int]:
-        """Batch entries ("b") and heads ("h") of a share."""
+        """The number of batch entries ("b") and of query heads ("h") in a share."""
         return {"b": self.batch // self.batch_shares, "h": self.heads // self.head_shares}
 
     def cuts(self, axis: str) -> bool:
@@ -36,18 +38,22 @@ class Share:
 
 
 class SharePrograms(typing.NamedTuple):
-    """The programs of a share. They read the captures of the originals, of split dimensions the share's entries, and after them
-    an int32 scalar for each of `starts` ("b", "h"): where the share begins."""
+    """The programs of a share.
+
+    Their captures are those of the original programs, with the share's entries only in split dimensions. For each of
+    `starts` ("b", "h") another capture follows: an int32 scalar, the index where the share begins.
+    """
 
     programs: tuple[Program, ...]
     starts: tuple[str, ...]
 
 
 def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[Dims, ...]:
-    """For each capture and each of its dimensions: "b" or "h" where a share needs its own entries of it alone, else None.
+    """For each dimension of each capture: "b" or "h" if a share needs only its own entries of that dimension, else
+    None.
 
-    That is where the dimension has an entry for each of the sizes["b"] batch entries or sizes["h"] heads, and all loads of all
-    `programs`, which have the same captures, index it with plain b or h.
+    A dimension is split if it has one entry for each of the sizes["b"] batch entries or sizes["h"] heads, and all loads
+    of all `programs` index the dimension with plain b or h. The programs have the same captures.
     """
     if not programs:
         return ()
@@ -59,7 +65,7 @@ def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[D
         for dim, size in enumerate(capture.shape):
             axes = {_plain_axis(load.index[dim]) for load in loads}
             axis = axes.pop() if len(axes) == 1 and not whole else None
-            taken = axis in dims  # table[h, h]: an axis of a mesh splits one dimension
+            taken = axis in dims  # table[h, h]: a mesh axis can split only one dimension
             dims.append(axis if axis is not None and size == sizes[axis] and not taken else None)
         found.append(dims)
     return tuple(map(tuple, found))
@@ -70,7 +76,7 @@ def _plain_axis(atom: Atom) -> str | None:
 
 
 def share_of_program(programs: Sequence[Program], share: Share) -> SharePrograms:
-    """The programs, which have the same captures, for a share."""
+    """The programs for a share. The programs have the same captures."""
     dims = split_dims(programs, share.wholes)
     starts = tuple(
         axis for axis in ("b", "h") if share.cuts(axis) and any(_reads_index(p, axis, dims) for p in programs)
@@ -79,13 +85,13 @@ def share_of_program(programs: Sequence[Program], share: Share) -> SharePrograms
 
 
 def _reads_index(program: Program, axis: str, dims: Sequence[Dims]) -> bool:
-    """Whether the axis is read otherwise than as the index of a split dimension."""
+    """Whether the program uses the axis anywhere but as the index of a split dimension."""
     read = [atom for step in program.steps for atom in _whole_indices(step, dims)]
     return axis in map(_plain_axis, (*read, *program.results))
 
 
 def _whole_indices(step: Step, dims: Sequence[Dims]) -> list[Atom]:
-    """The step's operands but for indices of split dimensions."""
+    """The operands of the step, without the indices of split dimensions."""
     if not isinstance(step, Load):
         return list(step.inputs)
     return [atom for atom, dim in zip(step.index, dims[step.capture], strict=True) if dim is None]
@@ -100,7 +106,7 @@ def _rewritten(program: Program, share: Share, dims: Sequence[Dims], starts: Seq
     env: dict[int, Atom] = {v.id: v for v in builder.inputs}
     for axis in starts:
         place = B if axis == "b" else H
-        # the limit tells the builder what b and h can be, so that loads keep their class
+        # clamped, so that the builder knows the range of b and h and loads keep their load class
         start = builder.clamped(
             builder.load(builder.capture((), "int32"), ()), share.wholes[axis] - share.entries[axis]
         )

@@ -39,6 +39,12 @@ def test_sections() -> None:
     assert work.splitlines()[0] == "work:"
 
 
+@pytest.mark.parametrize("scale", [jnp.float32(0.3), jax.ShapeDtypeStruct((), jnp.float32)])
+def test_a_captured_scale_is_not_shown_as_one(scale: object) -> None:
+    assert flexjax.explain(*qkv(), scale=scale).splitlines()[0].endswith("scale=captured, multiplies the score")
+    assert flexjax.explain(*qkv(), scale=0.25).splitlines()[0].endswith("scale=0.25")
+
+
 def test_refusals_are_listed() -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("these are the sentences of a CPU")

@@ -1,18 +1,18 @@
-"""The kernel that adds up gradients of a captured array over lists of tiles (capture_lists.py).
+"""The kernel that sums the gradient of one captured array over lists of tiles (capture_lists.py).
 
-A CTA takes one list. For each tile of it two WGMMAs make the scores and dP, and from them
+One CTA works through one list. For each tile of the list, WGMMAs compute the scores and dP, and from them
 
     g = dsp * d mod / d load,    dsp = p * (dP - delta)
 
-Four things can be done with g (`Sink`):
+`Sink` says what happens to g:
 
-    sums        added tile by tile in registers, one tile of sums written for each list
+    sums        added tile by tile in registers; the kernel writes one tile of sums for each list
     magnitudes  the same for |g|
-    matrix      the same, each list's sums written to the place of its tile in a [heads, T, S] matrix
-    places      added to the places of the array that the load's index names (fixed_point.py): g of every tile, or where the tiles of a list
-                read the same places the sums of the list
+    matrix      as sums, but each list's tile goes to its position in a [b, h, T, S] matrix
+    places      added, in fixed point (fixed_point.py), to the elements of the array that the load's index names. Under
+                a shift-invariant index (shift_invariance.py) the tiles of a list are summed in registers first
 
-Costs two products a visited tile.
+Each visited tile costs two matrix products: Q K^T and dO V^T.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Sink(enum.Enum):
 
 
 def groups_for(plan: KernelPlan) -> int:
-    """Warpgroups of 64 queries: two where tiles of 128 x 128 fit shared memory and the blocks of the mask."""
+    """Compute warpgroups of 64 queries: two where 128 x 128 tiles fit shared memory and divide the mask's blocks."""
     dims = common.padded_dim(plan.head_dim) + common.padded_dim(plan.value_dim)
     blocks = plan.blocks
     wide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
@@ -59,7 +59,10 @@ def groups_for(plan: KernelPlan) -> int:
 
 
 class Rings(typing.NamedTuple):
-    """Slots for tiles of queries and d_out (with them for tiles of a staged array), and for 64 keys and values."""
+    """Ring depths: tiles of Q and dO, and tiles of 64 keys and values.
+
+    `staged`: whether each Q slot also holds a tile of the staged array.
+    """
 
     queries: int
     keys: int
@@ -67,7 +70,7 @@ class Rings(typing.NamedTuple):
 
 
 def rings_for(groups: int, dim: int, value_dim: int, staged_bytes: int) -> Rings:
-    """The deepest rings that fit shared memory: a staged array before a second slot."""
+    """The deepest rings that fit shared memory. Staging an array takes precedence over deeper rings."""
     tile = groups * ROWS
     choices = [
         Rings(queries, keys, staged)
@@ -84,9 +87,9 @@ def rings_for(groups: int, dim: int, value_dim: int, staged_bytes: int) -> Rings
 
 @dataclasses.dataclass(frozen=True)
 class CaptureKernel:
-    """The kernel for one load: `derivatives[2 + place]` of the score program.
+    """The kernel for one load, whose derivative is `derivative.results[2 + place]`.
 
-    dtype   of what is written for SUMS and MATRIX
+    dtype   of what the kernel writes for SUMS and MATRIX
     """
 
     plan: KernelPlan
@@ -111,12 +114,12 @@ class CaptureKernel:
 
     @property
     def by_tile(self) -> bool:
-        """Whether g of every tile goes to its places at once."""
+        """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
         return self.sink is Sink.PLACES and self.shape.kind != mod_ir.DIAGONAL
 
     @property
     def one_sum(self) -> bool:
-        """Whether the sums are over keys: then the parts of a tile need no registers of their own."""
+        """Whether g is summed over keys later anyway, so that all key parts of a tile share one accumulator."""
         return self.shape.kind in (mod_ir.SCALAR, mod_ir.ROW)
 
     @property
@@ -124,22 +127,25 @@ class CaptureKernel:
         tile = self.shape.tile
         return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), gradients=(self.place,))
 
-    # ------------------------------------------------------------- where a tile lies
+    # ------------------------------------------------------------- tile coordinates
 
     def steps(self, lists: TileLists, mine: jax.Array) -> jax.Array:
         batch, heads = self.shape.repeats
         return lists.count[mine] * (batch * heads)
 
     def visit(self, lists: TileLists, mine: jax.Array, steps: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(number of the head, code of the tile) of the i-th visit, of the last one where there are fewer; 0 of an empty list."""
+        """(head number b * N + h, tile code) of the i-th visit of this list.
+
+        Past the end of the list: those of the last visit. In an empty list: the list's first head, and tile code 0.
+        """
         i = jnp.maximum(jnp.minimum(i, steps - 1), 0)
         head, (batch, heads) = lists.head[mine], self.shape.repeats
         if batch * heads > 1:
             count = jnp.maximum(lists.count[mine], 1)
             turn, i = lax.div(i, count), lax.rem(i, count)
-            head = head + (turn if heads > 1 else turn * self.plan.q_heads)  # of heads, all are joined or none
+            head = head + (turn if heads > 1 else turn * self.plan.q_heads)  # either all heads are joined or none
         at = lists.begin[mine] + i
-        # an empty list may begin past the last visit
+        # `begin` of an empty list may lie past the last visit
         at = jnp.minimum(at, jnp.int32(lists.tile.shape[0] - 1))
         if lists.of is not None:
             head = head + jnp.where(steps > 0, lists.of[at], 0)
@@ -157,7 +163,7 @@ class CaptureKernel:
         return _divided(number, self.plan.q_heads)
 
     def first_tile(self, mine: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First query and key of the first tile of a diagonal, whether it is visited or not."""
+        """First query and first key of the first tile on this list's diagonal, even if the list does not visit it."""
         shape = self.shape
         diagonal, turn = _divided(lax.rem(mine, jnp.int32(shape.keys)), shape.period)
         difference = diagonal - (shape.columns - 1)
@@ -166,7 +172,7 @@ class CaptureKernel:
         return row * shape.tile, (row - difference) * shape.tile
 
     def places(self, captured: Captures, b: jax.Array, h: jax.Array, row0: jax.Array, column0: jax.Array) -> jax.Array:
-        """[64, 64] int32: which element of the flat array each place reads."""
+        """[64, 64] int32: for each query and key, the flat index of the array element that the load reads."""
         mathematics, plan, index = self.mathematics, self.plan, self.load.index
         program = TileProgram(
             with_results(self.derivative, index),
@@ -200,11 +206,11 @@ class CaptureKernel:
     def run(
         self, given: common.Prepared, lists: TileLists, captures: Captures, total: jax.Array | None = None
     ) -> jax.Array:
-        """What the lists add up to.
+        """The sums over the lists.
 
         SUMS, MAGNITUDES    [lists, tile, tile]
         MATRIX              [b, h, rows * tile, columns * tile]
-        PLACES              the array, flat, in float32. `total`: what the magnitudes add up to at most
+        PLACES              the array, flat, in float32. `total` bounds the sum of all |g| from above
         """
         simulated, shape, plan = self.plan.options.interpret, self.shape, self.plan
         count = lists.count.shape[0]
@@ -309,7 +315,7 @@ class CaptureKernel:
 
             def step(i: jax.Array, carry: typing.Any) -> typing.Any:
                 sums, (now, soon), (lse2, delta) = carry
-                later, statistics_soon = visit(i + 2), statistics(soon)  # reads that nothing here waits for
+                later, statistics_soon = visit(i + 2), statistics(soon)  # loads for the next steps, issued early
                 b, h, q0, kv0 = self.origin(now)
                 masked = (now[1] & 1) == 1
                 rows_math = mathematics.at_rows(b, h, q0 + group * ROWS, captured)
@@ -353,7 +359,7 @@ class CaptureKernel:
                         continue
                     at = 0 if self.one_sum else part
                     new[at] = new[at] + (jnp.abs(value) if self.sink is Sink.MAGNITUDES else value)
-                    if not interpret:  # the next part may not begin before: registers would not do
+                    if not interpret:  # the next part must not start earlier: too few registers
                         new = list(lax.optimization_barrier(tuple(new)))
                 products.release(q_free.at[q_slot])
                 return tuple(new), (soon, later), statistics_soon
@@ -417,5 +423,5 @@ class CaptureKernel:
 
 
 def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of a number that is not negative."""
+    """Quotient and remainder of a non-negative number."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

@@ -1,20 +1,20 @@
-"""Lists of tiles for the gradients of captured arrays: which tiles of the attention matrix one CTA adds up.
+"""Lists of tiles for the gradients of captured arrays: each CTA sums the tiles of one list.
 
-A *visit* is a tile that the block mask lists (all tiles without one). Visits are sorted by what their list has in common, so that a list is
-a run of them:
+A *visit* is one tile of one head that the block mask lists (every tile where there is no block mask). Visits are sorted
+by a key that depends on the kind of load, and each list is a contiguous run of visits with the same key:
 
-    kind        visits of one list have in common
-    scalar      nothing: the visits of a head are cut into even runs
+    kind        key
+    scalar      none: the visits of a head are cut into runs of equal length
     row         the row of tiles
     column      the column of tiles
-    diagonal    the difference of row and column; with `period` > 1 the row modulo `period`, too
+    diagonal    row minus column; with `period` > 1 also the row modulo `period`
     tile        the tile itself
 
-Batch entries and heads that share an element of the array can be *joined* into one list. Where the block mask is the same for them, the list
-walks its run once for each of them; otherwise their visits are sorted together, and each names its head. So memory grows with what the block
-mask lists, and only once for heads that have the same block mask.
+Batch entries and heads that read the same elements of the array can be *joined* into one list. If they also have the
+same block mask, the list repeats its run for each of them. Otherwise their visits are sorted together, and each visit
+names its head. Memory therefore grows with the entries of the block mask, counted once for heads that share one mask.
 
-How many lists there are decides the order of the sums, so it follows from the problem alone, never from the GPU.
+The number of lists fixes the order of the sums, so it follows from the problem alone, never from the GPU.
 """
 
 import dataclasses
@@ -29,17 +29,19 @@ from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 from flexjax.trace import mod_ir
 
 ENOUGH = 8 * 132
-"""Lists that keep a GPU busy: eight for each SM of an H100, because the longest come first and none then waits long for the last. The same
-number on every GPU, because the order of the sums depends on it."""
+"""The number of lists that keeps a GPU busy: eight for each SM of an H100. The longest lists start first, so with eight
+an SM no CTA runs long after the others. Every GPU gets the same number, because the order of the sums depends on the
+number of lists.
+"""
 LARGEST_NUMBER = 1 << 31
 NOWHERE = jnp.iinfo(jnp.int32).max
 
 
 class TileLists(typing.NamedTuple):
-    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `repeats` heads. All int32.
+    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `Shape.repeats` heads. All int32.
 
     head    [lists] the number b * N + h of the first head of each list
-    of      [visits] what a visit adds to that number; None where nothing
+    of      [visits] what a visit adds to the head number; None if every visit adds 0
     tile    [visits] 2 * (row * columns + column), plus 1 where the mask applies
     """
 
@@ -52,11 +54,11 @@ class TileLists(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is known of lists while compiling.
+    """What is known of the lists at compile time.
 
-    batch, heads    that are told apart: 1 where those of the plan are joined
-    keys            lists of each of them
-    repeats         (batch entries, heads) for each of which a list walks its run
+    batch, heads    batch entries and heads with lists of their own: 1 where those of the plan are joined
+    keys            lists for each (batch entry, head)
+    repeats         (batch entries, heads) for each of which a list repeats its run
     period          of a diagonal, in tiles
     """
 
@@ -76,7 +78,7 @@ class Shape:
 
 
 def most_visits(plan: KernelPlan, tile: int) -> int:
-    """Bound of the tiles that all heads visit together."""
+    """Upper bound of the number of visits over all batch entries and heads."""
     blocks = plan.blocks
     if blocks is None:
         tiles = -(-plan.q_len // tile) * -(-plan.kv_len // tile)
@@ -87,7 +89,7 @@ def most_visits(plan: KernelPlan, tile: int) -> int:
 
 
 def most_codes(plan: KernelPlan, tile: int) -> int:
-    """Bound of `TileLists.tile`."""
+    """Upper bound of the values in `TileLists.tile`."""
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
@@ -128,7 +130,7 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
     tile = (row * shape.columns + column) * 2 + masked
     merged = (key.shape[0] > shape.batch, key.shape[1] > shape.heads)
     parts = [key, _heads(plan, key.shape, merged), tile] if any(merged) else [key, tile]
-    # lists of a block mask are often constants, and XLA would take minutes to sort a million of them while it compiles
+    # Block lists are often constants, and constant-folding a sort of a million entries takes XLA minutes.
     parts = lax.optimization_barrier([_merge(x, merged) for x in parts])
     key, *of, tile = lax.sort(parts, num_keys=len(parts))
 
@@ -151,7 +153,10 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
 
 
 def _visits(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> tuple[jax.Array, ...]:
-    """Row, column, whether the mask applies, and whether it is listed at all, each [batch, heads, visits] of the block mask."""
+    """Row, column, whether the mask applies, and whether the visit exists (lists are padded).
+
+    Each is [batch, heads, visits], with the batch and heads of the block mask.
+    """
     blocks = plan.blocks
     if blocks is None or lists is None:
         number = jnp.arange(shape.rows * shape.columns, dtype=jnp.int32).reshape(1, 1, -1)
@@ -179,14 +184,14 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> tuple[j
 
 
 def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) -> jax.Array:
-    """What a visit adds to the number of its list's first head."""
+    """What each visit adds to the number of the first head of its list."""
     b = jnp.arange(shape[0], dtype=jnp.int32)[:, None, None] * (plan.q_heads * merged[0])
     h = jnp.arange(shape[1], dtype=jnp.int32)[:, None] * int(merged[1])
     return jnp.broadcast_to(b + h, shape)
 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
-    """[batch, heads, visits] with the merged of the first two axes drawn into the last."""
+    """[batch, heads, visits] with those of the first two axes that `merged` names folded into the last."""
     batch, heads, _ = x.shape
     if merged == (True, False):
         x = x.transpose(1, 0, 2)

@@ -1,8 +1,9 @@
-"""Where sums of gradients go in a captured array.
+"""Adds the sums of capture_kernel.py to the elements of a captured array that the load's index names.
 
-What capture_kernel.py adds up are numbers for each (b, h) and query, key, difference or pair. Here they are put where the load's index names:
-as they are where each dimension walks along one axis, by an addition to distinct places, or where places may repeat sorted and summed run by
-run. Numbers for each pair at places that repeat do not come here: the kernel adds them to their places itself.
+The sums are one number for each (b, h) and query, key, difference or pair. There are three cases. Where each dimension
+of the array is indexed by one axis, the sums are transposed and added as they are. Where no two sums share an element,
+they are scattered with unique indices. Otherwise they are sorted by element and each run of equal elements is summed.
+Sums for each pair whose elements may repeat do not come here: capture_kernel.py adds those to the array itself.
 """
 
 import jax
@@ -15,9 +16,9 @@ from flexjax.trace import mod_ir
 from flexjax.trace.on_tiles import apply_op
 
 SORTED_AT_ONCE = 1 << 24
-"""Places that are sorted together; more of them are sorted in parts, so that memory does not grow with them."""
+"""The most sums that one sort takes; longer inputs are sorted in parts, which bounds the memory."""
 LARGEST_ARRAY = 1 << 30
-"""Elements of an array whose places may repeat: numbers of places past its end are int32, too."""
+"""The most elements of an array with repeated places, because `_sum_runs` also numbers places past the end in int32."""
 
 
 def axes(load: mod_ir.Load) -> frozenset[str]:
@@ -25,7 +26,10 @@ def axes(load: mod_ir.Load) -> frozenset[str]:
 
 
 def distinct(load: mod_ir.Load) -> bool:
-    """Whether different (b, h, position) name different elements: each axis walks a dimension of its own, in steps of one."""
+    """Whether different (b, h, position) read different elements.
+
+    True where each axis that the index depends on indexes some dimension alone, with step 1 or -1.
+    """
     found = set()
     for atom in load.index:
         own = mod_ir.axes_of(atom)
@@ -42,7 +46,7 @@ def distinct(load: mod_ir.Load) -> bool:
 
 
 POSITIONS = {mod_ir.SCALAR: (2, 3), mod_ir.ROW: (3,), mod_ir.COLUMN: (2,), mod_ir.TILE: ()}
-"""The axes of [b, h, q, kv] that sums of a kind of load lack."""
+"""For each kind of load, the axes of [b, h, q, kv] that its sums lack."""
 
 
 def add_at(
@@ -58,7 +62,7 @@ def add_at(
     dims, kind = plain_dims(load), mod_ir.classify_load(load).kind
     if (
         dims is not None and kind in POSITIONS
-    ):  # no index, no scatter: for a pair bias they would cost more than the kernels
+    ):  # no index arrays, no scatter: for a pair bias they would cost more than the kernels
         found = placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
         return found if found.dtype != total.dtype else total + found
     index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
@@ -71,7 +75,7 @@ def add_at(
 
 
 def _sum_repeated(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values by place, in one fixed order."""
+    """[size] sums of the values by place, in one fixed order; sorts in parts."""
     parts = -(-place.shape[0] // SORTED_AT_ONCE)
     if parts == 1:
         return _sum_runs(place, value, size)
@@ -87,7 +91,7 @@ def _sum_repeated(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
 
 
 def _sum_runs(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values by place, in one fixed order: sorted, then added run by run."""
+    """[size] sums of the values by place, in one fixed order: a sort by place, then a segmented scan."""
     place, value = lax.sort((place, value), num_keys=1, is_stable=True)
 
     def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +106,7 @@ def _sum_runs(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
 def _indices(
     plan: KernelPlan, operands: Operands, derivative: mod_ir.Program, load: mod_ir.Load, rank: int
 ) -> list[jax.Array]:
-    """The index of the load for all (b, h, position), as arrays that broadcast to [b, h, ...]."""
+    """The load's index for all (b, h, position), as arrays that broadcast to [b, h, ...]."""
     kind, own = mod_ir.classify_load(load).kind, axes(load)
     shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])
     zero = jnp.zeros((1,) * rank, jnp.int32)
@@ -146,7 +150,7 @@ def _indices(
 
 
 def diagonal_sums(tiles: jax.Array) -> jax.Array:
-    """[..., n, n] to [..., 2n - 1]: sums over r - c = -(n - 1) .. n - 1."""
+    """[..., n, n] to [..., 2n - 1]: sums along the diagonals r - c = -(n - 1) .. n - 1."""
     n = tiles.shape[-1]
     flipped = jnp.pad(tiles[..., ::-1], [(0, 0)] * (tiles.ndim - 1) + [(0, n)])
     flat = flipped.reshape(*tiles.shape[:-2], n * 2 * n)[..., : n * (2 * n - 1)]
@@ -154,7 +158,7 @@ def diagonal_sums(tiles: jax.Array) -> jax.Array:
 
 
 def join_windows(windows: jax.Array) -> jax.Array:
-    """[..., d, 2n - 1] windows that begin n apart to one vector of n * (d + 1) - 1 numbers."""
+    """Adds [..., d, 2n - 1] windows that start n apart into one vector of n * (d + 1) - 1 numbers."""
     *head, count, width = windows.shape
     n = (width + 1) // 2
     padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 1) + [(0, 1)]).reshape(*head, count, 2, n)

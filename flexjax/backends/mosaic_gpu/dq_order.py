@@ -1,29 +1,32 @@
 """The order in which CTAs add their dQ tiles to memory, so that the same inputs give the same bits.
 
-In the fused backward kernel a CTA owns one key tile and adds a dQ tile to memory for every query tile that it visits. Float32
-addition does not commute with rounding, so a fixed result needs a fixed order of additions at every query tile.
+In the fused backward kernel a CTA owns one key tile and adds a dQ tile to memory for every query tile that it visits.
+Float32 addition is not associative, so reproducible bits need a fixed order of additions at every query tile.
 
-No kernel of this project waits for a CTA that may not have started: a CTA that waits holds its SM, and if the awaited CTA
-needs that SM, the GPU hangs. Here this holds by construction. Each CTA draws a start number from an atomic counter as its first
-action. The start number determines its key tile, and with it its rank among the key tiles of its head. A CTA waits at a query
-tile for the CTAs of lower rank that visit this query tile. Lower ranks have lower start numbers, hence have started; the CTA
-with the lowest unfinished start number waits for nobody. One resident CTA is enough for progress, and the order depends on
-neither the number of SMs nor where CTAs run.
+No kernel of this project waits for a CTA that may not have started: a CTA that waits holds its SM, and if the awaited
+CTA needs that SM, the GPU hangs. Here every awaited CTA has started, by construction. Each CTA draws a start number
+from an atomic counter as its first action. The start number determines its key tile, and with the key tile its rank
+among the key tiles of its head. A CTA waits at a query tile for the CTAs of lower rank that add to the same dQ sum of
+this query tile. Lower ranks have lower start numbers, hence have started; the CTA with the lowest unfinished start
+number waits for nobody. One resident CTA is enough for progress, and the order depends neither on the number of SMs nor
+on where CTAs run.
 
     ticket(rank, query tile) = how many lower ranks of the same sum visit this query tile
 
-A hand-off costs about one step (a step is the work of one CTA on one query tile), so ranks of one sum walk the queries in
-the same direction, one behind the other, and the last of the CTAs that start together begins late. Three choices keep that start-up
-delay small; `order_for` makes them from the problem alone, never from the GPU, so the bits do not change with it:
+A hand-off takes about one step (a step is the work of one CTA on one query tile). Ranks of one sum therefore walk the
+queries in the same direction, each one step behind the previous rank, and the last of the CTAs that start together
+begins late. Three choices keep that start-up delay small. `order_for` makes them from the problem alone, never from the
+GPU, so the bits are the same on every GPU:
 
-    heads     key heads side by side in launch order: neighbours in launch order do not wait for each other
-    sums      partial dQ sums of a head; rank r adds to sum r % sums, and the sums are added up at the end
-    downward  queries are walked from the last to the first, key tile 0 has rank 0. Under a causal mask the CTAs with the most
-              work then start first, and no long CTA runs alone at the end. Otherwise queries are walked upward and the last key
-              tile has rank 0: under a window or under documents a CTA then begins where no lower rank adds
+    heads     key heads side by side in launch order: CTAs next to each other in launch order do not wait for each other
+    sums      partial dQ sums of a head: rank r adds to sum r % sums, and the sums are added up at the end
+    downward  if True, queries are walked from the last to the first, and key tile 0 has rank 0. Under a causal mask the
+              CTAs with the most work then start first, and no long CTA runs alone at the end. If False, queries are
+              walked from the first to the last, and the last key tile has rank 0. Under a window mask or a document
+              mask a CTA then begins at query tiles to which no lower rank adds
 
-FlashAttention-3 orders its additions by key block too; "DASH" (arXiv 2601.21824) discusses such schedules. The numbers below are
-from an event simulation and from measurements, see NOTES_backward.md.
+FlashAttention-3 orders its additions by key block too; "DASH" (arXiv 2601.21824) discusses such schedules. The numbers
+below are from an event simulation and from measurements, see NOTES_backward.md.
 """
 
 import typing
@@ -35,18 +38,23 @@ from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import forms
 
 REFERENCE_SMS = 132
-"""The number of SMs that the choices assume, whatever the GPU at hand has: those of an H100 or H200."""
+"""The number of SMs that the choices assume on every GPU: that of an H100 or H200."""
 HANDOFF = 1.05
-"""Steps between an addition and the next addition to the same query tile: the addition, the signal and its arrival."""
+"""Steps from one addition to the next at the same query tile: the addition, the signal and the signal's latency."""
 BYTES_PER_STEP = 11e6
 """Bytes that memory moves during one step: 2.75 us at 4 TB/s."""
 HEADS, L2_BYTES = 8, 40e6
-"""Key heads side by side: as many as L2_BYTES hold of Q, dO and dQ, and at least HEADS. 16 heads of 8192 x 128 are 3% slower than 4."""
+"""The most key heads side by side: HEADS, or more where the Q, dO and dQ of more heads fit L2_BYTES. For 8192 x 128, 16
+heads are 3% slower than 4.
+"""
 MOST_SUMS = 8
 
 
 class DqOrder(typing.NamedTuple):
-    """See the top of this file. `delay` is the modelled start-up delay over the kernel's time without it."""
+    """The choices that the top of this file describes.
+
+    delay   the modelled start-up delay, relative to the kernel's time without the delay
+    """
 
     heads: int
     sums: int
@@ -65,7 +73,7 @@ def is_triangle(plan: KernelPlan) -> bool:
 
 
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
-    """The order for tiles of `q_tiles` x `kv_tiles` a head, with the smallest modelled time.
+    """The order with the smallest modelled time, for heads of `q_tiles` x `kv_tiles` tiles.
 
     A mask that is neither full nor a triangle has unknown density, so its delay is not modelled (0).
     """
@@ -88,13 +96,14 @@ def _modelled(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: i
     steps = q_tiles * plan.group  # of the longest CTA
     ctas = key_heads * kv_tiles
     time = max(float(steps), ctas * steps * density / REFERENCE_SMS)
-    # CTAs of one sum that start together, of which the last waits for all others; once, or for each group of heads that fits the GPU
+    # The last of the CTAs of one sum that start together waits for all others. If all CTAs of a group of heads fit
+    # the GPU, this happens for each round of CTAs, otherwise once.
     begin = HANDOFF * min(kv_tiles, REFERENCE_SMS / heads) / sums
     if heads * kv_tiles <= REFERENCE_SMS:
         begin *= max(1.0, ctas / REFERENCE_SMS)
     if density < 1.0 and ctas <= REFERENCE_SMS:
-        begin = 0.0  # a CTA that begins late has that much less to do
-    # a query tile is added to by all ranks one after the other
+        begin = 0.0  # a CTA that begins late has less work by as much
+    # all ranks of a sum add to a query tile one after the other
     chain = -(-key_heads // heads) * -(-kv_tiles // sums) * HANDOFF if heads * kv_tiles > REFERENCE_SMS else 0.0
     written = 4.0 * plan.batch * plan.q_heads * plan.q_len * (plan.head_dim + plan.extra_dim) * (sums - 1)
     added = max(begin, chain - time) + written / BYTES_PER_STEP
@@ -105,7 +114,7 @@ def _modelled(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: i
 
 
 class Place(typing.NamedTuple):
-    """What a CTA owns, and where it stands in the order of its head."""
+    """The key head and key tile that a CTA owns, and the CTA's rank in its head."""
 
     key_head: jax.Array
     key_tile: jax.Array
@@ -113,7 +122,7 @@ class Place(typing.NamedTuple):
 
 
 def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Place:
-    """What the CTA with this start number owns: `order.heads` heads side by side, rank by rank."""
+    """The place of the CTA with this start number: groups of `order.heads` heads side by side, rank by rank."""
     i32 = jnp.int32
     together = i32(order.heads * kv_tiles)
     first = jax.lax.div(start, together) * i32(order.heads)
@@ -125,7 +134,10 @@ def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) ->
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
-    """[.., key tiles, query tiles] int32: the ticket at each visited pair, from `visited` (0 or 1) in the same shape."""
+    """[.., key tiles, query tiles] int32: the ticket at each visited pair.
+
+    visited   0 or 1, in the same shape
+    """
     *lead, kv_tiles, q_tiles = visited.shape
     by_rank = visited if order.downward else jnp.flip(visited, -2)
     rounds = -(-kv_tiles // order.sums)

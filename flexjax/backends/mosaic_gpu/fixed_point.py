@@ -1,15 +1,16 @@
-"""Sums of float32 numbers at places of an array that repeat, the same bit for bit in whatever order they are added.
+"""Float32 numbers summed by place in an array, where places repeat, with the same bits in every order of the additions.
 
-A number becomes a 64-bit integer, a multiple of 2^-k, and is added to its place by an atomic instruction. Integer sums do not depend on
-their order. k is chosen from `total`, a number that the sum of all magnitudes does not exceed by more than a factor of four:
+Each number becomes a 64-bit integer, a multiple of 2^-k, and an atomic instruction adds the integer to its place.
+Integer sums do not depend on the order. k follows from `total`, a bound of the sum of all magnitudes. The sum of all
+magnitudes may exceed `total` by up to a factor of four, which leaves room for rounding in `total`:
 
     k = 60 - e     where total < 2^e
 
-so that no sum overflows, and a number is rounded to within 2^-61 of the total. Without a finite total, sums are NaN: an integer has no
-room for one.
+No sum then overflows, and each number is rounded by at most 2^-60 of the total (more where the total is below 2^-66,
+because k is at most 126). If `total` is not finite, all sums are NaN, because an integer cannot hold NaN or infinity.
 
-jax has 64-bit integers only where they are enabled, so an array of sums is [size, 2] uint32, low word first. The simulator has no atomic
-instructions: there every warpgroup has an array of float32 of its own.
+jax has 64-bit integers only where the user enables them, so an array of sums is [size, 2] uint32, low word first. The
+simulator has no atomic instructions: there every warpgroup adds to a float32 array of its own.
 """
 
 import typing
@@ -28,7 +29,7 @@ from flexjax.backends.mosaic_gpu.memory import TILE, element, places_of
 Ref = typing.Any
 LARGEST_POWER = 60
 ROWS_OF_A_THREAD = (
-    8  # a thread holds rows n and n + 8, and columns 8 apart: two elements of a diagonal often share a place
+    8  # a thread holds rows n and n + 8 and columns 8 apart, so two of its elements on one diagonal often share a place
 )
 
 
@@ -44,12 +45,12 @@ def _power_of_two(k: jax.Array) -> jax.Array:
 
 
 def scale(total: jax.Array) -> jax.Array:
-    """What numbers are multiplied by before they are rounded."""
+    """The factor of numbers before they are rounded to integers: 2^k."""
     return _power_of_two(power(total))
 
 
 def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
-    """[size] float32 from [size, 2] uint32."""
+    """[size] float32 sums from [size, 2] uint32."""
     low, high = words[:, 0], words[:, 1]
     negative = high >> 31 == 1
     high = jnp.where(negative, ~high + (low == 0), high)

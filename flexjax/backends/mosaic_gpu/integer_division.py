@@ -1,7 +1,9 @@
-"""Integer division on scalars, vectors or tiles of a Mosaic GPU kernel, with jax's results where the machine's are not defined.
+"""Integer division in Mosaic GPU kernels (scalars, vectors, tiles), with jax's results where the hardware's are
+undefined.
 
-Division by 0 and of the least integer by -1 cost selects, which exist only where the ranges of the operands leave room for them:
-a literal divisor costs none. Integers are int32 or uint32; narrower ones are computed in int32 and wrapped by the caller.
+The undefined cases are division by 0 and of the least integer by -1. Each needs selects, which are emitted only if the
+ranges of the operands allow the case: a literal divisor other than 0 and -1 needs none. Integers are int32 or uint32;
+narrower ones are computed in int32, and the caller wraps the result.
 """
 
 import math
@@ -32,7 +34,10 @@ def _low(atom: mod_ir.Atom) -> float:
 
 
 def integer_division(name: str, step: mod_ir.Op, a: Value, b: Value, hang: bool) -> Value:
-    """div and rem (toward zero) and floordiv and floormod (toward minus infinity)."""
+    """div and rem (toward zero), floordiv and floormod (toward minus infinity).
+
+    hang   whether the tile may extend past the edge of the matrix
+    """
     left, right = step.inputs
     remainder = name in ("rem", "floormod")
     known = _low(left) >= 0 and _low(right) > 0
@@ -51,13 +56,13 @@ def integer_division(name: str, step: mod_ir.Op, a: Value, b: Value, hang: bool)
     if overflows:
         b = jnp.where(divisor == -1, np.ones((), b.dtype), b)
     out = _division(name, known, a, b)
-    if overflows:  # the negative of the least integer is itself
+    if overflows:  # int32 negation maps the least integer to itself
         out = jnp.where(divisor == -1, np.zeros((), out.dtype) if remainder else -a, out)
     return jnp.where(divisor == 0, _by_zero(name, left.dtype, a), out) if by_zero else out
 
 
 def _by_zero(name: str, dtype: str, a: Value) -> Value:
-    """What jax makes of division by 0; the machine's answer is not defined."""
+    """jax's result of division by 0, where the hardware's result is undefined."""
     if name == "rem":
         return a
     if name == "floormod":
@@ -68,7 +73,7 @@ def _by_zero(name: str, dtype: str, a: Value) -> Value:
 
 
 def _division(name: str, known: bool, a: Value, b: Value) -> Value:
-    """The quotient or the remainder, which exist; `known`: neither number is negative."""
+    """The quotient or the remainder, in the defined cases; `known`: neither number is negative."""
     remainder = name in ("rem", "floormod")
     if known and a.dtype == jnp.int32:
         a, b = a.astype(jnp.uint32), b.astype(jnp.uint32)

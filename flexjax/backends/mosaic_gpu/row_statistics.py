@@ -1,7 +1,9 @@
-"""Row statistics of the backward pass: lse and delta = rowsum(dO * O) - d_lse of every query; the row sums in a kernel.
+"""Row statistics of the backward pass, lse and delta = rowsum(dO * O) - d_lse of every query, with a kernel for the
+rowsum.
 
-XLA could compute it, but XLA fuses the sum with whatever surrounds it, and the order of the additions follows the fusion: the
-same call inside lax.scan then has other last bits than alone. A kernel has one order. It reads O and dO once, as fast as memory.
+XLA could compute the rowsum, but XLA fuses the sum with the operations around it, and the order of the additions
+follows the fusion: the last bits of the same call inside lax.scan then differ from those alone. A kernel has one order.
+The kernel reads O and dO once and is bound by memory bandwidth.
 """
 
 import functools
@@ -21,13 +23,14 @@ from flexjax.trace.far_scores import may_be_far
 ROWS = 64
 COLUMNS = 64
 UNIT = 256
-"""Row statistics are padded to a multiple of so many queries."""
+"""Row statistics are padded to a multiple of this many queries."""
 
 
 def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
-    """[B, N, 2, T'] float32: lse2 (+inf for dead rows and past the end) and delta, T' the queries rounded up to UNIT.
+    """[B, N, 2, T'] float32: lse2 and delta; T' is the number of queries rounded up to UNIT.
 
-    Where scores may be far out, lse as it is stands in the place of lse2.
+    lse2 = lse * log2(e), and +inf for dead rows and past the end. Where scores may be too large to scale
+    (`may_be_far`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
     delta = row_dots(plan, pad(results.out), pad(d_out))
@@ -46,9 +49,9 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
 
 
 def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
-    """[B, N, T'] float32, T' the queries rounded up to UNIT, 0 past the end.
+    """rowsum(dO * O), [B, N, T'] float32: T' is the number of queries rounded up to UNIT; 0 past the end.
 
-    out, d_out   [B, T, N, E] or [B, N, T, E], padded as `common.pad` does
+    out, d_out   [B, T, N, E] or [B, N, T, E], padded by `common.pad`
     """
     length = -(-plan.q_len // UNIT) * UNIT
     tiles, dim = length // ROWS, out.shape[-1]

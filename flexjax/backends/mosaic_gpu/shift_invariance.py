@@ -1,10 +1,12 @@
-"""By how much an integer of a mod changes when query and key move together.
+"""Whether an index reads the same element when query and key move together by a fixed number of positions.
 
-`table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]` reads the same element at (i, j) and at (i + w, j + w): moving both by a
-multiple of w changes neither difference. So tiles whose first query and first key differ by the same number read the table at the same
-places, if they lie a multiple of w apart, and their gradients can be summed in registers before they are added to the table.
+`table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]` reads the same element at (i, j) and at (i + w, j + w):
+moving both by a multiple of w changes neither difference. Take two tiles with the same difference of first query and
+first key, a multiple of w apart: they read the table at the same places, so their gradients can be summed in registers
+before they are added to the table.
 
-`change(program, period)` gives that for every integer of a program, by rules for each operation. What no rule covers is unknown.
+`_changes(program, index, period)` computes by how much each integer that the index needs changes, with a rule for each
+operation. What no rule covers is unknown (None).
 """
 
 import typing
@@ -12,7 +14,7 @@ import typing
 from flexjax.trace import mod_ir
 
 SAME = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "sub"})
-"""Operations whose result depends on the difference of their arguments, as long as these do not wrap around."""
+"""Operations whose result depends only on the difference of their arguments, as long as neither wraps around."""
 JOINS = frozenset({"max", "min"})
 
 
@@ -35,7 +37,7 @@ def _of(atom: mod_ir.Atom, known: dict[int, int | None], period: int) -> int | N
 
 
 def _changes(program: mod_ir.Program, index: tuple[mod_ir.Atom, ...], period: int) -> dict[int, int | None]:
-    """By id of a value: what is added to it, None where that is no constant."""
+    """By id of a value: by how much the value changes when query and key move by `period`, None where unknown."""
     needed = mod_ir.uses(program.steps, index)
     known: dict[int, int | None] = {mod_ir.Q: period, mod_ir.KV: period, mod_ir.SCORE: None}
     for step in program.steps:
@@ -83,7 +85,7 @@ def _of_op(step: mod_ir.Op, given: list[int | None]) -> int | None:
 
 
 def _divided(step: mod_ir.Op, first: int) -> int | None:
-    """Quotients and remainders by a literal, of which the change is a multiple."""
+    """The change of a quotient or remainder by a literal that divides the change of the numerator."""
     name, by = step.prim, step.inputs[-1]
     if len(step.inputs) != 2 or not isinstance(by, mod_ir.Lit) or not isinstance(by.value, int) or by.value <= 0:
         return None
@@ -109,5 +111,5 @@ def _integer(atom: mod_ir.Atom) -> bool:
 
 
 def _exact(atom: mod_ir.Atom) -> bool:
-    """Whether it is an integer that does not wrap around."""
+    """Whether the atom is an integer that does not wrap around."""
     return mod_ir.range_of_val(atom) is not None

@@ -1,7 +1,8 @@
-"""Integer division inside a TPU kernel, with jax's results where the machine's are not defined.
+"""Integer division inside a TPU kernel, with jax's results where the hardware's are undefined.
 
-Division by constants becomes shifts or a multiplication where the range of the numerator allows it. Division by 0 and of the least
-integer by -1 cost selects, which exist only where the ranges of the operands leave room for them.
+Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows. The undefined
+cases are division by 0 and of the least integer by -1; each needs selects, which are emitted only if the ranges of the
+operands allow the case.
 """
 
 import typing
@@ -20,7 +21,7 @@ F32 = jnp.float32
 
 
 def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
-    """Arguments at their common shape."""
+    """The arguments, broadcast to their common shape."""
     shape = np.broadcast_shapes(*[np.shape(a) for a in args])
     return [typing.cast(jax.Array, a) if np.shape(a) == shape else jnp.broadcast_to(a, shape) for a in args]
 
@@ -32,7 +33,7 @@ def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
 
 
 def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """Integer quotient; positions past the end of the matrix may get a wrong one, they are masked."""
+    """The integer quotient. It may be wrong at positions past the end of the matrix, which are masked."""
     by = op.inputs[1]
     low, high = _bounds(op.inputs[0])
     if isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
@@ -85,7 +86,9 @@ def _unsafe_div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _defined(divide: Rule) -> Rule:
-    """The rule of an integer division with jax's results where the machine's are not defined: by 0, and the least integer by -1."""
+    """The rule of an integer division, extended by jax's results where the hardware's are undefined: for division by 0,
+    and of the least integer by -1.
+    """
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
         if op.out.dtype not in ("int32", "uint32"):
@@ -97,7 +100,7 @@ def _defined(divide: Rule) -> Rule:
         safe = jnp.where(y == 0, jnp.ones_like(y), y) if by_zero else y
         safe = jnp.where(y == -1, jnp.ones_like(y), safe) if overflows else safe
         out = divide(op, x, safe)
-        if overflows:  # the negative of the least integer is itself
+        if overflows:  # integer negation maps the least integer to itself
             out = jnp.where(y == -1, jnp.zeros_like(x) if op.prim in ("rem", "floormod") else -x, out)
         return jnp.where(y == 0, _by_zero(op, x), out) if by_zero else out
 
@@ -105,7 +108,7 @@ def _defined(divide: Rule) -> Rule:
 
 
 def _by_zero(op: Op, x: jax.Array) -> jax.Array:
-    """What jax makes of division by 0."""
+    """jax's result of division by 0."""
     if op.prim == "rem":
         return x
     if op.prim == "floormod":
