@@ -252,6 +252,25 @@ def test_derivatives_that_kernels_do_not_have_say_so(device: typing.Any) -> None
     assert said(twice(implementation="xla"), device, shape("bfloat16", 32)) == []
 
 
+def test_eager_second_derivatives_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are never lowered as a whole; arrays on a GPU are pretended."""
+    dispatch._said.clear()
+    q = jnp.ones((1, 8, 1, 8))
+    once = jax.grad(lambda q: (flexjax.flex_attention(q, q, q) ** 2).sum())
+    monkeypatch.setattr(targets, "of_device", lambda *given: Target("cuda", "NVIDIA H200", "9.0", 132))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        jax.grad(lambda q: (once(q) ** 2).sum())(q)
+    assert any(str(w.message).startswith("The second derivative of a call runs on xla") for w in found)
+
+
+def test_a_warning_that_is_an_error_is_one_again() -> None:
+    dispatch._said.clear()
+    for _ in range(2):
+        with pytest.raises(FallbackWarning):  # warnings are errors in these tests
+            program(attend(), A100, shape())
+
+
 def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
     (a100,) = said(attend(), A100, shape())
     if jax.__version_info__ < (0, 11):
