@@ -34,11 +34,10 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from flexjax.backends.mosaic_gpu.tiles import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace import forms
 
-REFERENCE_SMS = 132
-"""The number of SMs that the choices assume on every GPU: that of an H100 or H200."""
 HANDOFF = 1.05
 """Steps from one addition to the next at the same query tile: the addition, the signal and the signal's latency."""
 BYTES_PER_STEP = 11e6

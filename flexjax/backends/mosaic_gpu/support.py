@@ -149,7 +149,7 @@ class MosaicGpu:
 
         plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         # The tile is chosen from the plan; only the size of the persistent grid, which no result depends on, from the GPU.
-        programs = target.cores or tiles.MULTIPROCESSORS
+        programs = target.cores or tiles.REFERENCE_SMS
         return forward_sm90.forward(plan, operands, dataclasses.replace(tiles.forward_tile(plan), programs=programs))
 
     def backward(

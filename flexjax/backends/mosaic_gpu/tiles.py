@@ -8,7 +8,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024  # and alignment
-MULTIPROCESSORS = 132
+REFERENCE_SMS = 132
+"""The number of SMs that the choices assume on every GPU: that of an H100 or H200."""
 """SMs that heuristics count with, those of an H100 SXM or H200: a kernel and its tile follow from the plan alone, so that every GPU
 gives the same bits."""
 NAMED_BARRIERS = 16
@@ -54,7 +55,7 @@ class ForwardTile:
     polynomials: int = 0
     reverse: bool = False
     early: bool = False
-    programs: int = MULTIPROCESSORS
+    programs: int = REFERENCE_SMS
 
     @property
     def block_q(self) -> int:
@@ -122,11 +123,11 @@ def _manner(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
 
 
 def _busy(plan: KernelPlan, rows: int) -> float:
-    """The part of the time of MULTIPROCESSORS that goes to queries, with tiles of so many: the rest are past the end, or idle."""
+    """The part of the time of REFERENCE_SMS that goes to queries, with tiles of so many: the rest are past the end, or idle."""
     tiles = -(-plan.q_len // rows)
     items = plan.batch * plan.q_heads * tiles
-    rounds = -(-items // MULTIPROCESSORS)
-    return items / max(1, rounds * MULTIPROCESSORS) * plan.q_len / max(1, rows * tiles)
+    rounds = -(-items // REFERENCE_SMS)
+    return items / max(1, rounds * REFERENCE_SMS) * plan.q_len / max(1, rows * tiles)
 
 
 def _three_are_better(plan: KernelPlan, size: int, staged_bytes: int) -> bool:
