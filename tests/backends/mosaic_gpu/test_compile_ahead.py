@@ -168,8 +168,7 @@ def test_what_a_thread_compiled_is_not_compiled_again() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     alone, together, again = (COMPILED.findall(part) for part in done.stdout.split("====")[1:])
     assert sorted(alone) == [
-        "flexjax_backward_dkv",
-        "flexjax_backward_dq",
+        "flexjax_backward_fused",
         "flexjax_forward",
         "flexjax_row_dots",
     ], done.stdout
