@@ -69,9 +69,7 @@ class Lowering:
         self._capture_of: dict[int, int] = {}
         self._parts_of: dict[int, tuple[jax.Array, tuple[jax.Array, jax.Array]]] = {}
         self._branches: list[Atom] = []
-        self._repeated: dict[
-            int, tuple[Atom, jax.Array]
-        ] = {}  # arrays of one literal, by identity while they are alive
+        self._repeated: dict[int, tuple[Atom, jax.Array]] = {}  # arrays of one literal, by identity
 
     # ------------------------------------------------------------------ the interpreter
 
