@@ -17,10 +17,10 @@ from jax.interpreters import mlir
 from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.parts import parts_of
+from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.reference import reference_attention
-from flexjax.trace.mod_ir import Program
-from flexjax.trace.on_scalars import call_program
 
 Array = jax.Array
 

@@ -16,10 +16,10 @@ from flexjax.backends.base import Backend
 from flexjax.backends.target import Target
 from flexjax.dense import DenseBackend
 from flexjax.errors import FallbackWarning, bad_argument
+from flexjax.ir.program import Program
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.plan.problem import Problem
-from flexjax.trace.mod_ir import Program
 
 
 def _mosaic_gpu() -> Backend:

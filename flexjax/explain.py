@@ -16,8 +16,8 @@ from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
+from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
-from flexjax.trace.mod_ir import AXES, Load, Program, classify_load
 
 Array = jax.Array
 

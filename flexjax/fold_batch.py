@@ -16,10 +16,10 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from flexjax.backends import tile_math
+from flexjax.ir.fold_vmap import fold_batch
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.problem import Problem
-from flexjax.trace.fold import fold_batch
-from flexjax.trace.mod_ir import Program
 
 Array = jax.Array
 

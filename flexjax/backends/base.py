@@ -6,7 +6,7 @@ To add a backend:
 3. `tile_candidates` lists tiles for autotuning; `refuses` refuses, by name, a tile that is asked for and cannot be had.
 4. `forward` and `backward` take the plan, its operands and the target, and return what `Results` and `Gradients` document.
    `lowering` surrounds their lowering; most have nothing to do there (contextlib.nullcontext).
-5. Import only plan, block_mask types, trace, tile_math and runtime; never attention, dispatch or another backend.
+5. Import only plan, block_mask types, ir, analysis, trace and tile_math; never attention, dispatch or another backend.
 6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
 """
 
@@ -17,8 +17,8 @@ import jax
 from jax.interpreters import mlir
 
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace.mod_ir import Program
 
 
 class Backend(typing.Protocol):

@@ -8,8 +8,8 @@ entry contributes exactly 0 to every sum, whatever its score was.
 import jax
 import jax.numpy as jnp
 
-from flexjax.trace.far_scores import may_be_far_product
-from flexjax.trace.mod_ir import Program
+from flexjax.analysis.large_scores import may_be_large_product
+from flexjax.ir.program import Program
 
 Array = jax.Array
 
@@ -29,9 +29,9 @@ def exact_distance(scores: Array, reference: Array) -> Array:
     return jnp.where(scores == reference, nothing, scores - reference)
 
 
-def far_distance(program: Program | None, scores: Array, reference: Array) -> Array:
-    """scores - reference in a kernel, of scores of `program` that may be far out (trace/far_scores.py)."""
-    return exact_distance(scores, reference) if may_be_far_product(program) else scores - reference
+def large_distance(program: Program | None, scores: Array, reference: Array) -> Array:
+    """scores - reference in a kernel, of scores of `program` that may be far out (analysis/large_scores.py)."""
+    return exact_distance(scores, reference) if may_be_large_product(program) else scores - reference
 
 
 distance = jax.custom_jvp(exact_distance)

@@ -17,7 +17,7 @@ from flexjax.block_mask import build, picture, transpose
 from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
 from flexjax.errors import bad_argument
-from flexjax.trace.on_scalars import as_mask_mod
+from flexjax.ir.evaluate_scalars import as_mask_mod
 
 Array = jax.Array
 

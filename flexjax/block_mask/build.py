@@ -18,8 +18,8 @@ from flexjax.block_mask.classify import blocks_along, classify_on_host, compiled
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.transpose import FULL, PARTIAL
 from flexjax.errors import bad_argument
+from flexjax.ir.program import Program
 from flexjax.trace.lift_numpy import eager_without_mesh
-from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
 Array = jax.Array

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flexjax.analysis.block_grid import block_grid, block_tiles
+from flexjax.analysis.interval_values import Truth
+from flexjax.analysis.intervals import decide
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
-from flexjax.trace.block_grid import block_grid, block_tiles
-from flexjax.trace.interval_values import Truth
-from flexjax.trace.intervals import decide
-from flexjax.trace.mod_ir import Program, classify_load
-from flexjax.trace.on_scalars import call_program
+from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.program import Program, classify_load
 
 Array = jax.Array
 

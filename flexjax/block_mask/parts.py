@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from flexjax.trace.mod_ir import Program
+from flexjax.ir.program import Program
 
 Array = jax.Array
 

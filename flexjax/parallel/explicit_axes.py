@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from flexjax.ir.program import Program
+from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
-from flexjax.trace.mod_ir import Program
-from flexjax.trace.split import Share, share_of_program, split_dims
 
 Array = jax.Array
 Mesh = jax.sharding.AbstractMesh

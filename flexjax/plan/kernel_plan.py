@@ -9,7 +9,7 @@ import typing
 
 import jax
 
-from flexjax.trace import mod_ir
+from flexjax.ir import program as ir
 from flexjax.types import KernelOptions
 
 
@@ -60,9 +60,9 @@ class KernelPlan:
     dtype: str
     layout: str
     scale: float
-    score: mod_ir.Program | None = None
-    mask: mod_ir.Program | None = None
-    dropout: mod_ir.Program | None = None
+    score: ir.Program | None = None
+    mask: ir.Program | None = None
+    dropout: ir.Program | None = None
     blocks: BlockLayout | None = None
     has_sinks: bool = False
     extra_dim: int = 0

@@ -19,9 +19,9 @@ import numpy as np
 
 from flexjax.block_mask import transpose
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.ir.evaluate_scalars import as_mask_mod
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
-from flexjax.trace.mod_ir import Program
-from flexjax.trace.on_scalars import as_mask_mod
 from flexjax.trace.trace_mod import trace_mask_mod
 
 Array = jax.Array

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import jax
 
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.mod_ir import Program
 
 Array = jax.Array
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flexjax.errors import ModError
-from flexjax.trace.mod_ir import Atom
+from flexjax.ir.program import Atom
 
 MAX_ELEMENTS = 1024
 """Largest small array that is unrolled into scalars."""

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.errors import ModError
+from flexjax.ir.builder import Builder
+from flexjax.ir.evaluate import apply_op, literal_array
+from flexjax.ir.program import SCORE, Atom, Call, Lit, Load, Op, Program
+from flexjax.ir.verify import check
 from flexjax.trace.atoms import MAX_UNROLL, object_array, scalar
-from flexjax.trace.builder import Builder
-from flexjax.trace.check_ir import check
 from flexjax.trace.lower_jaxpr import Lowering, cast_over, varying_axes
-from flexjax.trace.mod_ir import SCORE, Atom, Call, Lit, Load, Op, Program
-from flexjax.trace.on_tiles import apply_op, literal_array
 from flexjax.trace.primitives import CUSTOM, LOOPS
 
 

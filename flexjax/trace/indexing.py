@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.ir.builder import literal
+from flexjax.ir.program import Atom, Lit
 from flexjax.trace.atoms import MAX_ELEMENTS, Value, is_atoms
-from flexjax.trace.builder import literal
 from flexjax.trace.lazy_arrays import Index, Translation, element_of, is_lazy, literal_index
-from flexjax.trace.mod_ir import Atom, Lit
 
 
 def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:

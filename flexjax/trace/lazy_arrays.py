@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from flexjax.errors import ModError
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.program import Atom, Lit
 from flexjax.trace.atoms import MAX_ELEMENTS, Value, as_object, is_atoms
-from flexjax.trace.builder import Builder, literal
-from flexjax.trace.mod_ir import Atom, Lit
 
 Index = tuple[Atom, ...]
 """An int32 atom for each dimension, within bounds."""

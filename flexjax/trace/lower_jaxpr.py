@@ -21,8 +21,9 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.program import Atom, Call, Lit, axes_of
 from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, is_atoms, map_elements, object_array, scalar
-from flexjax.trace.builder import Builder, literal
 from flexjax.trace.closed_over import body_of, saying_why, split_closed_over
 from flexjax.trace.lazy_arrays import (
     LAZY_RULES,
@@ -35,7 +36,6 @@ from flexjax.trace.lazy_arrays import (
     whole_capture,
 )
 from flexjax.trace.lower_rules import RULES
-from flexjax.trace.mod_ir import Atom, Call, Lit, axes_of
 from flexjax.trace.primitives import (
     CALLBACKS,
     CASTS,

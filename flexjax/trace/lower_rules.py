@@ -14,12 +14,12 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.program import Atom
 from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
-from flexjax.trace.builder import Builder, literal
 from flexjax.trace.indexing import INDEXING_RULES
 from flexjax.trace.lazy_arrays import Index
 from flexjax.trace.lower_special import SPECIAL_RULES
-from flexjax.trace.mod_ir import Atom
 
 
 class Translation(Protocol):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.program import Atom
 from flexjax.trace.atoms import Value, as_object, map_elements, scalar
-from flexjax.trace.builder import Builder, literal
-from flexjax.trace.mod_ir import Atom
 
 
 class Translation(Protocol):

@@ -16,14 +16,14 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
+from flexjax.ir.builder import Builder
+from flexjax.ir.program import Atom, Program
+from flexjax.ir.rewrite import select_captures
+from flexjax.ir.verify import check
 from flexjax.trace.atoms import scalar
-from flexjax.trace.builder import Builder
-from flexjax.trace.check_ir import check
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
 from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
-from flexjax.trace.mod_ir import Atom, Program
-from flexjax.trace.rewrite import select_captures
 
 Sizes = tuple[int, int, int, int]
 """batch, heads, q_len, kv_len: the matrix whose entries a mod is asked for."""

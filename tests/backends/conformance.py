@@ -24,7 +24,7 @@ import pytest
 
 import flexjax
 from tests import oracle
-from tests.backends import far_scores
+from tests.backends import large_scores
 from tests.cases import CASES, Case
 from tests.compare import assert_close
 
@@ -381,8 +381,8 @@ class Conformance:
     @pytest.mark.parametrize(
         ("precise", "sinks", "gated"), [("float32", False, False), ("bfloat16", True, False), ("float32", False, True)]
     )
-    def test_scores_that_are_far_out(self, precise: str, sinks: bool, gated: bool):
-        far_scores.check(self.implementation, precise, sinks, gated)
+    def test_large_scores(self, precise: str, sinks: bool, gated: bool):
+        large_scores.check(self.implementation, precise, sinks, gated)
 
     def test_nan_shows(self):
         """In the row where it is, and nowhere else."""

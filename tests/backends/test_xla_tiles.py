@@ -14,8 +14,8 @@ from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.target import Target
 from flexjax.backends.xla.schedule import choose
 from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.ir.evaluate import evaluate
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace.on_tiles import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.block_mask.random_masks import dense
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flexjax
 from flexjax.backends.xla.tile import Region, XlaTile
-from flexjax.trace.on_tiles import evaluate
+from flexjax.ir.evaluate import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.block_mask.random_masks import (
     INTEGER_PROGRAMS,

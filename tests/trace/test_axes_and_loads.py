@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from flexjax import masks, mods
-from flexjax.trace.builder import mixed_axes
-from flexjax.trace.mod_ir import axes_of, classify_load
+from flexjax.ir.builder import mixed_axes
+from flexjax.ir.program import axes_of, classify_load
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from flexjax.trace.mod_ir import Program, classify_load
-from flexjax.trace.on_scalars import call_program
+from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.program import Program, classify_load
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 
 SIZES = (2, 3, 9, 7)

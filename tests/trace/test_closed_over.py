@@ -11,8 +11,8 @@ from jax import lax
 
 from flexjax import flex_attention
 from flexjax.errors import ModError
-from flexjax.trace.on_scalars import call_program
-from flexjax.trace.rewrite import with_results
+from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.rewrite import with_results
 from flexjax.trace.trace_mod import trace_score_mod
 
 SIZES = (1, 1, 12, 12)

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 from flexjax import mods
-from flexjax.trace.mod_ir import Lit, Load, Program
-from flexjax.trace.on_scalars import call_program
-from flexjax.trace.rewrite import with_results
+from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.program import Lit, Load, Program
+from flexjax.ir.rewrite import with_results
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from tests.trace import odd_mods
 

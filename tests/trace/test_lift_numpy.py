@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexjax import flex_attention, masks
-from flexjax.trace.on_scalars import call_program
+from flexjax.ir.evaluate_scalars import call_program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 
 SIZES = (1, 1, 12, 12)
@@ -91,12 +91,12 @@ def test_numpy_raises_its_own_errors() -> None:
         trace_mask_mod(lambda b, h, q, k: q >= NUMBERS[7], SIZES)
 
 
-TOO_FAR = (
+TOO_LARGE = (
     "`mask_mod` cannot be compiled: it reads a captured numpy array of int64 with numbers from 1 to 8589934593, which int32 does "
     "not hold; number ids anew, as np.unique(ids, return_inverse=True)[1] does, the same in all arrays that are compared, "
     "subtract the least number, or turn on jax_enable_x64."
 )
-TOO_FAR_FOR_MASKS = (
+TOO_LARGE_FOR_MASKS = (
     "`document`: `segment_ids` has numbers from 1 to 8589934593; expected numbers that int32 holds. Number them anew, as "
     "np.unique(segment_ids, return_inverse=True)[1] does, the same in all arrays that are compared, or turn on jax_enable_x64."
 )
@@ -108,12 +108,12 @@ READS = {
 
 @pytest.mark.parametrize("how", READS)
 def test_ids_that_do_not_fit_are_refused(how: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(TOO_FAR)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(TOO_LARGE)}$"):
         trace_mask_mod(READS[how], SIZES)
 
 
 def test_ids_that_do_not_fit_are_refused_by_masks() -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(TOO_FAR_FOR_MASKS)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(TOO_LARGE_FOR_MASKS)}$"):
         masks.document(FAR_IDS)
     with jax.enable_x64(True):
         assert len(trace_mask_mod(masks.document(FAR_IDS), SIZES).arrays) == 1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from flexjax.trace.mod_ir import Op
+from flexjax.ir.program import Op
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 
 SIZES = (2, 3, 9, 7)

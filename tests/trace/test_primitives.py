@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 from flexjax.backends.xla.tile import Region, XlaTile
-from flexjax.trace.mod_ir import Load
-from flexjax.trace.on_tiles import evaluate
+from flexjax.ir.evaluate import evaluate
+from flexjax.ir.program import Load
 from flexjax.trace.primitives import ELEMENTWISE
 from flexjax.trace.trace_mod import trace_score_mod
 

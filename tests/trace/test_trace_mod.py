@@ -11,7 +11,7 @@ from jax import lax
 
 from flexjax import and_masks, masks, mods
 from flexjax.errors import ModError
-from flexjax.trace.on_scalars import call_program
+from flexjax.ir.evaluate_scalars import call_program
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_multiplier, trace_score_mod
 from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES

@@ -30,8 +30,8 @@ from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath
 from flexjax.backends.mosaic_gpu.backward_tiles import NARROW, DqTiles, PairBytes, dq_fits, padded_dims
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
 
 AXES = ("b", "h", "q", "kv")
 Ref = typing.Any
@@ -42,9 +42,9 @@ Dims = tuple[tuple[str, int], ...]
 # ------------------------------------------------------------------- which arrays, and where their elements lie
 
 
-def _walk(atom: mod_ir.Atom) -> tuple[str, int] | None:
+def _walk(atom: ir.Atom) -> tuple[str, int] | None:
     """An entry of Dims, None where the index is anything else."""
-    if isinstance(atom, mod_ir.Lit):
+    if isinstance(atom, ir.Lit):
         return "", int(atom.value)
     line = atom.linear
     if line is None or line.uniform:
@@ -55,7 +55,7 @@ def _walk(atom: mod_ir.Atom) -> tuple[str, int] | None:
     return moving[0][0] if moving else "", line.const
 
 
-def plain_dims(load: mod_ir.Load) -> Dims | None:
+def plain_dims(load: ir.Load) -> Dims | None:
     """How the load walks its array, None where a dimension walks otherwise than along one axis of its own."""
     found = [_walk(atom) for atom in load.index]
     named = [dim[0] for dim in found if dim is not None and dim[0]]
@@ -73,8 +73,8 @@ def placed(values: jax.Array, dims: Dims, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(values, widths) if any(w != (0, 0) for w in widths) else values
 
 
-def gradient_loads(derivative: mod_ir.Program) -> tuple[mod_ir.Load, ...]:
-    return tuple(typing.cast(mod_ir.Load, derivative.steps[n]) for n in derivative.gradients)
+def gradient_loads(derivative: ir.Program) -> tuple[ir.Load, ...]:
+    return tuple(typing.cast(ir.Load, derivative.steps[n]) for n in derivative.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Written:
         return placed(values[:, :, : plan.q_len, : plan.kv_len], self.dims, self.shape)
 
 
-def _writable(plan: KernelPlan, derivative: mod_ir.Program, place: int) -> Written | None:
+def _writable(plan: KernelPlan, derivative: ir.Program, place: int) -> Written | None:
     """What would be written, if sums over the batch are no obstacle."""
     loads = gradient_loads(derivative)
     load, slope = loads[place], derivative.results[2 + place]
     dims, array = plain_dims(load), derivative.captures[load.capture]
     if dims is None or array.dtype not in staging.ITEM_SIZES or sum(o.capture == load.capture for o in loads) > 1:
         return None
-    if isinstance(slope, mod_ir.Lit) and slope.value == 0:
+    if isinstance(slope, ir.Lit) and slope.value == 0:
         return None
     needed = {"q", "kv"} | ({"h"} if plan.q_heads > 1 else set())
     if not needed <= {axis for axis, _ in dims}:
@@ -131,7 +131,7 @@ class Pair:
     """What the kernels of one plan do with such arrays: the load that is staged, the gradients that the dQ kernel writes, and
     how many batch entries it takes together to sum them."""
 
-    staged: mod_ir.Load | None = None
+    staged: ir.Load | None = None
     staged_type: str = "bfloat16"
     written: tuple[Written, ...] = ()
     entries: int = 1
@@ -150,11 +150,11 @@ def _entries(plan: KernelPlan, pair: Pair, found: Written) -> int:
     if entries == 1:
         return 1
     same_lists = plan.blocks is None or plan.blocks.batch == 1
-    same_tile = pair.staged is None or not any("b" in mod_ir.axes_of(a) for a in pair.staged.index)
+    same_tile = pair.staged is None or not any("b" in ir.axes_of(a) for a in pair.staged.index)
     return entries if same_lists and same_tile and entries * max(padded_dims(plan)) <= NARROW else 0
 
 
-def pair_of(plan: KernelPlan, derivative: mod_ir.Program | None, wanted: tuple[bool, ...]) -> Pair:
+def pair_of(plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]) -> Pair:
     """`plan` with extra features joined; `wanted` says which captured arrays need a gradient.
 
     Above head dim 128 the dQ kernel has no registers left for it: it spills 200 to 490 bytes a thread.
@@ -204,8 +204,8 @@ class Staging:
     """
 
     plan: KernelPlan
-    derivative: mod_ir.Program
-    load: mod_ir.Load
+    derivative: ir.Program
+    load: ir.Load
     dtype: str
     slots: int
     shape: tuple[int, int]
@@ -272,7 +272,7 @@ class Staging:
 
 def staging_for(
     plan: KernelPlan,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
     pair: Pair,
     slots: int,
     shape: tuple[int, int],

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_pair import Pair, pair_of, simulated_captures
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
@@ -26,9 +27,8 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     wide_tiles,
 )
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far
 
 MAX_DIM = 256
 
@@ -58,7 +58,7 @@ def backward(
     d_out: jax.Array,
     d_lse: jax.Array | None,
     wanted: Wanted,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
 ) -> Gradients:
     """Cotangents of the operands. `derivative` is plan.score with its derivatives, None for the identity."""
     stats = row_statistics(plan, results, d_out.astype(operands.query.dtype), d_lse)
@@ -106,7 +106,7 @@ def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.
     """d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O))."""
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
     sink = sinks.astype(jnp.float32)[None, :, None]
-    weight = jnp.exp(sink - lse2) if may_be_far(plan.score) else jnp.exp2(sink * common.LOG2E - lse2)
+    weight = jnp.exp(sink - lse2) if may_be_large(plan.score) else jnp.exp2(sink * common.LOG2E - lse2)
     return -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
@@ -115,7 +115,7 @@ def _capture_gradients(
     operands: Operands,
     given: common.Prepared,
     wanted: Wanted,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
     pair: Pair,
     written: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:

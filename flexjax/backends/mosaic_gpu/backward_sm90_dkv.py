@@ -23,13 +23,13 @@ from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
 
 
 def backward_dkv(
     plan: KernelPlan,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
     given: common.Prepared,
     walk_arrays: common.WalkRefs,
     captures: Captures,

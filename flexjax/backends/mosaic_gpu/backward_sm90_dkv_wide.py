@@ -21,8 +21,8 @@ from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import WIDE_KEYS, WIDE_QUERIES, WideTiles
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
 
 KEYS, QUERIES = WIDE_KEYS, WIDE_QUERIES
 GROUPS = 2
@@ -30,7 +30,7 @@ GROUPS = 2
 
 def backward_dkv_wide(
     plan: KernelPlan,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
     given: common.Prepared,
     walk_arrays: common.WalkRefs,
     captures: Captures,

@@ -23,8 +23,8 @@ from flexjax.backends.mosaic_gpu.backward_pair import Pair, Ring, Writer, empty_
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
 
 
 class Own(typing.NamedTuple):
@@ -38,7 +38,7 @@ class Own(typing.NamedTuple):
 
 def backward_dq(
     plan: KernelPlan,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
     given: common.Prepared,
     walk_arrays: common.WalkRefs,
     captures: Captures,

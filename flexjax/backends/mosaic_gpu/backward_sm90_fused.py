@@ -38,8 +38,8 @@ from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, Ti
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
 
 GROUPS = 2
 ROWS = 64
@@ -150,7 +150,7 @@ class Own(typing.NamedTuple):
 
 def backward_fused(
     plan: KernelPlan,
-    derivative: mod_ir.Program | None,
+    derivative: ir.Program | None,
     given: common.Prepared,
     walk_arrays: common.WalkRefs,
     captures: Captures,

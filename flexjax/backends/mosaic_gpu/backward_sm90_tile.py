@@ -8,7 +8,7 @@ backward_sm90_common.py. Programs of a mod are evaluated by tile_programs.py; th
     tile = rows.at_columns(col0, masked)                     # once a tile, before its scores are there: starts reads
     found = tile.probabilities(s, lse2)                      # once a tile
 
-Where scores may be far out (trace/far_scores.py) lse is not in powers of two, and is subtracted before the difference is scaled: the
+Where scores may be far out (analysis/large_scores.py) lse is not in powers of two, and is subtracted before the difference is scaled: the
 other way round, rounding alone would be dozens of powers of two.
 """
 
@@ -20,15 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
 from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns, rising_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far
 
 
 class Captures(typing.NamedTuple):
@@ -85,7 +85,7 @@ class TileMath:
     """
 
     plan: KernelPlan
-    derivative: mod_ir.Program | None
+    derivative: ir.Program | None
     shape: tuple[int, int]
     row_axis: str
     covers: tuple[int, int]
@@ -117,7 +117,7 @@ class TileMath:
 
     def _is_one(self, result: int) -> bool:
         slope = None if self.derivative is None else self.derivative.results[result]
-        return slope is None or (isinstance(slope, mod_ir.Lit) and slope.value == 1)
+        return slope is None or (isinstance(slope, ir.Lit) and slope.value == 1)
 
     @property
     def slope_is_one(self) -> bool:
@@ -140,7 +140,7 @@ class TileMath:
         ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
 
         def program(
-            source: mod_ir.Program | None,
+            source: ir.Program | None,
             refs: tuple[typing.Any, ...],
             results: tuple[int, ...] | None = None,
         ) -> TileProgram | None:
@@ -217,9 +217,9 @@ class ColumnMath:
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
             return jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q")), ()
-        if may_be_far(plan.score):
+        if may_be_large(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
-            return jnp.exp2(tile_math.far_distance(plan.score, score, math.spread(lse2, "q")) * LOG2E), rest
+            return jnp.exp2(tile_math.large_distance(plan.score, score, math.spread(lse2, "q")) * LOG2E), rest
         score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
         shift = self._shift(lse2, row, at, along)
         units = factor * LOG2E
@@ -241,7 +241,7 @@ class ColumnMath:
         columns = -lse2 if along is None else rising_columns(-lse2, along * LOG2E, interpret)
         return math.spread(columns, "q") + math.rows(row)
 
-    def holding(self, load: mod_ir.Load, value: jax.Array) -> "ColumnMath":
+    def holding(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
         """The tile with what a load of the score program reads given from elsewhere."""
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.holding(load, value))

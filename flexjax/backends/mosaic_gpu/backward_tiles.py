@@ -14,9 +14,10 @@ import typing
 
 import jax.numpy as jnp
 
+from flexjax.analysis import patterns
 from flexjax.backends.mosaic_gpu import dq_order
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
-from flexjax.trace import forms, mod_ir
 
 SMEM_LIMIT = 227 * 1024
 NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients in one warpgroup
@@ -267,12 +268,12 @@ def _light(plan: KernelPlan) -> bool:
     score, mask = plan.score, plan.mask
     if max(padded_dims(plan)) > 64 or plan.dropout is not None:
         return False
-    if score is not None and not forms.adds_to_score(score):
+    if score is not None and not patterns.adds_to_score(score):
         return False
-    kind = lambda load: mod_ir.classify_load(load).kind
+    kind = lambda load: ir.classify_load(load).kind
     added = score.loads if score is not None else ()
-    rows = sum(kind(load) == mod_ir.ROW for load in (*added, *(mask.loads if mask is not None else ())))
-    each = [load.out.dtype for load in added if kind(load) in (mod_ir.DIAGONAL, mod_ir.TILE)]
+    rows = sum(kind(load) == ir.ROW for load in (*added, *(mask.loads if mask is not None else ())))
+    each = [load.out.dtype for load in added if kind(load) in (ir.DIAGONAL, ir.TILE)]
     held = sum(jnp.dtype(dtype).itemsize for dtype in each)
     return held <= 4 and rows <= (0 if held else 1)
 
@@ -286,7 +287,7 @@ that load numbers of queries and keys, which two kernels evaluate twice."""
 
 def _load_kinds(plan: KernelPlan) -> set[str]:
     """How score_mod's loads walk their arrays."""
-    return set() if plan.score is None else {mod_ir.classify_load(load).kind for load in plan.score.loads}
+    return set() if plan.score is None else {ir.classify_load(load).kind for load in plan.score.loads}
 
 
 def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
@@ -304,7 +305,7 @@ def _fixed_order_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
     kv_tiles = -(-plan.kv_len // FUSED_KEYS)
     order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)
     two_are_slow = plan.batch * plan.kv_heads * kv_tiles <= dq_order.REFERENCE_SMS or bool(
-        _load_kinds(plan) - {mod_ir.SCALAR}
+        _load_kinds(plan) - {ir.SCALAR}
     )
     return order.delay <= (MOST_DELAY_WHERE_TWO_ARE_SLOW if two_are_slow else MOST_DELAY)
 
@@ -322,7 +323,7 @@ def choose_fused(plan: KernelPlan) -> bool:
     Additions in any order: it does, but for mods that read a number for each pair, which lie across its transposed tiles.
     In a fixed order: where the order of additions costs little.
     """
-    if mod_ir.TILE in _load_kinds(plan):
+    if ir.TILE in _load_kinds(plan):
         return False
     if not plan.options.deterministic:
         return True

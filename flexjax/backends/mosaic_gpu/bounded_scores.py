@@ -5,9 +5,9 @@ No Mosaic here: tiles.py asks too, where there is no GPU and an older jax.
 
 import math
 
+from flexjax.analysis.bounds import bounds
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace.bounds import bounds
-from flexjax.trace.far_scores import may_be_far
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 WIDEST = 80.0
@@ -20,7 +20,7 @@ def fixed_reference(plan: KernelPlan) -> float | None:
 
     float16 has too short an exponent for that.
     """
-    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_far(plan.score):
+    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_large(plan.score):
         return None
     ((low, high),) = bounds(plan.score)
     if not (high - low) / 2 * LOG2E <= WIDEST:  # infinite or unknown too

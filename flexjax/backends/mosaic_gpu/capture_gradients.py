@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.analysis.bounds import bounds
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_pair import Pair, gradient_loads, plain_dims, simulated_captures
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, captures_of
@@ -51,11 +53,9 @@ from flexjax.backends.mosaic_gpu.capture_places import (
     join_windows,
 )
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
+from flexjax.ir import program as ir
+from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace import mod_ir
-from flexjax.trace.bounds import bounds
-from flexjax.trace.far_scores import may_be_far
-from flexjax.trace.rewrite import with_results
 
 LISTS_AT_ONCE = 4096
 """Tiles of sums that are there at once, 256 MiB of them: more lists are taken in turns."""
@@ -66,7 +66,7 @@ def capture_gradients(
     operands: Operands,
     given: common.Prepared,
     wanted: tuple[bool, ...],
-    derivative: mod_ir.Program,
+    derivative: ir.Program,
     pair: Pair,
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of each wanted captured array, None for the others."""
@@ -77,7 +77,7 @@ def capture_gradients(
     captures = simulated_captures(plan, pair, captures_of(operands))
     for place, load in enumerate(gradient_loads(derivative)):
         total, slope = totals[load.capture], derivative.results[2 + place]
-        if total is None or (isinstance(slope, mod_ir.Lit) and slope.value == 0):
+        if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
         if _repeats(load):
             found = _scattered(plan, operands, given, captures, derivative, place, pair)
@@ -88,13 +88,13 @@ def capture_gradients(
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
 
-def refuses(plan: KernelPlan, derivative: mod_ir.Program, wanted: tuple[bool, ...]) -> str | None:
+def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) -> str | None:
     """Why a captured array's gradient cannot be had here, or None."""
     tile = groups_for(plan) * ROWS
     for load in gradient_loads(derivative):
         if not wanted[load.capture]:
             continue
-        if any("score" in mod_ir.axes_of(a) for a in load.index):
+        if any("score" in ir.axes_of(a) for a in load.index):
             return f"captured array {load.capture} is read at a place that depends on the score."
         size = math.prod(derivative.captures[load.capture].shape)
         if not distinct(load) and size > LARGEST_ARRAY:
@@ -110,13 +110,13 @@ def refuses(plan: KernelPlan, derivative: mod_ir.Program, wanted: tuple[bool, ..
     return None
 
 
-def _repeats(load: mod_ir.Load) -> bool:
+def _repeats(load: ir.Load) -> bool:
     """Whether the kernel adds to places of the array: a number for each pair, at places that may repeat."""
-    tile = mod_ir.classify_load(load).kind == mod_ir.TILE
+    tile = ir.classify_load(load).kind == ir.TILE
     return tile and plain_dims(load) is None and not distinct(load)
 
 
-def _shared(load: mod_ir.Load) -> tuple[bool, bool]:
+def _shared(load: ir.Load) -> tuple[bool, bool]:
     """Whether batch entries and heads share the elements that the load reads."""
     return "b" not in axes(load), "h" not in axes(load)
 
@@ -129,30 +129,30 @@ def _load_sums(
     operands: Operands,
     given: common.Prepared,
     captures: Captures,
-    derivative: mod_ir.Program,
+    derivative: ir.Program,
     place: int,
     pair: Pair,
 ) -> jax.Array:
     """[b, h, ...] float32 (or what `_sum_type` says): b and h are 1 where the load does not depend on them; then T, S, T + S - 1, (T, S) or nothing."""
     load = gradient_loads(derivative)[place]
-    kind, shared, tile = mod_ir.classify_load(load).kind, _shared(load), groups_for(plan) * ROWS
+    kind, shared, tile = ir.classify_load(load).kind, _shared(load), groups_for(plan) * ROWS
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
-    if kind == mod_ir.TILE:
+    if kind == ir.TILE:
         kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.MATRIX, _sum_type(derivative, place))
         return kernel.run(given, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
     kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.SUMS)
     sums = _summed(kernel, given, lists, captures)
     sums = sums.reshape(shape.batch, shape.heads, shape.keys, *sums.shape[1:])
-    if kind == mod_ir.SCALAR:
+    if kind == ir.SCALAR:
         out = sums.sum(2)
-    elif kind == mod_ir.DIAGONAL:
+    elif kind == ir.DIAGONAL:
         out = join_windows(sums)
         skip = (shape.columns * tile - 1) - (plan.kv_len - 1)
         # a kernel of its own: drawn into the scatter that follows, the sums would be made one by one
         out = lax.optimization_barrier(out[..., skip : skip + plan.q_len + plan.kv_len - 1])
     else:
-        length = plan.q_len if kind == mod_ir.ROW else plan.kv_len
+        length = plan.q_len if kind == ir.ROW else plan.kv_len
         out = sums.reshape(shape.batch, shape.heads, -1)[..., :length]
     left = tuple(n for n in (0, 1) if shared[n])
     return out.sum(left, keepdims=True) if left else out
@@ -164,9 +164,9 @@ def _summed(kernel: CaptureKernel, given: common.Prepared, lists: TileLists, cap
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         head, begin, count = part
         sums = kernel.run(given, lists._replace(head=head, begin=begin, count=count), captures)
-        if kernel.shape.kind == mod_ir.DIAGONAL:
+        if kernel.shape.kind == ir.DIAGONAL:
             return diagonal_sums(sums)
-        return sums.sum({mod_ir.SCALAR: (1, 2), mod_ir.ROW: 2, mod_ir.COLUMN: 1}[kernel.shape.kind])
+        return sums.sum({ir.SCALAR: (1, 2), ir.ROW: 2, ir.COLUMN: 1}[kernel.shape.kind])
 
     count = lists.count.shape[0]
     turns = -(-count // LISTS_AT_ONCE)
@@ -179,7 +179,7 @@ def _summed(kernel: CaptureKernel, given: common.Prepared, lists: TileLists, cap
     return sums.reshape(turns * each, *sums.shape[2:])[:count]
 
 
-def _sum_type(derivative: mod_ir.Program, place: int) -> typing.Any:
+def _sum_type(derivative: ir.Program, place: int) -> typing.Any:
     """dtype of sums that are numbers for each query and key: that of the array where they are all of its gradient."""
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[place].capture for other in loads) == 1
@@ -195,26 +195,26 @@ def _scattered(
     operands: Operands,
     given: common.Prepared,
     captures: Captures,
-    derivative: mod_ir.Program,
+    derivative: ir.Program,
     place: int,
     pair: Pair,
 ) -> jax.Array:
     """The gradient of the array, flat, in float32."""
     load, tile = gradient_loads(derivative)[place], groups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
-    kind = mod_ir.DIAGONAL if period else mod_ir.SCALAR
+    kind = ir.DIAGONAL if period else ir.SCALAR
     shape = shape_for(plan, kind, tile, _shared(load), max(period, 1))
     lists = tile_lists(plan, operands.lists, shape)
     total = _largest_total(plan, given, derivative, place)
     if total is None:
-        everything = shape_for(plan, mod_ir.SCALAR, tile, (True, True))
+        everything = shape_for(plan, ir.SCALAR, tile, (True, True))
         kernel = CaptureKernel(plan, derivative, place, everything, pair, Sink.MAGNITUDES)
         total = _summed(kernel, given, tile_lists(plan, operands.lists, everything), captures).sum()
     kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.PLACES)
     return kernel.run(given, lists, captures, total)
 
 
-def _period(plan: KernelPlan, derivative: mod_ir.Program, load: mod_ir.Load, tile: int) -> int:
+def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
     """How many tiles along a diagonal the places that are read repeat; 0 where sums of such tiles would save too little."""
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     most = rows * columns // (2 * (rows + columns - 1))
@@ -227,9 +227,7 @@ derivative it would round small gradients to 0. |g| is added up by a run of the 
 49 bits below the true total."""
 
 
-def _largest_total(
-    plan: KernelPlan, given: common.Prepared, derivative: mod_ir.Program, place: int
-) -> jax.Array | None:
+def _largest_total(plan: KernelPlan, given: common.Prepared, derivative: ir.Program, place: int) -> jax.Array | None:
     """What all |g| add up to at most, None where nothing bounds the derivative of the mod well.
 
     p of a query adds up to 1 (of scores that are far out, each may be 1), and |dP| is at most |dO| |V|.
@@ -247,4 +245,4 @@ def _largest_total(
     d_out = length(given.d_out).sum(tokens)
     value = jnp.repeat(length(given.value).max(tokens), plan.group, axis=-1)
     total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(given.stats[:, :, 1]))
-    return total * (slope * (plan.kv_len if may_be_far(plan.score) else 1))
+    return total * (slope * (plan.kv_len if may_be_large(plan.score) else 1))

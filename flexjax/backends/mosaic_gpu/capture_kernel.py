@@ -35,9 +35,9 @@ from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import Shape, TileLists
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.ir import program as ir
+from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
-from flexjax.trace.rewrite import with_results
 
 ROWS = 64
 Ref = typing.Any
@@ -93,7 +93,7 @@ class CaptureKernel:
     """
 
     plan: KernelPlan
-    derivative: mod_ir.Program
+    derivative: ir.Program
     place: int
     shape: Shape
     pair: Pair
@@ -105,8 +105,8 @@ class CaptureKernel:
         return self.shape.tile // ROWS
 
     @property
-    def load(self) -> mod_ir.Load:
-        return typing.cast(mod_ir.Load, self.derivative.steps[self.derivative.gradients[self.place]])
+    def load(self) -> ir.Load:
+        return typing.cast(ir.Load, self.derivative.steps[self.derivative.gradients[self.place]])
 
     @property
     def size(self) -> int:
@@ -115,12 +115,12 @@ class CaptureKernel:
     @property
     def by_tile(self) -> bool:
         """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
-        return self.sink is Sink.PLACES and self.shape.kind != mod_ir.DIAGONAL
+        return self.sink is Sink.PLACES and self.shape.kind != ir.DIAGONAL
 
     @property
     def one_sum(self) -> bool:
         """Whether g is summed over keys later anyway, so that all key parts of a tile share one accumulator."""
-        return self.shape.kind in (mod_ir.SCALAR, mod_ir.ROW)
+        return self.shape.kind in (ir.SCALAR, ir.ROW)
 
     @property
     def mathematics(self) -> TileMath:
@@ -181,7 +181,7 @@ class CaptureKernel:
             batch=b,
             head=h,
             edge=(plan.q_len, plan.kv_len) if mathematics.hangs else None,
-            results=tuple(n for n, a in enumerate(index) if mod_ir.axes_of(a) - mod_ir.UNIFORM),
+            results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
         )
         found = iter(program.at_rows(row0).at_cols(column0))
@@ -189,7 +189,7 @@ class CaptureKernel:
         total, scalar = None, jnp.int32(0)
         strides = [int(np.prod(lengths[n + 1 :])) for n in range(len(lengths))]
         for atom, length, stride in zip(index, lengths, strides, strict=True):
-            if not mod_ir.axes_of(atom) - mod_ir.UNIFORM:
+            if not ir.axes_of(atom) - ir.UNIFORM:
                 (value,) = program.scalars((atom,))
                 scalar = scalar + jnp.asarray(value, jnp.int32) * np.int32(stride)
                 continue

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
-from flexjax.trace import mod_ir
 
 ENOUGH = 8 * 132
 """The number of lists that keeps a GPU busy: eight for each SM of an H100. The longest lists start first, so with eight
@@ -97,11 +97,11 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
     """`shared` says whether batch entries and heads share the elements of the array."""
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (rows + columns - 1) * period
-    keys = {mod_ir.ROW: rows, mod_ir.COLUMN: columns, mod_ir.DIAGONAL: diagonals, mod_ir.TILE: rows * columns}
+    keys = {ir.ROW: rows, ir.COLUMN: columns, ir.DIAGONAL: diagonals, ir.TILE: rows * columns}
     lengths = [plan.batch, plan.q_heads]
     for axis in (1, 0):
         rest = math.prod(lengths) // lengths[axis]
-        if shared[axis] and (kind in (mod_ir.SCALAR, mod_ir.TILE) or rest * keys[kind] >= ENOUGH):
+        if shared[axis] and (kind in (ir.SCALAR, ir.TILE) or rest * keys[kind] >= ENOUGH):
             lengths[axis] = 1
     batch, heads = lengths
     pattern = (1, 1) if plan.blocks is None else (plan.blocks.batch, plan.blocks.heads)
@@ -109,7 +109,7 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
         full if left < full and of == 1 else 1
         for full, left, of in zip((plan.batch, plan.q_heads), lengths, pattern, strict=True)
     ]
-    if kind == mod_ir.SCALAR:
+    if kind == ir.SCALAR:
         visits = most_visits(plan, tile) // (batch * heads * math.prod(repeats))
         count = max(1, min(-(-ENOUGH // (batch * heads)), visits))
     else:
@@ -120,11 +120,11 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
 def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> TileLists:
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {
-        mod_ir.SCALAR: jnp.zeros_like(row),
-        mod_ir.ROW: row,
-        mod_ir.COLUMN: column,
-        mod_ir.DIAGONAL: (row - column + shape.columns - 1) * shape.period + row % shape.period,
-        mod_ir.TILE: row * shape.columns + column,
+        ir.SCALAR: jnp.zeros_like(row),
+        ir.ROW: row,
+        ir.COLUMN: column,
+        ir.DIAGONAL: (row - column + shape.columns - 1) * shape.period + row % shape.period,
+        ir.TILE: row * shape.columns + column,
     }[shape.kind]
     key = jnp.where(listed, key, NOWHERE)
     tile = (row * shape.columns + column) * 2 + masked
@@ -134,14 +134,14 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
     parts = lax.optimization_barrier([_merge(x, merged) for x in parts])
     key, *of, tile = lax.sort(parts, num_keys=len(parts))
 
-    runs = 1 if shape.kind == mod_ir.SCALAR else shape.keys
+    runs = 1 if shape.kind == ir.SCALAR else shape.keys
     b, h = (jnp.arange(n, dtype=jnp.int32) for n in key.shape[:2])
     counts = jnp.zeros((*key.shape[:2], runs), jnp.int32)
     counts = counts.at[b[:, None, None], h[:, None], key].add(1, mode="drop")
     visits = key.shape[-1]
     begin = jnp.cumsum(counts, axis=-1, dtype=jnp.int32) - counts
     begin = begin + (jnp.arange(key.shape[0] * key.shape[1], dtype=jnp.int32) * visits).reshape(*key.shape[:2], 1)
-    if shape.kind == mod_ir.SCALAR:
+    if shape.kind == ir.SCALAR:
         size = -(-counts // shape.keys)
         before = jnp.minimum(jnp.arange(shape.keys, dtype=jnp.int32) * size, counts)
         begin, counts = begin + before, jnp.minimum(size, counts - before)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
+from flexjax.ir import program as ir
+from flexjax.ir.evaluate import apply_op
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace import mod_ir
-from flexjax.trace.on_tiles import apply_op
 
 SORTED_AT_ONCE = 1 << 24
 """The most sums that one sort takes; longer inputs are sorted in parts, which bounds the memory."""
@@ -21,21 +21,21 @@ LARGEST_ARRAY = 1 << 30
 """The most elements of an array with repeated places, because `_sum_runs` also numbers places past the end in int32."""
 
 
-def axes(load: mod_ir.Load) -> frozenset[str]:
-    return frozenset().union(*(mod_ir.axes_of(a) for a in load.index))
+def axes(load: ir.Load) -> frozenset[str]:
+    return frozenset().union(*(ir.axes_of(a) for a in load.index))
 
 
-def distinct(load: mod_ir.Load) -> bool:
+def distinct(load: ir.Load) -> bool:
     """Whether different (b, h, position) read different elements.
 
     True where each axis that the index depends on indexes some dimension alone, with step 1 or -1.
     """
     found = set()
     for atom in load.index:
-        own = mod_ir.axes_of(atom)
+        own = ir.axes_of(atom)
         if not own:
             continue
-        linear = atom.linear if isinstance(atom, mod_ir.Val) else None
+        linear = atom.linear if isinstance(atom, ir.Val) else None
         if linear is None or len(own) != 1 or linear.uniform:
             return False
         steps = {"b": linear.b, "h": linear.h, "q": linear.q, "kv": linear.kv, "delta": linear.q}
@@ -45,21 +45,21 @@ def distinct(load: mod_ir.Load) -> bool:
     return found == axes(load)
 
 
-POSITIONS = {mod_ir.SCALAR: (2, 3), mod_ir.ROW: (3,), mod_ir.COLUMN: (2,), mod_ir.TILE: ()}
+POSITIONS = {ir.SCALAR: (2, 3), ir.ROW: (3,), ir.COLUMN: (2,), ir.TILE: ()}
 """For each kind of load, the axes of [b, h, q, kv] that its sums lack."""
 
 
 def add_at(
     plan: KernelPlan,
     operands: Operands,
-    derivative: mod_ir.Program,
-    load: mod_ir.Load,
+    derivative: ir.Program,
+    load: ir.Load,
     sums: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
     if not load.index:
         return total + sums.sum()
-    dims, kind = plain_dims(load), mod_ir.classify_load(load).kind
+    dims, kind = plain_dims(load), ir.classify_load(load).kind
     if (
         dims is not None and kind in POSITIONS
     ):  # no index arrays, no scatter: for a pair bias they would cost more than the kernels
@@ -103,44 +103,42 @@ def _sum_runs(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
     return jnp.zeros((size,), value.dtype).at[at].set(running, mode="drop", unique_indices=True)
 
 
-def _indices(
-    plan: KernelPlan, operands: Operands, derivative: mod_ir.Program, load: mod_ir.Load, rank: int
-) -> list[jax.Array]:
+def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, rank: int) -> list[jax.Array]:
     """The load's index for all (b, h, position), as arrays that broadcast to [b, h, ...]."""
-    kind, own = mod_ir.classify_load(load).kind, axes(load)
+    kind, own = ir.classify_load(load).kind, axes(load)
     shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])
     zero = jnp.zeros((1,) * rank, jnp.int32)
     q = kv = zero
-    if kind == mod_ir.ROW:
+    if kind == ir.ROW:
         q = shape(plan.q_len, 2)
-    elif kind == mod_ir.COLUMN:
+    elif kind == ir.COLUMN:
         kv = shape(plan.kv_len, 2)
-    elif kind == mod_ir.DIAGONAL:
+    elif kind == ir.DIAGONAL:
         difference = shape(plan.q_len + plan.kv_len - 1, 2) - (plan.kv_len - 1)
         q = jnp.maximum(difference, 0)
         kv = q - difference
-    elif kind == mod_ir.TILE:
+    elif kind == ir.TILE:
         q, kv = shape(plan.q_len, 2), shape(plan.kv_len, 3)
     env: dict[int, jax.Array] = {
-        mod_ir.B: shape(plan.batch, 0) if "b" in own else zero,
-        mod_ir.H: shape(plan.q_heads, 1) if "h" in own else zero,
-        mod_ir.Q: q,
-        mod_ir.KV: kv,
+        ir.B: shape(plan.batch, 0) if "b" in own else zero,
+        ir.H: shape(plan.q_heads, 1) if "h" in own else zero,
+        ir.Q: q,
+        ir.KV: kv,
     }
 
-    def read(atom: mod_ir.Atom) -> jax.Array:
-        if isinstance(atom, mod_ir.Lit):
+    def read(atom: ir.Atom) -> jax.Array:
+        if isinstance(atom, ir.Lit):
             return jnp.full((1,) * rank, atom.value, jnp.dtype(atom.dtype))
         return env[atom.id]
 
-    needed = mod_ir.uses(derivative.steps, load.index)
+    needed = ir.uses(derivative.steps, load.index)
     for step in derivative.steps:
         if not any(o.id in needed for o in step.outs):
             continue
-        if isinstance(step, mod_ir.Op):
+        if isinstance(step, ir.Op):
             operands_ = jnp.broadcast_arrays(*(read(a) for a in step.inputs))
             env[step.out.id] = apply_op(step, operands_)
-        elif isinstance(step, mod_ir.Load):
+        elif isinstance(step, ir.Load):
             env[step.out.id] = operands.score_captures[step.capture][tuple(read(a) for a in step.index)]
         else:
             raise NotImplementedError(

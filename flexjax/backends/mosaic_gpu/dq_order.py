@@ -34,9 +34,9 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from flexjax.analysis import patterns
 from flexjax.backends.mosaic_gpu.tiles import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import forms
 
 HANDOFF = 1.05
 """Steps from one addition to the next at the same query tile: the addition, the signal and the signal's latency."""
@@ -68,7 +68,7 @@ def is_full(plan: KernelPlan) -> bool:
 
 def is_triangle(plan: KernelPlan) -> bool:
     """Whether the mask is causal-like: the last visible key grows with the query."""
-    return plan.blocks is not None and plan.mask is not None and forms.is_lower_triangle(plan.mask)
+    return plan.blocks is not None and plan.mask is not None and patterns.is_lower_triangle(plan.mask)
 
 
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:

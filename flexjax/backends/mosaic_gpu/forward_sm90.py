@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import memory, staging, thread_tiles, work_queue
 from flexjax.backends.mosaic_gpu.bounded_scores import fixed_reference
 from flexjax.backends.mosaic_gpu.branch import cond, when
@@ -37,9 +38,8 @@ from flexjax.backends.mosaic_gpu.forward_walk import Arrays, Item, Ref, Scalar, 
 from flexjax.backends.mosaic_gpu.online_softmax import Growth, OnlineSoftmax, Scores, State
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tiles import ForwardTile
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
-from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far
 
 f32 = np.float32
 
@@ -82,9 +82,9 @@ class Kernel:
     schedule: Schedule
     signals: Signals
     interpret: bool
-    staged: mod_ir.Load | None = None  # what of the score program comes through shared memory
+    staged: ir.Load | None = None  # what of the score program comes through shared memory
     reference: float | None = None  # what the exponentials are relative to, where it need not follow the maximum
-    far: bool = False  # scores may be far out (online_softmax.py)
+    large: bool = False  # scores may be far out (online_softmax.py)
 
     @property
     def softmax(self) -> OnlineSoftmax:
@@ -92,7 +92,7 @@ class Kernel:
         slack = tile.slack and not self.plan.max_scores
         shape = tile.rows, tile.block_kv
         program = self.plan.score
-        return OnlineSoftmax(shape, slack, self.reference, tile.polynomials, self.interpret, self.far, program)
+        return OnlineSoftmax(shape, slack, self.reference, tile.polynomials, self.interpret, self.large, program)
 
     def copy(self, arrays: Arrays, shared: Shared) -> None:
         """The copying warpgroup: queries, keys and values of every item in turn."""
@@ -145,7 +145,7 @@ class Kernel:
                 signals.acquire("staged", shared.staged_free, slot)
 
     def _copy_staged(
-        self, load: mod_ir.Load, arrays: Arrays, shared: Shared, item: Item, n: Scalar, first_step: Scalar
+        self, load: ir.Load, arrays: Arrays, shared: Shared, item: Item, n: Scalar, first_step: Scalar
     ) -> None:
         """The tile of the captured array at step n of the item, whose first is `first_step`."""
         tile = self.tile
@@ -422,7 +422,7 @@ class Kernel:
         if not tile.overlap:
             signals.end_tile(group)
         common = None
-        if score is not None and self.reference is None and not self.far:
+        if score is not None and self.reference is None and not self.large:
             common = score.row_part()
         self._finish(shared, outs, group, arrays.sinks, common, *carry)
 
@@ -455,7 +455,7 @@ class Kernel:
         """What the softmax sees: the score program applied, -inf where the mask is off or past the last key."""
         plan, tile = self.plan, self.tile
         factor, by, row, shift, along = plan.scale, None, None, None, None
-        if at.score is not None and self.far:
+        if at.score is not None and self.large:
             (s,), factor = at.score.tile(s, factor), 1.0
         elif at.score is not None:
             s, factor, by, row, shift, along, _ = at.score.scaled_tile(s, factor, along=True)
@@ -615,8 +615,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     interpret = plan.options.interpret
     schedule = Schedule(plan, tile)
     staged = staging.staged_load(plan.score) if tile.staged_slots and plan.score is not None else None
-    reference, far = fixed_reference(plan), may_be_far(plan.score)
-    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, staged, reference, far)
+    reference, large = fixed_reference(plan), may_be_large(plan.score)
+    kernel = Kernel(plan, tile, schedule, Signals(tile, interpret), interpret, staged, reference, large)
     q_padded = schedule.q_tiles * tile.block_q
     # The copy engine wants lengths in multiples of 8 rows; it fills what lies past the end with zeros itself.
     q_length = q_padded if interpret else -(-plan.q_len // 8) * 8

@@ -13,27 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.trace import mod_ir
-from flexjax.trace.ranges import may_be, quotient_may_overflow
+from flexjax.ir import program as ir
+from flexjax.ir.ranges import may_be, quotient_may_overflow
 
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
 
 
-def power_of_two(atom: mod_ir.Atom) -> int | None:
-    if isinstance(atom, mod_ir.Lit) and isinstance(atom.value, int) and atom.value > 0:
+def power_of_two(atom: ir.Atom) -> int | None:
+    if isinstance(atom, ir.Lit) and isinstance(atom.value, int) and atom.value > 0:
         return atom.value.bit_length() - 1 if atom.value & (atom.value - 1) == 0 else None
     return None
 
 
-def _low(atom: mod_ir.Atom) -> float:
-    if isinstance(atom, mod_ir.Lit):
+def _low(atom: ir.Atom) -> float:
+    if isinstance(atom, ir.Lit):
         return typing.cast(float, atom.value)
     if atom.dtype.startswith("u"):
         return 0
     return -math.inf if atom.low is None else atom.low
 
 
-def integer_division(name: str, step: mod_ir.Op, a: Value, b: Value, hang: bool) -> Value:
+def integer_division(name: str, step: ir.Op, a: Value, b: Value, hang: bool) -> Value:
     """div and rem (toward zero), floordiv and floormod (toward minus infinity).
 
     hang   whether the tile may extend past the edge of the matrix

@@ -10,7 +10,7 @@ end. What a step of a warpgroup does here lies between its two products, so the 
 
 Where the scores are bounded (a soft cap), the reference is one number (bounded_scores.py).
 
-Where they may be far out (`far`: an additive mask that leaves nothing of a row, trace/far_scores.py), references are scores, not
+Where they may be far out (`far`: an additive mask that leaves nothing of a row, analysis/large_scores.py), references are scores, not
 powers of two, and the difference is taken before it is scaled.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
 from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E
-from flexjax.trace.mod_ir import Program
+from flexjax.ir.program import Program
 
 SLACK = 8.0
 NOTHING = float(np.finfo(np.float32).min)
@@ -74,7 +74,7 @@ class OnlineSoftmax:
     reference: float | None
     polynomials: int
     interpret: bool
-    far: bool = False
+    large: bool = False
     program: Program | None = None
 
     def _row(self, value: float) -> jax.Array:
@@ -90,8 +90,8 @@ class OnlineSoftmax:
 
     def step(self, scores: Scores, state: State) -> tuple[jax.Array, Growth, State]:
         """The exponentials of a tile, what they mean for the sums so far, and the state after it."""
-        if self.far:
-            return self._step_of_far(scores.tile, state)
+        if self.large:
+            return self._step_of_large(scores.tile, state)
         units = f32(LOG2E * scores.factor)
         if self.reference is not None:
             less = f32(self.reference)
@@ -113,11 +113,11 @@ class OnlineSoftmax:
         p = self._powers(scores, units, base if offset is None else base - offset)
         return p, growth, State(base, state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret))
 
-    def _step_of_far(self, tile: jax.Array, state: State) -> tuple[jax.Array, Growth, State]:
+    def _step_of_large(self, tile: jax.Array, state: State) -> tuple[jax.Array, Growth, State]:
         """`step` where references are scores; all of a score is in its tile."""
         largest = thread_tiles.largest_by_column(tile, self.interpret)
         base, growth = self._raised(largest, f32(1), None, state.base)
-        x = tile_math.far_distance(self.program, tile, memory.stretch(base, "row", self.shape)) * f32(LOG2E)
+        x = tile_math.large_distance(self.program, tile, memory.stretch(base, "row", self.shape)) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret)
         return p, growth, State(base, total)
@@ -126,7 +126,7 @@ class OnlineSoftmax:
         self, largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array
     ) -> tuple[jax.Array, Growth]:
         if self.slack:
-            slack, power = (SLACK * LN2, LOG2E) if self.far else (SLACK, 1.0)
+            slack, power = (SLACK * LN2, LOG2E) if self.large else (SLACK, 1.0)
             raised, shrink, grown = thread_tiles.raised(largest, units, offset, base, slack, self.interpret, power)
             return raised, Growth(shrink, grown)
         top = largest.max(axis=1) * units
@@ -164,17 +164,17 @@ class OnlineSoftmax:
 
     def to_reference(self, score: jax.Array) -> jax.Array:
         """A score in the units of references."""
-        return score if self.far else score * f32(LOG2E)
+        return score if self.large else score * f32(LOG2E)
 
     def to_score(self, reference: jax.Array) -> jax.Array:
-        return reference if self.far else reference * f32(LN2)
+        return reference if self.large else reference * f32(LN2)
 
     def power(self, difference: jax.Array) -> jax.Array:
         """The exponential of a difference of references."""
-        return jnp.exp2(difference * f32(LOG2E) if self.far else difference)
+        return jnp.exp2(difference * f32(LOG2E) if self.large else difference)
 
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
         """The logarithm of a sum of exponentials relative to a reference, as a score."""
-        if self.far:
+        if self.large:
             return reference + jnp.log2(total) * f32(LN2)
         return (reference + jnp.log2(total)) * f32(LN2)

@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
 from flexjax.plan.kernel_plan import KernelPlan, Results
-from flexjax.trace.far_scores import may_be_far
 
 ROWS = 64
 COLUMNS = 64
@@ -30,7 +30,7 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
     """[B, N, 2, T'] float32: lse2 and delta; T' is the number of queries rounded up to UNIT.
 
     lse2 = lse * log2(e), and +inf for dead rows and past the end. Where scores may be too large to scale
-    (`may_be_far`), lse takes the place of lse2.
+    (`may_be_large`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
     delta = row_dots(plan, pad(results.out), pad(d_out))
@@ -44,7 +44,7 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
     lse = jnp.pad(lse, widths, constant_values=-jnp.inf)
     dead = jnp.isneginf(lse)
     delta = jnp.where(dead, 0.0, delta)
-    lse2 = jnp.where(dead, jnp.inf, lse if may_be_far(plan.score) else lse * common.LOG2E)
+    lse2 = jnp.where(dead, jnp.inf, lse if may_be_large(plan.score) else lse * common.LOG2E)
     return jnp.stack([lse2, delta], axis=2)
 
 

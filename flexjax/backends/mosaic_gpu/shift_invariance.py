@@ -11,41 +11,41 @@ operation. What no rule covers is unknown (None).
 
 import typing
 
-from flexjax.trace import mod_ir
+from flexjax.ir import program as ir
 
 SAME = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "sub"})
 """Operations whose result depends only on the difference of their arguments, as long as neither wraps around."""
 JOINS = frozenset({"max", "min"})
 
 
-def invariant(program: mod_ir.Program, index: tuple[mod_ir.Atom, ...], period: int) -> bool:
+def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> bool:
     """Whether the index is the same at (q, kv) and (q + period, kv + period), for the same b and h."""
     known = _changes(program, index, period)
     return all(_of(atom, known, period) == 0 for atom in index)
 
 
-def _of(atom: mod_ir.Atom, known: dict[int, int | None], period: int) -> int | None:
-    if isinstance(atom, mod_ir.Lit):
+def _of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
+    if isinstance(atom, ir.Lit):
         return 0
     if "score" in atom.axes:
         return None
-    if not atom.axes - mod_ir.UNIFORM - {"delta"}:
+    if not atom.axes - ir.UNIFORM - {"delta"}:
         return 0
     if atom.linear is not None:
         return (atom.linear.q + atom.linear.kv) * period
     return known.get(atom.id)
 
 
-def _changes(program: mod_ir.Program, index: tuple[mod_ir.Atom, ...], period: int) -> dict[int, int | None]:
+def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> dict[int, int | None]:
     """By id of a value: by how much the value changes when query and key move by `period`, None where unknown."""
-    needed = mod_ir.uses(program.steps, index)
-    known: dict[int, int | None] = {mod_ir.Q: period, mod_ir.KV: period, mod_ir.SCORE: None}
+    needed = ir.uses(program.steps, index)
+    known: dict[int, int | None] = {ir.Q: period, ir.KV: period, ir.SCORE: None}
     for step in program.steps:
         if not any(o.id in needed for o in step.outs):
             continue
         given = [_of(a, known, period) for a in step.inputs]
         for out in step.outs:
-            known[out.id] = _of_op(step, given) if isinstance(step, mod_ir.Op) else _all_the_same(given)
+            known[out.id] = _of_op(step, given) if isinstance(step, ir.Op) else _all_the_same(given)
     return known
 
 
@@ -53,7 +53,7 @@ def _all_the_same(given: list[int | None]) -> int | None:
     return 0 if all(g == 0 for g in given) else None
 
 
-def _of_op(step: mod_ir.Op, given: list[int | None]) -> int | None:
+def _of_op(step: ir.Op, given: list[int | None]) -> int | None:
     if all(g == 0 for g in given):
         return 0
     if any(g is None for g in given) or not all(_exact(a) for a in step.inputs if _integer(a)):
@@ -78,19 +78,19 @@ def _of_op(step: mod_ir.Op, given: list[int | None]) -> int | None:
         return moved[1] if first == 0 and len(set(moved[1:])) == 1 else None
     if name == "mul":
         for factor, other in (step.inputs, step.inputs[::-1]):
-            if isinstance(factor, mod_ir.Lit):
+            if isinstance(factor, ir.Lit):
                 return int(factor.value) * (moved[1] if other is step.inputs[1] else first)
         return None
     return _divided(step, first)
 
 
-def _divided(step: mod_ir.Op, first: int) -> int | None:
+def _divided(step: ir.Op, first: int) -> int | None:
     """The change of a quotient or remainder by a literal that divides the change of the numerator."""
     name, by = step.prim, step.inputs[-1]
-    if len(step.inputs) != 2 or not isinstance(by, mod_ir.Lit) or not isinstance(by.value, int) or by.value <= 0:
+    if len(step.inputs) != 2 or not isinstance(by, ir.Lit) or not isinstance(by.value, int) or by.value <= 0:
         return None
     number = step.inputs[0]
-    positive = isinstance(number, mod_ir.Val) and number.low is not None and number.low >= 0
+    positive = isinstance(number, ir.Val) and number.low is not None and number.low >= 0
     if name in ("div", "rem", "shift_right_logical") and not positive:
         return None
     if name in ("shift_right_logical", "shift_right_arithmetic"):
@@ -106,10 +106,10 @@ def _divided(step: mod_ir.Op, first: int) -> int | None:
     return 0 if name in ("rem", "floormod", "and") else first // divisor
 
 
-def _integer(atom: mod_ir.Atom) -> bool:
+def _integer(atom: ir.Atom) -> bool:
     return atom.dtype.startswith(("int", "uint"))
 
 
-def _exact(atom: mod_ir.Atom) -> bool:
+def _exact(atom: ir.Atom) -> bool:
     """Whether the atom is an integer that does not wrap around."""
-    return mod_ir.range_of_val(atom) is not None
+    return ir.range_of_val(atom) is not None

@@ -15,9 +15,9 @@ from jax.interpreters import mlir
 
 from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace.mod_ir import Program
 
 OLDEST_JAX = (0, 11, 0)
 LARGEST_DIM = 256

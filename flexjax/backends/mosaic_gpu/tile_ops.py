@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.backends.mosaic_gpu.integer_division import integer_division
-from flexjax.trace import mod_ir
+from flexjax.ir import program as ir
 
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
 WIDE = {"int8": 8, "int16": 16, "uint8": 8, "uint16": 16}
@@ -263,7 +263,7 @@ def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
     return jnp.where(inside, function(a, jnp.where(inside, n, limit)), np.zeros((), a.dtype))
 
 
-def apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
+def apply(step: ir.Op, args: list[Value], hang: bool) -> Value:
     """One operation on values of one rank."""
     name, params, dtype = step.prim, dict(step.params), step.out.dtype
     operand = step.inputs[0].dtype
@@ -300,7 +300,7 @@ def apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
         return lax.atan2(*args)
     if name == "div" and is_float(dtype):
         divisor = step.inputs[1]
-        if isinstance(divisor, mod_ir.Lit) and divisor.value and math.isfinite(1 / float(divisor.value.real)):
+        if isinstance(divisor, ir.Lit) and divisor.value and math.isfinite(1 / float(divisor.value.real)):
             return first * np.float32(1 / float(divisor.value.real))
         return first / args[1]
     if name == "rem" and is_float(dtype):
@@ -327,7 +327,7 @@ def apply(step: mod_ir.Op, args: list[Value], hang: bool) -> Value:
     if name.startswith("shift_"):
         if name == "shift_right_logical" and operand in ("int8", "int16"):
             first = first & np.int32((1 << WIDE[operand]) - 1)
-        return _wrap(_shift(name, first, args[1], isinstance(step.inputs[1], mod_ir.Lit)), dtype)
+        return _wrap(_shift(name, first, args[1], isinstance(step.inputs[1], ir.Lit)), dtype)
     if name == "clz":
         return lax.clz(first) - (np.int32(32 - WIDE[operand]) if operand in WIDE else np.zeros((), first.dtype))
     if name == "population_count":

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flexjax.analysis.bounds import bounds
 from flexjax.backends.mosaic_gpu.integer_division import power_of_two
 from flexjax.backends.mosaic_gpu.tile_ops import (
     DTYPES,
@@ -39,9 +40,8 @@ from flexjax.backends.mosaic_gpu.tile_ops import (
     is_float,
     precision_name,
 )
-from flexjax.trace import mod_ir
-from flexjax.trace.bounds import bounds
-from flexjax.trace.rewrite import with_results
+from flexjax.ir import program as ir
+from flexjax.ir.rewrite import with_results
 
 SCALAR, ROW, COLUMN, TILE = "scalar", "row", "column", "tile"
 NARROW = "narrow"  # a tile that repeats after PERIOD columns (thread_tiles.py), which are what is kept
@@ -50,7 +50,7 @@ MAX_EXACT = 1 << 24  # integers up to here are exact in float32
 MAX_DIFFERENCE = 1 << 29  # differences and sums of integers up to here are int32, tiles that hang over included
 
 
-def unsupported(program: mod_ir.Program) -> str | None:
+def unsupported(program: ir.Program) -> str | None:
     """What of the program cannot run on a tile, as the end of a sentence, or None."""
     if program.calls:
         return f"contains control flow that could not be unrolled (`{program.calls[0].name}`)"
@@ -61,22 +61,22 @@ def unsupported(program: mod_ir.Program) -> str | None:
         for value in step.outs:
             if value.dtype not in DTYPES:
                 return f"computes a value of {value.dtype}; the kernel computes in 32 bits"
-        if isinstance(step, mod_ir.Load):
+        if isinstance(step, ir.Load):
             array = program.captures[step.capture]
             if math.prod(array.shape) == 0:
                 return "reads an empty array"
-            kind = mod_ir.classify_load(step)
+            kind = ir.classify_load(step)
             moving = [n for n, d in zip(array.shape, kind.dims, strict=True) if d != "uniform"]
             if math.prod(moving) >= 1 << 31:
                 return "walks over 2^31 or more elements of one captured array"
-        elif isinstance(step, mod_ir.Op):
+        elif isinstance(step, ir.Op):
             reason = _unsupported_op(step)
             if reason:
                 return reason
     return None
 
 
-def _unsupported_op(step: mod_ir.Op) -> str | None:
+def _unsupported_op(step: ir.Op) -> str | None:
     if step.prim not in SUPPORTED:
         return f"uses the primitive `{step.prim}`, which has no form on a tile"
     operand = step.inputs[0].dtype
@@ -97,9 +97,9 @@ def _harmless(factor: float) -> bool:
     return 1e-30 < abs(factor) < 1e30
 
 
-def _small(atom: mod_ir.Atom) -> bool:
+def _small(atom: ir.Atom) -> bool:
     """Whether it is an int32 of which differences do not overflow."""
-    if isinstance(atom, mod_ir.Lit):
+    if isinstance(atom, ir.Lit):
         return atom.dtype == "int32" and abs(atom.value) <= MAX_DIFFERENCE
     if atom.dtype != "int32" or atom.low is None or atom.high is None:
         return False
@@ -152,7 +152,7 @@ class TileProgram:
 
     def __init__(
         self,
-        program: mod_ir.Program,
+        program: ir.Program,
         refs: Sequence[typing.Any],
         shape: tuple[int, int],
         *,
@@ -166,10 +166,10 @@ class TileProgram:
         self.program, self.refs, self.shape = program, refs, shape
         self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
-        self.live = mod_ir.uses(program.steps, self.wanted)
+        self.live = ir.uses(program.steps, self.wanted)
         self.env: dict[int, _Slot] = {
-            mod_ir.B: _Slot(SCALAR, jnp.asarray(batch, jnp.int32)),
-            mod_ir.H: _Slot(SCALAR, jnp.asarray(head, jnp.int32)),
+            ir.B: _Slot(SCALAR, jnp.asarray(batch, jnp.int32)),
+            ir.H: _Slot(SCALAR, jnp.asarray(head, jnp.int32)),
         }
         self.row_start: Value = None
         self.col_start: Value = None
@@ -183,7 +183,7 @@ class TileProgram:
 
         new = self._copy()
         new.row_start = jnp.asarray(start, jnp.int32)
-        row = mod_ir.Q if self.row_axis == "q" else mod_ir.KV
+        row = ir.Q if self.row_axis == "q" else ir.KV
         if row in new.live:
             new.env[row] = _Slot(ROW, memory.row_iota(self.shape[0]) + new.row_start)
         new._run(ROW)
@@ -195,17 +195,17 @@ class TileProgram:
 
         new = self._copy()
         new.col_start = jnp.asarray(start, jnp.int32)
-        column = mod_ir.KV if self.row_axis == "q" else mod_ir.Q
+        column = ir.KV if self.row_axis == "q" else ir.Q
         if column in new.live:
             new.env[column] = _Slot(COLUMN, memory.columns_from(new.col_start, self.shape[1], self.interpret))
         new._run(COLUMN)
         return new
 
-    def scalars(self, atoms: Sequence[mod_ir.Atom]) -> tuple[Value, ...]:
+    def scalars(self, atoms: Sequence[ir.Atom]) -> tuple[Value, ...]:
         """Values that depend on batch entry and head alone."""
         return tuple(self._read(a).value for a in atoms)
 
-    def holding(self, load: mod_ir.Load, tile: jax.Array) -> "TileProgram":
+    def holding(self, load: ir.Load, tile: jax.Array) -> "TileProgram":
         """The program with what a load reads on this tile given from elsewhere."""
         new = self._copy()
         new.env[load.out.id] = _Slot(TILE, tile)
@@ -241,7 +241,7 @@ class TileProgram:
     def _results(self, score: Value, factor: float = 1.0) -> list[_Slot]:
         new = self._copy()
         if score is not None:
-            new.env[mod_ir.SCORE] = _Slot(TILE, score, factor)
+            new.env[ir.SCORE] = _Slot(TILE, score, factor)
         new._run(TILE)
         return [new._read(atom) for atom in self.wanted]
 
@@ -249,8 +249,8 @@ class TileProgram:
         """Fixes the reads made so far where they stand: the compiler may not sink them to their first use. Numbers that walk
         along the columns in steps are better computed where they are used."""
         walking = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
-            mod_ir.Q,
-            mod_ir.KV,
+            ir.Q,
+            ir.KV,
         }
         columns = [i for i, s in self.env.items() if s.kind == COLUMN and i not in walking]
         held = [i for i in columns if self.env[i].value.dtype != jnp.bool_]
@@ -269,8 +269,8 @@ class TileProgram:
 
     # ------------------------------------------------------------- evaluation
 
-    def _kind(self, axes: mod_ir.Axes) -> str:
-        axes = axes - mod_ir.UNIFORM
+    def _kind(self, axes: ir.Axes) -> str:
+        axes = axes - ir.UNIFORM
         if not axes:
             return SCALAR
         if axes == {self.row_axis}:
@@ -292,28 +292,28 @@ class TileProgram:
                 continue
             if needed is not None and out.id not in needed:
                 continue
-            if isinstance(step, mod_ir.Load):
+            if isinstance(step, ir.Load):
                 self.env[out.id] = self._load(step)
-            elif isinstance(step, mod_ir.Op):
+            elif isinstance(step, ir.Op):
                 self.env[out.id] = self._shortcut(step) or self._operate(step)
             else:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
 
     def _needed(self) -> set[int]:
         """Ids still to compute for the results, leaving out what only feeds shortcuts."""
-        needed = {a.id for a in self.wanted if isinstance(a, mod_ir.Val)}
+        needed = {a.id for a in self.wanted if isinstance(a, ir.Val)}
         for step in reversed(self.program.steps):
             if step.outs[0].id not in needed or step.outs[0].id in self.env:
                 continue
-            if isinstance(step, mod_ir.Op) and self._shortcut_source(step) is not None:
+            if isinstance(step, ir.Op) and self._shortcut_source(step) is not None:
                 continue
-            if isinstance(step, mod_ir.Load) and self._affine_steps(step) is not None:
+            if isinstance(step, ir.Load) and self._affine_steps(step) is not None:
                 continue
-            needed |= {a.id for a in step.inputs if isinstance(a, mod_ir.Val)}
+            needed |= {a.id for a in step.inputs if isinstance(a, ir.Val)}
         return needed
 
-    def _read(self, atom: mod_ir.Atom) -> _Slot:
-        if isinstance(atom, mod_ir.Val):
+    def _read(self, atom: ir.Atom) -> _Slot:
+        if isinstance(atom, ir.Val):
             return self.env[atom.id]
         return _Slot(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
@@ -350,7 +350,7 @@ class TileProgram:
     def _as_tile(self, slot: _Slot) -> jax.Array:
         return self._stretch(slot, TILE)
 
-    def _compared(self, step: mod_ir.Op) -> _Slot | None:
+    def _compared(self, step: ir.Op) -> _Slot | None:
         """A comparison of an integer that walks along the columns with one that does not, by constants: no register holds the
         numbers of the columns. None where it is no such comparison, or one might overflow."""
         from flexjax.backends.mosaic_gpu import memory, thread_tiles
@@ -358,14 +358,9 @@ class TileProgram:
         if step.prim not in thread_tiles.PREDICATES or self._kind(step.out.axes) != TILE or self.col_start is None:
             return None
         for walking, other in (step.inputs, step.inputs[::-1]):
-            if (
-                not isinstance(walking, mod_ir.Val)
-                or walking.linear is None
-                or not _small(walking)
-                or not _small(other)
-            ):
+            if not isinstance(walking, ir.Val) or walking.linear is None or not _small(walking) or not _small(other):
                 continue
-            linear, kind = walking.linear, self._kind(mod_ir.axes_of(other))
+            linear, kind = walking.linear, self._kind(ir.axes_of(other))
             per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
             if not per_col or kind not in (SCALAR, ROW) or any(i not in self.env for i, _ in linear.uniform):
                 continue
@@ -378,7 +373,7 @@ class TileProgram:
             return _Slot(TILE, thread_tiles.compared_columns(per_col, name, row, self.shape, self.interpret))
         return None
 
-    def _operate(self, step: mod_ir.Op) -> _Slot:
+    def _operate(self, step: ir.Op) -> _Slot:
         compared = self._compared(step)
         if compared is not None:
             return compared
@@ -398,7 +393,7 @@ class TileProgram:
             args = [jnp.asarray(a) for a in args]
         return _Slot(kind, apply(step, args, self.edge is not None))
 
-    def _keep_waiting(self, step: mod_ir.Op, slots: list[_Slot]) -> _Slot | None:
+    def _keep_waiting(self, step: ir.Op, slots: list[_Slot]) -> _Slot | None:
         """What a factor or an affine tile becomes without computing it, None where it must be computed."""
         name = step.prim
         if any(s.row is not None for s in slots):
@@ -416,7 +411,7 @@ class TileProgram:
                 a, b, number = b, a, step.inputs[0]
             else:
                 number = step.inputs[1]
-            waits = name == "mul" and not isinstance(number, mod_ir.Lit) and a.step is None and b.step is None
+            waits = name == "mul" and not isinstance(number, ir.Lit) and a.step is None and b.step is None
             if a.kind == TILE and waits:
                 if b.kind == NARROW and a.by is None and self._positive(number, abs(a.factor)):
                     return dataclasses.replace(a, by=b.value)
@@ -428,7 +423,7 @@ class TileProgram:
                 return None
             if a.step is not None and name == "mul":
                 return _Slot(TILE, a.value * b.value, at=a.at * b.value, step=a.step * b.value)
-            if not isinstance(number, mod_ir.Lit) or a.step is not None:
+            if not isinstance(number, ir.Lit) or a.step is not None:
                 return None
             factor = float(number.value.real)
             if not _harmless(factor):
@@ -452,40 +447,40 @@ class TileProgram:
             return dataclasses.replace(a, row=sign * b.value, at=sign * b.at, along=sign * b.step)
         return None
 
-    def _positive(self, atom: mod_ir.Atom, factor: float) -> bool:
+    def _positive(self, atom: ir.Atom, factor: float) -> bool:
         """Whether the number is positive, and stays so in float32 when multiplied by the factor."""
         low, high = bounds(with_results(self.program, (atom,)))[0]
         return low > 0 and _harmless(low) and _harmless(high) and _harmless(low * factor) and _harmless(high * factor)
 
     # ------------------------------------------------------------- integers that walk affinely
 
-    def _shortcut_source(self, step: mod_ir.Op) -> tuple[mod_ir.Val, int] | None:
+    def _shortcut_source(self, step: ir.Op) -> tuple[ir.Val, int] | None:
         """The affine integer that a tile of this step equals (itself, or what it casts to float32), and the period after
         which it repeats, a power of two; 0 where it does not.
         """
         if self._kind(step.out.axes) != TILE:
             return None
-        source: mod_ir.Atom = step.out
+        source: ir.Atom = step.out
         period = 0
         if step.prim == "floormod" and power_of_two(step.inputs[1]) is not None:
             source, period = step.inputs[0], 1 << typing.cast(int, power_of_two(step.inputs[1]))
         elif step.prim == "convert_element_type" and step.out.dtype == "float32":
             source = step.inputs[0]
-            bounds = (source.low, source.high) if isinstance(source, mod_ir.Val) else (None, None)
+            bounds = (source.low, source.high) if isinstance(source, ir.Val) else (None, None)
             if None in bounds or max(abs(b) for b in typing.cast(tuple[int, int], bounds)) >= MAX_EXACT // 2:
                 return None
-        if not isinstance(source, mod_ir.Val) or source.linear is None or source.dtype != "int32":
+        if not isinstance(source, ir.Val) or source.linear is None or source.dtype != "int32":
             return None
         return (source, period) if source.linear.q and source.linear.kv else None
 
-    def _shortcut(self, step: mod_ir.Op) -> _Slot | None:
+    def _shortcut(self, step: ir.Op) -> _Slot | None:
         from flexjax.backends.mosaic_gpu import memory, thread_tiles
 
         found = self._shortcut_source(step)
         if found is None or self.col_start is None:
             return None
         source, period = found
-        linear = typing.cast(mod_ir.Linear, source.linear)
+        linear = typing.cast(ir.Linear, source.linear)
         per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
         start = self._linear_at(linear, self.row_start, self.col_start)
         row = memory.row_iota(self.shape[0]) * np.int32(per_row)
@@ -499,11 +494,11 @@ class TileProgram:
             return _Slot(NARROW, thread_tiles.affine_tile(row, per_col, narrow, self.interpret, period))
         return _Slot(TILE, thread_tiles.affine_tile(row, per_col, self.shape, self.interpret, period))
 
-    def _linear_at(self, linear: mod_ir.Linear, row: Value, col: Value) -> Value:
+    def _linear_at(self, linear: ir.Linear, row: Value, col: Value) -> Value:
         q, kv = (row, col) if self.row_axis == "q" else (col, row)
         total: Value = np.int32(linear.const)
         parts = [(linear.q, q), (linear.kv, kv)]
-        parts += [(linear.b, self.env[mod_ir.B].value), (linear.h, self.env[mod_ir.H].value)]
+        parts += [(linear.b, self.env[ir.B].value), (linear.h, self.env[ir.H].value)]
         parts += [(c, self.env[i].value) for i, c in linear.uniform]
         for coefficient, value in parts:
             if coefficient:
@@ -513,26 +508,26 @@ class TileProgram:
 
     # ------------------------------------------------------------- loads
 
-    def _affine_steps(self, load: mod_ir.Load) -> tuple[tuple[int, int] | None, ...] | None:
+    def _affine_steps(self, load: ir.Load) -> tuple[tuple[int, int] | None, ...] | None:
         """(per row, per column) of each index, None for a fixed one; None where the load must gather or clamp."""
         if self.edge is not None:
             return None
         steps: list[tuple[int, int] | None] = []
         for atom in load.index:
-            if not mod_ir.axes_of(atom) - mod_ir.UNIFORM:
+            if not ir.axes_of(atom) - ir.UNIFORM:
                 steps.append(None)
                 continue
-            linear = typing.cast(mod_ir.Val, atom).linear
+            linear = typing.cast(ir.Val, atom).linear
             if linear is None or any(i not in self.env for i, _ in linear.uniform):
                 return None
             steps.append((linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q))
         return tuple(steps)
 
-    def _load(self, load: mod_ir.Load) -> _Slot:
+    def _load(self, load: ir.Load) -> _Slot:
         from flexjax.backends.mosaic_gpu import memory
 
         ref, dtype = self.refs[load.capture], load.out.dtype
-        kind = self._kind(frozenset().union(*(mod_ir.axes_of(a) for a in load.index)))
+        kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))
         if kind == SCALAR:
             value = memory.load_scalar(ref, tuple(self._read(a).value for a in load.index))
         else:
@@ -544,7 +539,7 @@ class TileProgram:
                 index = tuple(
                     self._read(a).value
                     if s is None
-                    else self._linear_at(typing.cast(mod_ir.Linear, typing.cast(mod_ir.Val, a).linear), row, col)
+                    else self._linear_at(typing.cast(ir.Linear, typing.cast(ir.Val, a).linear), row, col)
                     for a, s in zip(load.index, steps, strict=True)
                 )
                 value = memory.load_affine(ref, index, steps, kind, size, self.interpret)
@@ -554,7 +549,7 @@ class TileProgram:
             value = value != np.zeros((), value.dtype)
         return _Slot(kind, value)
 
-    def _gather(self, load: mod_ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
+    def _gather(self, load: ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
         from flexjax.backends.mosaic_gpu import memory
 
         ref = self.refs[load.capture]

@@ -26,9 +26,9 @@ from flexjax.backends.mosaic_tpu.launch import Output, Refs, launch
 from flexjax.backends.mosaic_tpu.modded import Modded, Part, keep_rows
 from flexjax.backends.mosaic_tpu.tables import IDLE, Visit, make_order
 from flexjax.backends.mosaic_tpu.tile_programs import LANES
+from flexjax.ir import program as ir
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace import mod_ir
-from flexjax.trace.mod_ir import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ def dq_kernel(
     problem = layouts.problem_of(plan)
     geometry = Geometry(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis=0)
     order = make_order(plan, geometry, problem.group, False, operands.lists)
-    rows = [n for n, kind in wanted.items() if kind in (mod_ir.SCALAR, mod_ir.ROW)]
-    slants = [n for n, kind in wanted.items() if kind == mod_ir.DIAGONAL]
-    spread = [n for n, kind in wanted.items() if kind == mod_ir.TILE]
+    rows = [n for n, kind in wanted.items() if kind in (ir.SCALAR, ir.ROW)]
+    slants = [n for n, kind in wanted.items() if kind == ir.DIAGONAL]
+    spread = [n for n, kind in wanted.items() if kind == ir.TILE]
     numbers = (*rows, *slants, *spread)
     modded = Modded(
         plan, geometry, order, operands, derivative, bound_q=bool(slants or spread), wanted_loads=bool(numbers)

@@ -27,8 +27,8 @@ from flexjax.backends.mosaic_tpu.forward import F32, NN, NT, dot, when_checked
 from flexjax.backends.mosaic_tpu.launch import Output, Refs, launch
 from flexjax.backends.mosaic_tpu.modded import Modded, Part, keep_rows
 from flexjax.backends.mosaic_tpu.tables import Visit, make_order
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.mod_ir import Program
 
 ZERO = np.int32(0)
 TN = (((0,), (0,)), ((), ()))

@@ -68,8 +68,8 @@ def tile_gradients(
         slope = None if scale == 1.0 else jnp.float32(scale)
     else:
         score, slope, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
-        if modded.far:
-            exponent = tile_math.far_distance(plan.score, score, lse) * np.float32(LOG2E)
+        if modded.large:
+            exponent = tile_math.large_distance(plan.score, score, lse) * np.float32(LOG2E)
         else:
             exponent = score * np.float32(LOG2E) - lse
     p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))

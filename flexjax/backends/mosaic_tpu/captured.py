@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.backends.mosaic_tpu import outside
+from flexjax.ir import program as ir
+from flexjax.ir.program import Load, Program
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace import mod_ir
-from flexjax.trace.mod_ir import Load, Program
 
 
 def load_of(derivative: Program, number: int) -> Load:
@@ -31,7 +31,7 @@ def kinds_wanted(derivative: Program | None, wanted: Sequence[bool]) -> dict[int
     for number in range(len(derivative.gradients)):
         load = load_of(derivative, number)
         if wanted[load.capture]:
-            found[number] = mod_ir.classify_load(load).kind
+            found[number] = ir.classify_load(load).kind
     return found
 
 
@@ -57,19 +57,19 @@ def _scattered(
     plan: KernelPlan, derivative: Program, captures: Sequence[jax.Array], load: Load, values: jax.Array
 ) -> jax.Array:
     """The values, of rank 3 or 4 with batch and heads in front, added up where the load reads."""
-    kind = mod_ir.classify_load(load).kind
+    kind = ir.classify_load(load).kind
     batch, heads, q_len, kv_len = plan.batch, plan.q_heads, plan.q_len, plan.kv_len
-    if kind == mod_ir.SCALAR:
+    if kind == ir.SCALAR:
         values, grid = values.sum((2, 3), keepdims=True), outside.whole_grid(batch, heads, 1, 1)
-    elif kind == mod_ir.ROW:
+    elif kind == ir.ROW:
         values, grid = jnp.swapaxes(values, 2, 3), outside.whole_grid(batch, heads, q_len, 1)
-    elif kind == mod_ir.COLUMN:
+    elif kind == ir.COLUMN:
         values, grid = values[:, :, None, :], outside.whole_grid(batch, heads, 1, kv_len)
-    elif kind == mod_ir.DIAGONAL:
+    elif kind == ir.DIAGONAL:
         values, grid = values[..., None], outside.diagonal_grid(batch, heads, q_len, kv_len)
     else:
         grid = outside.whole_grid(batch, heads, q_len, kv_len)
-    used = frozenset().union(*(mod_ir.axes_of(a) for a in load.index))
+    used = frozenset().union(*(ir.axes_of(a) for a in load.index))
     values = values.sum(tuple(d for d, name in ((0, "b"), (1, "h")) if name not in used), keepdims=True)
     shape = captures[load.capture].shape
     if not shape:

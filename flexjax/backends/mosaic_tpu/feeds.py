@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_tpu import outside, tile_programs
 from flexjax.backends.mosaic_tpu.tile_programs import LANES, Feed, Split, View
-from flexjax.trace.mod_ir import Load
+from flexjax.ir.program import Load
 
 ZERO = np.int32(0)
 

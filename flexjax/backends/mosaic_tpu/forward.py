@@ -122,11 +122,11 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
             x = jnp.where(valid, x, -jnp.inf)
         m_before = m_ref[...]
         m = jnp.maximum(m_before, jnp.max(x, axis=1, keepdims=True))
-        shift = m if modded.far else m * factor
+        shift = m if modded.large else m * factor
         if valid is not None or guarded:
             shift = jnp.where(m == -jnp.inf, 0.0, shift)
-        if modded.far:
-            less = tile_math.far_distance(plan.score, x, widen(shift, cols))
+        if modded.large:
+            less = tile_math.large_distance(plan.score, x, widen(shift, cols))
             p, alpha = jnp.exp2(less * factor), jnp.exp2((m_before - shift) * factor)
         else:
             p = jnp.exp2((x if biased else x * factor) - widen(shift, cols))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flexjax.trace.mod_ir import Lit, Op, Val
-from flexjax.trace.ranges import may_be, quotient_may_overflow
+from flexjax.ir.program import Lit, Op, Val
+from flexjax.ir.ranges import may_be, quotient_may_overflow
 
 Rule = Callable[..., jax.Array]
 F32 = jnp.float32

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_tpu import tile_programs
 from flexjax.backends.mosaic_tpu.feeds import Feeds, Geometry
 from flexjax.backends.mosaic_tpu.launch import Refs, prefetch_count
 from flexjax.backends.mosaic_tpu.separate import Bias, bias_on, separate
 from flexjax.backends.mosaic_tpu.tables import EDGE, DenseOrder, ListedOrder, Visit
+from flexjax.ir.program import Lit, Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.far_scores import may_be_far
-from flexjax.trace.mod_ir import Lit, Program
 
 Part = tuple[int, int, int, int]
 """Row offset, rows, column offset, columns of a part of a tile."""
@@ -31,7 +31,7 @@ class Modded:
     """Programs of a kernel with their feeds. `score` is score_mod's program, or that of its derivatives.
 
     wanted_loads   whether the kernel needs derivatives with respect to captured reads
-    far            scores may be far out (trace/far_scores.py): what they are relative to is subtracted before they are scaled to base 2;
+    far            scores may be far out (analysis/large_scores.py): what they are relative to is subtracted before they are scaled to base 2;
                    the other way round, rounding alone may be dozens of powers of two
     separated      the score as c * s + bias, where it is one and nothing else is needed, and is not far out: then `bias` serves,
                    not `scores`
@@ -47,8 +47,8 @@ class Modded:
     wanted_loads: bool = False
 
     def __post_init__(self) -> None:
-        self.far = may_be_far(self.plan.score)
-        self.separated = None if self.score is None or self.far else separate(self.score)
+        self.large = may_be_large(self.plan.score)
+        self.separated = None if self.score is None or self.large else separate(self.score)
         if self.separated is not None and not self._bias_alone():
             self.separated = None
         score = self.score if self.separated is None else self.separated.program

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.trace import mod_ir, on_tiles
-from flexjax.trace.mod_ir import Atom, Call, Lit, Load, Op, Program
+from flexjax.ir import evaluate as on_arrays
+from flexjax.ir import program as ir
+from flexjax.ir.program import Atom, Call, Lit, Load, Op, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,8 @@ def constant(lit: Lit) -> np.ndarray:
 
 def evaluate(program: Program, captures: Sequence[jax.Array], grid: Grid, wanted: Sequence[Atom]) -> list[jax.Array]:
     """The wanted atoms (none may depend on the score) at the positions of the grid, each of rank 4."""
-    live = mod_ir.uses(program.steps, tuple(wanted))
-    env = {mod_ir.B: grid.b, mod_ir.H: grid.h, mod_ir.Q: grid.q, mod_ir.KV: grid.kv}
+    live = ir.uses(program.steps, tuple(wanted))
+    env = {ir.B: grid.b, ir.H: grid.h, ir.Q: grid.q, ir.KV: grid.kv}
 
     def read(atom: Atom) -> jax.Array:
         if isinstance(atom, Lit):
@@ -98,4 +99,4 @@ def _call(step: Call, captures: Sequence[jax.Array], read: Callable[[Atom], jax.
 
 def apply_op(op: Op, args: Sequence[jax.Array]) -> jax.Array:
     """An elementwise operation of a program on arrays of any shapes that broadcast."""
-    return on_tiles.apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else list(args))
+    return on_arrays.apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else list(args))

@@ -21,8 +21,8 @@ import numpy as np
 
 from flexjax.backends.mosaic_tpu import tile_programs
 from flexjax.backends.mosaic_tpu.tile_programs import UNIFORM
-from flexjax.trace import mod_ir
-from flexjax.trace.mod_ir import Atom, Linear, Lit, Op, Program, Val
+from flexjax.ir import program as ir
+from flexjax.ir.program import Atom, Linear, Lit, Op, Program, Val
 
 LOG2E = math.log2(math.e)
 EXACT = 1 << 24
@@ -61,10 +61,10 @@ def separate(program: Program) -> Separated | None:
     terms: list[Term] = []
 
     def uniform(atom: Atom) -> bool:
-        return tile_programs.place_of(mod_ir.axes_of(atom)) == UNIFORM
+        return tile_programs.place_of(ir.axes_of(atom)) == UNIFORM
 
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
-        if isinstance(atom, Val) and atom.id == mod_ir.SCORE:
+        if isinstance(atom, Val) and atom.id == ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
                 scales.append(
                     sign * math.prod(float(typing.cast(float, f.value)) for f in factors if isinstance(f, Lit))
@@ -89,7 +89,7 @@ def separate(program: Program) -> Separated | None:
                 if linear is not None:
                     terms.append(Term(factors, sign, None, linear))
                     return True
-        if "score" in mod_ir.axes_of(atom) or atom.dtype != "float32":
+        if "score" in ir.axes_of(atom) or atom.dtype != "float32":
             return False
         terms.append(Term(factors, sign, atom))
         return True

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_tpu import captured, layouts, tile_programs, vmem
 from flexjax.backends.mosaic_tpu.backward import Saved, dq_kernel
 from flexjax.backends.mosaic_tpu.backward_dkv import dkv_kernel
@@ -18,11 +19,10 @@ from flexjax.backends.mosaic_tpu.forward import LOG2E, forward
 from flexjax.backends.mosaic_tpu.tables import list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Unsupported
 from flexjax.backends.target import Target
+from flexjax.ir import program as ir
+from flexjax.ir.program import Program
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace import mod_ir
-from flexjax.trace.far_scores import may_be_far
-from flexjax.trace.mod_ir import Program
 
 DIAGONAL_BYTES = 8 << 20
 """VMEM that the sums along the diagonals of a head may take."""
@@ -145,16 +145,16 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
     for number, kind in captured.kinds_wanted(derivative, wanted.score_captures).items():
         load = captured.load_of(derivative, number)
         shown = derivative.captures[load.capture]
-        if any("score" in mod_ir.axes_of(a) for a in load.index):
+        if any("score" in ir.axes_of(a) for a in load.index):
             return (
                 f"mosaic_tpu has no gradient for a captured array ({shown}) read at an index computed from the score."
             )
-        if kind == mod_ir.DIAGONAL and 32 * geometry.diagonals > DIAGONAL_BYTES:
+        if kind == ir.DIAGONAL and 32 * geometry.diagonals > DIAGONAL_BYTES:
             return (
                 f"mosaic_tpu sums the gradient of a captured array ({shown}) read at q - kv in VMEM, "
                 f"{32 * geometry.diagonals >> 20} MiB for these lengths, more than {DIAGONAL_BYTES >> 20} MiB."
             )
-        if kind == mod_ir.DIAGONAL and plan.blocks is not None:
+        if kind == ir.DIAGONAL and plan.blocks is not None:
             group = layouts.problem_of(plan).group
             if not list_shape(plan, geometry, group, False).whole_heads:
                 return (
@@ -162,7 +162,7 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
                     f"captured array ({shown}) read at q - kv."
                 )
         size = 4 * plan.batch * plan.q_heads * plan.q_len * plan.kv_len
-        if kind == mod_ir.TILE and size > tile_programs.DENSE_LIMIT:
+        if kind == ir.TILE and size > tile_programs.DENSE_LIMIT:
             return (
                 f"mosaic_tpu needs {size / 2**30:.1f} GiB for the gradient of a captured array ({shown}) read at each "
                 f"(q, kv), more than {tile_programs.DENSE_LIMIT >> 30} GiB."
@@ -190,7 +190,7 @@ def _backward(
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
     shift = delta if d_lse is None else delta - d_lse.astype(jnp.float32)
     lse = results.lse.astype(jnp.float32)
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if may_be_far(plan.score) else lse * jnp.float32(LOG2E))
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if may_be_large(plan.score) else lse * jnp.float32(LOG2E))
     saved = Saved(
         q,
         k,
@@ -200,8 +200,8 @@ def _backward(
         layouts.row_values(shift, tokens_first),
     )
     kinds = captured.kinds_wanted(derivative, wanted.score_captures)
-    columns = tuple(n for n, kind in kinds.items() if kind == mod_ir.COLUMN)
-    others = {n: kind for n, kind in kinds.items() if kind != mod_ir.COLUMN}
+    columns = tuple(n for n, kind in kinds.items() if kind == ir.COLUMN)
+    others = {n: kind for n, kind in kinds.items() if kind != ir.COLUMN}
 
     dq = dk = dv = None
     sums: dict[int, jax.Array] = {}

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.backends.mosaic_tpu.integer_division import Rule, broadcast, floordiv, floormod, int_div, rem
-from flexjax.trace.mod_ir import Call, Op
+from flexjax.ir.program import Call, Op
 
 # Same name, same meaning, known to compile on float32 and int32 tiles.
 PLAIN = frozenset(

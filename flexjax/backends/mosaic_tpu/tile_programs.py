@@ -30,8 +30,8 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends.mosaic_tpu import outside, tile_ops
-from flexjax.trace import mod_ir
-from flexjax.trace.mod_ir import Atom, Axes, Call, Lit, Load, Op, Program, Step, Val
+from flexjax.ir import program as ir
+from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Step, Val
 
 LANES = 128
 SMALL_TABLE = 1024
@@ -51,7 +51,7 @@ class Unsupported(Exception):
 def place_of(axes: Axes) -> str:
     if "score" in axes:
         return SCORE
-    moving = axes - mod_ir.UNIFORM
+    moving = axes - ir.UNIFORM
     if not moving:
         return UNIFORM
     if len(moving) == 1:
@@ -130,7 +130,7 @@ FINITE_OPS = frozenset(
 
 def stays_finite(program: Program) -> bool:
     """Whether every result is finite wherever the score is, by the operations it is made of."""
-    good: set[int] = set(range(mod_ir.FIRST_FREE_ID))
+    good: set[int] = set(range(ir.FIRST_FREE_ID))
 
     def fine(atom: Atom) -> bool:
         return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in good
@@ -143,7 +143,7 @@ def stays_finite(program: Program) -> bool:
         if place_of(step.out.axes) == UNIFORM or not jnp.issubdtype(jnp.dtype(step.out.dtype), jnp.floating):
             return True
         if step.prim == "mul":
-            return not all("score" in mod_ir.axes_of(a) for a in step.inputs)
+            return not all("score" in ir.axes_of(a) for a in step.inputs)
         by_number = step.prim == "div" and isinstance(step.inputs[1], Lit) and step.inputs[1].value != 0
         return step.prim in FINITE_OPS or by_number
 
@@ -159,13 +159,9 @@ def table_size(program: Program, load: Load) -> int:
 
 def is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
     """Whether the load is `capture[uniform..., q, kv]`, so that blocks of the array itself can be fed."""
-    kind = mod_ir.classify_load(load)
+    kind = ir.classify_load(load)
     capture = program.captures[load.capture]
-    if (
-        kind.kind != mod_ir.TILE
-        or kind.dims[-2:] != ("q", "kv")
-        or capture.dtype not in ("float32", "bfloat16", "int32")
-    ):
+    if kind.kind != ir.TILE or kind.dims[-2:] != ("q", "kv") or capture.dtype not in ("float32", "bfloat16", "int32"):
         return False
     if any(d != "uniform" for d in kind.dims[:-2]) or capture.shape[-2] < q_len or capture.shape[-1] < kv_len:
         return False
@@ -203,7 +199,7 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
     pending = [a for a in program.results if isinstance(a, Val)]
     while pending:
         val = pending.pop()
-        if val.id < mod_ir.FIRST_FREE_ID or val.id in feeds or val.id in inside:
+        if val.id < ir.FIRST_FREE_ID or val.id in feeds or val.id in inside:
             continue
         step, place = maker[val.id], place_of(val.axes)
         if place == UNIFORM or (place in (ROW, COLUMN) and heavy[val.id]):
@@ -321,10 +317,10 @@ def run(parts: Split, view: View, score: jax.Array | None) -> list[jax.Array]:
             return typing.cast(jax.Array, outside.constant(atom)[()])
         if atom.id in env:
             return env[atom.id]
-        if atom.id == mod_ir.SCORE:
+        if atom.id == ir.SCORE:
             assert score is not None, "a mask reads the score"
             return score.astype(jnp.dtype(atom.dtype))
-        return {mod_ir.B: view.b, mod_ir.H: view.h, mod_ir.Q: view.q, mod_ir.KV: view.kv}[atom.id]
+        return {ir.B: view.b, ir.H: view.h, ir.Q: view.q, ir.KV: view.kv}[atom.id]
 
     for step in parts.steps:
         if isinstance(step, Op):

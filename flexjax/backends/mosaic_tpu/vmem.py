@@ -11,8 +11,8 @@ import math
 from flexjax.backends.mosaic_tpu import tile_programs
 from flexjax.backends.mosaic_tpu.tile_programs import LANES
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan
-from flexjax.trace.mod_ir import Program
 
 MIB = 1 << 20
 

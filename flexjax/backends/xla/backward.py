@@ -24,8 +24,8 @@ from flexjax.backends.xla.capture_gradients import CaptureGradients, add_at
 from flexjax.backends.xla.forward import join_rows
 from flexjax.backends.xla.problem import Problem, Scores, heads_first, pad_to
 from flexjax.backends.xla.schedule import Row, Visit, row_at, walk
+from flexjax.ir.program import Lit, Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace.mod_ir import Lit, Program
 
 Array = jax.Array
 

@@ -17,9 +17,9 @@ from jax import lax
 from flexjax.backends.xla.problem import Problem, Scores
 from flexjax.backends.xla.schedule import Row, Visit
 from flexjax.backends.xla.tile import Region, SlicePlan, XlaTile, joint_axes, slice_plan, sum_diagonals
-from flexjax.trace.mod_ir import COLUMN, DIAGONAL, ROW, SCALAR, Axes, Lit, Load, Program, classify_load
-from flexjax.trace.on_tiles import evaluate
-from flexjax.trace.rewrite import with_results
+from flexjax.ir.evaluate import evaluate
+from flexjax.ir.program import COLUMN, DIAGONAL, ROW, SCALAR, Axes, Lit, Load, Program, classify_load
+from flexjax.ir.rewrite import with_results
 
 Array = jax.Array
 

@@ -18,9 +18,9 @@ from jax import lax
 from flexjax.backends.target import Target
 from flexjax.backends.xla.schedule import Row, Schedule, Visit, choose, region_of
 from flexjax.backends.xla.tile import Region, XlaTile, slice_plan
+from flexjax.ir.evaluate import evaluate
+from flexjax.ir.program import Lit, Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
-from flexjax.trace.mod_ir import Lit, Program
-from flexjax.trace.on_tiles import evaluate
 
 Array = jax.Array
 

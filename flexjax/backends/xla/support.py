@@ -10,8 +10,8 @@ from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
 from flexjax.backends.xla.schedule import Schedule, choose, tile_candidates
 from flexjax.backends.xla.tangent import tangent
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.trace.mod_ir import Program
 
 
 class XlaBackend:

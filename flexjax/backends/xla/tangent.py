@@ -16,8 +16,8 @@ from flexjax.backends.xla.capture_gradients import tangent_of_loads
 from flexjax.backends.xla.forward import join_rows, row_sinks
 from flexjax.backends.xla.problem import Problem, heads_first, pad_to
 from flexjax.backends.xla.schedule import Row, Visit, row_at, walk
+from flexjax.ir.program import Lit, Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results
-from flexjax.trace.mod_ir import Lit, Program
 
 Array = jax.Array
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flexjax.trace.mod_ir import (
+from flexjax.ir.evaluate import apply_op, literal_array
+from flexjax.ir.program import (
     INPUT_NAMES,
     KV,
     TILE,
@@ -33,8 +34,7 @@ from flexjax.trace.mod_ir import (
     axes_of,
     classify_load,
 )
-from flexjax.trace.on_tiles import apply_op, literal_array
-from flexjax.trace.ranges import modular
+from flexjax.ir.ranges import modular
 
 Array = jax.Array
 

@@ -16,9 +16,9 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
 from flexjax.backends.mosaic_gpu import backward_sm90
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import trace_mod
-from flexjax.trace.mod_ir import Program
 from flexjax.types import KernelOptions
 
 Mod = Callable[..., typing.Any]

@@ -23,8 +23,9 @@ from flexjax.backends.mosaic_gpu import (
 )
 from flexjax.backends.mosaic_gpu.backward_pair import Pair
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
+from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
-from flexjax.trace import mod_ir, trace_mod
+from flexjax.trace import trace_mod
 from tests.backends.mosaic_gpu.test_backward_interpret import (
     Problem,
     assert_close,
@@ -34,7 +35,7 @@ from tests.backends.mosaic_gpu.test_backward_interpret import (
     problem,
 )
 
-KINDS = (mod_ir.SCALAR, mod_ir.ROW, mod_ir.COLUMN, mod_ir.DIAGONAL, mod_ir.TILE)
+KINDS = (ir.SCALAR, ir.ROW, ir.COLUMN, ir.DIAGONAL, ir.TILE)
 
 
 def relative_2d(width: int, rows: int) -> typing.Callable[..., typing.Any]:
@@ -49,7 +50,7 @@ def plan_of(
     batch: int = 1,
     kv_len: int | None = None,
     blocks: BlockLayout | None = None,
-    score: mod_ir.Program | None = None,
+    score: ir.Program | None = None,
 ) -> KernelPlan:
     sizes = (batch, heads, heads, length, kv_len or length, 64, 64)
     return KernelPlan(*sizes, "bfloat16", "BTNH", 0.125, score=score, blocks=blocks)
@@ -87,7 +88,7 @@ def test_lists_have_every_tile_once(
     kind: str, masks: tuple[int, int] | None, shared: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture_lists, "ENOUGH", 5)
-    batch, heads, lengths, period = 2, 3, (640, 512), 2 if kind == mod_ir.DIAGONAL else 1
+    batch, heads, lengths, period = 2, 3, (640, 512), 2 if kind == ir.DIAGONAL else 1
     expected = {(b, h, i, j): 0 for b in range(batch) for h in range(heads) for i in range(5) for j in range(4)}
     layout = lists = None
     if masks is not None:
@@ -104,17 +105,17 @@ def test_lists_have_every_tile_once(
     assert len(visits) == len(expected)
     assert {visit[:4]: visit[4] for visit in visits} == expected
     has_in_common = {
-        mod_ir.SCALAR: lambda i, j: 0,
-        mod_ir.ROW: lambda i, j: i,
-        mod_ir.COLUMN: lambda i, j: j,
-        mod_ir.DIAGONAL: lambda i, j: (i - j, i % period),
-        mod_ir.TILE: lambda i, j: (i, j),
+        ir.SCALAR: lambda i, j: 0,
+        ir.ROW: lambda i, j: i,
+        ir.COLUMN: lambda i, j: j,
+        ir.DIAGONAL: lambda i, j: (i - j, i % period),
+        ir.TILE: lambda i, j: (i, j),
     }[kind]
     kernel = capture_kernel.CaptureKernel(plan, None, 0, shape, Pair(), capture_kernel.Sink.SUMS)  # type: ignore[arg-type]
     for n, one in enumerate(found):
         assert len({has_in_common(i, j) for _, _, i, j, _ in one}) <= 1
         assert len({(b if shape.batch > 1 else 0, h if shape.heads > 1 else 0) for b, h, *_ in one}) <= 1
-        if kind == mod_ir.DIAGONAL and one:
+        if kind == ir.DIAGONAL and one:
             row, column = (int(x) // 128 for x in kernel.first_tile(jnp.int32(n)))
             assert has_in_common(row, column) == has_in_common(*one[0][2:4])
             assert all(row <= visit[2] for visit in one)
@@ -223,8 +224,8 @@ def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(capture_kernel.CaptureKernel, "run", watched)
     made = problem(**BY_PLACES[name])
     assert_close(made.gradients(), made.expected, tolerance=3e-2)
-    kind = mod_ir.DIAGONAL if "diagonal" in name else mod_ir.SCALAR
-    measured = [(capture_kernel.Sink.MAGNITUDES, mod_ir.SCALAR)] if "nothing bounds" in name else []
+    kind = ir.DIAGONAL if "diagonal" in name else ir.SCALAR
+    measured = [(capture_kernel.Sink.MAGNITUDES, ir.SCALAR)] if "nothing bounds" in name else []
     assert sinks == [*measured, (capture_kernel.Sink.PLACES, kind)]
 
 

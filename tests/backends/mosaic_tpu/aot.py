@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flexjax.backends import target as targets
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
-from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests.backends import children, on_mesh

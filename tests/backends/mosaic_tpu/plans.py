@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends.target import Target
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
-from flexjax.trace.mod_ir import Program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests import oracle

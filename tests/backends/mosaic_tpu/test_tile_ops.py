@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from flexjax.backends.mosaic_tpu import outside, tile_ops, tile_programs
-from flexjax.trace.mod_ir import Lit, Op, Val
+from flexjax.ir.program import Lit, Op, Val
 
 AXES = frozenset({"q", "kv"})
 FLOAT = np.concatenate([np.linspace(-3, 3, 241), [1e-8, -1e-8, 20.0, -20.0, 0.0]]).astype(np.float32)

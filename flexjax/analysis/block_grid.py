@@ -1,0 +1,64 @@
+"""The blocks of the attention matrix that are looked at."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.analysis.interval_values import Interval
+from flexjax.ir import program as ir
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGrid:
+    """The blocks looked at: single positions `b` and `h`, first and last position of each query and key block (of at most
+    block_q and block_kv tokens). Arrays of four dims that broadcast to one number a block; no dim but the first has both b or h
+    and queries or keys."""
+
+    b: Array
+    h: Array
+    q_first: Array
+    q_last: Array
+    kv_first: Array
+    kv_last: Array
+    block_q: int
+    block_kv: int
+
+    def of(self, axis: int) -> Interval:
+        first = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_first, ir.KV: self.kv_first}[axis]
+        last = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_last, ir.KV: self.kv_last}[axis]
+        return Interval(first, last, True, True)
+
+
+def block_grid(
+    batch: int, heads: int, q_blocks: Array, kv_blocks: Array, sizes: tuple[int, int, int, int]
+) -> BlockGrid:
+    """All pairs of the given block numbers, [batch, heads, q blocks, kv blocks]; sizes: q_len, kv_len, block_q, block_kv.
+
+    The last block ends where the matrix does.
+    """
+    i32 = lambda n: jnp.arange(n, dtype=jnp.int32)
+    along = lambda x, axis: jnp.reshape(x, tuple(-1 if i == axis else 1 for i in range(4)))
+    return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes)
+
+
+def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> BlockGrid:
+    """side x side blocks at each of `places` [n, 4] (b, h, q, kv in units of `side` blocks): [n, 1, side, side].
+
+    Blocks past the last one are the last one.
+    """
+    b, h, q, kv = (places[:, i].reshape(-1, 1, 1, 1) for i in range(4))
+    within = jnp.arange(side, dtype=jnp.int32)
+    last = [max(0, -(-length // block) - 1) for length, block in zip(sizes[:2], sizes[2:], strict=True)]
+    q_blocks = jnp.minimum(q * side + within[:, None], last[0])
+    kv_blocks = jnp.minimum(kv * side + within, last[1])
+    return _grid((b, h, q_blocks, kv_blocks), sizes)
+
+
+def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int]) -> BlockGrid:
+    b, h, q_blocks, kv_blocks = blocks
+    q_len, kv_len, block_q, block_kv = sizes
+    edges = lambda blocks, size, length: (blocks * size, jnp.minimum(blocks * size, length - size) + (size - 1))
+    return BlockGrid(b, h, *edges(q_blocks, block_q, q_len), *edges(kv_blocks, block_kv, kv_len), block_q, block_kv)

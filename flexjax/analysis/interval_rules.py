@@ -1,0 +1,302 @@
+"""Intervals of the results of operations, from those of the operands.
+
+A comparison of NaN ends, "anything", decides nothing. An integer that may have wrapped around gets the whole range of its type.
+"""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.analysis.interval_floats import narrowed
+from flexjax.analysis.interval_values import Interval, Truth, flag_and, flag_or, unknown, wide_type, widened
+from flexjax.ir import program as ir
+from flexjax.ir.program import Lit, Op, Val
+
+Array = jax.Array
+
+INEXACT = frozenset(
+    {"exp", "exp2", "log", "sqrt", "tanh", "log1p", "expm1", "cbrt", "atan", "sinh", "asinh", "logistic", "erf"}
+)
+"""Functions that implementations round in their own ways."""
+
+KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"})
+"""Functions whose results a narrow type holds as it holds their operands."""
+
+
+def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int]) -> Interval:
+    """The interval with room for other roundings, and NaN at both ends where a NaN can occur."""
+    low, high, attained, _ = found
+    if op.prim in INEXACT:
+        eps = jnp.finfo(jnp.dtype(op.out.dtype)).eps.astype(low.dtype)
+        slack = [8 * eps * jnp.abs(e) + jnp.finfo(low.dtype).tiny for e in (low, high)]
+        low, high, attained = low - slack[0], high + slack[1], False
+    if op.prim in ("add", "sub") and any(isinstance(a, Val) and a.id in products for a in op.inputs):
+        slack = (
+            2 * jnp.finfo(low.dtype).eps * sum(size_of(a).astype(low.dtype) for a in args if isinstance(a, Interval))
+        )
+        slack = jnp.where(jnp.isfinite(slack), slack, 0)
+        low, high, attained = low - slack, high + slack, False
+    power = abs(typing.cast(int, dict(op.params).get("y", 0)))
+    if power > 2:  # a product of several, rounded in an order that is not said
+        eps = power * float(jnp.finfo(jnp.dtype(op.out.dtype)).eps)
+        low, high, attained = low - eps * jnp.abs(low), high + eps * jnp.abs(high), False
+    if jnp.finfo(jnp.dtype(op.out.dtype)).bits < 32 and op.prim not in KEEPS_NARROW:
+        low, high = narrowed(low, high, op.out.dtype)
+        attained = False
+    nan = jnp.isnan(low) | jnp.isnan(high) | _makes_nan(op.prim, args)
+    return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
+
+
+def _makes_nan(prim: str, args: list[typing.Any]) -> Array:
+    """Blocks in which the operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf."""
+    no = jnp.zeros((1, 1, 1, 1), bool)
+    if prim not in ("add", "sub", "mul", "div") or not all(isinstance(a, Interval) for a in args):
+        return no
+    x, y = typing.cast(list[Interval], args)
+    if prim in ("add", "sub"):
+        up, down = (y.high == jnp.inf, y.low == -jnp.inf) if prim == "add" else (y.low == -jnp.inf, y.high == jnp.inf)
+        return ((x.low == -jnp.inf) & up) | ((x.high == jnp.inf) & down)
+    endless = lambda i: jnp.isinf(i.low) | jnp.isinf(i.high)
+    if prim == "div":
+        return endless(x) & endless(y)
+    holds_zero = lambda i: (i.low <= 0) & (i.high >= 0)
+    return (holds_zero(x) & endless(y)) | (endless(x) & holds_zero(y))
+
+
+def size_of(term: Interval) -> Array:
+    return jnp.maximum(jnp.abs(term.low.astype(jnp.float32)), jnp.abs(term.high.astype(jnp.float32)))
+
+
+def unless_wrapped(op: Op, args: list[typing.Any], found: Interval) -> Interval:
+    """The interval, or all of the type where integer arithmetic may leave it."""
+    dtype = jnp.dtype(op.out.dtype)
+    if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
+        return found
+    if op.out.low is not None and dtype.itemsize >= 4:
+        return found  # the builder has shown that it fits; types of 16 bits have a range anyway
+    operands = [a for a in args if isinstance(a, Interval)]
+    sizes = [size_of(a) for a in operands]
+    size = sum(sizes, jnp.zeros((1, 1, 1, 1), jnp.float32))
+    if op.prim == "mul":
+        size = sizes[0] * sizes[1]
+    if op.prim in ("integer_pow", "square"):
+        size = sizes[0] ** (abs(typing.cast(int, dict(op.params).get("y", 2))))
+    wraps = size >= float(jnp.iinfo(dtype).max) * 0.999
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        if op.prim == "neg":
+            wraps = wraps | (operands[0].high > 0)
+        if op.prim == "sub":
+            wraps = wraps | (operands[0].low < operands[1].high)
+    return widened(found, wraps)
+
+
+def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tuple[Array, Array]:
+    values = [f(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
+    low, high = values[0], values[0]
+    for v in values[1:]:
+        low, high = jnp.minimum(low, v), jnp.maximum(high, v)
+    return low, high
+
+
+def _add(op: Op, args: list[Interval]) -> Interval:
+    x, y = args
+    return Interval(
+        x.low + y.low, x.high + y.high, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
+    )
+
+
+def _sub(op: Op, args: list[Interval]) -> Interval:
+    x, y = args
+    return Interval(
+        x.low - y.high, x.high - y.low, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
+    )
+
+
+def _mul(op: Op, args: list[Interval]) -> Interval:
+    x, y = args
+    if op.inputs[0] == op.inputs[1]:
+        return _square(op, [x])
+    return Interval(*_corners(jnp.multiply, x, y), flag_and(x.attained, y.attained))
+
+
+def _square(op: Op, args: list[Interval]) -> Interval:
+    return _power(args[0], 2)
+
+
+def _power(x: Interval, y: int) -> Interval:
+    a, b = lax.integer_pow(x.low, y), lax.integer_pow(x.high, y)
+    if y % 2:
+        return Interval(a, b, x.attained)
+    low = jnp.where((x.low <= 0) & (x.high >= 0), jnp.zeros_like(a), jnp.minimum(a, b))
+    return Interval(low, jnp.maximum(a, b))
+
+
+def _neg(op: Op, args: list[Interval]) -> Interval:
+    return Interval(-args[0].high, -args[0].low, args[0].attained, args[0].contiguous)
+
+
+def _abs(op: Op, args: list[Interval]) -> Interval:
+    (x,) = args
+    a, b = jnp.abs(x.low), jnp.abs(x.high)
+    crosses = (x.low <= 0) & (x.high >= 0)
+    low = jnp.where(crosses, jnp.zeros_like(a), jnp.minimum(a, b))
+    return Interval(low, jnp.maximum(a, b), flag_or(x.contiguous, flag_and(x.attained, ~crosses)), x.contiguous)
+
+
+def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
+    def rule(op: Op, args: list[Interval]) -> Interval:
+        x, y = args
+        return Interval(
+            pick(x.low, y.low),
+            pick(x.high, y.high),
+            flag_and(x.attained, y.attained),
+            flag_and(x.contiguous, y.contiguous),
+        )
+
+    return rule
+
+
+def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
+    def rule(op: Op, args: list[Interval]) -> Interval:
+        (x,) = args
+        return Interval(f(x.low), f(x.high), x.attained, flag_and(x.contiguous, keeps_contiguous))
+
+    return rule
+
+
+def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
+    x, y = args
+    if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
+        if jnp.iinfo(x.low.dtype).min == op.inputs[1].value:
+            return None
+        safe = x.low > jnp.iinfo(x.low.dtype).min
+        x, y = Interval(-x.high, -x.low, x.attained, x.contiguous), Interval(-y.high, -y.low, True, True)
+        low, high = jnp.floor_divide(x.low, y.low), jnp.floor_divide(x.high, y.low)
+        return widened(Interval(low, high, x.attained, x.contiguous), ~safe)
+    low, high = _corners(jnp.floor_divide, x, Interval(jnp.maximum(y.low, 1), jnp.maximum(y.high, 1)))
+    if isinstance(op.inputs[1], Lit) and op.inputs[1].value > 0:
+        return Interval(low, high, x.attained, x.contiguous)
+    unsigned = jnp.issubdtype(x.low.dtype, jnp.unsignedinteger)
+    if not unsigned:  # a number by 0 is -1 or -2
+        low, high = jnp.where(y.low == 0, jnp.minimum(low, -2), low), jnp.where(y.low == 0, jnp.maximum(high, -1), high)
+    single = (y.low == y.high) & (y.low > 0)
+    found = Interval(low, high, flag_and(x.attained, single), flag_and(x.contiguous, single))
+    return widened(found, y.low == 0 if unsigned else y.low < 0)
+
+
+def _floormod(op: Op, args: list[Interval]) -> Interval:
+    x, y = args
+    if isinstance(op.inputs[1], Lit) and -(2**30) < op.inputs[1].value < 0:  # x % -d is -((-x) % d)
+        turned = Interval(-x.high, -x.low, x.attained, x.contiguous)
+        found = _rest(turned, Interval(-y.high, -y.low))
+        info = jnp.iinfo(x.low.dtype)
+        return widened(Interval(-found.high, -found.low, *found[2:]), x.low <= info.min)
+    return _rest(x, y)
+
+
+def _rest(x: Interval, y: Interval) -> Interval:
+    """x % y where y is not negative; x % 0 is 0."""
+    modulus = jnp.maximum(y.low, 1)
+    same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
+    low = jnp.where(same, jnp.mod(x.low, modulus), 0)
+    high = jnp.where(same, jnp.mod(x.high, modulus), jnp.maximum(y.high, 1) - 1)
+    # Within one period the ends are those of x; over a whole period of consecutive integers every rest occurs.
+    width = x.high - x.low
+    whole = (y.low == y.high) & ((width < 0) | (width >= modulus - 1))  # width < 0: more than the type can say
+    exact = flag_and(x.contiguous, same | whole)
+    return widened(Interval(low, high, flag_or(exact, flag_and(x.attained, same)), exact), y.low < 0)
+
+
+def _div(op: Op, args: list[Interval]) -> Interval | None:
+    x, y = args
+    if jnp.issubdtype(x.low.dtype, jnp.integer):
+        return None
+    crosses = ~((y.low > 0) | (y.high < 0))
+    low, high = _corners(jnp.divide, x, y)
+    return Interval(jnp.where(crosses, jnp.nan, low), jnp.where(crosses, jnp.nan, high))
+
+
+def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
+    y = typing.cast(int, dict(op.params)["y"])
+    return None if y < 0 else _power(args[0], y)
+
+
+def _convert(op: Op, args: list[typing.Any]) -> Interval | None:
+    (x,) = args
+    dtype = jnp.dtype(op.out.dtype)
+    if isinstance(x, Truth):
+        kept = wide_type(op.out.dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        seen = x.sure_true & x.sure_false | (~x.can_true) | (~x.can_false)
+        return Interval((~x.can_false).astype(kept), x.can_true.astype(kept), seen, seen)
+    old = x.low.dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        wide = wide_type(op.out.dtype)
+        return Interval(x.low.astype(wide), x.high.astype(wide), x.attained)
+    if jnp.issubdtype(old, jnp.floating):
+        info = jnp.iinfo(dtype)
+        inside = (x.low > float(info.min)) & (x.high < float(info.max) * 0.999)
+        whole = typing.cast(Interval, unknown(op.out.dtype))
+        ends = (jnp.where(inside, e, 0).astype(dtype) for e in (x.low, x.high))
+        return Interval(*(jnp.where(inside, e, w) for e, w in zip(ends, (whole.low, whole.high), strict=True)))
+    if range_known(op.out) and range_known(op.inputs[0]) and dtype.itemsize >= 4:
+        return Interval(x.low.astype(dtype), x.high.astype(dtype), x.attained, x.contiguous)
+    return widened(Interval(x.low.astype(dtype), x.high.astype(dtype), x.attained, x.contiguous), ~_fits(x, dtype))
+
+
+def _fits(x: Interval, dtype: jnp.dtype) -> Array:
+    """Blocks whose integers are all of that type."""
+    old, new = jnp.iinfo(x.low.dtype), jnp.iinfo(dtype)
+    fits = jnp.ones((1, 1, 1, 1), bool)
+    if new.min > old.min:
+        fits = fits & (x.low >= np.array(new.min, x.low.dtype))
+    if new.max < old.max:
+        fits = fits & (x.high <= np.array(new.max, x.low.dtype))
+    return fits
+
+
+def range_known(atom: ir.Atom) -> bool:
+    return isinstance(atom, Lit) or atom.low is not None
+
+
+def _select(op: Op, args: list[typing.Any]) -> Interval | None:
+    predicate, *cases = args
+    if not all(isinstance(c, Interval) for c in cases):
+        return None
+    if isinstance(predicate, Truth) and len(cases) == 2:
+        off, on = cases
+        only_on, only_off = ~predicate.can_false, ~predicate.can_true
+        both_low, both_high = jnp.minimum(off.low, on.low), jnp.maximum(off.high, on.high)
+        low = jnp.where(only_on, on.low, jnp.where(only_off, off.low, both_low))
+        return Interval(low, jnp.where(only_on, on.high, jnp.where(only_off, off.high, both_high)))
+    low, high = cases[0].low, cases[0].high
+    for case in cases[1:]:
+        low, high = jnp.minimum(low, case.low), jnp.maximum(high, case.high)
+    return Interval(low, high)
+
+
+def _sign(op: Op, args: list[Interval]) -> Interval:
+    return Interval(jnp.sign(args[0].low), jnp.sign(args[0].high), args[0].attained)
+
+
+RULES: dict[str, Callable[..., Interval | None]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "neg": _neg,
+    "abs": _abs,
+    "sign": _sign,
+    "max": _extremum(jnp.maximum),
+    "min": _extremum(jnp.minimum),
+    "floordiv": _floordiv,
+    "floormod": _floormod,
+    "div": _div,
+    "integer_pow": _integer_pow,
+    "square": _square,
+    "convert_element_type": _convert,
+    "select_n": _select,
+    **{name: _monotone(getattr(lax, name)) for name in (*INEXACT, "floor", "ceil")},
+}

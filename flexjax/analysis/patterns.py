@@ -1,0 +1,31 @@
+"""Programs of a simple form, told by their steps; what is not recognised is merely run in the general way."""
+
+from flexjax.ir.program import SCORE, Linear, Op, Program, Val, axes_of
+
+
+def adds_to_score(program: Program) -> bool:
+    """Whether the score is only added to, so that its derivative is 1."""
+    made = {out.id: step for step in program.steps for out in step.outs}
+    atom = program.results[0]
+    while isinstance(atom, Val) and atom.id != SCORE:
+        step = made.get(atom.id)
+        if not isinstance(step, Op) or step.prim not in ("add", "sub"):
+            return False
+        moving = [n for n, a in enumerate(step.inputs) if "score" in axes_of(a)]
+        if moving not in ([0], [1]) or (step.prim == "sub" and moving != [0]):
+            return False
+        atom = step.inputs[moving[0]]
+    return isinstance(atom, Val)
+
+
+def is_lower_triangle(program: Program) -> bool:
+    """Whether a mask is one comparison that lets a query see keys up to one that comes later the later the query is."""
+    (result,) = program.results
+    step = next((s for s in program.steps if result in s.outs), None)
+    if not isinstance(step, Op) or step.prim not in ("ge", "gt", "le", "lt"):
+        return False
+    linears = [a.linear if isinstance(a, Val) else Linear() for a in step.inputs]
+    greater, less = linears if step.prim in ("ge", "gt") else linears[::-1]
+    if greater is None or less is None:
+        return False
+    return greater.q - less.q > 0 > greater.kv - less.kv

@@ -1,0 +1,151 @@
+"""Programs on arrays: one walk over the steps, for any notion of what a tile is.
+
+`evaluate` visits the steps in order. What a value looks like (a rank-4 array, a register tile, a vector in some layout) is
+the business of a `Tile`, which a backend supplies. `apply_op` is the meaning of every elementwise primitive as jax.lax.
+"""
+
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Val, axes_of, range_of_val
+from flexjax.ir.ranges import may_be
+
+Array = jax.Array
+
+
+class Tile(typing.Protocol):
+    """A region of the attention matrix on which programs are evaluated.
+
+    input     the value of one of the five inputs over the region
+    literal   a literal
+    spread    a value with axes `have` as an operand of a value with axes `want` (which contain them): a diagonal window
+              becomes a tile here
+    diagonal  a value that is linear in q - kv (`val.linear`), given the values of its uniform terms by id
+    apply     an elementwise step on operands that were spread
+    load      a load; the index values are spread to the axes of the load
+    call      a whole jaxpr equation; returns the values of its results in order
+    """
+
+    def input(self, val: Val) -> Array: ...
+    def literal(self, lit: Lit) -> Array: ...
+    def spread(self, value: Array, have: Axes, want: Axes) -> Array: ...
+    def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array: ...
+    def apply(self, op: Op, args: Sequence[Array]) -> Array: ...
+    def load(self, load: Load, index: Sequence[Array]) -> Array: ...
+    def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]: ...
+
+
+def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -> list[Array]:
+    """The program's results over the tile, each spread to `want` (by default left at its own axes)."""
+    env: dict[int, Array] = {}
+    spread: dict[tuple[int, Axes], Array] = {}
+
+    def read(atom: Atom, axes: Axes) -> Array:
+        if isinstance(atom, Lit):
+            return tile.literal(atom)
+        key = (atom.id, axes)
+        if key not in spread:
+            if atom.id not in env:
+                env[atom.id] = tile.input(atom)
+            spread[key] = tile.spread(env[atom.id], atom.axes, axes)
+        return spread[key]
+
+    for step in program.steps:
+        if isinstance(step, Op) and _starts_diagonal(step):
+            assert step.out.linear is not None
+            terms = step.out.linear.uniform
+            env[step.out.id] = tile.diagonal(step.out, {i: env[i] for i, _ in terms})
+        elif isinstance(step, Op):
+            env[step.out.id] = tile.apply(step, [read(a, step.out.axes) for a in step.inputs])
+        elif isinstance(step, Load):
+            env[step.out.id] = tile.load(step, [read(a, step.out.axes) for a in step.index])
+        else:
+            values = tile.call(step, lambda a, step=step: read(a, step.outs[0].axes))
+            env.update(zip((v.id for v in step.outs), values, strict=True))
+    axes = [axes_of(r) for r in program.results] if want is None else list(want)
+    return [read(r, a) for r, a in zip(program.results, axes, strict=True)]
+
+
+def _starts_diagonal(op: Op) -> bool:
+    """Whether the operation makes a function of q - kv out of operands that are not."""
+    return "delta" in op.out.axes and any(axes_of(a) & {"q", "kv"} for a in op.inputs)
+
+
+# ------------------------------------------------------------------- the meaning of each primitive
+
+
+def literal_array(lit: Lit) -> Array:
+    return jnp.asarray(lit.value, jnp.dtype(lit.dtype))
+
+
+def apply_op(op: Op, args: Sequence[Array]) -> Array:
+    """The step on arrays of one shape (scalars included)."""
+    rule = SPECIAL.get(op.prim)
+    if rule is not None:
+        return rule(op, *args)
+    return getattr(lax, RENAMED.get(op.prim, op.prim))(*args)
+
+
+RENAMED = {
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "not": "bitwise_not",
+    "regularized_incomplete_beta": "betainc",
+}
+"""Primitives whose functions in jax.lax have other names."""
+
+
+def _non_negative(atom: Atom) -> bool:
+    bounds = range_of_val(atom)
+    return bounds is not None and bounds[0] >= 0
+
+
+def _division(op: Op, a: Array, b: Array) -> Array:
+    """div, rem, floordiv and floormod of integers; lax.div and lax.rem of floats.
+
+    By 0, jax has -1 (all ones) for div, the numerator for rem, 0 for floormod; floordiv takes one from -1 unless the numerator is 0
+    or the type unsigned. No 0 reaches XLA: its constant folding divides by 0 on the processor, which ends the process.
+    """
+    name, remainder = op.prim, op.prim in ("rem", "floormod")
+    if not jnp.issubdtype(a.dtype, jnp.integer):
+        return lax.rem(a, b) if remainder else lax.div(a, b)
+    zero = b == 0 if may_be(op.inputs[1], 0) else None
+    b = b if zero is None else lax.select(zero, jnp.ones_like(b), b)
+    out = lax.rem(a, b) if remainder else lax.div(a, b)
+    unsigned = jnp.issubdtype(a.dtype, jnp.unsignedinteger)
+    if name.startswith("floor") and not unsigned and not all(map(_non_negative, op.inputs)):
+        rest = out if remainder else lax.rem(a, b)
+        short = (rest != 0) & ((rest < 0) != (b < 0))
+        out = lax.select(short, out + b if remainder else out - jnp.ones_like(out), out)
+    if zero is None or name == "floormod":
+        return out
+    ones = ~jnp.zeros_like(a)
+    fewer = lax.select(a == 0, ones, ones + ones) if name == "floordiv" and not unsigned else ones
+    return lax.select(zero, a if remainder else fewer, out)
+
+
+def _convert(op: Op, x: Array) -> Array:
+    dtype = jnp.dtype(op.out.dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and jnp.issubdtype(dtype, jnp.floating):
+        x = lax.real(x)  # what the primitive does, of which the function of jax.lax warns
+    return lax.convert_element_type(x, dtype)
+
+
+def _param(op: Op, name: str) -> typing.Any:
+    return dict(op.params)[name]
+
+
+SPECIAL: dict[str, Callable[..., Array]] = {
+    "convert_element_type": _convert,
+    "bitcast_convert_type": lambda op, x: lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype)),
+    "integer_pow": lambda op, x: lax.integer_pow(x, _param(op, "y")),
+    "round": lambda op, x: lax.round(x, _param(op, "rounding_method")),
+    "stop_gradient": lambda op, x: lax.stop_gradient(x),
+    "reduce_precision": lambda op, x: lax.reduce_precision(x, _param(op, "exponent_bits"), _param(op, "mantissa_bits")),
+    **dict.fromkeys(("div", "rem", "floordiv", "floormod"), _division),
+}

@@ -1,0 +1,88 @@
+"""Which programs are legal, as a list of rules; run after every pass that makes one."""
+
+from collections.abc import Callable
+
+from flexjax.ir.builder import mixed_axes
+from flexjax.ir.program import AXES, Call, Lit, Op, Program, Val, axes_of
+from flexjax.ir.ranges import is_integer
+
+
+class IllegalProgram(AssertionError):
+    """A pass made a program that breaks a rule: a bug in flexjax."""
+
+
+def _defined_before_use(program: Program) -> str | None:
+    known = {v.id for v in program.inputs}
+    for step in program.steps:
+        for atom in step.inputs:
+            if isinstance(atom, Val) and atom.id not in known:
+                return f"{atom} is used before it is defined"
+        for out in step.outs:
+            if out.id in known:
+                return f"{out} is defined twice"
+            known.add(out.id)
+    missing = [str(r) for r in program.results if isinstance(r, Val) and r.id not in known]
+    return f"results {missing} are not defined" if missing else None
+
+
+def _loads_fit_captures(program: Program) -> str | None:
+    for load in program.loads:
+        if not 0 <= load.capture < len(program.captures):
+            return f"load of capture {load.capture}, of {len(program.captures)}"
+        array = program.captures[load.capture]
+        if len(load.index) != len(array.shape):
+            return f"load with {len(load.index)} indices of {array}"
+        if load.out.dtype != array.dtype:
+            return f"load of {array} gives {load.out.dtype}"
+        if any(a.dtype != "int32" for a in load.index):
+            return f"load index of dtype {[a.dtype for a in load.index]}"
+    return None
+
+
+def _axes_cover_operands(program: Program) -> str | None:
+    for step in program.steps:
+        if isinstance(step, Call):
+            continue
+        operands = mixed_axes([axes_of(a) for a in step.inputs])
+        if not step.out.axes <= set(AXES):
+            return f"{step.out} has axes {sorted(step.out.axes)}"
+        lost = operands - step.out.axes
+        if lost and step.out.linear is None:
+            return f"{step.out} loses the axes {sorted(lost)}"
+    return None
+
+
+def _select_is_typed(program: Program) -> str | None:
+    for step in program.steps:
+        if isinstance(step, Op) and step.prim == "select_n":
+            predicate, *cases = step.inputs
+            if predicate.dtype != "bool" and not is_integer(predicate.dtype):
+                return f"select on {predicate.dtype}"
+            if any(c.dtype != step.out.dtype for c in cases):
+                return f"select of {[c.dtype for c in cases]} gives {step.out.dtype}"
+    return None
+
+
+def _index_literals_in_bounds(program: Program) -> str | None:
+    for load in program.loads:
+        for atom, size in zip(load.index, program.captures[load.capture].shape, strict=True):
+            if isinstance(atom, Lit) and not 0 <= int(atom.value) < max(size, 1):
+                return f"load index {atom} of a dimension of {size}"
+    return None
+
+
+RULES: tuple[Callable[[Program], str | None], ...] = (
+    _defined_before_use,
+    _loads_fit_captures,
+    _axes_cover_operands,
+    _select_is_typed,
+    _index_literals_in_bounds,
+)
+
+
+def check(program: Program) -> None:
+    """Raises IllegalProgram at the first rule that is broken, with the program."""
+    for rule in RULES:
+        complaint = rule(program)
+        if complaint:
+            raise IllegalProgram(f"{rule.__name__.strip('_')}: {complaint}\n{program}")

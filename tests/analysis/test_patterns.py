@@ -1,0 +1,69 @@
+"""Programs of a simple form: what is recognised, and what only looks like it."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flexjax import masks
+from flexjax.analysis import patterns
+from flexjax.attention import DEFAULTS, prepare
+from flexjax.plan.kernel_plan import KernelPlan
+
+SLOPES = jnp.ones(2)
+
+
+def plan(**arguments: typing.Any) -> KernelPlan:
+    x = jax.ShapeDtypeStruct((1, 256, 2, 16), jnp.float32)
+    found: list[KernelPlan] = []
+    filled: typing.Any = DEFAULTS | arguments
+    jax.eval_shape(lambda q: found.append(prepare(q, q, q, **filled).plan), x)
+    return found[0]
+
+
+ADDING: dict[str, tuple[typing.Callable, bool]] = {
+    "slope": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), True),
+    "two terms": (lambda s, b, h, q, k: (2.0 + s) - SLOPES[h] + q, True),
+    "where added": (lambda s, b, h, q, k: s + jnp.where(q > k, 0.0, -5.0), True),
+    "taken from": (lambda s, b, h, q, k: SLOPES[h] - s, False),
+    "twice": (lambda s, b, h, q, k: s + (s + 1.0), False),
+    "scaled": (lambda s, b, h, q, k: s * 2.0 + 1.0, False),
+    "soft cap": (lambda s, b, h, q, k: 30.0 * jnp.tanh(s / 30.0), False),
+    "chosen": (lambda s, b, h, q, k: jnp.where(q > k, s, -5.0), False),
+    "without the score": (lambda s, b, h, q, k: SLOPES[h] * 1.0, False),
+}
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_adds_to_score(name: str) -> None:
+    score_mod, adds = ADDING[name]
+    score = plan(score_mod=score_mod).score
+    assert score is not None
+    assert patterns.adds_to_score(score) is adds
+
+
+TRIANGLES: dict[str, tuple[typing.Any, bool]] = {
+    "causal": (masks.causal, True),
+    "causal, turned round": (lambda b, h, q, k: k <= q, True),
+    "strict": (lambda b, h, q, k: q > k, True),
+    "shifted": (masks.causal_offset(7), True),
+    "by the difference": (lambda b, h, q, k: q - k >= 0, True),
+    "by the difference, turned round": (lambda b, h, q, k: k - q < 3, True),
+    "upper": (lambda b, h, q, k: q <= k, False),
+    "upper, by the difference": (lambda b, h, q, k: k - q > 0, False),
+    "diagonal": (lambda b, h, q, k: q == k, False),
+    "window": (masks.sliding_window(16), False),
+    "queries alone": (lambda b, h, q, k: q >= 7, False),
+    "antidiagonal": (lambda b, h, q, k: q + k >= 7, False),
+    "blocks": (lambda b, h, q, k: q // 2 >= k, False),
+    "read": (lambda b, h, q, k: jnp.ones(256, bool)[q], False),
+}
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_is_lower_triangle(name: str) -> None:
+    mask_mod, triangle = TRIANGLES[name]
+    mask = plan(mask_mod=mask_mod).mask
+    assert mask is not None
+    assert patterns.is_lower_triangle(mask) is triangle

@@ -1,0 +1,18 @@
+"""Scores that are far out (tests.backends.large_scores.py) in the simulator."""
+
+import jax
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+import flexjax
+from tests.backends import large_scores
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sinks", "gated"),
+    [("bfloat16", False, False), ("float16", False, True), ("bfloat16", True, False)],
+)
+def test_large_scores(dtype: str, sinks: bool, gated: bool) -> None:
+    large_scores.check("mosaic_gpu", dtype, sinks, gated, flexjax.KernelOptions(interpret=True))

@@ -1,0 +1,104 @@
+"""Runs the device check where there is a Hopper GPU; what it needs no GPU for is tested everywhere."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.mosaic_gpu import backward_tiles
+from tools.device import check_one_kernel
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "tools/device/check_device.py"
+
+
+def _script():
+    spec = importlib.util.spec_from_file_location("check_device", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_sanitizer_knows_its_cases():
+    from tests.cases import CASES
+    from tools.device.check_sanitizer import FEATURES
+
+    assert len(set(FEATURES)) == len(FEATURES)
+    assert set(FEATURES) <= set(CASES)
+
+
+@pytest.mark.parametrize("name", check_one_kernel.PROBLEMS)
+def test_one_kernel_of_128_queries_is_checked(name):
+    """Each problem of that check is one for which the kernel is chosen."""
+    problem = check_one_kernel.PROBLEMS[name]
+    *main, _ = problem.arrays(np.random.default_rng(0))
+    words = problem.words(main[3] if main[3:] else None)
+    options = flexjax.KernelOptions(deterministic=problem.deterministic)
+    plan = prepare(*main[:3], **(DEFAULTS | dict(layout=problem.layout, kernel_options=options) | words)).plan
+    assert backward_tiles.choose_fused(plan)
+    assert backward_tiles.fused_tiles(plan).queries == 128
+
+
+def test_random_problems_are_drawn_from_their_seed_alone():
+    check = _script()
+    rows = [check.random_problem(seed) for seed in range(300)]
+    assert rows == [check.random_problem(seed) for seed in range(300)]
+    assert {row["mask"] for row in rows} == set(check._masks(None, 1, 1, 1, 1))
+    assert {row["mod"] for row in rows} == set(check._mods(None, 1, 1, 1, 1))
+
+
+def test_a_wrong_result_is_seen():
+    check = _script()
+    want = np.random.default_rng(0).standard_normal((4, 32))
+    check._close("x", want * 1.001, want, "float16")
+    with pytest.raises(AssertionError, match="x: error"):
+        check._close("x", want * 1.03, want, "bfloat16")
+    with pytest.raises(AssertionError, match="1 NaN"):
+        check._close("x", np.where(want == want[0, 0], np.nan, want), want, "bfloat16")
+
+
+def test_the_summary_counts_and_tells():
+    results = [
+        dict(task=["conformance", "plain", "bfloat16"], verdict="ok", seconds=1.0),
+        dict(task=["conformance", "seven", "bfloat16"], verdict="FAILED AssertionError: d:k", seconds=2.0),
+    ]
+    assert _script().summary(results) == [
+        "conformance: 1 FAILED, 1 ok; slowest 2 s",
+        "  conformance seven bfloat16: FAILED AssertionError: d:k",
+    ]
+
+
+def test_the_stages_of_a_first_call_are_timed():
+    script = SCRIPT.with_name("time_first_call.py")
+    command = [sys.executable, script, "--suite", "gpu-tiny", "--problems", "learned pair 128"]
+    where = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=where)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = done.stdout.splitlines()[-1].strip("| ").split(" | ")
+    assert cells[0] == "learned pair 128"
+    assert len(cells) == 13
+    assert all(float(x) >= 0 for x in cells[1:])
+
+
+def test_heuristics_are_judged_by_the_fastest_tile():
+    from flexjax.autotune import Timing
+    from tools.device import check_heuristics
+
+    seconds = dict(forward=(2.0, None, 1.6, 2.4), backward=(1.0,))
+    timings = [Timing(which, {}, s, 3) for which, row in seconds.items() for s in row]
+    assert check_heuristics.ratios(timings) == {"forward": 1.25, "backward": None}
+
+
+@pytest.mark.slow
+def test_on_the_device():
+    device = jax.devices()[0]
+    if not getattr(device, "compute_capability", "").startswith("9"):
+        pytest.skip(f"needs a Hopper GPU; the default device is a {device.platform}")
+    command = [sys.executable, SCRIPT, "--seconds", "600"]
+    assert subprocess.run(command, check=False, env=dict(os.environ, PYTHONPATH=".")).returncode == 0

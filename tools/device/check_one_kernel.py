@@ -1,0 +1,156 @@
+"""The backward pass in one kernel of 128 queries beside two kernels, on a GPU: `PYTHONPATH=. python3 tools/device/check_one_kernel.py`.
+
+Not collected by pytest. The tables of cases have no head dim that this kernel wants, and random problems are too small for its
+fixed order to be chosen. All gradients of the problems below, random each time; each run twice, for the bits.
+"""
+
+import concurrent.futures
+import secrets
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax import KernelOptions, flex_attention, masks
+from flexjax.backends.mosaic_gpu import backward_tiles
+from flexjax.plan.kernel_plan import KernelPlan
+
+TOLERANCE = 2e-3  # of the norm of a gradient
+
+
+class Problem(typing.NamedTuple):
+    """`words` of flex_attention, from the captured array (None without one); `captured`: its shape and dtype."""
+
+    batch: int
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    dims: tuple[int, int] = (64, 64)
+    layout: str = "BTNH"
+    dtype: str = "bfloat16"
+    deterministic: bool = True
+    words: typing.Callable[[typing.Any], dict[str, typing.Any]] = lambda array: {}
+    captured: tuple[tuple[int, ...], str] | None = None
+
+    def arrays(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+        """Query, key, value, the captured array if there is one, and the cotangent of the result."""
+        (q_len, kv_len), (heads, kv_heads), (dim, value_dim) = self.lengths, self.heads, self.dims
+
+        def draw(tokens: int, heads: int, dim: int) -> jax.Array:
+            rest = (tokens, heads) if self.layout == "BTNH" else (heads, tokens)
+            return jnp.asarray(rng.standard_normal((self.batch, *rest, dim), np.float32), self.dtype)
+
+        main = draw(q_len, heads, dim), draw(kv_len, kv_heads, dim), draw(kv_len, kv_heads, value_dim)
+        more = ()
+        if self.captured is not None:
+            shape, dtype = self.captured
+            more = (jnp.asarray(rng.standard_normal(shape, np.float32), dtype),)
+        return (*main, *more, draw(q_len, heads, value_dim))
+
+    def gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
+            options = KernelOptions(deterministic=self.deterministic)
+            words = self.words(more[0] if more else None)
+            fixed = dict(layout=self.layout, kernel_options=options, implementation="mosaic_gpu")
+            return flex_attention(q, k, v, **fixed, **words)
+
+        return jax.vjp(attend, *arrays[:-1])[1](arrays[-1])
+
+
+def causal(array: typing.Any) -> dict[str, typing.Any]:
+    return {"mask_mod": masks.causal}
+
+
+def sloped(array: typing.Any) -> dict[str, typing.Any]:
+    return {"mask_mod": masks.causal, "score_mod": lambda s, b, h, q, kv: s + array[h] * (kv - q) / 16}
+
+
+def of_distances(array: typing.Any) -> dict[str, typing.Any]:
+    middle = array.shape[1] // 2
+    return {"score_mod": lambda s, b, h, q, kv: s + array[h, q - kv + middle].astype(jnp.float32)}
+
+
+def of_tokens(array: typing.Any) -> dict[str, typing.Any]:
+    return {"score_mod": lambda s, b, h, q, kv: s + array[0, h, q] + array[1, h, kv]}
+
+
+def windows_of_heads(array: typing.Any) -> dict[str, typing.Any]:
+    return {"mask_mod": lambda b, h, q, kv: (q - kv < (h + 1) * 200) & (q >= kv), "sinks": jnp.ones(4)}
+
+
+PROBLEMS = {
+    "full, odd": Problem(2, (4801, 4321), (8, 8)),
+    "causal, odd, float16": Problem(2, (8190, 8190), (8, 8), dtype="float16", words=causal),
+    "shifted": Problem(2, (9001, 7003), (16, 16), layout="BNTH", words=lambda _: {"mask_mod": masks.causal_offset(-1998)}),
+    "dims of 50 and 40": Problem(2, (8192, 8192), (8, 8), dims=(50, 40), words=causal),
+    "grouped, any order": Problem(2, (1000, 1333), (12, 3), deterministic=False, words=causal),
+    "window, any order": Problem(
+        *(1, (2000, 2000), (4, 4), (64, 48), "BNTH", "float16", False),
+        words=lambda _: {"mask_mod": masks.sliding_window(300)},
+    ),
+    "slopes": Problem(2, (6001, 6001), (16, 16), words=sloped, captured=((16,), "float32")),
+    "slopes, grouped, any order": Problem(
+        2, (1501, 1501), (16, 4), deterministic=False, words=sloped, captured=((16,), "float32")
+    ),
+    "table of distances": Problem(2, (1100, 1100), (16, 16), words=of_distances, captured=((16, 2200), "float32")),
+    "table of distances in bfloat16": Problem(2, (1100, 1100), (16, 8), words=of_distances, captured=((16, 2200), "bfloat16")),
+    "biases of tokens": Problem(1, (1111, 777), (16, 16), words=of_tokens, captured=((2, 16, 1111), "float32")),
+    "sinks, lists of each head": Problem(2, (1024, 1024), (4, 4), deterministic=False, words=windows_of_heads),
+}  # fmt: skip
+
+
+def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tuple[typing.Any, list[int]]:
+    """The program, and the queries of a tile of each kernel for all gradients in it."""
+    from flexjax.backends.mosaic_gpu import backward_sm90
+
+    found: list[int] = []
+    choose = backward_sm90.choose_fused
+
+    def watched(plan: KernelPlan) -> bool:
+        tiles = backward_tiles.fused_tiles(plan) if fused and choose(plan) else None
+        found.extend([] if tiles is None else [tiles.queries])
+        return tiles is not None
+
+    backward_sm90.choose_fused = watched
+    try:
+        return jax.jit(problem.gradients).lower(*arrays), found
+    finally:
+        backward_sm90.choose_fused = choose
+
+
+def norm(x: jax.Array) -> float:
+    return float(jnp.linalg.norm(x.astype(jnp.float32)))
+
+
+def compare(two: typing.Any, one: typing.Any, arrays: tuple[jax.Array, ...], deterministic: bool) -> tuple[bool, str]:
+    expected, got, again = two(*arrays), one(*arrays), one(*arrays)
+    errors = [norm(x.astype(jnp.float32) - y.astype(jnp.float32)) / norm(y) for x, y in zip(got, expected, strict=True)]
+    same = all(bool((x == y).all()) for x, y in zip(got, again, strict=True))
+    right = max(errors) <= TOLERANCE and (same or not deterministic)  # a NaN is not <=
+    return right, f"{' '.join(f'{e:.1e}' for e in errors)}{'' if same else ', other bits when run again'}"
+
+
+def main() -> int:
+    seed = secrets.randbits(32)
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    wrong = 0
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = []
+        for name, problem in PROBLEMS.items():
+            arrays = problem.arrays(rng)
+            two, one = (lowered(problem, arrays, fused) for fused in (False, True))
+            compiled = [pool.submit(program.compile) for program, _ in (two, one)]
+            running.append((name, problem, arrays, compiled, one[1]))
+        for name, problem, arrays, compiled, queries in running:
+            right, said = compare(*(c.result() for c in compiled), arrays, problem.deterministic)
+            right &= queries == [128]
+            wrong += not right
+            print(f"{'ok' if right else 'WRONG'} {name}, tiles of {queries} queries: {said}", flush=True)
+    print(f"{len(PROBLEMS) - wrong} of {len(PROBLEMS)} agree")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

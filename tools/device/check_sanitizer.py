@@ -1,0 +1,214 @@
+"""compute-sanitizer over a small case of every feature, on a GPU: `PYTHONPATH=. python3 tools/device/check_sanitizer.py`.
+
+Not collected by pytest. Forward and backward pass of each case run under each tool, in processes that are themselves started
+under it; a mistake in a kernel of its own shows whether a tool sees what it looks for. Kernels that are not ours are not watched, and
+XLA's autotuning, which times many of those, is off.
+
+    --tools NAMES     of memcheck, racecheck, synccheck, initcheck; default memcheck,racecheck
+    --seconds N       for all; what has not ended then is ended, and wrong
+    --cases NAMES     of tests/cases.py, instead of one of every feature
+    --together N      processes at a time
+    --logs FOLDER     where to write what was printed under a tool that found something
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+
+FEATURES = (
+    "plain", "plain_bnth", "one_query", "length_300", "gqa3", "wider_values", "dim_17", "dim_256", "large_logits", "softcap",
+    "rows_minus_inf", "window", "prefix", "documents", "packed", "zero_lengths", "nothing", "flagged_keys", "head_gate",
+    "frozen_slope", "row_bias", "column_bias", "pair_bias", "head_pair_bias", "transposed_pair_bias", "relative_bias",
+    "distance_bias", "bucket_bias", "modular_table", "int8_cost", "bf16_bias", "poison_root", "sinks", "dropout", "extra",
+    "lse_only", "everything_at_once",
+)  # fmt: skip
+ONE_KERNEL = ("one_kernel", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order")
+"""Backward passes in one kernel, which wants head dims that no case of the table has."""
+PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
+OPTIONS = {"racecheck": ("--racecheck-report", "all", "--racecheck-detect-level", "info")}
+"""Without these racecheck says nothing of the planted race: it drops what its analysis does not rank."""
+OURS = "kernel_substring=mosaic_gpu_kernel"
+"""The kernels that are watched: XLA's own take most of the time otherwise."""
+SHARE = 1  # cases of a process
+TRIES = 12  # the tool itself breaks in every third process or so, before the program under it has begun
+FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+
+
+def run_cases(names: list[str]) -> None:
+    import jax
+
+    from tests.backends.conformance import Problem
+    from tests.cases import CASES
+
+    for name in names:
+        try:
+            if name in ONE_KERNEL:
+                jax.block_until_ready(one_kernel(name))
+            else:
+                problem = Problem(CASES[name], "bfloat16", "mosaic_gpu")
+                step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
+                jax.block_until_ready(step(*problem.arrays()))
+            print(f"ran {name}", flush=True)
+        except NotImplementedError as refusal:
+            print(f"refused {name}: {refusal}", flush=True)
+
+
+def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
+    """Gradients of full attention, which takes one kernel in a fixed order, or of causal attention, in any order too."""
+    import jax
+    import jax.numpy as jnp
+
+    import flexjax
+    from flexjax.backends.mosaic_gpu import backward_sm90, backward_tiles
+
+    dim, deterministic = 64 if "64" in name else 128, "any_order" not in name
+    full = deterministic and "causal" not in name
+    backward_tiles.choose_fused = lambda plan: True  # a problem this small would take two kernels
+    backward_sm90.choose_fused = backward_tiles.choose_fused
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        mask_mod = None if full else flexjax.masks.causal
+        options = flexjax.KernelOptions(deterministic=deterministic)
+        out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation=implementation)
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    draw = lambda key: jax.random.normal(key, (1, 300, 2, dim), jnp.bfloat16)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(draw, jax.random.split(jax.random.key(0), 3)))
+
+
+def plant(tool: str) -> None:
+    """A kernel with a mistake that the tool looks for."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from flexjax.backends.mosaic_gpu import memory
+
+    def past_the_end(x_ref: typing.Any, out_ref: typing.Any) -> None:
+        rows = memory.row_iota(128) + jnp.int32(1 << 28)
+        out_ref[...] = memory.gather(x_ref, (rows,), (True,), "row", (128,), interpret=False)
+
+    def without_a_barrier(x_ref: typing.Any, out_ref: typing.Any) -> None:
+        def through(shared: typing.Any) -> None:
+            shared[...] = plgpu.load(x_ref, layout=plgpu.Layout.WG_STRIDED((128,), 1), optimized=False)
+            out_ref[...] = plgpu.load(shared, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+        pl.run_scoped(through, plgpu.SMEM((128,), jnp.float32))
+
+    run = pl.kernel(
+        {"memcheck": past_the_end, "racecheck": without_a_barrier}[tool],
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        mesh=plgpu.Mesh(grid=(1,), grid_names=("program",)),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )
+    print(jax.block_until_ready(run(jnp.ones(128, jnp.float32))).sum())
+
+
+def under(tool: str, what: list[str], until: float) -> tuple[int, str]:
+    """(exit status of the tool, what it and the program under it printed)."""
+    binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    environment = dict(
+        os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_autotune_level=0", PYTHONPATH="."
+    )
+    command = [
+        binary,
+        "--tool",
+        tool,
+        *OPTIONS.get(tool, ()),
+        "--kernel-name",
+        OURS,
+        sys.executable,
+        os.path.abspath(__file__),
+        *what,
+    ]
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        try:
+            process.wait(max(1.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool's own end would leave the program running on the device
+            process.wait()
+        out.seek(0)
+        return process.returncode, out.read()
+
+
+def verdict(tool: str, what: list[str], until: float, logs: str | None) -> tuple[bool, str]:
+    """(whether it is as it should be, what is to be said of it). A tool that breaks is started again."""
+    tries, found = 0, []
+    while not found and tries < TRIES and time.monotonic() < until:
+        status, text = under(tool, what, until)
+        found = FOUND.findall(text)
+        tries += 1
+    if not tries:
+        return False, f"{tool}: not begun: {' '.join(what[1:])}"
+    planted = what[0] == "--plant"
+    count = int(found[-1]) if found else None
+    ran = re.findall(r"^ran (\w+)", text, re.M)
+    refused = re.findall(r"^refused .*", text, re.M)
+    right = count is not None and (count > 0 if planted else count == 0 and len(ran + refused) == len(what) - 1)
+    label = f"planted: {PLANTED[tool]}" if planted else ", ".join(ran) or "nothing"
+    said = f"{tool}: {f'no summary, exit {status}' if count is None else f'{count} found'} in {label}"
+    said += f" (begun {tries} times)" if tries > 1 else ""
+    if logs and count:
+        os.makedirs(logs, exist_ok=True)
+        with open(os.path.join(logs, f"{tool}_{'_'.join(what[1:])}.log"), "w") as log:
+            log.write(text)
+    return right, "\n".join([said, *refused, *([] if right else [kinds(text) or text[-600:]])])
+
+
+def kinds(text: str) -> str:
+    """What was found, without addresses and numbers of threads, each kind once with how often."""
+    plain = (
+        re.sub(r"0x[0-9a-f]+|\d+", "#", line) for line in text.splitlines() if "azard" in line or "Invalid" in line
+    )
+    return "\n".join(f"{count:6} x {line}" for line, count in collections.Counter(plain).most_common(8))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--cases")
+    parser.add_argument("--together", type=int, default=8)
+    parser.add_argument("--logs")
+    parser.add_argument("--run", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--plant", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run is not None:
+        run_cases(args.run)
+        return 0
+    if args.plant:
+        plant(args.plant)
+        return 0
+    names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL]
+    shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
+    jobs = [(tool, what) for tool in args.tools.split(",") for what in work(tool, shares)]
+    until = time.monotonic() + args.seconds
+    wrong = 0
+    with concurrent.futures.ThreadPoolExecutor(args.together) as pool:
+        for right, said in pool.map(lambda job: verdict(*job, until, args.logs), jobs):
+            wrong += not right
+            print(said, flush=True)
+    print(f"{len(jobs) - wrong} of {len(jobs)} processes as they should be")
+    return int(wrong > 0)
+
+
+def work(tool: str, shares: list[list[str]]) -> list[list[str]]:
+    """What each process under the tool is told."""
+    return [["--run", *share] for share in shares] + ([["--plant", tool]] if tool in PLANTED else [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
