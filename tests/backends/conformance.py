@@ -6,7 +6,7 @@ A backend's own test file subclasses `Conformance`, names the implementation and
         implementation = "mine"
         second_order = False
 
-Each case of `tests/cases.py` is run forward and through the gradient against the float64 oracle; then a few
+Each case of `tests/cases/calls.py` is run forward and through the gradient against the float64 oracle; then a few
 small problems go through every transformation of JAX.
 """
 
@@ -24,8 +24,7 @@ import pytest
 
 import flexjax
 from tests import oracle
-from tests.backends import large_scores
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, large_scores
 from tests.compare import assert_close
 
 Arrays = dict[str, Any]

@@ -12,8 +12,8 @@ import flexjax
 from flexjax import BlockMask, and_masks, create_block_mask, masks
 from flexjax.block_mask import transpose
 from flexjax.reference import reference_attention
-from tests.block_mask.random_masks import classes, dense
 from tests.block_mask.test_classify import classes_of
+from tests.cases.random_masks import classes, dense
 
 SIZES = (2, 3, 70, 90)
 LENGTHS = jnp.asarray([40, 90])

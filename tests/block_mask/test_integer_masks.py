@@ -16,7 +16,8 @@ import flexjax
 from flexjax.backends.xla.tile import Region, XlaTile
 from flexjax.ir.evaluate import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
-from tests.block_mask.random_masks import (
+from tests.block_mask.test_classify import check
+from tests.cases.random_masks import (
     INTEGER_PROGRAMS,
     SMALL_BLOCKS,
     SMALL_SIZES,
@@ -24,7 +25,6 @@ from tests.block_mask.random_masks import (
     build,
     dense,
 )
-from tests.block_mask.test_classify import check
 
 SEEDS = st.integers(0, 1000)
 LONG = settings().max_examples > 100

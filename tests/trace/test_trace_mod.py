@@ -13,9 +13,9 @@ from flexjax import and_masks, masks, mods
 from flexjax.errors import ModError
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_multiplier, trace_score_mod
+from tests.cases import odd_mods
 from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES
-from tests.trace import odd_mods
 
 SIZES = (2, 3, 9, 7)
 KEYS = jax.random.split(jax.random.key(0), 7)

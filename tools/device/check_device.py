@@ -3,8 +3,8 @@
 Not collected by pytest: it needs a Hopper GPU and minutes.  Tasks are shared out over processes, because compiling
 is what takes the time; a process that dies is replaced, and the task that it had in hand counts as failed.
 
-    conformance   the cases of `tests/cases.py`, results and gradients, bit for bit the same twice
-    far           scores that are far out (tests.backends.large_scores.py)
+    conformance   the cases of `tests/cases/calls.py`, results and gradients, bit for bit the same twice
+    far           scores that are far out (tests/cases/large_scores.py)
     golden        the cases of a folder of golden files (`--golden DIR`), where one is given
     soak          what time is left: random masks, mods, shapes and dtypes against dense float32 attention
 """
@@ -82,7 +82,7 @@ def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
 
 
 def far(dtype: str, sinks: str, gated: str) -> str:
-    from tests.backends import large_scores
+    from tests.cases import large_scores
 
     large_scores.check(IMPLEMENTATION, dtype, sinks == "sinks", gated == "gated")
     return "ok"

@@ -6,7 +6,7 @@ XLA's autotuning, which times many of those, is off.
 
     --tools NAMES     of memcheck, racecheck, synccheck, initcheck; default memcheck,racecheck
     --seconds N       for all; what has not ended then is ended, and wrong
-    --cases NAMES     of tests/cases.py, instead of one of every feature
+    --cases NAMES     of tests/cases/calls.py, instead of one of every feature
     --together N      processes at a time
     --logs FOLDER     where to write what was printed under a tool that found something
 """

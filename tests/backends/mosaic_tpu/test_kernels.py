@@ -22,9 +22,8 @@ from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.types import KernelOptions
 from tests import oracle
-from tests.backends import on_mesh
 from tests.backends.mosaic_tpu import plans
-from tests.cases import CASES
+from tests.cases import CASES, on_mesh
 from tests.compare import assert_close
 
 BACKEND = MosaicTpuBackend()
@@ -117,7 +116,7 @@ def test_inside_shard_map():
     """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma, and by explicit axes."""
     flags = "--xla_force_host_platform_device_count=4"
     child = subprocess.run(
-        [sys.executable, "-m", "tests.backends.on_mesh"],
+        [sys.executable, "-m", "tests.cases.on_mesh"],
         cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]
