@@ -46,11 +46,12 @@ def _conform(case: Any, dtype: str) -> str:
     import jax
     import numpy as np
 
-    from tests.backends.conformance import Conformance, Problem
+    from tests.backends.conformance import Conformance
+    from tests.bound_case import BoundCase
 
     suite = Conformance()
     suite.implementation = IMPLEMENTATION
-    problem = Problem(case, dtype, IMPLEMENTATION)
+    problem = BoundCase(case, dtype, IMPLEMENTATION)
     step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
     arrays = problem.arrays()
     (d_inputs, d_learn), results = first = step(*arrays)

@@ -46,7 +46,7 @@ FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 def run_cases(names: list[str]) -> None:
     import jax
 
-    from tests.backends.conformance import Problem
+    from tests.bound_case import BoundCase
     from tests.cases import CASES
 
     for name in names:
@@ -54,7 +54,7 @@ def run_cases(names: list[str]) -> None:
             if name in ONE_KERNEL:
                 jax.block_until_ready(one_kernel(name))
             else:
-                problem = Problem(CASES[name], "bfloat16", "mosaic_gpu")
+                problem = BoundCase(CASES[name], "bfloat16", "mosaic_gpu")
                 step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
                 jax.block_until_ready(step(*problem.arrays()))
             print(f"ran {name}", flush=True)

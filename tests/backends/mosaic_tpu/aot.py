@@ -25,7 +25,7 @@ from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operan
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests.backends import children
-from tests.backends.conformance import Problem
+from tests.bound_case import BoundCase
 from tests.cases import CASES, Case, on_mesh
 from tests.cases.edges import EDGES, Row, random_case
 
@@ -73,7 +73,7 @@ def without_the_door(function: Callable, chip: str) -> Callable:
 
 def compile_case(case: Case, dtype: str, chip: str) -> str:
     """A case as the suite runs it, through the front door: results and all gradients. Returns the program."""
-    problem = Problem(case, dtype, "mosaic_tpu")
+    problem = BoundCase(case, dtype, "mosaic_tpu")
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array):
