@@ -8,7 +8,6 @@ import flexjax
 from tests.backends.conformance import Conformance
 from tests.cases import Case
 
-
 # Rows in which the kernels do something of their own; the others differ in what happens before the kernels, which the xla
 # backend's run of every row covers.
 # fmt: off
