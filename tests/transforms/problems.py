@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import flexjax
 from flexjax import masks
@@ -138,9 +137,3 @@ def launches(jaxpr: Any, inside: str = "") -> list[str]:
 quick_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 )
-
-
-def some_slow(names: Iterable[str], everyday: Iterable[str]) -> list[Any]:
-    """Parameters of which all but the everyday ones are left to the slow run."""
-    chosen = set(everyday)
-    return [pytest.param(n, marks=[] if n in chosen else [pytest.mark.slow]) for n in names]
