@@ -35,7 +35,7 @@ def mask_of(tree: tuple, sizes: tuple, seed: int) -> Callable:
     return build(tree, {name: jnp.asarray(a) for name, a in arrays.items()})
 
 
-@settings(max_examples=1000 if LONG else 5)
+@settings(max_examples=1000 if LONG else 3)
 @given(INTEGER_PROGRAMS, SMALL_SIZES, SMALL_BLOCKS, SEEDS, st.booleans())
 def test_blocks_are_sound(tree: tuple, sizes: tuple, blocks: tuple, seed: int, x64: bool) -> None:
     with jax.enable_x64(x64):
@@ -43,7 +43,7 @@ def test_blocks_are_sound(tree: tuple, sizes: tuple, blocks: tuple, seed: int, x
         check(tree, (max(sizes[0], 1), *sizes[1:]), blocks, seed, False, False, False)
 
 
-@settings(max_examples=1000 if LONG else 5)
+@settings(max_examples=1000 if LONG else 3)
 @given(INTEGER_PROGRAMS, SMALL_SIZES, SEEDS, st.booleans())
 def test_tiles_are_those_of_the_mod(tree: tuple, sizes: tuple, seed: int, x64: bool) -> None:
     """What the xla backend makes of the mask on a tile of two key blocks, past the end of the matrix too."""
