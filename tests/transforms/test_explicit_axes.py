@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks, mods
+from tests.cases.small import quick_jit
 from tests.marks import some_slow
-from tests.transforms.problems import quick_jit
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks
+from tests.cases.small import PROBLEMS, Arrays
 from tests.marks import some_slow
-from tests.transforms.problems import PROBLEMS, Arrays
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 
