@@ -1,6 +1,7 @@
 """Imports point one way: a room may import those below it, never one above.  Read from the syntax trees."""
 
 import ast
+import functools
 import pathlib
 import sys
 
@@ -66,6 +67,7 @@ def modules() -> dict[str, pathlib.Path]:
 MODULES = modules()
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """Names of the modules that a file imports anywhere in it, those of the package in full."""
     targets = set()

@@ -17,7 +17,7 @@ from flexjax.backends.xla.tile import Region, XlaTile
 from flexjax.ir.evaluate import evaluate
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace.trace_mod import trace_mask_mod
-from tests.block_mask.random_masks import dense
+from tests.cases.random_masks import dense
 
 CPU = Target("cpu")
 LENGTHS = (300, 200)
