@@ -1,6 +1,6 @@
 """Programs: the intermediate representation of a traced mod, and everything that can be done to it without user code.
 
-The room owns what a program is, how one is built, rewritten, checked and evaluated. It imports errors.py alone, so that every
+The room owns what a program is, how one is built, rewritten, checked and evaluated. It imports no other room, so that every
 other room can read programs.
 
     program.py           what a program is: atoms, operations, loads, calls, axes, load classes
