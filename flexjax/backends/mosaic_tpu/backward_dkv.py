@@ -128,7 +128,8 @@ class DkvKernel:
                 rows = pl.ds(pl.multiple_of(start, math.gcd(tiles.q, strip.col0)), strip.cols)
             sums.dq[visit.group_member, rows, :] += dot(grads.ds.astype(keys.dtype), keys, TN)
         for n, ref in zip(self.columns, sums.columns, strict=True):
-            ref[visit.group_member] += jnp.sum(grads.loads[n], axis=1, keepdims=True).reshape(1, tiles.kv)
+            column = jnp.sum(grads.loads[n], axis=1, keepdims=True).reshape(1, tiles.kv)
+            ref[visit.group_member] += column
 
     def write_key_tile(self, refs: Refs) -> None:
         """Writes dk, dv and the column sums of a key tile."""
