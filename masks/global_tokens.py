@@ -45,6 +45,8 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
 
 
 def _first_tokens(count: int) -> MaskMod:
+    """The mask whose first `count` positions are global."""
+
     @named(f"global_tokens_{count}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         return (q_idx < count) | (kv_idx < count)

@@ -101,6 +101,7 @@ def _sliding_tile(
     tile: tuple[int, ...],
     text: int,
 ) -> MaskMod:
+    """The mask of `sliding_tile_2d` for a canvas with any number of axes."""
     canvas = positive_integers(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
     kernel = positive_integers(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")
     tile = positive_integers(call, "tile", tile, axes, "Pass the size of a tile in tokens.")
@@ -126,6 +127,7 @@ def _sliding_tile(
 
 
 def _check_division(call: str, canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]) -> None:
+    """Raises ValueError unless the tile divides canvas and kernel and the kernel fits the canvas."""
     for name, size in (("canvas", canvas), ("kernel", kernel)):
         if any(s % t for s, t in zip(size, tile, strict=True)):
             raise ValueError(

@@ -56,6 +56,7 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
 
 
 def _check_order(parents: ArrayLike) -> None:
+    """Raises ValueError if a parent does not come before its child. Traced arrays, whose values are not known, pass."""
     try:
         known = np.asarray(parents)
     except TracerArrayConversionError:
@@ -63,19 +64,19 @@ def _check_order(parents: ArrayLike) -> None:
     nodes = np.arange(known.shape[-1])
     wrong = np.argwhere((known < -1) | (known >= nodes))
     if wrong.size:
-        place = tuple(wrong[0].tolist())
-        which = ", ".join(map(str, place))
+        index = tuple(wrong[0].tolist())
+        which = ", ".join(map(str, index))
         raise ValueError(
-            f"`tree`: `parents[{which}]` is {known[place]}; expected -1 or an earlier node. "
+            f"`tree`: `parents[{which}]` is {known[index]}; expected -1 or an earlier node. "
             "Number the nodes so that each comes after its parent."
         )
 
 
 @jax.jit
 def _intervals(parents: Array) -> tuple[Array, Array]:
-    """`enter` and `leave`, int32 `[T]`: depth-first numbers of a subtree are `enter .. leave - 1`."""
+    """`enter` and `leave`, int32 `[T]`: the nodes of a subtree have the depth-first numbers `enter .. leave - 1`."""
     nodes = parents.shape[0]
-    above = jnp.where(parents < 0, nodes, parents)  # roots hang from one more node
+    above = jnp.where(parents < 0, nodes, parents)  # one more node is the parent of all roots
 
     def add_to_parent(i: Array, size: Array) -> Array:
         node = nodes - 1 - i
@@ -83,12 +84,12 @@ def _intervals(parents: Array) -> tuple[Array, Array]:
 
     size = jax.lax.fori_loop(0, nodes, add_to_parent, jnp.ones(nodes + 1, jnp.int32))
 
-    def place(node: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        enter, free = state  # free[n]: first number not yet given away below n
+    def number(node: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        enter, free = state  # free[n]: the first number below n that no node has yet
         start = free[above[node]]
         free = free.at[above[node]].add(size[node]).at[node].set(start + 1)
         return enter.at[node].set(start), free
 
     start = (jnp.zeros(nodes, jnp.int32), jnp.zeros(nodes + 1, jnp.int32))
-    enter, _ = jax.lax.fori_loop(0, nodes, place, start)
+    enter, _ = jax.lax.fori_loop(0, nodes, number, start)
     return enter, enter + size[:nodes]

@@ -52,4 +52,5 @@ def alibi(num_heads: int) -> ScoreMod:
 
 
 def _geometric(heads: int) -> np.ndarray:
+    """`2 ** (-8 * (i + 1) / heads)` for `i` in `0 .. heads - 1`, float64."""
     return 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)

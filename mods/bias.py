@@ -34,8 +34,8 @@ def relative_table(table: ArrayLike) -> ScoreMod:
 
     @named("relative_table")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        place = q_idx - kv_idx + middle
-        entry = rows[place] if rows.ndim == 1 else rows[h, place]
+        column = q_idx - kv_idx + middle
+        entry = rows[column] if rows.ndim == 1 else rows[h, column]
         return score + entry.astype(score.dtype)
 
     return score_mod

@@ -13,7 +13,7 @@ def checkerboard(even: float = 1.0, odd: float = 0.5) -> ScoreMod:
     even, odd:  factors for keys at an even or odd distance from the query.
 
     A demonstration more than a model: two colours that are easy to see in a picture of the scores.
-    `checkerboard(1.0, -1.0)` turns the sign.
+    `checkerboard(1.0, -1.0)` changes the sign at odd distances.
 
     Source: the checkerboard of the PyTorch FlexAttention examples.
 

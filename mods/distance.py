@@ -35,7 +35,7 @@ def log_distance_penalty(height: ArrayLike, rate: ArrayLike) -> ScoreMod:
     height, rate:  positive numbers, or floating `[]` or `[N]`, one per query head.  Differentiable; keep them
                    positive while learning, for example as `jax.nn.softplus` of free parameters.
 
-    Grows ever more slowly, so far keys stay in reach.
+    The penalty grows ever more slowly, so distant keys keep some weight.
 
     Source: Chi et al., "KERPLE: Kernelized Relative Positional Embedding for Length Extrapolation",
     arXiv:2205.09921, its logarithmic variant.

@@ -19,8 +19,8 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
                     share bucket 0 with the query's own, and `masks.causal` hides them.
     max_distance:   int: from here on all distances share the last bucket.
 
-    The table is spread once over the `2 * max_distance + 1` distances that differ, so that the mod reads one
-    array, by distance and head.  T5 does not scale its scores: pass `scale=1.0` to agree with its weights.
+    The factory expands the table once to the `2 * max_distance + 1` distances with biases of their own, so that
+    the mod reads one array, by distance and head.  T5 does not scale its scores: pass `scale=1.0` to agree with its weights.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", arXiv:1910.10683, section 2.1.
@@ -36,8 +36,8 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
 
     @named("t5_bias")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        place = jnp.clip(kv_idx - q_idx, -reach, reach) + reach
-        return score + by_distance[place, h].astype(score.dtype)
+        row = jnp.clip(kv_idx - q_idx, -reach, reach) + reach
+        return score + by_distance[row, h].astype(score.dtype)
 
     return score_mod
 

@@ -54,7 +54,7 @@ def query_scales(scales: ArrayLike) -> ScoreMod:
 
 
 def _checked(call: str, scales: ArrayLike, shapes: dict[int, str], of: str) -> Array:
-    """`scales` as `[B, M, S]`."""
+    """`scales` as a floating array `[B, M, S]`; ValueError if it has another rank or dtype. `of`: query or key, for the advice."""
     array = float_array(call, "scales", scales, shapes, f"Pass the factor of each {of}.")
     if array.ndim == 1:
         return array[None, None]
@@ -62,5 +62,6 @@ def _checked(call: str, scales: ArrayLike, shapes: dict[int, str], of: str) -> A
 
 
 def _scale(scales: Array, b: Array, row: Array, token: Array) -> Array:
+    """`scales[b, row, token]`; axes of size 1 serve every index."""
     by_batch, by_row = scales.shape[0] > 1, scales.shape[1] > 1
     return scales[b if by_batch else 0, row if by_row else 0, token]
