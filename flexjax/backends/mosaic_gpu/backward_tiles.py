@@ -48,6 +48,11 @@ def padded_dims(plan: KernelPlan) -> tuple[int, int]:
     return padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
 
 
+def _computes_little(plan: KernelPlan) -> bool:
+    """Whether what a tile computes beside its products leaves registers for a step of 128 queries or keys."""
+    return plan.score is None and plan.dropout is None and not patterns.divides_tiles(plan.mask)
+
+
 def own_tile(blocks: BlockLayout | None, which: str, wanted: tuple[int, ...]) -> int:
     """The first of the wanted tile sizes that divides the block mask's block."""
     block = None if blocks is None else (blocks.block_q if which == "q" else blocks.block_kv)
@@ -139,8 +144,7 @@ def _dq_candidates(plan: KernelPlan, pair: PairBytes) -> list[DqTiles]:
     """Tiles that fit shared memory, the best first: a staged array before deeper rings of keys and values."""
     dim, value_dim = padded_dims(plan)
     q_tile = own_tile(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
-    light = plan.score is None and plan.dropout is None
-    widest = 128 if dim <= 128 and light else 64
+    widest = 128 if dim <= 128 and _computes_little(plan) else 64
     keys = own_tile(plan.blocks, "kv", _steps(plan.options.block_kv_bwd, widest))
     rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if pair.staged else ()
     made = [
@@ -190,8 +194,8 @@ def dkv_tiles(plan: KernelPlan, pair: PairBytes = NO_PAIR) -> DkvTiles:
     """Largest tiles that fit registers and shared memory, for head dims up to 128."""
     keys = own_tile(plan.blocks, "kv", _sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
-    narrow = dims <= 64 and plan.score is None and plan.dropout is None
-    queries = own_tile(plan.blocks, "q", _steps(plan.options.block_q_bwd, 128 if narrow else 64))
+    widest = 128 if dims <= 64 and _computes_little(plan) else 64
+    queries = own_tile(plan.blocks, "q", _steps(plan.options.block_q_bwd, widest))
     staged = (2, 0) if pair.staged else (0,)  # they share the barriers of the queries
     made = [DkvTiles(64, keys // 64, queries, 2, 2, plan.group == 1, slots) for slots in staged]
     return next((t for t in made if dkv_smem_bytes(t, *padded_dims(plan), pair) <= SMEM_LIMIT), made[-1])
@@ -267,6 +271,8 @@ def _light(plan: KernelPlan) -> bool:
     query and key at most four bytes, or else a number for each query, which takes half as much."""
     score, mask = plan.score, plan.mask
     if max(padded_dims(plan)) > 64 or plan.dropout is not None:
+        return False
+    if patterns.divides_tiles(score) or patterns.divides_tiles(mask):
         return False
     if score is not None and not patterns.adds_to_score(score):
         return False

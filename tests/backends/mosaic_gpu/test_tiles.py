@@ -225,6 +225,20 @@ def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: boo
         assert backward_tiles.adds_in_order(made, tiles) is (deterministic or in_order)
 
 
+def test_tiles_of_masks_that_divide() -> None:
+    """The quotients of half the elements fit the registers; literal divisors need none."""
+    by_head = lambda b, h, q, k: (q - k) % (h + 1) == 0
+    by_literal = lambda b, h, q, k: (q - k) % 3 == 0
+    for mask_mod, step in ((by_head, 64), (by_literal, 128)):
+        made = traced(mask_mod=mask_mod)
+        fused = backward_tiles.fused_tiles(made)
+        assert tiles.forward_tile(made).block_kv == step
+        assert backward_tiles.dq_tiles(made).keys == step
+        assert backward_tiles.dkv_tiles(made).queries == step
+        assert fused is not None
+        assert fused.queries == step
+
+
 @pytest.mark.parametrize("name", FORWARD)
 def test_tiles_of_the_forward_pass(name: str) -> None:
     made, chosen = FORWARD[name]
