@@ -70,6 +70,7 @@ class DkvKernel:
     columns: tuple[int, ...]
 
     def __call__(self, refs: Refs) -> None:
+        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here."""
         order, tiles, sums = self.scores.order, self.call.tiles, refs.scratch
         visit = order.visit(refs.tables)
 

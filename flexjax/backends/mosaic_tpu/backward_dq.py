@@ -77,6 +77,7 @@ class DqKernel:
     numbers: LoadNumbers
 
     def __call__(self, refs: Refs) -> None:
+        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here."""
         order, tiles = self.scores.order, self.call.tiles
         visit = order.visit(refs.tables)
 

@@ -61,6 +61,7 @@ class ScalarTables:
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """The float32 and the int32 table; [1, 1] of zeros where a table has no row."""
         floats, ints = self._rows
         return (
             jnp.stack(floats) if floats else jnp.zeros((1, 1), jnp.float32),

@@ -251,6 +251,7 @@ def stays_finite(program: Program) -> bool:
         return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in finite
 
     def keeps_finite(step: Step) -> bool:
+        """Whether the step's results are finite if its operands are; values of b and h alone count as finite."""
         if isinstance(step, Call):
             return step.name in tile_ops.CALLS
         if isinstance(step, Load):

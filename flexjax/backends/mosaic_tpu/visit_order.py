@@ -138,6 +138,7 @@ class DenseOrder(VisitOrder):
         return (), None
 
     def _kind(self, q_tile: jax.Array, kv_tile: jax.Array) -> jax.Array | int:
+        """The kind of a visit; an int where all visits have the same."""
         if len(self.kinds) == 1:
             (only,) = self.kinds
             return only

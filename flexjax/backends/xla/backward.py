@@ -148,6 +148,7 @@ class BackwardSweep(typing.NamedTuple):
         need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
         def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
+            """Adds the gradients of one visit to both sums."""
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)
             scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)

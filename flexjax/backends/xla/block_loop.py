@@ -95,6 +95,7 @@ def walk(
     total = left + num_partial
 
     def remaining(t: Array) -> BlockVisit:
+        """Visit t of those after the whole chunks of the full list: what is left of it, then the partial list."""
         place = t * chunk + jnp.arange(chunk, dtype=jnp.int32)
         whole = place < left
         blocks = jnp.zeros(chunk, jnp.int32)

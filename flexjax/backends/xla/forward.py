@@ -41,6 +41,7 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
     qx = None if tiled.query_extra is None else tiled.take_rows(tiled.query_extra, row)
 
     def visit_tile(state: tuple[Array, Array, Array], visit: BlockVisit) -> tuple[Array, Array, Array]:
+        """Adds one visit to (row maximum, row sum, accumulated output)."""
         maximum, total, accumulated = state
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, plan.score, mask_q_end=False).modified

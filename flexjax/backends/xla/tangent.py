@@ -95,6 +95,7 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     scale = jnp.asarray(plan.scale, tiled.compute)
 
     def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
+        """Adds one visit to (sum of p r (ts' v + tv), sum of p ts')."""
         weighted, t_lse = state
         columns = lambda x: tiled.take_columns(x, row, visit.blocks)
         raw = raw_scores(tiled, row, visit, q, qx)
