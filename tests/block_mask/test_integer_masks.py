@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexjax
-from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.backends.xla.region import Region
+from flexjax.backends.xla.tile import XlaTile
 from flexjax.ir.evaluate import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.block_mask.test_classify import check

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.backends.xla.region import Region
+from flexjax.backends.xla.tile import XlaTile
 from flexjax.ir.evaluate import evaluate
 from flexjax.ir.program import Load
 from flexjax.trace.primitives import ELEMENTWISE

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_tpu import tables, vmem
+from flexjax.backends.mosaic_tpu import list_shape, visit_order, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.types import KernelOptions
@@ -48,7 +48,7 @@ def check(name: str, options: KernelOptions, backward: bool = True) -> None:
 )
 def test_lists_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch):
     """Lists that do not fit SMEM run in several launches that write one output."""
-    monkeypatch.setattr(tables, "TABLE_BYTES", 64)
+    monkeypatch.setattr(list_shape, "TABLE_BYTES", 64)
     check(name, KernelOptions(interpret=True, block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128))
 
 
@@ -70,7 +70,7 @@ def test_several_tiles(name: str, q: int, kv: int):
 @pytest.mark.parametrize("name", ["length_300", "column_bias", "mqa"])
 def test_dq_alone(name: str, monkeypatch: pytest.MonkeyPatch):
     """Where the sums of dq do not fit, it has its own kernel."""
-    monkeypatch.setattr(vmem, "fuses", lambda *_: False)
+    monkeypatch.setattr(vmem, "dq_sums_fit", lambda *_: False)
     check(name, KernelOptions(interpret=True, block_q_bwd=128, block_kv_bwd=128))
 
 
@@ -113,7 +113,9 @@ def test_simulator_finds_no_race(name: str, found_races: Callable[[], list[bool]
 
 def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypatch: pytest.MonkeyPatch):
     """Visits of one row on two cores at a time write the same block, and the simulator says so."""
-    monkeypatch.setattr(tables.DenseOrder, "semantics", lambda order: ("parallel",) * (5 if order.by_keys else 4))
+    monkeypatch.setattr(
+        visit_order.DenseOrder, "semantics", lambda order: ("parallel",) * (5 if order.key_major else 4)
+    )
     case = dataclasses.replace(CASES["plain"], name="race", shape=(1, 1, 1, 128, 256, 16, 16))
     problem = plans.problem_of(case, "float32", SMALL_TILES)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
