@@ -17,7 +17,7 @@ import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends import target as targets
-from flexjax.backends.mosaic_gpu import backward_tiles, tiles
+from flexjax.backends.mosaic_gpu import backward_tiles, forward_tiles
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
@@ -300,7 +300,7 @@ def test_the_tables_agree_with_the_heuristics(name: str) -> None:
         }
         assert {found.forward, found.backward} <= {"package", ""}
         filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **found.tiles))
-        assert tiles.forward_tile(filled) == tiles.forward_tile(plan)
+        assert forward_tiles.forward_tile(filled) == forward_tiles.forward_tile(plan)
         assert backward_kernels(filled) == backward_kernels(plan)
         for which in tuned.PASSES:
             if which in entry:

@@ -30,9 +30,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
-from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
 from flexjax.block_mask import transpose
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 

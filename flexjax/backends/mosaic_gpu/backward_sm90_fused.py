@@ -32,8 +32,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, memory
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import dq_order, memory, work_queue
 from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
 from flexjax.backends.mosaic_gpu.branch import when
@@ -225,10 +225,10 @@ def backward_fused(
                 if not simulated:
                     word = count_ref.at[pl.ds(tile_count + 1 + program, 1)]
                     if draws:
-                        work_queue.draw_start(count_ref.at[pl.ds(tile_count, 1)], word)
+                        atomic_counter.take_start(count_ref.at[pl.ds(tile_count, 1)], word)
                         plgpu.barrier_arrive(started)
                     plgpu.barrier_wait(started)
-                    start = work_queue.read_start(word)
+                    start = atomic_counter.read_start(word)
                 head_index, tile, rank = dq_order.place_of(start, order, kv_tiles, heads)
             b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
             mask_b = b if per_batch else zero

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.analysis import patterns
-from flexjax.backends.mosaic_gpu.tiles import REFERENCE_SMS as REFERENCE_SMS
+from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.plan.kernel_plan import KernelPlan
 
 HANDOFF = 1.05

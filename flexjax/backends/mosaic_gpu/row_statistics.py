@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
-from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name, round_up
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
 ROWS = 64

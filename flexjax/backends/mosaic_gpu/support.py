@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 from jax.interpreters import mlir
 
-from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
+from flexjax.backends.mosaic_gpu import backward_tiles, forward_tiles, tile_programs
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import mask_blocks
@@ -99,7 +99,7 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
 
 def _refuses_tiles(plan: KernelPlan) -> str | None:
     options = plan.options
-    if not tiles.forward_candidates(plan):
+    if not forward_tiles.forward_candidates(plan):
         asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
         return (
             f"No tile fits head dims {plan.head_dim} and {plan.value_dim}"
@@ -135,7 +135,7 @@ class MosaicGpu:
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values for KernelOptions that are worth timing, what runs by itself first."""
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-        forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles.forward_candidates(plan)))
+        forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
         backward = backward_tiles.backward_candidates(plan)
         at = lambda found, n: found[min(n, len(found) - 1)]
         names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
@@ -149,8 +149,10 @@ class MosaicGpu:
 
         plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
         # The tile is chosen from the plan; only the size of the persistent grid, which no result depends on, from the GPU.
-        programs = target.cores or tiles.REFERENCE_SMS
-        return forward_sm90.forward(plan, operands, dataclasses.replace(tiles.forward_tile(plan), programs=programs))
+        programs = target.cores or forward_tiles.REFERENCE_SMS
+        return forward_sm90.forward(
+            plan, operands, dataclasses.replace(forward_tiles.forward_tile(plan), programs=programs)
+        )
 
     def backward(
         self,

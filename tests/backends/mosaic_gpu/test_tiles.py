@@ -13,7 +13,7 @@ import pytest
 import flexjax
 from flexjax import KernelOptions
 from flexjax.attention import DEFAULTS, prepare
-from flexjax.backends.mosaic_gpu import backward_tiles, support, tiles
+from flexjax.backends.mosaic_gpu import backward_tiles, forward_tiles, support
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
@@ -113,15 +113,15 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
 # fmt: off
 FORWARD: dict[str, tuple[KernelPlan, str]] = {
     "full 128": (plan(), "128x128 slots 2,2,2 overlap"),
-    "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap turns"),
+    "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap ping-pong"),
     "full 256": (plan(dim=256), "128x64 slots 2,2,1 overlap"),
     "causal 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
     "full 64": (plan(dim=64), "192x128 slots 2,2,1 overlap"),
-    "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 turns"),
+    "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 ping-pong"),
     "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,1 overlap"),
     "2048 of 64 heads at 64: tiles of 192 leave the device idle": (
         dataclasses.replace(plan(dim=64), batch=8, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048),
-        "128x128 slots 2,2,2 turns",
+        "128x128 slots 2,2,2 ping-pong",
     ),
     "queries of 64 asked for at 64": (plan(dim=64, block_q=64), "64x128 slots 2,2,2"),
     "a short sequence": (dataclasses.replace(plan(dim=64), q_len=64), "64x128 slots 2,2,2"),
@@ -228,11 +228,11 @@ def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: boo
 @pytest.mark.parametrize("name", FORWARD)
 def test_tiles_of_the_forward_pass(name: str) -> None:
     made, chosen = FORWARD[name]
-    tile = tiles.forward_tile(made)
-    assert tile.queue
+    tile = forward_tiles.forward_tile(made)
+    assert tile.dynamic_scheduler
     assert not tile.persistent
     text = f"{tile.block_q}x{tile.block_kv} slots {tile.stages},{tile.value_stages},{tile.query_slots}"
-    assert text + " overlap" * tile.overlap + " turns" * tile.turns == chosen
+    assert text + " overlap" * tile.overlap + " ping-pong" * tile.ping_pong == chosen
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -258,12 +258,12 @@ def test_candidates(options: dict[str, typing.Any]) -> None:
     for n, candidate in enumerate(found):
         asked = dataclasses.replace(made, options=KernelOptions(**candidate))
         assert support.refuses(asked, HOPPER, JAX) is None
-        tile = tiles.forward_tile(asked)
+        tile = forward_tiles.forward_tile(asked)
         assert (tile.block_q, tile.block_kv, tile.stages) == tuple(list(candidate.values())[:3])
         assert f"{candidate['block_q_bwd']}x" in backward_of(asked)
         assert f"x{candidate['block_kv_bwd']}" in backward_of(asked)
         if n == 0:
-            assert tile == tiles.forward_tile(made)
+            assert tile == forward_tiles.forward_tile(made)
             assert backward_of(asked) == backward_of(made)
 
 
