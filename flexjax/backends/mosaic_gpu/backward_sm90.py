@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, pair_of, simulated_captures
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
-from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv_split import backward_dkv_split
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
+from flexjax.backends.mosaic_gpu.backward_tile_math import captures_of
 from flexjax.backends.mosaic_gpu.backward_tiles import (
     NARROW,
     choose_fused,
@@ -26,6 +25,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     fused_tiles,
     wide_tiles,
 )
+from flexjax.backends.mosaic_gpu.pair_bias import Pair, pair_of, simulated_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
@@ -82,7 +82,7 @@ def backward(
             d_query, arrays = backward_dq(*common_arguments, by_query, captures, dq, pair)
             written = {w.capture: w.gradient(plan, a) for w, a in zip(pair.written, arrays, strict=True)}
         if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > NARROW:
-            d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
+            d_key, d_value = backward_dkv_split(*common_arguments, by_key, captures, wide_tiles(joined_plan))
         elif want_keys:
             dkv = dkv_tiles(joined_plan, pair.bytes)
             d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv, pair)

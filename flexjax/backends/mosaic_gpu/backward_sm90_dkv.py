@@ -6,7 +6,7 @@ Everything is transposed: keys are the rows of a tile, so P^T and dS^T come out 
 the next product wants them, and the row statistics of the queries lie along columns. The query heads that share a key head
 are walked one after another into the same accumulators: the sum over the group costs nothing and has one order.
 Tiles of a captured array with a number for each query and key come and go with those of the queries, and are read across
-their rows (backward_pair.py).
+their rows (pair_bias.py).
 """
 
 import functools
@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.pair_bias import Pair, staging_for
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

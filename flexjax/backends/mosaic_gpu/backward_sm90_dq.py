@@ -5,7 +5,7 @@
 Warpgroups 0..n-1 compute, each on its own 64 queries; the last one copies. Keys and values share a ring of slots in the
 order K0 V0 K1 V1 ..., each slot released as soon as the last product that reads it is done: V after dP, K after dQ. An odd
 number of slots therefore works too, which is what head dim 256 needs. Tiles of a captured array with a number for each
-query and key have a ring of their own, and tiles of its gradient leave while dQ's product runs (backward_pair.py). Where that
+query and key have a ring of their own, and tiles of its gradient leave while dQ's product runs (pair_bias.py). Where that
 gradient is a sum over the batch, a block of threads takes all entries of a tile of queries together, one after the other.
 """
 
@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, Ring, Writer, empty_blocks, staging_for, writer_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.pair_bias import Pair, Ring, Writer, empty_blocks, staging_for, writer_scratch
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import dq_order, memory, work_queue
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder

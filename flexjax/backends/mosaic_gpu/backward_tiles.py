@@ -24,7 +24,7 @@ NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients i
 
 
 class PairBytes(typing.NamedTuple):
-    """Bytes an element of what a kernel keeps of arrays with a number for each query and key (backward_pair.py).
+    """Bytes an element of what a kernel keeps of arrays with a number for each query and key (pair_bias.py).
 
     staged of the array that comes in through shared memory (0: none), written of all whose gradients go out through it;
     entries is how many batch entries a block of the dQ kernel takes together.

@@ -15,7 +15,7 @@ tile by tile in registers, and writes one tile of sums:
     tile        the batches and heads that share it    nothing
 
 What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places that the load's index names
-(capture_places.py). A gather by query and key whose places may repeat, such as a table of 2-D relative positions, would leave a number for
+(capture_scatter.py). A gather by query and key whose places may repeat, such as a table of 2-D relative positions, would leave a number for
 each pair and head: there the kernel adds g to its places itself, in fixed point (fixed_point.py), and what the index makes the same on
 tiles of one diagonal is added in registers before (shift_invariance.py).
 
@@ -33,8 +33,7 @@ from jax import lax
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, gradient_loads, plain_dims, simulated_captures
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, captures_of
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, captures_of
 from flexjax.backends.mosaic_gpu.capture_kernel import ROWS, CaptureKernel, Sink, groups_for
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,
@@ -44,7 +43,7 @@ from flexjax.backends.mosaic_gpu.capture_lists import (
     shape_for,
     tile_lists,
 )
-from flexjax.backends.mosaic_gpu.capture_places import (
+from flexjax.backends.mosaic_gpu.capture_scatter import (
     LARGEST_ARRAY,
     add_at,
     axes,
@@ -52,6 +51,7 @@ from flexjax.backends.mosaic_gpu.capture_places import (
     distinct,
     join_windows,
 )
+from flexjax.backends.mosaic_gpu.pair_bias import Pair, gradient_loads, plain_dims, simulated_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results

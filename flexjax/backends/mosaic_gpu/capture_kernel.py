@@ -29,11 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import fixed_point, memory
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, ColumnMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import Shape, TileLists
+from flexjax.backends.mosaic_gpu.pair_bias import Pair, staging_for
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results

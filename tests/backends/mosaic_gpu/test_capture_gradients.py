@@ -17,11 +17,11 @@ from flexjax.backends.mosaic_gpu import (
     capture_gradients,
     capture_kernel,
     capture_lists,
-    capture_places,
+    capture_scatter,
     fixed_point,
     shift_invariance,
 )
-from flexjax.backends.mosaic_gpu.backward_pair import Pair
+from flexjax.backends.mosaic_gpu.pair_bias import Pair
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
@@ -239,7 +239,7 @@ def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_lists, "ENOUGH", 1)
     monkeypatch.setattr(capture_gradients, "LISTS_AT_ONCE", 2)
-    monkeypatch.setattr(capture_places, "SORTED_AT_ONCE", 100)
+    monkeypatch.setattr(capture_scatter, "SORTED_AT_ONCE", 100)
     made = problem(
         score=lambda c, s, b, h, q, k: s + c[0][jnp.clip(q - k, -20, 20) + 20],
         captured=(normal(41),),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
+from flexjax.backends.mosaic_gpu.pair_bias import placed, plain_dims
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import apply_op
 from flexjax.plan.kernel_plan import KernelPlan, Operands

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import WIDE_KEYS, WIDE_QUERIES, WideTiles
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.ir import program as ir
@@ -28,7 +28,7 @@ KEYS, QUERIES = WIDE_KEYS, WIDE_QUERIES
 GROUPS = 2
 
 
-def backward_dkv_wide(
+def backward_dkv_split(
     plan: KernelPlan,
     derivative: ir.Program | None,
     given: common.Prepared,
@@ -222,6 +222,6 @@ def backward_dkv_wide(
         thread_name="wg",
         compiler_params=common.compiler_params(),
         interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-        kernel_name="flexjax_backward_dkv_wide",
+        kernel_name="flexjax_backward_dkv_split",
     )
     return run(*given, walk_arrays, order, captures)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory, staging
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, ColumnMath
 from flexjax.backends.mosaic_gpu.backward_tiles import NARROW, DqTiles, PairBytes, dq_fits, padded_dims
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram

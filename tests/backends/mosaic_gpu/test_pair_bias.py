@@ -10,7 +10,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_pair, backward_tiles, capture_gradients, capture_kernel
+from flexjax.backends.mosaic_gpu import backward_tiles, capture_gradients, capture_kernel, pair_bias
 from flexjax.backends.mosaic_gpu.backward_tiles import dkv_tiles, dq_tiles
 from tests.backends.mosaic_gpu.test_backward_interpret import Problem, assert_close, causal, normal, problem
 
@@ -159,8 +159,8 @@ CASES: dict[str, tuple[dict[str, typing.Any], Expected]] = {
 }  # fmt: skip
 
 
-def pair_of(made: Problem) -> backward_pair.Pair:
-    return backward_pair.pair_of(made.plan, made.derivative, made.wanted.score_captures)
+def pair_of(made: Problem) -> pair_bias.Pair:
+    return pair_bias.pair_of(made.plan, made.derivative, made.wanted.score_captures)
 
 
 @pytest.mark.parametrize("name", CASES)
