@@ -283,8 +283,8 @@ def backward_kernels(plan: KernelPlan) -> tuple:
     fused = backward_tiles.fused_tiles(plan) if backward_tiles.choose_fused(plan) else None
     if fused is not None:
         return (fused,)
-    wide = max(backward_tiles.padded_dims(plan)) > backward_tiles.NARROW
-    return backward_tiles.dq_tiles(plan), (backward_tiles.wide_tiles if wide else backward_tiles.dkv_tiles)(plan)
+    wide = max(backward_tiles.padded_dims(plan)) > backward_tiles.LARGEST_UNSPLIT_DIM
+    return backward_tiles.dq_tiles(plan), (backward_tiles.split_dkv_tiles if wide else backward_tiles.dkv_tiles)(plan)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SHIPPED}))

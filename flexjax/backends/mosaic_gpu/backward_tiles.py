@@ -6,7 +6,7 @@ Which kernels run, and what KernelOptions means to them (None: the largest that 
     dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
     dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
     dK/dV above head dim 128   64 keys               64 queries
-    one kernel     128 keys                          64 queries, or 128 (head dims 33 to 64, `_light`); only where the
+    one kernel     128 keys                          64 queries, or 128 (head dims 33 to 64, `fits_128_query_tile`); only where the
                                                      options do not ask for another tile
 """
 
@@ -20,10 +20,10 @@ from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 SMEM_LIMIT = 227 * 1024
-NARROW = 128  # largest head dim of the dK/dV kernel that makes both gradients in one warpgroup
+LARGEST_UNSPLIT_DIM = 128  # largest head dim of the dK/dV kernel that makes both gradients in one warpgroup
 
 
-class PairBytes(typing.NamedTuple):
+class DenseBiasBytes(typing.NamedTuple):
     """Bytes an element of what a kernel keeps of arrays with a number for each query and key (pair_bias.py).
 
     staged of the array that comes in through shared memory (0: none), written of all whose gradients go out through it;
@@ -31,11 +31,11 @@ class PairBytes(typing.NamedTuple):
     """
 
     staged: int = 0
-    written: int = 0
-    entries: int = 1
+    direct_gradients: int = 0
+    batch_entries: int = 1
 
 
-NO_PAIR = PairBytes()
+NO_DENSE_BIAS = DenseBiasBytes()
 
 
 def padded_dim(dim: int) -> int:
@@ -48,7 +48,7 @@ def padded_dims(plan: KernelPlan) -> tuple[int, int]:
     return padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
 
 
-def own_tile(blocks: BlockLayout | None, which: str, wanted: tuple[int, ...]) -> int:
+def first_dividing(blocks: BlockLayout | None, which: str, wanted: tuple[int, ...]) -> int:
     """The first of the wanted tile sizes that divides the block mask's block."""
     block = None if blocks is None else (blocks.block_q if which == "q" else blocks.block_kv)
     return next(t for t in wanted if block is None or block % t == 0)
@@ -70,7 +70,7 @@ def _steps(asked: int | None, most: int) -> tuple[int, ...]:
 def refuses(plan: KernelPlan) -> str | None:
     """Why the tile that the options ask for cannot be had, with what can; None if it can."""
     options, blocks = plan.options, plan.blocks
-    wide = max(padded_dims(plan)) > NARROW
+    wide = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
     for name, asked, choices, block in (
         ("block_q_bwd", options.block_q_bwd, (64, 128), None if blocks is None else blocks.block_q),
         (
@@ -87,7 +87,7 @@ def refuses(plan: KernelPlan) -> str | None:
         if asked in choices:
             why = f", dividing the mask's blocks of {block}"
         elif wide and name == "block_kv_bwd":
-            why = f" for head dims above {NARROW}"
+            why = f" for head dims above {LARGEST_UNSPLIT_DIM}"
         listed = " or ".join(map(str, allowed))
         return f"The GPU kernels of the backward pass take {name} {listed}{why}, not {asked}."
     return None
@@ -99,7 +99,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     fits = lambda n, block: block is None or block % n == 0
     queries = [n for n in (128, 64) if options.block_q_bwd in (None, n) and fits(n, blocks and blocks.block_q)]
     keys = [n for n in (128, 64) if options.block_kv_bwd in (None, n) and fits(n, blocks and blocks.block_kv)]
-    if max(padded_dims(plan)) > NARROW:
+    if max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         keys = [n for n in keys if n == 64]
     pairs = [(q, kv) for q in queries for kv in keys]
     fused = fused_tiles(plan) if choose_fused(plan) else None
@@ -120,48 +120,48 @@ class DqTiles(typing.NamedTuple):
     keys: int
     key_slots: int
     value_slots: int
-    by_head: bool = True
+    head_major: bool = True
     staged_slots: int = 0
-    entries: int = 1
+    batch_entries: int = 1
 
 
-def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int, pair: PairBytes = NO_PAIR) -> int:
+def dq_smem_bytes(tiles: DqTiles, dim: int, value_dim: int, bias: DenseBiasBytes = NO_DENSE_BIAS) -> int:
     queries = tiles.rows * tiles.groups
     ring = tiles.keys * (tiles.key_slots * dim + tiles.value_slots * value_dim)
     return (
-        2 * (tiles.entries * queries * (dim + value_dim) + ring)
-        + queries * tiles.keys * (tiles.staged_slots * pair.staged + pair.written)
+        2 * (tiles.batch_entries * queries * (dim + value_dim) + ring)
+        + queries * tiles.keys * (tiles.staged_slots * bias.staged + bias.direct_gradients)
         + 2048
     )
 
 
-def _dq_candidates(plan: KernelPlan, pair: PairBytes) -> list[DqTiles]:
+def _dq_candidates(plan: KernelPlan, bias: DenseBiasBytes) -> list[DqTiles]:
     """Tiles that fit shared memory, the best first: a staged array before deeper rings of keys and values."""
     dim, value_dim = padded_dims(plan)
-    q_tile = own_tile(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
+    q_tile = first_dividing(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
     light = plan.score is None and plan.dropout is None
     widest = 128 if dim <= 128 and light else 64
-    keys = own_tile(plan.blocks, "kv", _steps(plan.options.block_kv_bwd, widest))
-    rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if pair.staged else ()
+    keys = first_dividing(plan.blocks, "kv", _steps(plan.options.block_kv_bwd, widest))
+    rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if bias.staged else ()
     made = [
-        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged, pair.entries)
+        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged, bias.batch_entries)
         for key_slots, value_slots, staged in (*rings, (2, 2, 0), (2, 1, 0), (1, 1, 0))
     ]
-    return [tiles for tiles in made if dq_smem_bytes(tiles, dim, value_dim, pair) <= SMEM_LIMIT]
+    return [tiles for tiles in made if dq_smem_bytes(tiles, dim, value_dim, bias) <= SMEM_LIMIT]
 
 
-def dq_fits(plan: KernelPlan, pair: PairBytes) -> bool:
+def dq_fits(plan: KernelPlan, bias: DenseBiasBytes) -> bool:
     """Whether there is room for the tiles of gradients that the kernel is to write."""
-    return bool(_dq_candidates(plan, pair))
+    return bool(_dq_candidates(plan, bias))
 
 
-def dq_tiles(plan: KernelPlan, pair: PairBytes = NO_PAIR) -> DqTiles:
+def dq_tiles(plan: KernelPlan, bias: DenseBiasBytes = NO_DENSE_BIAS) -> DqTiles:
     """Largest tiles that fit registers and shared memory."""
-    found = _dq_candidates(plan, pair)
+    found = _dq_candidates(plan, bias)
     if found:
         return found[0]
-    q_tile = own_tile(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
-    return DqTiles(64, q_tile // 64, 64, 1, 1, by_head=plan.group == 1)
+    q_tile = first_dividing(plan.blocks, "q", _sizes(plan.options.block_q_bwd))
+    return DqTiles(64, q_tile // 64, 64, 1, 1, head_major=plan.group == 1)
 
 
 # ------------------------------------------------------------------- dK and dV
@@ -176,51 +176,51 @@ class DkvTiles(typing.NamedTuple):
     queries: int
     query_slots: int
     out_slots: int
-    by_head: bool = True
+    head_major: bool = True
     staged_slots: int = 0
 
 
-def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int, pair: PairBytes = NO_PAIR) -> int:
+def dkv_smem_bytes(tiles: DkvTiles, dim: int, value_dim: int, bias: DenseBiasBytes = NO_DENSE_BIAS) -> int:
     keys = tiles.rows * tiles.groups
     ring = 2 * tiles.queries * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
-    return 2 * keys * (dim + value_dim) + ring + keys * tiles.queries * tiles.staged_slots * pair.staged + 1024
+    return 2 * keys * (dim + value_dim) + ring + keys * tiles.queries * tiles.staged_slots * bias.staged + 1024
 
 
-def dkv_tiles(plan: KernelPlan, pair: PairBytes = NO_PAIR) -> DkvTiles:
+def dkv_tiles(plan: KernelPlan, bias: DenseBiasBytes = NO_DENSE_BIAS) -> DkvTiles:
     """Largest tiles that fit registers and shared memory, for head dims up to 128."""
-    keys = own_tile(plan.blocks, "kv", _sizes(plan.options.block_kv_bwd))
+    keys = first_dividing(plan.blocks, "kv", _sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
     narrow = dims <= 64 and plan.score is None and plan.dropout is None
-    queries = own_tile(plan.blocks, "q", _steps(plan.options.block_q_bwd, 128 if narrow else 64))
-    staged = (2, 0) if pair.staged else (0,)  # they share the barriers of the queries
+    queries = first_dividing(plan.blocks, "q", _steps(plan.options.block_q_bwd, 128 if narrow else 64))
+    staged = (2, 0) if bias.staged else (0,)  # they share the barriers of the queries
     made = [DkvTiles(64, keys // 64, queries, 2, 2, plan.group == 1, slots) for slots in staged]
-    return next((t for t in made if dkv_smem_bytes(t, *padded_dims(plan), pair) <= SMEM_LIMIT), made[-1])
+    return next((t for t in made if dkv_smem_bytes(t, *padded_dims(plan), bias) <= SMEM_LIMIT), made[-1])
 
 
-WIDE_KEYS, WIDE_QUERIES = 64, 64
+SPLIT_KEYS, SPLIT_QUERIES = 64, 64
 
 
-class WideTiles(typing.NamedTuple):
+class SplitDkvTiles(typing.NamedTuple):
     """Slots for query tiles, for d_out tiles and for tiles handed over; launch order."""
 
     query_slots: int
     out_slots: int
-    hand_slots: int
-    by_head: bool = True
+    p_slots: int
+    head_major: bool = True
 
 
-def wide_smem_bytes(tiles: WideTiles, dim: int, value_dim: int) -> int:
-    ring = 2 * WIDE_QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
-    return 2 * WIDE_KEYS * (dim + value_dim) + ring + 4 * tiles.hand_slots * WIDE_KEYS * WIDE_QUERIES + 1024
+def split_dkv_smem_bytes(tiles: SplitDkvTiles, dim: int, value_dim: int) -> int:
+    ring = 2 * SPLIT_QUERIES * (tiles.query_slots * (dim + 4) + tiles.out_slots * value_dim)
+    return 2 * SPLIT_KEYS * (dim + value_dim) + ring + 4 * tiles.p_slots * SPLIT_KEYS * SPLIT_QUERIES + 1024
 
 
-def wide_tiles(plan: KernelPlan) -> WideTiles:
+def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
     dim, value_dim = padded_dims(plan)
-    by_head = plan.group == 1
-    for tiles in (WideTiles(2, 2, 2, by_head), WideTiles(2, 2, 1, by_head)):
-        if wide_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
+    head_major = plan.group == 1
+    for tiles in (SplitDkvTiles(2, 2, 2, head_major), SplitDkvTiles(2, 2, 1, head_major)):
+        if split_dkv_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
             return tiles
-    return WideTiles(1, 1, 1, by_head)
+    return SplitDkvTiles(1, 1, 1, head_major)
 
 
 # ------------------------------------------------------------------- all three in one kernel
@@ -235,7 +235,7 @@ class FusedTiles(typing.NamedTuple):
     query_slots: int
     out_slots: int
     dq_slots: int
-    by_head: bool = True
+    head_major: bool = True
 
 
 def fused_smem_bytes(tiles: FusedTiles, dim: int, value_dim: int) -> int:
@@ -252,17 +252,17 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
         return None
     if options.block_kv_bwd not in (None, FUSED_KEYS):
         return None
-    for queries in (128, 64) if _light(plan) else (64,):
+    for queries in (128, 64) if fits_128_query_tile(plan) else (64,):
         if options.block_q_bwd not in (None, queries) or (blocks is not None and blocks.block_q % queries):
             continue
         for slots in ((2, 2, 2), (2, 2, 1), (2, 1, 1)):
-            tiles = FusedTiles(queries, *slots, by_head=plan.group == 1)
+            tiles = FusedTiles(queries, *slots, head_major=plan.group == 1)
             if fused_smem_bytes(tiles, dim, value_dim) <= SMEM_LIMIT:
                 return tiles
     return None
 
 
-def _light(plan: KernelPlan) -> bool:
+def fits_128_query_tile(plan: KernelPlan) -> bool:
     """Whether tiles of 128 queries fit the registers: nothing but what is added to scores, of arrays with a number for each
     query and key at most four bytes, or else a number for each query, which takes half as much."""
     score, mask = plan.score, plan.mask

@@ -378,7 +378,7 @@ def test_schedules_are_int32(deterministic: bool) -> None:
     made = problem(**ONE_KERNEL["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
     order = dq_order.order_for(made.plan, 4, 2) if deterministic else None
     with jax.enable_x64(True):
-        arrays = backward_sm90_common.walk_arrays(made.plan, made.operands.lists, transposed=True)
+        arrays = backward_sm90_common.visit_lists(made.plan, made.operands.lists, transposed=True)
         schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, 64, order)
     assert {x.dtype for x in jax.tree.leaves(schedule)} == {jnp.dtype("int32")}
 

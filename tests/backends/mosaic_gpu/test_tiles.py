@@ -40,8 +40,8 @@ def backward_of(made: KernelPlan) -> str:
         return f"one {fused.queries}x{backward_tiles.FUSED_KEYS}"
     dq = backward_tiles.dq_tiles(made)
     text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
-    if max(backward_tiles.padded_dims(made)) > backward_tiles.NARROW:
-        return text + f" dkv {backward_tiles.WIDE_QUERIES}x{backward_tiles.WIDE_KEYS}"
+    if max(backward_tiles.padded_dims(made)) > backward_tiles.LARGEST_UNSPLIT_DIM:
+        return text + f" dkv {backward_tiles.SPLIT_QUERIES}x{backward_tiles.SPLIT_KEYS}"
     dkv = backward_tiles.dkv_tiles(made)
     return text + f" dkv {dkv.queries}x{dkv.rows * dkv.groups} slots {dkv.query_slots},{dkv.out_slots}"
 
