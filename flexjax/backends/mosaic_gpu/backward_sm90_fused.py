@@ -35,8 +35,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import dq_order, memory, work_queue
 from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
+from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.choose_kernel import FusedKernel
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -154,17 +155,17 @@ def backward_fused(
     given: common.Prepared,
     visit_lists: common.VisitLists,
     captures: Captures,
-    tiles: FusedTiles,
+    chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dQ, dK, dV) in the shapes of `given`."""
     dtype = given.key.dtype
     dim, value_dim = given.key.shape[-1], given.value.shape[-1]
+    tiles, ordered = chosen
     queries = tiles.queries
     kv_tiles, q_tiles = -(-plan.kv_len // KV_TILE), -(-plan.q_len // queries)
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // queries
         q_tiles = -(-q_tiles // per_block) * per_block
-    ordered = adds_in_order(plan, tiles)
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if ordered else None
     sums = 1 if order is None else order.sums
     schedule = schedule_for(plan, visit_lists, kv_tiles, q_tiles, queries, order)
