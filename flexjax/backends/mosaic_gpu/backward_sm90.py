@@ -12,43 +12,17 @@ import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, pair_of, simulated_captures
+from flexjax.backends.mosaic_gpu import choose_kernel
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
-from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv_split import backward_dkv_split
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
-from flexjax.backends.mosaic_gpu.backward_tiles import (
-    NARROW,
-    choose_fused,
-    dkv_tiles,
-    dq_tiles,
-    fused_tiles,
-    wide_tiles,
-)
+from flexjax.backends.mosaic_gpu.backward_tile_math import captures_of
+from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles, SplitDkvTiles
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, dense_bias_plan, padded_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-
-MAX_DIM = 256
-
-
-def refuses(plan: KernelPlan) -> str | None:
-    """Why the backward kernels cannot run this plan, or None."""
-    if plan.dtype not in ("bfloat16", "float16"):
-        return f"the Hopper backward kernels take bfloat16 and float16, not {plan.dtype}."
-    if max(plan.head_dim + plan.extra_dim, plan.value_dim) > MAX_DIM:
-        return f"the Hopper backward kernels take head dims up to {MAX_DIM}, extra features included."
-    if plan.extra_dim and plan.kv_heads % plan.extra_heads:
-        return "the Hopper backward kernels want extra features whose head count divides that of the keys."
-    if plan.blocks is not None and (plan.blocks.block_q % 64 or plan.blocks.block_kv % 64):
-        return (
-            f"the Hopper backward kernels want block masks of blocks that are multiples of 64 x 64, "
-            f"not {plan.blocks.block_q} x {plan.blocks.block_kv}."
-        )
-    if min(plan.batch, plan.q_heads, plan.kv_heads, plan.q_len, plan.kv_len) == 0:
-        return "the Hopper backward kernels want a problem that is not empty."
-    return None
 
 
 def backward(
@@ -64,28 +38,27 @@ def backward(
     stats = row_statistics(plan, results, d_out.astype(operands.query.dtype), d_lse)
     joined_plan, joined = _join_extra(plan, operands)
     given = common.prepare(joined_plan, joined, d_out.astype(operands.query.dtype), stats)
-    pair = pair_of(joined_plan, derivative, wanted.score_captures)
-    captures = simulated_captures(joined_plan, pair, captures_of(operands))
+    bias = dense_bias_plan(joined_plan, derivative, wanted.score_captures)
+    captures = padded_captures(joined_plan, bias, captures_of(operands))
 
     d_query = d_key = d_value = None
-    written: dict[int, jax.Array] = {}  # gradients of captured arrays, by their number
+    direct: dict[int, jax.Array] = {}  # gradients of captured arrays, by their number
     want_query, want_keys = wanted.query or wanted.query_extra, wanted.key or wanted.value or wanted.key_extra
-    by_query = common.walk_arrays(plan, operands.lists, transposed=False)
-    by_key = common.walk_arrays(plan, operands.lists, transposed=True)
+    by_query = common.visit_lists(plan, operands.lists, transposed=False)
+    by_key = common.visit_lists(plan, operands.lists, transposed=True)
     common_arguments = (joined_plan, derivative, given)
-    fused = fused_tiles(joined_plan) if want_query and want_keys and choose_fused(joined_plan) else None
-    if fused is not None:
-        d_query, d_key, d_value = backward_fused(*common_arguments, by_key, captures, fused)
+    kernels = choose_kernel.backward_kernels(joined_plan, bias.bytes, all_gradients=want_query and want_keys)
+    if isinstance(kernels, choose_kernel.FusedKernel):
+        d_query, d_key, d_value = backward_fused(*common_arguments, by_key, captures, kernels)
     else:
-        if want_query or pair.written:
-            dq = dq_tiles(joined_plan, pair.bytes)
-            d_query, arrays = backward_dq(*common_arguments, by_query, captures, dq, pair)
-            written = {w.capture: w.gradient(plan, a) for w, a in zip(pair.written, arrays, strict=True)}
-        if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > NARROW:
-            d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
-        elif want_keys:
-            dkv = dkv_tiles(joined_plan, pair.bytes)
-            d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv, pair)
+        if want_query or bias.direct_gradients:
+            d_query, arrays = backward_dq(*common_arguments, by_query, captures, kernels.dq, bias)
+            direct = {w.capture: w.gradient(plan, a) for w, a in zip(bias.direct_gradients, arrays, strict=True)}
+        dkv = kernels.dkv
+        if want_keys and isinstance(dkv, SplitDkvTiles):
+            d_key, d_value = backward_dkv_split(*common_arguments, by_key, captures, dkv)
+        elif want_keys and isinstance(dkv, DkvTiles):
+            d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv, bias)
 
     d_query, d_query_extra = _split(plan, d_query, plan.q_len)
     d_key, d_key_extra = _split(plan, d_key, plan.kv_len)
@@ -98,7 +71,7 @@ def backward(
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(plan, operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
-        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, pair, written),
+        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, bias, direct),
     )
 
 
@@ -116,16 +89,16 @@ def _capture_gradients(
     given: common.Prepared,
     wanted: Wanted,
     derivative: ir.Program | None,
-    pair: Pair,
-    written: dict[int, jax.Array],
+    bias: DenseBiasPlan,
+    direct: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    left = tuple(want and n not in written for n, want in enumerate(wanted.score_captures))
+    left = tuple(want and n not in direct for n, want in enumerate(wanted.score_captures))
     if derivative is None or not any(left):
-        return tuple(written.get(n) for n in range(len(operands.score_captures)))
+        return tuple(direct.get(n) for n in range(len(operands.score_captures)))
     from flexjax.backends.mosaic_gpu.capture_gradients import capture_gradients
 
-    summed = capture_gradients(plan, operands, given, left, derivative, pair)
-    return tuple(written.get(n, found) for n, found in enumerate(summed))
+    summed = capture_gradients(plan, operands, given, left, derivative, bias)
+    return tuple(direct.get(n, found) for n, found in enumerate(summed))
 
 
 # ------------------------------------------------------------------- extra features ride along in the head dim

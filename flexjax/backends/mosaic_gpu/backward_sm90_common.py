@@ -98,13 +98,13 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
-def take_registers(groups: int) -> None:
+def raise_register_limit(groups: int) -> None:
     """In a compute warpgroup: with two of them and a copying one, 2 * 240 + 24 fill the register file."""
     if groups == 2:
         plgpu.set_max_registers(240, action="increase")
 
 
-def leave_registers(groups: int) -> None:
+def lower_register_limit(groups: int) -> None:
     """In the copying warpgroup."""
     if groups == 2:
         plgpu.set_max_registers(24, action="decrease")
@@ -177,7 +177,7 @@ def not_hoisted(index: jax.Array, interpret: bool) -> jax.Array:
     return opaque(index)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
 
 
-def drain(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:
+def wait_until_read(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:
     """The copying warpgroup waits until every slot of (free barriers, slots) was read for the last time."""
     for free, slots in rings:
         for slot in range(slots):
@@ -188,7 +188,7 @@ def drain(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class TileVisits:
     """How a tile of one axis visits tiles of the other axis.
 
     `per_block` visited tiles make a listed block; `own_per_block` tiles of the walking axis share one list. Without lists
@@ -203,17 +203,17 @@ class Walk:
     batch: int = 1
     heads: int = 1
 
-    def counts(self, refs: "WalkRefs", b: jax.Array, h: jax.Array, own: jax.Array) -> "Counts":
+    def counts(self, refs: "VisitLists", b: jax.Array, h: jax.Array, own: jax.Array) -> "VisitCounts":
         """How many tiles without and with the mask this tile visits."""
         if not self.lists:
             zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
-            return Counts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
+            return VisitCounts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
         at = self._at(b, h, own)
         number = lambda ref: jnp.int32(0) if ref is None else ref[at] * self.per_block
-        return Counts(number(refs.full_num), number(refs.partial_num))
+        return VisitCounts(number(refs.full_num), number(refs.partial_num))
 
     def tile(
-        self, refs: "WalkRefs", b: jax.Array, h: jax.Array, own: jax.Array, step: jax.Array, masked: bool
+        self, refs: "VisitLists", b: jax.Array, h: jax.Array, own: jax.Array, step: jax.Array, masked: bool
     ) -> jax.Array:
         """Number of the tile visited at `step` of the masked or of the plain list."""
         if not self.lists:
@@ -232,12 +232,12 @@ class Walk:
         return (b if self.batch > 1 else zero, h if self.heads > 1 else zero, own)
 
 
-class Counts(typing.NamedTuple):
-    plain: jax.Array
+class VisitCounts(typing.NamedTuple):
+    unmasked: jax.Array
     masked: jax.Array
 
 
-class WalkRefs(typing.NamedTuple):
+class VisitLists(typing.NamedTuple):
     """One orientation of the lists (arrays outside, references inside a kernel)."""
 
     partial_num: typing.Any
@@ -246,14 +246,14 @@ class WalkRefs(typing.NamedTuple):
     full_index: typing.Any
 
 
-def walk_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> Walk:
+def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> TileVisits:
     length = plan.q_len if transposed else plan.kv_len
     tiles = -(-length // visited_tile)
     blocks = plan.blocks
     if blocks is None:
-        return Walk(1, 1, tiles, lists=False, mask_all=plan.mask is not None)
+        return TileVisits(1, 1, tiles, lists=False, mask_all=plan.mask is not None)
     own, visited = (blocks.block_kv, blocks.block_q) if transposed else (blocks.block_q, blocks.block_kv)
-    return Walk(
+    return TileVisits(
         own // own_tile,
         visited // visited_tile,
         tiles,
@@ -264,13 +264,13 @@ def walk_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: boo
     )
 
 
-def each_visit(
+def for_each_visit(
     begin: typing.Callable[[jax.Array], typing.Any],
     step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, bool], None],
     *,
     plan: KernelPlan,
-    walk: Walk,
-    lists: "WalkRefs",
+    visits: TileVisits,
+    lists: "VisitLists",
     b: jax.Array,
     h_kv: jax.Array,
     tile: jax.Array,
@@ -281,14 +281,14 @@ def each_visit(
 
     def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
         h = h_kv * plan.group + g
-        counts = walk.counts(lists, b, h, tile)
-        between = before + counts.plain
+        counts = visits.counts(lists, b, h, tile)
+        between = before + counts.unmasked
         state = begin(h)
 
         def one(i: jax.Array, start: jax.Array, masked: bool) -> None:
-            step(state, h, walk.tile(lists, b, h, tile, i, masked) * size, start + i, masked)
+            step(state, h, visits.tile(lists, b, h, tile, i, masked) * size, start + i, masked)
 
-        pl.loop(0, counts.plain)(lambda i: one(i, before, False))
+        pl.loop(0, counts.unmasked)(lambda i: one(i, before, False))
         if plan.mask is not None or plan.blocks is not None:
             pl.loop(0, counts.masked)(lambda i: one(i, between, True))
         return between + counts.masked
@@ -298,35 +298,35 @@ def each_visit(
     return lax.fori_loop(0, plan.group, one_head, jnp.int32(0))
 
 
-def walk_arrays(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> WalkRefs:
+def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> VisitLists:
     if lists is None or plan.blocks is None:
-        return WalkRefs(None, None, None, None)
+        return VisitLists(None, None, None, None)
     if not transposed:
-        return WalkRefs(*lists)
+        return VisitLists(*lists)
     columns = -(-plan.kv_len // plan.blocks.block_kv)
     arrays: list[jax.Array | None] = []
     for num, index, width in ((*lists[:2], plan.blocks.partial_t), (*lists[2:], plan.blocks.full_t)):
         known = num is not None and index is not None
         arrays += transpose.transposed(num, index, columns=columns, width=width) if known else (None, None)
-    return WalkRefs(*arrays)
+    return VisitLists(*arrays)
 
 
-def longest_first(walk: Walk, arrays: WalkRefs, own_tiles: int) -> jax.Array | None:
+def longest_first(visits: TileVisits, arrays: VisitLists, own_tiles: int) -> jax.Array | None:
     """[batch, heads, tiles] int32: tiles by falling amount of work; None where all have the same."""
     nums = [n for n in (arrays.partial_num, arrays.full_num) if n is not None]
-    if not walk.lists or not nums:
+    if not visits.lists or not nums:
         return None
     work = sum(nums[1:], start=nums[0])
-    work = jnp.repeat(work, walk.own_per_block, axis=-1)[..., :own_tiles]
+    work = jnp.repeat(work, visits.own_per_block, axis=-1)[..., :own_tiles]
     return jnp.argsort(-work, axis=-1, stable=True).astype(jnp.int32)
 
 
-def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple[jax.Array, jax.Array]:
+def tile_and_head(program: jax.Array, tiles: int, heads: int, head_major: bool) -> tuple[jax.Array, jax.Array]:
     """(rank of the tile, number of the head) of a block of threads; blocks start in order of their number.
 
     By head, the tiles of one head run together, so that what they read stays in the cache; otherwise the first tiles of all
     heads come first, which with the longest first leaves no tail.
     """
-    if by_head:
+    if head_major:
         return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
     return lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))

@@ -6,7 +6,7 @@ Everything is transposed: keys are the rows of a tile, so P^T and dS^T come out 
 the next product wants them, and the row statistics of the queries lie along columns. The query heads that share a key head
 are walked one after another into the same accumulators: the sum over the group costs nothing and has one order.
 Tiles of a captured array with a number for each query and key come and go with those of the queries, and are read across
-their rows (backward_pair.py).
+their rows (pair_bias.py).
 """
 
 import functools
@@ -19,10 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
+from flexjax.backends.mosaic_gpu.pair_bias_tiles import staging_for
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -31,20 +32,20 @@ def backward_dkv(
     plan: KernelPlan,
     derivative: ir.Program | None,
     given: common.Prepared,
-    walk_arrays: common.WalkRefs,
+    visit_lists: common.VisitLists,
     captures: Captures,
     tiles: DkvTiles,
-    pair: Pair,
+    bias: DenseBiasPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """(dK, dV) in the shapes of `given.key` and `given.value`."""
     dtype = given.key.dtype
     dim, value_dim = given.key.shape[-1], given.value.shape[-1]
     kv_tile = tiles.rows * tiles.groups
     kv_tiles = -(-plan.kv_len // kv_tile)
-    walk = common.walk_for(plan, kv_tile, tiles.queries, transposed=True)
-    order = common.longest_first(walk, walk_arrays, kv_tiles)
+    visits = common.visits_for(plan, kv_tile, tiles.queries, transposed=True)
+    order = common.longest_first(visits, visit_lists, kv_tiles)
     math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, tiles.rows * tiles.groups))
-    staging = staging_for(plan, derivative, pair, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
+    staging = staging_for(plan, derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
     products = common.Products(plan.options.interpret)
     heads = plan.batch * plan.kv_heads
     rows_of = functools.partial(common.rows_of, layout=plan.layout)
@@ -55,7 +56,7 @@ def backward_dkv(
         v_ref: typing.Any,
         do_ref: typing.Any,
         stats_ref: typing.Any,
-        lists: common.WalkRefs,
+        lists: common.VisitLists,
         order_ref: typing.Any,
         captured: Captures,
         dk_ref: typing.Any,
@@ -74,18 +75,18 @@ def backward_dkv(
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        rank, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
+        rank, head_index = common.tile_and_head(program, kv_tiles, heads, tiles.head_major)
         b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
         if order_ref is None:
             tile = rank
         else:
             first = h_kv * plan.group
-            tile = order_ref[b if walk.batch > 1 else 0, first if walk.heads > 1 else 0, rank]
+            tile = order_ref[b if visits.batch > 1 else 0, first if visits.heads > 1 else 0, rank]
 
         each_head = functools.partial(
-            common.each_visit,
+            common.for_each_visit,
             plan=plan,
-            walk=walk,
+            visits=visits,
             lists=lists,
             b=b,
             h_kv=h_kv,
@@ -94,7 +95,7 @@ def backward_dkv(
         )
 
         def compute() -> None:
-            common.take_registers(tiles.groups)
+            common.raise_register_limit(tiles.groups)
             kv0 = tile * kv_tile + group * tiles.rows
             own_k, own_v = k_smem.at[group], v_smem.at[group]
             plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group])
@@ -117,19 +118,19 @@ def backward_dkv(
                         plgpu.barrier_wait(q_full.at[q_slot])
                         products.add(s_acc, own_k, q_tile, b_t=True)
                         delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        delta = math.spread(delta, "q")
-                        if math.delta_first:
+                        delta = math.broadcast(delta, "q")
+                        if math.starts_at_minus_delta:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_tile, b_t=True)
                         lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         s = products.read(s_acc, 1)
-                        held = tile_math if staging is None else staging.held(tile_math, ring, q_slot, group)
+                        held = tile_math if staging is None else staging.read_staged(tile_math, ring, q_slot, group)
                         found = held.probabilities(s, lse2)
                         weights, factor = found.weights().astype(dtype), found.factor()
                         products.add(dv_acc, weights, do_tile)
                         dp = products.read(dp_acc, 1)
-                        return found.cotangent(factor, dp, None if math.delta_first else delta)
+                        return found.cotangent(factor, dp, None if math.starts_at_minus_delta else delta)
 
                     ds = products.accumulators(scores, math.shape, math.shape)
                     products.add(dk_acc, ds.astype(dtype), q_tile)
@@ -150,7 +151,7 @@ def backward_dkv(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def copy() -> None:
-            common.leave_registers(tiles.groups)
+            common.lower_register_limit(tiles.groups)
 
             def step(pairs: typing.Any, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                 q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
@@ -172,7 +173,7 @@ def backward_dkv(
                 )
 
             total = each_head(lambda h: None if staging is None else staging.source(captured, b, h), step)
-            common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
+            common.wait_until_read(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
         when(group < tiles.groups)(compute)
         when(group == tiles.groups)(copy)
@@ -204,4 +205,4 @@ def backward_dkv(
         interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
         kernel_name="flexjax_backward_dkv",
     )
-    return run(*given, walk_arrays, order, captures)
+    return run(*given, visit_lists, order, captures)

@@ -34,9 +34,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, memory
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS, FusedTiles, adds_in_order
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.choose_kernel import FusedKernel
 from flexjax.backends.mosaic_gpu.dq_order import DqOrder
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -69,11 +70,11 @@ class Schedule(typing.NamedTuple):
 
 
 def schedule_for(
-    plan: KernelPlan, arrays: common.WalkRefs, kv_tiles: int, q_tiles: int, queries: int, order: DqOrder | None
+    plan: KernelPlan, arrays: common.VisitLists, kv_tiles: int, q_tiles: int, queries: int, order: DqOrder | None
 ) -> Schedule:
     """The visits of each key tile of FUSED_KEYS keys, in tiles of `queries`; `order` None: additions in any order."""
-    walk = common.walk_for(plan, KV_TILE, queries, transposed=True)
-    if not walk.lists:
+    visits = common.visits_for(plan, KV_TILE, queries, transposed=True)
+    if not visits.lists:
         return Schedule(None, None, None, None)
     parts, nums = [], []
     for num, index, flag in (
@@ -86,25 +87,25 @@ def schedule_for(
         parts.append(jnp.where(valid, index * 2 + flag, BEYOND))
         nums.append(num)
     if not parts:
-        shape = (walk.batch, walk.heads, kv_tiles)
+        shape = (visits.batch, visits.heads, kv_tiles)
         none = jnp.zeros((*shape, q_tiles), jnp.int32) if order is not None else None
         return Schedule(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), none, None)
     blocks = jnp.sort(jnp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
     num = sum(nums[1:], start=nums[0])
-    inside = jnp.arange(walk.per_block, dtype=jnp.int32)
-    steps = (blocks[..., None] // 2 * walk.per_block + inside) * 2 + (blocks[..., None] & 1)
+    inside = jnp.arange(visits.per_block, dtype=jnp.int32)
+    steps = (blocks[..., None] // 2 * visits.per_block + inside) * 2 + (blocks[..., None] & 1)
     steps = jnp.where(blocks[..., None] == BEYOND, 0, steps).reshape(*blocks.shape[:-1], -1)
-    spread = lambda x: jnp.repeat(x, walk.own_per_block, axis=2)[:, :, :kv_tiles]
-    num, steps = spread(num * walk.per_block), spread(steps)
+    spread = lambda x: jnp.repeat(x, visits.own_per_block, axis=2)[:, :, :kv_tiles]
+    num, steps = spread(num * visits.per_block), spread(steps)
     if order is None:
         return Schedule(num, steps, None, jnp.argsort(-num, axis=-1, stable=True).astype(jnp.int32))
-    visits = jnp.where(jnp.arange(steps.shape[-1]) < num[..., None], steps // 2, q_tiles)
+    query_tiles = jnp.where(jnp.arange(steps.shape[-1]) < num[..., None], steps // 2, q_tiles)
     batch, heads = num.shape[:2]
     at = (
         jnp.arange(batch)[:, None, None, None],
         jnp.arange(heads)[:, None, None],
         jnp.arange(kv_tiles)[:, None],
-        visits,
+        query_tiles,
     )
     visited = jnp.zeros((batch, heads, kv_tiles, q_tiles + 1), jnp.int32).at[at].set(1)[..., :q_tiles]
     return Schedule(num, steps, dq_order.tickets(visited, order), None)
@@ -152,22 +153,22 @@ def backward_fused(
     plan: KernelPlan,
     derivative: ir.Program | None,
     given: common.Prepared,
-    walk_arrays: common.WalkRefs,
+    visit_lists: common.VisitLists,
     captures: Captures,
-    tiles: FusedTiles,
+    chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dQ, dK, dV) in the shapes of `given`."""
     dtype = given.key.dtype
     dim, value_dim = given.key.shape[-1], given.value.shape[-1]
+    tiles, ordered = chosen
     queries = tiles.queries
     kv_tiles, q_tiles = -(-plan.kv_len // KV_TILE), -(-plan.q_len // queries)
     if plan.blocks is not None:
         per_block = plan.blocks.block_q // queries
         q_tiles = -(-q_tiles // per_block) * per_block
-    ordered = adds_in_order(plan, tiles)
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if ordered else None
     sums = 1 if order is None else order.sums
-    schedule = schedule_for(plan, walk_arrays, kv_tiles, q_tiles, queries, order)
+    schedule = schedule_for(plan, visit_lists, kv_tiles, q_tiles, queries, order)
     simulated = plan.options.interpret
     math = TileMath(plan, derivative, (ROWS, queries), "kv", (queries, KV_TILE))
     products = common.Products(simulated)
@@ -218,7 +219,7 @@ def backward_fused(
         def claim(draws: bool = False) -> Own:
             """What this CTA owns; called first by each warpgroup, in its own branch: a barrier before the branches spills registers."""
             if order is None:
-                tile, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
+                tile, head_index = common.tile_and_head(program, kv_tiles, heads, tiles.head_major)
                 rank = zero
             else:
                 start = program
@@ -229,7 +230,7 @@ def backward_fused(
                         plgpu.barrier_arrive(started)
                     plgpu.barrier_wait(started)
                     start = atomic_counter.read_start(word)
-                head_index, tile, rank = dq_order.place_of(start, order, kv_tiles, heads)
+                head_index, tile, rank = dq_order.assignment_of(start, order, kv_tiles, heads)
             b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
             mask_b = b if per_batch else zero
             if plan_of.work is not None:
@@ -342,8 +343,8 @@ def backward_fused(
                         products.add(s_acc, own_k, q_now, b_t=True)
 
                     def cotangents(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
-                        delta = math.spread(statistic(1), "q")
-                        if math.delta_first:
+                        delta = math.broadcast(statistic(1), "q")
+                        if math.starts_at_minus_delta:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_now, b_t=True)
@@ -355,7 +356,7 @@ def backward_fused(
                         if not wide:
                             add_to_dv()
                         dp = products.read(dp_acc, 0 if wide else 1)
-                        ds = found.cotangent(factor, dp, None if math.delta_first else delta).astype(dtype)
+                        ds = found.cotangent(factor, dp, None if math.starts_at_minus_delta else delta).astype(dtype)
                         if wide:
                             add_to_dv()
                         return ds
@@ -406,7 +407,7 @@ def backward_fused(
 
                     give_dq(products.accumulators(last, dq_part), total)
                 if simulated:  # which wants every barrier observed to the end
-                    common.drain(total + deferred * tiles.dq_slots, (dq_free, tiles.dq_slots))
+                    common.wait_until_read(total + deferred * tiles.dq_slots, (dq_free, tiles.dq_slots))
                 return products.read(dk_acc) * plan.scale, products.read(dv_acc)
 
             dk, dv = products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
@@ -440,7 +441,7 @@ def backward_fused(
                 plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
 
             total = each_step(own, lambda h: None, step)
-            common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
+            common.wait_until_read(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
         def add_out() -> None:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")

@@ -15,7 +15,7 @@ tile by tile in registers, and writes one tile of sums:
     tile        the batches and heads that share it    nothing
 
 What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places that the load's index names
-(capture_places.py). A gather by query and key whose places may repeat, such as a table of 2-D relative positions, would leave a number for
+(capture_scatter.py). A gather by query and key whose places may repeat, such as a table of 2-D relative positions, would leave a number for
 each pair and head: there the kernel adds g to its places itself, in fixed point (fixed_point.py), and what the index makes the same on
 tiles of one diagonal is added in registers before (shift_invariance.py).
 
@@ -33,9 +33,8 @@ from jax import lax
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, gradient_loads, plain_dims, simulated_captures
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, captures_of
-from flexjax.backends.mosaic_gpu.capture_kernel import ROWS, CaptureKernel, Sink, groups_for
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, captures_of
+from flexjax.backends.mosaic_gpu.capture_kernel import ROWS, CaptureKernel, Sink, warpgroups_for
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,
     TileLists,
@@ -44,7 +43,7 @@ from flexjax.backends.mosaic_gpu.capture_lists import (
     shape_for,
     tile_lists,
 )
-from flexjax.backends.mosaic_gpu.capture_places import (
+from flexjax.backends.mosaic_gpu.capture_scatter import (
     LARGEST_ARRAY,
     add_at,
     axes,
@@ -52,6 +51,7 @@ from flexjax.backends.mosaic_gpu.capture_places import (
     distinct,
     join_windows,
 )
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
@@ -67,30 +67,30 @@ def capture_gradients(
     given: common.Prepared,
     wanted: tuple[bool, ...],
     derivative: ir.Program,
-    pair: Pair,
+    bias: DenseBiasPlan,
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of each wanted captured array, None for the others."""
     totals: list[jax.Array | None] = [
         jnp.zeros(a.shape, jnp.float32) if want else None
         for a, want in zip(operands.score_captures, wanted, strict=True)
     ]
-    captures = simulated_captures(plan, pair, captures_of(operands))
+    captures = padded_captures(plan, bias, captures_of(operands))
     for place, load in enumerate(gradient_loads(derivative)):
         total, slope = totals[load.capture], derivative.results[2 + place]
         if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
         if _repeats(load):
-            found = _scattered(plan, operands, given, captures, derivative, place, pair)
+            found = _scattered(plan, operands, given, captures, derivative, place, bias)
             totals[load.capture] = total + found.reshape(total.shape)
         else:
-            sums = _load_sums(plan, operands, given, captures, derivative, place, pair)
+            sums = _load_sums(plan, operands, given, captures, derivative, place, bias)
             totals[load.capture] = add_at(plan, operands, derivative, load, sums, total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
 
 def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) -> str | None:
     """Why a captured array's gradient cannot be had here, or None."""
-    tile = groups_for(plan) * ROWS
+    tile = warpgroups_for(plan) * ROWS
     for load in gradient_loads(derivative):
         if not wanted[load.capture]:
             continue
@@ -113,7 +113,7 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
 def _repeats(load: ir.Load) -> bool:
     """Whether the kernel adds to places of the array: a number for each pair, at places that may repeat."""
     tile = ir.classify_load(load).kind == ir.TILE
-    return tile and plain_dims(load) is None and not distinct(load)
+    return tile and axis_aligned_dims(load) is None and not distinct(load)
 
 
 def _shared(load: ir.Load) -> tuple[bool, bool]:
@@ -131,17 +131,17 @@ def _load_sums(
     captures: Captures,
     derivative: ir.Program,
     place: int,
-    pair: Pair,
+    bias: DenseBiasPlan,
 ) -> jax.Array:
     """[b, h, ...] float32 (or what `_sum_type` says): b and h are 1 where the load does not depend on them; then T, S, T + S - 1, (T, S) or nothing."""
     load = gradient_loads(derivative)[place]
-    kind, shared, tile = ir.classify_load(load).kind, _shared(load), groups_for(plan) * ROWS
+    kind, shared, tile = ir.classify_load(load).kind, _shared(load), warpgroups_for(plan) * ROWS
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
     if kind == ir.TILE:
-        kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.MATRIX, _sum_type(derivative, place))
+        kernel = CaptureKernel(plan, derivative, place, shape, bias, Sink.MATRIX, _sum_type(derivative, place))
         return kernel.run(given, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
-    kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.SUMS)
+    kernel = CaptureKernel(plan, derivative, place, shape, bias, Sink.SUMS)
     sums = _summed(kernel, given, lists, captures)
     sums = sums.reshape(shape.batch, shape.heads, shape.keys, *sums.shape[1:])
     if kind == ir.SCALAR:
@@ -183,7 +183,7 @@ def _sum_type(derivative: ir.Program, place: int) -> typing.Any:
     """dtype of sums that are numbers for each query and key: that of the array where they are all of its gradient."""
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[place].capture for other in loads) == 1
-    direct = alone and plain_dims(loads[place]) is not None
+    direct = alone and axis_aligned_dims(loads[place]) is not None
     return derivative.captures[loads[place].capture].dtype if direct else jnp.float32
 
 
@@ -197,10 +197,10 @@ def _scattered(
     captures: Captures,
     derivative: ir.Program,
     place: int,
-    pair: Pair,
+    bias: DenseBiasPlan,
 ) -> jax.Array:
     """The gradient of the array, flat, in float32."""
-    load, tile = gradient_loads(derivative)[place], groups_for(plan) * ROWS
+    load, tile = gradient_loads(derivative)[place], warpgroups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR
     shape = shape_for(plan, kind, tile, _shared(load), max(period, 1))
@@ -208,9 +208,9 @@ def _scattered(
     total = _largest_total(plan, given, derivative, place)
     if total is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))
-        kernel = CaptureKernel(plan, derivative, place, everything, pair, Sink.MAGNITUDES)
+        kernel = CaptureKernel(plan, derivative, place, everything, bias, Sink.MAGNITUDES)
         total = _summed(kernel, given, tile_lists(plan, operands.lists, everything), captures).sum()
-    kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.PLACES)
+    kernel = CaptureKernel(plan, derivative, place, shape, bias, Sink.SCATTER)
     return kernel.run(given, lists, captures, total)
 
 

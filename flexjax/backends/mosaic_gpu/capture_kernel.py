@@ -29,11 +29,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import fixed_point, memory
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, ColumnMath, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.capture_lists import Shape, TileLists
+from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
+from flexjax.backends.mosaic_gpu.pair_bias_tiles import staging_for
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
@@ -47,10 +48,10 @@ class Sink(enum.Enum):
     SUMS = "sums"
     MAGNITUDES = "magnitudes"
     MATRIX = "matrix"
-    PLACES = "places"
+    SCATTER = "places"
 
 
-def groups_for(plan: KernelPlan) -> int:
+def warpgroups_for(plan: KernelPlan) -> int:
     """Compute warpgroups of 64 queries: two where 128 x 128 tiles fit shared memory and divide the mask's blocks."""
     dims = common.padded_dim(plan.head_dim) + common.padded_dim(plan.value_dim)
     blocks = plan.blocks
@@ -58,7 +59,7 @@ def groups_for(plan: KernelPlan) -> int:
     return 2 if wide and dims <= 256 else 1
 
 
-class Rings(typing.NamedTuple):
+class RingDepths(typing.NamedTuple):
     """Ring depths: tiles of Q and dO, and tiles of 64 keys and values.
 
     `staged`: whether each Q slot also holds a tile of the staged array.
@@ -69,16 +70,16 @@ class Rings(typing.NamedTuple):
     staged: bool
 
 
-def rings_for(groups: int, dim: int, value_dim: int, staged_bytes: int) -> Rings:
+def ring_depths(groups: int, dim: int, value_dim: int, staged_bytes: int) -> RingDepths:
     """The deepest rings that fit shared memory. Staging an array takes precedence over deeper rings."""
     tile = groups * ROWS
     choices = [
-        Rings(queries, keys, staged)
+        RingDepths(queries, keys, staged)
         for staged in ((True, False) if staged_bytes else (False,))
         for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
     ]
 
-    def fits(rings: Rings) -> bool:
+    def fits(rings: RingDepths) -> bool:
         operands = 2 * (dim + value_dim) * (rings.queries * tile + rings.keys * ROWS)
         return operands + rings.staged * rings.queries * tile * tile * staged_bytes + 1024 <= SMEM_LIMIT
 
@@ -95,8 +96,8 @@ class CaptureKernel:
     plan: KernelPlan
     derivative: ir.Program
     place: int
-    shape: Shape
-    pair: Pair
+    shape: ListShape
+    bias: DenseBiasPlan
     sink: Sink
     dtype: typing.Any = jnp.float32
 
@@ -115,7 +116,7 @@ class CaptureKernel:
     @property
     def by_tile(self) -> bool:
         """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
-        return self.sink is Sink.PLACES and self.shape.kind != ir.DIAGONAL
+        return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
 
     @property
     def one_sum(self) -> bool:
@@ -180,7 +181,7 @@ class CaptureKernel:
             mathematics.shape,
             batch=b,
             head=h,
-            edge=(plan.q_len, plan.kv_len) if mathematics.hangs else None,
+            edge=(plan.q_len, plan.kv_len) if mathematics.overhangs else None,
             results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
         )
@@ -194,7 +195,7 @@ class CaptureKernel:
                 scalar = scalar + jnp.asarray(value, jnp.int32) * np.int32(stride)
                 continue
             value = next(found).astype(jnp.int32)
-            if mathematics.hangs:
+            if mathematics.overhangs:
                 value = jnp.minimum(jnp.maximum(value, np.int32(0)), np.int32(length - 1))
             value = value if stride == 1 else value * np.int32(stride)
             total = value if total is None else total + value
@@ -210,15 +211,15 @@ class CaptureKernel:
 
         SUMS, MAGNITUDES    [lists, tile, tile]
         MATRIX              [b, h, rows * tile, columns * tile]
-        PLACES              the array, flat, in float32. `total` bounds the sum of all |g| from above
+        SCATTER              the array, flat, in float32. `total` bounds the sum of all |g| from above
         """
         simulated, shape, plan = self.plan.options.interpret, self.shape, self.plan
         count = lists.count.shape[0]
         dtype, like = given.query.dtype, given.query
         dim, value_dim = given.query.shape[-1], given.value.shape[-1]
-        rings = rings_for(self.groups, dim, value_dim, self.pair.bytes.staged)
+        rings = ring_depths(self.groups, dim, value_dim, self.bias.bytes.staged)
         slots = int(rings.staged) * rings.queries
-        staging = staging_for(plan, self.derivative, self.pair, slots, (shape.tile, shape.tile), self.groups)
+        staging = staging_for(plan, self.derivative, self.bias, slots, (shape.tile, shape.tile), self.groups)
         scratch = (
             common.tile_smem((rings.queries, shape.tile, dim), dtype),
             common.tile_smem((rings.keys, ROWS, dim), dtype),
@@ -232,11 +233,11 @@ class CaptureKernel:
         )
         if self.sink is Sink.MATRIX:
             out = (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
-        elif self.sink is Sink.PLACES:
+        elif self.sink is Sink.SCATTER:
             out = (count, self.groups, self.size)
         else:
             out = (count, shape.tile, shape.tile)
-        by_atomics = self.sink is Sink.PLACES and not simulated
+        by_atomics = self.sink is Sink.SCATTER and not simulated
         body = functools.partial(self._kernel, rings, staging)
         run = pl.kernel(
             lambda *refs: pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="wg"),
@@ -248,7 +249,7 @@ class CaptureKernel:
         )
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
         arguments = (*given, lists, order, captures)
-        if self.sink is not Sink.PLACES:
+        if self.sink is not Sink.SCATTER:
             return run(*arguments, None)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
         assert total is not None
         factor = fixed_point.scale(total).reshape(1)
@@ -262,7 +263,7 @@ class CaptureKernel:
 
     def _kernel(
         self,
-        rings: Rings,
+        rings: RingDepths,
         staging: typing.Any,
         q_ref: Ref,
         k_ref: Ref,
@@ -282,7 +283,7 @@ class CaptureKernel:
         k_full: Ref,
         q_free: Ref,
         k_free: Ref,
-        pair_smem: Ref,
+        bias_smem: Ref,
     ) -> None:
         plan, groups, tile = self.plan, self.groups, self.shape.tile
         interpret = plan.options.interpret
@@ -308,8 +309,8 @@ class CaptureKernel:
             fixed_point.add(sums, places, value, factor_ref[0], interpret)
 
         def compute() -> None:
-            common.take_registers(groups)
-            if self.sink is Sink.PLACES and interpret:
+            common.raise_register_limit(groups)
+            if self.sink is Sink.SCATTER and interpret:
                 target.at[mine, group][...] = jnp.zeros((self.size,), jnp.float32)
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), common.WGMMA)
 
@@ -338,19 +339,19 @@ class CaptureKernel:
                         tile_math: ColumnMath = tile_math,
                     ) -> jax.Array:
                         products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
-                        if mathematics.delta_first:
-                            products.start(dp_acc, -mathematics.spread(delta, "q"))
+                        if mathematics.starts_at_minus_delta:
+                            products.start(dp_acc, -mathematics.broadcast(delta, "q"))
                         products.add(dp_acc, own_do, v_smem.at[k_slot], b_t=True)
                         s = products.read(s_acc, 1)
                         if staging is not None:
                             keys = pl.ds(part * ROWS, ROWS)
-                            value = memory.load_staged(pair_smem.at[q_slot, here, keys], interpret)
-                            tile_math = tile_math.holding(staging.load, value)
+                            value = memory.load_staged(bias_smem.at[q_slot, here, keys], interpret)
+                            tile_math = tile_math.with_loaded(staging.load, value)
                         found = tile_math.probabilities(s, lse2)
-                        (factor,) = found.factors_of_loads()
+                        (factor,) = found.load_factors()
                         dp = products.read(dp_acc)
                         products.release(k_free.at[k_slot])
-                        rest = None if mathematics.delta_first else mathematics.spread(delta, "q")
+                        rest = None if mathematics.starts_at_minus_delta else mathematics.broadcast(delta, "q")
                         return found.cotangent(factor, dp, rest)
 
                     value = products.accumulators(g, shape, shape)
@@ -372,7 +373,7 @@ class CaptureKernel:
                 return
             for part in range(groups):
                 total = zero if self.one_sum and part else sums[part]
-                if self.sink is Sink.PLACES:
+                if self.sink is Sink.SCATTER:
 
                     @when(steps > 0)
                     def _(part: int = part, total: jax.Array = total) -> None:
@@ -391,7 +392,7 @@ class CaptureKernel:
                 out[...] = total.astype(self.dtype)
 
         def copy() -> None:
-            common.leave_registers(groups)
+            common.lower_register_limit(groups)
 
             def step(i: jax.Array, visits: typing.Any) -> typing.Any:
                 now, soon = visits
@@ -404,7 +405,7 @@ class CaptureKernel:
                 plgpu.copy_gmem_to_smem(own(q_ref), q_smem.at[slot], q_full.at[slot])
                 plgpu.copy_gmem_to_smem(own(do_ref), do_smem.at[slot], q_full.at[slot])
                 if staging is not None:
-                    staging.fetch(pair_smem.at[slot], staging.source(captured, b, h), q0, kv0, q_full.at[slot])
+                    staging.fetch(bias_smem.at[slot], staging.source(captured, b, h), q0, kv0, q_full.at[slot])
                 for part in range(groups):
                     number = i * groups + part
                     k_slot = common.slot_of(number, rings.keys)
@@ -415,8 +416,8 @@ class CaptureKernel:
                 return soon, later
 
             lax.fori_loop(0, steps, step, (visit(jnp.int32(0)), visit(jnp.int32(1))))
-            common.drain(steps, (q_free, rings.queries))
-            common.drain(steps * groups, (k_free, rings.keys))
+            common.wait_until_read(steps, (q_free, rings.queries))
+            common.wait_until_read(steps * groups, (k_free, rings.keys))
 
         when(group < groups)(compute)
         when(group == groups)(copy)

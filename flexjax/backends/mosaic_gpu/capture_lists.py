@@ -28,17 +28,17 @@ from jax import lax
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
-ENOUGH = 8 * 132
+LISTS_WANTED = 8 * 132
 """The number of lists that keeps a GPU busy: eight for each SM of an H100. The longest lists start first, so with eight
 an SM no CTA runs long after the others. Every GPU gets the same number, because the order of the sums depends on the
 number of lists.
 """
 LARGEST_NUMBER = 1 << 31
-NOWHERE = jnp.iinfo(jnp.int32).max
+AFTER_ALL_KEYS = jnp.iinfo(jnp.int32).max
 
 
 class TileLists(typing.NamedTuple):
-    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `Shape.repeats` heads. All int32.
+    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `ListShape.repeats` heads. All int32.
 
     head    [lists] the number b * N + h of the first head of each list
     of      [visits] what a visit adds to the head number; None if every visit adds 0
@@ -53,7 +53,7 @@ class TileLists(typing.NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ListShape:
     """What is known of the lists at compile time.
 
     batch, heads    batch entries and heads with lists of their own: 1 where those of the plan are joined
@@ -93,7 +93,7 @@ def most_codes(plan: KernelPlan, tile: int) -> int:
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
-def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> Shape:
+def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> ListShape:
     """`shared` says whether batch entries and heads share the elements of the array."""
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (rows + columns - 1) * period
@@ -101,7 +101,7 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
     lengths = [plan.batch, plan.q_heads]
     for axis in (1, 0):
         rest = math.prod(lengths) // lengths[axis]
-        if shared[axis] and (kind in (ir.SCALAR, ir.TILE) or rest * keys[kind] >= ENOUGH):
+        if shared[axis] and (kind in (ir.SCALAR, ir.TILE) or rest * keys[kind] >= LISTS_WANTED):
             lengths[axis] = 1
     batch, heads = lengths
     pattern = (1, 1) if plan.blocks is None else (plan.blocks.batch, plan.blocks.heads)
@@ -111,13 +111,13 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
     ]
     if kind == ir.SCALAR:
         visits = most_visits(plan, tile) // (batch * heads * math.prod(repeats))
-        count = max(1, min(-(-ENOUGH // (batch * heads)), visits))
+        count = max(1, min(-(-LISTS_WANTED // (batch * heads)), visits))
     else:
         count = keys[kind]
-    return Shape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period)
+    return ListShape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period)
 
 
-def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> TileLists:
+def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> TileLists:
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {
         ir.SCALAR: jnp.zeros_like(row),
@@ -126,7 +126,7 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
         ir.DIAGONAL: (row - column + shape.columns - 1) * shape.period + row % shape.period,
         ir.TILE: row * shape.columns + column,
     }[shape.kind]
-    key = jnp.where(listed, key, NOWHERE)
+    key = jnp.where(listed, key, AFTER_ALL_KEYS)
     tile = (row * shape.columns + column) * 2 + masked
     merged = (key.shape[0] > shape.batch, key.shape[1] > shape.heads)
     parts = [key, _heads(plan, key.shape, merged), tile] if any(merged) else [key, tile]
@@ -152,7 +152,7 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
     return TileLists(flat(first[..., None]), flat(begin), flat(counts), heads, tile.reshape(-1))
 
 
-def _visits(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> tuple[jax.Array, ...]:
+def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tuple[jax.Array, ...]:
     """Row, column, whether the mask applies, and whether the visit exists (lists are padded).
 
     Each is [batch, heads, visits], with the batch and heads of the block mask.

@@ -112,7 +112,7 @@ def _modelled(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: i
 # ------------------------------------------------------------------- inside the kernel
 
 
-class Place(typing.NamedTuple):
+class Assignment(typing.NamedTuple):
     """The key head and key tile that a CTA owns, and the CTA's rank in its head."""
 
     key_head: jax.Array
@@ -120,7 +120,7 @@ class Place(typing.NamedTuple):
     rank: jax.Array
 
 
-def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Place:
+def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Assignment:
     """The place of the CTA with this start number: groups of `order.heads` heads side by side, rank by rank."""
     i32 = jnp.int32
     together = i32(order.heads * kv_tiles)
@@ -129,7 +129,7 @@ def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) ->
     within = jax.lax.rem(start, together)
     rank = jax.lax.div(within, here)
     key_tile = rank if order.downward else i32(kv_tiles - 1) - rank
-    return Place(first + jax.lax.rem(within, here), key_tile, rank)
+    return Assignment(first + jax.lax.rem(within, here), key_tile, rank)
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 from jax.interpreters import mlir
 
-from flexjax.backends.mosaic_gpu import backward_tiles, forward_tiles, tile_programs
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, tile_programs
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import mask_blocks
@@ -120,11 +120,10 @@ class MosaicGpu:
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
-        from flexjax.backends.mosaic_gpu import backward_sm90, capture_gradients
+        from flexjax.backends.mosaic_gpu import capture_gradients
 
         why = refuses(plan, target)
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-        why = why or backward_sm90.refuses(plan)
         if why is not None or derivative is None:
             return why
         reason = tile_programs.unsupported(derivative)
@@ -136,7 +135,7 @@ class MosaicGpu:
         """Values for KernelOptions that are worth timing, what runs by itself first."""
         plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
-        backward = backward_tiles.backward_candidates(plan)
+        backward = choose_kernel.backward_candidates(plan)
         at = lambda found, n: found[min(n, len(found) - 1)]
         names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
         return [

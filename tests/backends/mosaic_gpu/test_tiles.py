@@ -13,7 +13,7 @@ import pytest
 import flexjax
 from flexjax import KernelOptions
 from flexjax.attention import DEFAULTS, prepare
-from flexjax.backends.mosaic_gpu import backward_tiles, forward_tiles, support
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, support
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
@@ -35,14 +35,13 @@ def plan(
 
 def backward_of(made: KernelPlan) -> str:
     """The kernels of the backward pass with their tiles, queries x keys."""
-    fused = backward_tiles.fused_tiles(made) if backward_tiles.choose_fused(made) else None
-    if fused is not None:
-        return f"one {fused.queries}x{backward_tiles.FUSED_KEYS}"
-    dq = backward_tiles.dq_tiles(made)
+    chosen = choose_kernel.backward_kernels(made)
+    if isinstance(chosen, choose_kernel.FusedKernel):
+        return f"one {chosen.tiles.queries}x{backward_tiles.FUSED_KEYS}"
+    dq, dkv = chosen
     text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
-    if max(backward_tiles.padded_dims(made)) > backward_tiles.NARROW:
-        return text + f" dkv {backward_tiles.WIDE_QUERIES}x{backward_tiles.WIDE_KEYS}"
-    dkv = backward_tiles.dkv_tiles(made)
+    if isinstance(dkv, backward_tiles.SplitDkvTiles):
+        return text + f" dkv {backward_tiles.SPLIT_QUERIES}x{backward_tiles.SPLIT_KEYS}"
     return text + f" dkv {dkv.queries}x{dkv.rows * dkv.groups} slots {dkv.query_slots},{dkv.out_slots}"
 
 
@@ -222,7 +221,7 @@ def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: boo
         made = traced(**arguments, kernel_options=KernelOptions(deterministic=deterministic))
         tiles = backward_tiles.fused_tiles(made)
         assert tiles is not None
-        assert backward_tiles.adds_in_order(made, tiles) is (deterministic or in_order)
+        assert choose_kernel.adds_in_order(made, tiles) is (deterministic or in_order)
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -18,30 +18,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import WIDE_KEYS, WIDE_QUERIES, WideTiles
+from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS, SPLIT_QUERIES, SplitDkvTiles
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
-KEYS, QUERIES = WIDE_KEYS, WIDE_QUERIES
+KEYS, QUERIES = SPLIT_KEYS, SPLIT_QUERIES
 GROUPS = 2
 
 
-def backward_dkv_wide(
+def backward_dkv_split(
     plan: KernelPlan,
     derivative: ir.Program | None,
     given: common.Prepared,
-    walk_arrays: common.WalkRefs,
+    visit_lists: common.VisitLists,
     captures: Captures,
-    tiles: WideTiles,
+    tiles: SplitDkvTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """(dK, dV) in the shapes of `given.key` and `given.value`."""
     dtype = given.key.dtype
     dim, value_dim = given.key.shape[-1], given.value.shape[-1]
     kv_tiles = -(-plan.kv_len // KEYS)
-    walk = common.walk_for(plan, KEYS, QUERIES, transposed=True)
-    order = common.longest_first(walk, walk_arrays, kv_tiles)
+    visits = common.visits_for(plan, KEYS, QUERIES, transposed=True)
+    order = common.longest_first(visits, visit_lists, kv_tiles)
     math = TileMath(plan, derivative, (KEYS, QUERIES), "kv", (QUERIES, KEYS))
     products = common.Products(plan.options.interpret)
     heads = plan.batch * plan.kv_heads
@@ -53,7 +53,7 @@ def backward_dkv_wide(
         v_ref: typing.Any,
         do_ref: typing.Any,
         stats_ref: typing.Any,
-        lists: common.WalkRefs,
+        lists: common.VisitLists,
         order_ref: typing.Any,
         captured: Captures,
         dk_ref: typing.Any,
@@ -74,14 +74,14 @@ def backward_dkv_wide(
     ) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        rank, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
+        rank, head_index = common.tile_and_head(program, kv_tiles, heads, tiles.head_major)
         b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
         tile = rank
         if order_ref is not None:
-            tile = order_ref[b if walk.batch > 1 else 0, h_kv * plan.group if walk.heads > 1 else 0, rank]
+            tile = order_ref[b if visits.batch > 1 else 0, h_kv * plan.group if visits.heads > 1 else 0, rank]
         kv0 = tile * KEYS
         each_head = functools.partial(
-            common.each_visit, plan=plan, walk=walk, lists=lists, b=b, h_kv=h_kv, tile=tile, size=QUERIES
+            common.for_each_visit, plan=plan, visits=visits, lists=lists, b=b, h_kv=h_kv, tile=tile, size=QUERIES
         )
         slot_of = common.slot_of
 
@@ -92,7 +92,7 @@ def backward_dkv_wide(
             def accumulate(dv_acc: typing.Any) -> jax.Array:
                 def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                     q_slot, do_slot = slot_of(at, tiles.query_slots), slot_of(at, tiles.out_slots)
-                    hand_slot = slot_of(at, tiles.hand_slots)
+                    hand_slot = slot_of(at, tiles.p_slots)
                     tile_math = rows.at_columns(q0, masked)
                     own_k = k_smem.at[common.not_hoisted(jnp.int32(0), plan.options.interpret)]
 
@@ -103,7 +103,7 @@ def backward_dkv_wide(
                         s = products.read(s_acc)
                         products.release(q_free.at[q_slot])
                         found = tile_math.probabilities(s, lse2)
-                        when(at >= tiles.hand_slots)(lambda: plgpu.barrier_wait(hand_free.at[hand_slot]))
+                        when(at >= tiles.p_slots)(lambda: plgpu.barrier_wait(hand_free.at[hand_slot]))
                         hand_smem.at[hand_slot][...] = found.factor()
                         plgpu.barrier_arrive(hand_full.at[hand_slot])
                         return found.weights().astype(dtype)
@@ -116,7 +116,7 @@ def backward_dkv_wide(
 
                 total = each_head(lambda h: math.at_rows(b, h, kv0, captured), step)
                 if products.simulated:
-                    common.drain(total, (hand_free, tiles.hand_slots))
+                    common.wait_until_read(total, (hand_free, tiles.p_slots))
                 return products.read(dv_acc)
 
             dv = products.accumulators(accumulate, (KEYS, value_dim))
@@ -134,21 +134,21 @@ def backward_dkv_wide(
             def accumulate(dk_acc: typing.Any) -> jax.Array:
                 def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
                     q_slot, do_slot = slot_of(at, tiles.query_slots), slot_of(at, tiles.out_slots)
-                    hand_slot = slot_of(at, tiles.hand_slots)
+                    hand_slot = slot_of(at, tiles.p_slots)
                     own_v = v_smem.at[common.not_hoisted(jnp.int32(0), plan.options.interpret)]
 
                     def cotangents(dp_acc: typing.Any) -> jax.Array:
                         plgpu.barrier_wait(q_full.at[q_slot])
                         delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        delta = math.spread(delta, "q")
-                        if math.delta_first:
+                        delta = math.broadcast(delta, "q")
+                        if math.starts_at_minus_delta:
                             products.start(dp_acc, -delta)
                         plgpu.barrier_wait(do_full.at[do_slot])
                         products.add(dp_acc, own_v, do_smem.at[do_slot], b_t=True)
                         dp = products.read(dp_acc)
                         products.release(do_free.at[do_slot])
-                        if not math.delta_first:
-                            dp = dp * rows.at_columns(q0, False).keep() - delta
+                        if not math.starts_at_minus_delta:
+                            dp = dp * rows.at_columns(q0, False).dropout_multiplier() - delta
                         plgpu.barrier_wait(hand_full.at[hand_slot])
                         weight = plgpu.load(hand_smem.at[hand_slot], layout=common.WGMMA)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
                         plgpu.barrier_arrive(hand_free.at[hand_slot])
@@ -189,7 +189,7 @@ def backward_dkv_wide(
                 plgpu.copy_gmem_to_smem(source, do_smem.at[do_slot], do_full.at[do_slot])
 
             total = each_head(lambda h: None, step)
-            common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
+            common.wait_until_read(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
 
         when(group == 0)(make_dv)
         when(group == 1)(make_dk)
@@ -207,14 +207,14 @@ def backward_dkv_wide(
             plgpu.SMEM((tiles.query_slots, 2, QUERIES), jnp.float32),
             common.tile_smem((1, KEYS, dim), dtype),
             common.tile_smem((1, KEYS, value_dim), dtype),
-            common.tile_smem((tiles.hand_slots, KEYS, QUERIES), jnp.float32),
+            common.tile_smem((tiles.p_slots, KEYS, QUERIES), jnp.float32),
             plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2),
             plgpu.Barrier(num_barriers=tiles.out_slots),
             plgpu.Barrier(num_barriers=3, num_arrivals=2),
             plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=GROUPS),
             plgpu.Barrier(num_barriers=tiles.out_slots, num_arrivals=GROUPS),
-            plgpu.Barrier(num_barriers=tiles.hand_slots),
-            plgpu.Barrier(num_barriers=tiles.hand_slots),
+            plgpu.Barrier(num_barriers=tiles.p_slots),
+            plgpu.Barrier(num_barriers=tiles.p_slots),
         ],
         grid=(kv_tiles * heads,),
         grid_names=("program",),
@@ -222,6 +222,6 @@ def backward_dkv_wide(
         thread_name="wg",
         compiler_params=common.compiler_params(),
         interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-        kernel_name="flexjax_backward_dkv_wide",
+        kernel_name="flexjax_backward_dkv_split",
     )
-    return run(*given, walk_arrays, order, captures)
+    return run(*given, visit_lists, order, captures)

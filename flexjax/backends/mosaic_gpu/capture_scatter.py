@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
+from flexjax.backends.mosaic_gpu.pair_bias import axis_aligned_dims, embedded
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import apply_op
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -59,11 +59,11 @@ def add_at(
 ) -> jax.Array:
     if not load.index:
         return total + sums.sum()
-    dims, kind = plain_dims(load), ir.classify_load(load).kind
+    dims, kind = axis_aligned_dims(load), ir.classify_load(load).kind
     if (
         dims is not None and kind in POSITIONS
     ):  # no index arrays, no scatter: for a pair bias they would cost more than the kernels
-        found = placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
+        found = embedded(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
         return found if found.dtype != total.dtype else total + found
     index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
     if distinct(load):

@@ -63,7 +63,7 @@ class Probabilities(typing.NamedTuple):
         """ds = factor * (dP - delta): p times the mod's derivative, 0 wherever p is 0."""
         return self.p if self.slope is None else jnp.where(self.p > 0.0, self.p * self.slope, 0.0)
 
-    def factors_of_loads(self) -> tuple[jax.Array, ...]:
+    def load_factors(self) -> tuple[jax.Array, ...]:
         """The same for the derivatives with respect to loads."""
         return tuple(self.p if other is None else jnp.where(self.p > 0.0, self.p * other, 0.0) for other in self.others)
 
@@ -106,12 +106,12 @@ class TileMath:
         return self.plan.covered(*self.covers)
 
     @property
-    def hangs(self) -> bool:
+    def overhangs(self) -> bool:
         queries, keys = self.covered
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 
     @property
-    def delta_first(self) -> bool:
+    def starts_at_minus_delta(self) -> bool:
         """Whether the product dO V^T may start from -delta instead of 0, which saves the subtraction and its registers."""
         return self.plan.dropout is None
 
@@ -153,7 +153,7 @@ class TileMath:
                 batch=b,
                 head=h,
                 row_axis=self.row_axis,
-                edge=ends if self.hangs else None,
+                edge=ends if self.overhangs else None,
                 results=results,
                 interpret=plan.options.interpret,
             ).at_rows(row0)
@@ -170,7 +170,7 @@ class TileMath:
         """A vector over the rows on the tile."""
         return lax.broadcast_in_dim(vector, self.shape, (0,))
 
-    def spread(self, vector: jax.Array, axis: str) -> jax.Array:
+    def broadcast(self, vector: jax.Array, axis: str) -> jax.Array:
         """A vector over queries ("q") or keys ("kv") on the tile."""
         return lax.broadcast_in_dim(vector, self.shape, (int(axis != self.row_axis),))
 
@@ -208,18 +208,18 @@ class ColumnMath:
         math = self.rows.math
         p, rest = self._powers(s, lse2)
         computed = dict(zip(math.evaluated, rest, strict=True))
-        p = self._inside(self._unmasked(p))
+        p = self._zero_past_the_ends(self._masked_out(p))
         others = tuple(None if n is None else computed[n] for n in math.others)
-        return Probabilities(p, computed.get(1), None if self.dropout is None else self.keep(), others)
+        return Probabilities(p, computed.get(1), None if self.dropout is None else self.dropout_multiplier(), others)
 
     def _powers(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
         """Probabilities without a mask, and what else the score program computes."""
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
-            return jnp.exp2(s * (plan.scale * LOG2E) - math.spread(lse2, "q")), ()
+            return jnp.exp2(s * (plan.scale * LOG2E) - math.broadcast(lse2, "q")), ()
         if may_be_large(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
-            return jnp.exp2(tile_math.large_distance(plan.score, score, math.spread(lse2, "q")) * LOG2E), rest
+            return jnp.exp2(tile_math.large_distance(plan.score, score, math.broadcast(lse2, "q")) * LOG2E), rest
         score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
         shift = self._shift(lse2, row, at, along)
         units = factor * LOG2E
@@ -233,25 +233,25 @@ class ColumnMath:
         """What is added to a tile of scores in powers of two: the parts that `Scaled` keeps aside, less lse2."""
         math, interpret = self.rows.math, self.rows.math.plan.options.interpret
         if row is None or at is None:
-            return -math.spread(lse2, "q")
+            return -math.broadcast(lse2, "q")
         row = (row + at) * LOG2E
         if math.row_axis == "q":
             row = row - lse2
             return math.rows(row) if along is None else affine_tile(row, along * LOG2E, math.shape, interpret)
         columns = -lse2 if along is None else rising_columns(-lse2, along * LOG2E, interpret)
-        return math.spread(columns, "q") + math.rows(row)
+        return math.broadcast(columns, "q") + math.rows(row)
 
-    def holding(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
+    def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
         """The tile with what a load of the score program reads given from elsewhere."""
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.holding(load, value))
 
-    def keep(self) -> jax.Array:
+    def dropout_multiplier(self) -> jax.Array:
         """The dropout multiplier of the tile."""
         assert self.dropout is not None
         return self.dropout.tile()[0]
 
-    def _unmasked(self, p: jax.Array) -> jax.Array:
+    def _masked_out(self, p: jax.Array) -> jax.Array:
         mask = self.mask
         if mask is None or self.masked is False:
             return p
@@ -259,7 +259,7 @@ class ColumnMath:
             return jnp.where(mask.tile()[0], p, 0.0)
         return cond(self.masked, lambda p: jnp.where(mask.at_cols(self.col0)[0], p, 0.0), lambda p: p, p)
 
-    def _inside(self, p: jax.Array) -> jax.Array:
+    def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
         """Zero past the last key; past the last query too where a mod was evaluated there (otherwise lse2 = inf does it)."""
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.covered
