@@ -138,6 +138,7 @@ class QueryTile:
     first_step   number of its first step, counted over the items of this CTA: the position in the rings of keys and values
     group        the warpgroup
     programs     of the plan, at these rows
+    query_slot   slot of the queries in their ring
     queries      the rows in shared memory
     """
 
@@ -147,6 +148,7 @@ class QueryTile:
     first_step: Scalar
     group: Scalar
     programs: Programs
+    query_slot: Scalar
     queries: Ref
 
     @classmethod
@@ -177,7 +179,7 @@ class QueryTile:
         queries = scratch.query.at[slot, pl.ds(group * tile.rows, tile.rows)]
         if not tile.dynamic_scheduler:
             plgpu.barrier_wait(scratch.query_full.at[slot])
-        return cls(consumer, item, turn, first_step, group, programs, queries)
+        return cls(consumer, item, turn, first_step, group, programs, slot, queries)
 
     @property
     def setup(self) -> ForwardSetup:
@@ -433,11 +435,10 @@ class QueryTile:
     def _release_queries(self) -> Position:
         """Releases the query slot. The position is read from the mailbox again, so that no register holds it during the steps."""
         setup, scratch = self.setup, self.scratch
-        slot = memory.slot_of(self.turn, setup.tile.query_slots)
         at = self.item
         if setup.tile.dynamic_scheduler:
-            at = tile_scheduler.get(present(scratch.mailbox), slot)[1]
-        setup.slots.release("query", scratch.query_free, slot)
+            at = tile_scheduler.get(present(scratch.mailbox), self.query_slot)[1]
+        setup.slots.release("query", scratch.query_free, self.query_slot)
         return Position(at.b, at.h, at.q_tile)
 
     def _finish(self, row_part: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:

@@ -76,10 +76,10 @@ def test_passes_are_lowered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     inside: list[bool] = []
 
     def other() -> None:
-        taken = support.ONE_AT_A_TIME.acquire(blocking=False)
+        taken = support.LOWERING_LOCK.acquire(blocking=False)
         inside.append(taken)
         if taken:
-            support.ONE_AT_A_TIME.release()
+            support.LOWERING_LOCK.release()
 
     def beside() -> None:
         thread = threading.Thread(target=other)
