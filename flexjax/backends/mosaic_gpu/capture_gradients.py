@@ -32,9 +32,8 @@ from jax import lax
 
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, captures_of
-from flexjax.backends.mosaic_gpu.capture_kernel import ROWS, CaptureKernel, Sink, warpgroups_for
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens, captures_of
+from flexjax.backends.mosaic_gpu.capture_kernel import CaptureKernel, Sink
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,
     TileLists,
@@ -51,6 +50,7 @@ from flexjax.backends.mosaic_gpu.capture_scatter import (
     distinct,
     join_windows,
 )
+from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, warpgroups_for
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.ir import program as ir
@@ -64,7 +64,7 @@ LISTS_AT_ONCE = 4096
 def capture_gradients(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
+    tokens: Tokens[jax.Array],
     wanted: tuple[bool, ...],
     derivative: ir.Program,
     bias: DenseBiasPlan,
@@ -75,15 +75,15 @@ def capture_gradients(
         for a, want in zip(operands.score_captures, wanted, strict=True)
     ]
     captures = padded_captures(plan, bias, captures_of(operands))
-    for place, load in enumerate(gradient_loads(derivative)):
-        total, slope = totals[load.capture], derivative.results[2 + place]
+    for load_number, load in enumerate(gradient_loads(derivative)):
+        total, slope = totals[load.capture], derivative.results[2 + load_number]
         if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
         if _repeats(load):
-            found = _scattered(plan, operands, given, captures, derivative, place, bias)
+            found = _scattered(plan, operands, tokens, captures, derivative, load_number, bias)
             totals[load.capture] = total + found.reshape(total.shape)
         else:
-            sums = _load_sums(plan, operands, given, captures, derivative, place, bias)
+            sums = _load_sums(plan, operands, tokens, captures, derivative, load_number, bias)
             totals[load.capture] = add_at(plan, operands, derivative, load, sums, total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
@@ -127,22 +127,22 @@ def _shared(load: ir.Load) -> tuple[bool, bool]:
 def _load_sums(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
-    captures: Captures,
+    tokens: Tokens[jax.Array],
+    captures: Captures[jax.Array],
     derivative: ir.Program,
-    place: int,
+    load_number: int,
     bias: DenseBiasPlan,
 ) -> jax.Array:
     """[b, h, ...] float32 (or what `_sum_type` says): b and h are 1 where the load does not depend on them; then T, S, T + S - 1, (T, S) or nothing."""
-    load = gradient_loads(derivative)[place]
+    load = gradient_loads(derivative)[load_number]
     kind, shared, tile = ir.classify_load(load).kind, _shared(load), warpgroups_for(plan) * ROWS
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
     if kind == ir.TILE:
-        kernel = CaptureKernel(plan, derivative, place, shape, bias, Sink.MATRIX, _sum_type(derivative, place))
-        return kernel.run(given, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
-    kernel = CaptureKernel(plan, derivative, place, shape, bias, Sink.SUMS)
-    sums = _summed(kernel, given, lists, captures)
+        kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(derivative, load_number))
+        return kernel.run(tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
+    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS)
+    sums = _summed(kernel, tokens, lists, captures)
     sums = sums.reshape(shape.batch, shape.heads, shape.keys, *sums.shape[1:])
     if kind == ir.SCALAR:
         out = sums.sum(2)
@@ -158,12 +158,12 @@ def _load_sums(
     return out.sum(left, keepdims=True) if left else out
 
 
-def _summed(kernel: CaptureKernel, given: common.Prepared, lists: TileLists, captures: Captures) -> jax.Array:
+def _summed(kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]) -> jax.Array:
     """[lists, ...]: the tile of sums of each list, summed along what the kind of load does not tell apart."""
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         head, begin, count = part
-        sums = kernel.run(given, lists._replace(head=head, begin=begin, count=count), captures)
+        sums = kernel.run(tokens, lists._replace(head=head, begin=begin, count=count), captures)
         if kernel.shape.kind == ir.DIAGONAL:
             return diagonal_sums(sums)
         return sums.sum({ir.SCALAR: (1, 2), ir.ROW: 2, ir.COLUMN: 1}[kernel.shape.kind])
@@ -179,12 +179,12 @@ def _summed(kernel: CaptureKernel, given: common.Prepared, lists: TileLists, cap
     return sums.reshape(turns * each, *sums.shape[2:])[:count]
 
 
-def _sum_type(derivative: ir.Program, place: int) -> typing.Any:
+def _sum_type(derivative: ir.Program, load_number: int) -> typing.Any:
     """dtype of sums that are numbers for each query and key: that of the array where they are all of its gradient."""
     loads = gradient_loads(derivative)
-    alone = sum(other.capture == loads[place].capture for other in loads) == 1
-    direct = alone and axis_aligned_dims(loads[place]) is not None
-    return derivative.captures[loads[place].capture].dtype if direct else jnp.float32
+    alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
+    direct = alone and axis_aligned_dims(loads[load_number]) is not None
+    return derivative.captures[loads[load_number].capture].dtype if direct else jnp.float32
 
 
 # ------------------------------------------------------------------- sums at places that repeat
@@ -193,25 +193,25 @@ def _sum_type(derivative: ir.Program, place: int) -> typing.Any:
 def _scattered(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
-    captures: Captures,
+    tokens: Tokens[jax.Array],
+    captures: Captures[jax.Array],
     derivative: ir.Program,
-    place: int,
+    load_number: int,
     bias: DenseBiasPlan,
 ) -> jax.Array:
     """The gradient of the array, flat, in float32."""
-    load, tile = gradient_loads(derivative)[place], warpgroups_for(plan) * ROWS
+    load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR
     shape = shape_for(plan, kind, tile, _shared(load), max(period, 1))
     lists = tile_lists(plan, operands.lists, shape)
-    total = _largest_total(plan, given, derivative, place)
+    total = _largest_total(plan, tokens, derivative, load_number)
     if total is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))
-        kernel = CaptureKernel(plan, derivative, place, everything, bias, Sink.MAGNITUDES)
-        total = _summed(kernel, given, tile_lists(plan, operands.lists, everything), captures).sum()
-    kernel = CaptureKernel(plan, derivative, place, shape, bias, Sink.SCATTER)
-    return kernel.run(given, lists, captures, total)
+        kernel = CaptureKernel(plan, derivative, load_number, everything, bias, Sink.MAGNITUDES)
+        total = _summed(kernel, tokens, tile_lists(plan, operands.lists, everything), captures).sum()
+    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SCATTER)
+    return kernel.run(tokens, lists, captures, total)
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
@@ -227,12 +227,12 @@ derivative it would round small gradients to 0. |g| is added up by a run of the 
 49 bits below the true total."""
 
 
-def _largest_total(plan: KernelPlan, given: common.Prepared, derivative: ir.Program, place: int) -> jax.Array | None:
+def _largest_total(plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int) -> jax.Array | None:
     """What all |g| add up to at most, None where nothing bounds the derivative of the mod well.
 
     p of a query adds up to 1 (of scores that are far out, each may be 1), and |dP| is at most |dO| |V|.
     """
-    (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + place],)))
+    (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))
     keep = 1.0
     if plan.dropout is not None:
@@ -241,8 +241,8 @@ def _largest_total(plan: KernelPlan, given: common.Prepared, derivative: ir.Prog
     if not slope * keep <= LARGEST_SLOPE:
         return None
     length = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
-    tokens = 1 if plan.layout == "BTNH" else 2
-    d_out = length(given.d_out).sum(tokens)
-    value = jnp.repeat(length(given.value).max(tokens), plan.group, axis=-1)
-    total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(given.stats[:, :, 1]))
+    time = 1 if plan.layout == "BTNH" else 2
+    d_out = length(tokens.d_out).sum(time)
+    value = jnp.repeat(length(tokens.value).max(time), plan.group, axis=-1)
+    total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(tokens.stats[:, :, 1]))
     return total * (slope * (plan.kv_len if may_be_large(plan.score) else 1))
