@@ -168,9 +168,7 @@ class _Cta:
         plgpu.barrier_wait(self.scratch.own_full.at[group])
         rows = [math.at_rows(self.batch_entry(n), self.h, q0, self.inputs.captures) for n in range(self.entries)]
         gradients, buffers = self.bias.direct_gradients, self.scratch.direct_gradients
-        writer = DirectGradientWriter(
-            gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0
-        )
+        writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
         def accumulate(*dq_accs: Ref) -> list[jax.Array]:
             step = functools.partial(self.visit, group=group, owned=owned, rows=rows, dq_accs=dq_accs, writer=writer)

@@ -374,9 +374,7 @@ class _Compute:
         own_k[...] = dk.astype(scratch.key.dtype)
         own_v[...] = dv.astype(scratch.key.dtype)
         plgpu.commit_smem()
-        rows = functools.partial(
-            rows_of, layout=problem.plan.layout, b=own.b, h=own.key_head, start=kv0, size=ROWS
-        )
+        rows = functools.partial(rows_of, layout=problem.plan.layout, b=own.b, h=own.key_head, start=kv0, size=ROWS)
         plgpu.copy_smem_to_gmem(own_k, rows(outputs.d_key))
         plgpu.copy_smem_to_gmem(own_v, rows(outputs.d_value))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -480,7 +478,9 @@ class _Compute:
         """Writes the half of a dQ tile to the slot of its running number, and tells the adding warpgroup."""
         scratch, slots = self.scratch, self.problem.tiles.dq_slots
         slot = common.slot_of(number, slots)
-        if self.problem.dq_is_late:  # a branch beside in-flight products costs registers: `add_dq` frees all slots at first
+        if (
+            self.problem.dq_is_late
+        ):  # a branch beside in-flight products costs registers: `add_dq` frees all slots at first
             plgpu.barrier_wait(scratch.dq_free.at[slot])
         else:
             when(number >= slots)(lambda: plgpu.barrier_wait(scratch.dq_free.at[slot]))

@@ -139,7 +139,9 @@ def _load_sums(
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
     if kind == ir.TILE:
-        kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(derivative, load_number))
+        kernel = CaptureKernel(
+            plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(derivative, load_number)
+        )
         return kernel.run(tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
     kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS)
     sums = _summed(kernel, tokens, lists, captures)
@@ -158,7 +160,9 @@ def _load_sums(
     return out.sum(left, keepdims=True) if left else out
 
 
-def _summed(kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]) -> jax.Array:
+def _summed(
+    kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]
+) -> jax.Array:
     """[lists, ...]: the tile of sums of each list, summed along what the kind of load does not tell apart."""
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -227,7 +231,9 @@ derivative it would round small gradients to 0. |g| is added up by a run of the 
 49 bits below the true total."""
 
 
-def _largest_total(plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int) -> jax.Array | None:
+def _largest_total(
+    plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int
+) -> jax.Array | None:
     """What all |g| add up to at most, None where nothing bounds the derivative of the mod well.
 
     p of a query adds up to 1 (of scores that are far out, each may be 1), and |dP| is at most |dO| |V|.

@@ -324,7 +324,10 @@ class _Cta:
         """One visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array."""
         kernel, rings, scratch = self.kernel, self.rings, self.scratch
         sums, now, soon, (lse2, delta) = carry
-        later, statistics_soon = self.visit(i + 2), self.statistics(soon, group)  # loads for the next steps, issued early
+        later, statistics_soon = (
+            self.visit(i + 2),
+            self.statistics(soon, group),
+        )  # loads for the next steps, issued early
         b, h, q0, kv0 = kernel.corner(now)
         masked = (now.code & 1) == 1
         rows = kernel.math.at_rows(b, h, q0 + group * ROWS, self.inputs.captures)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import staging
 from flexjax.backends.mosaic_gpu.bounded_scores import fixed_reference
 from flexjax.plan.kernel_plan import KernelPlan
@@ -160,6 +161,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     block_kv = plan.blocks.block_kv if plan.blocks is not None else 1 << 30
     size = _size(head_dim, value_dim)
     wide = size == 256
+    divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # takes the registers of the second half
     staged_bytes = staging.item_size(plan)
     found: list[ForwardTile] = []
     order = (3, 2, 1) if _three_are_better(plan, size, staged_bytes) else GROUPS
@@ -168,7 +170,7 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
             continue
         if plan.options.block_q is not None and plan.options.block_q != 64 * groups:
             continue
-        for keys in (64, 128) if wide else (128, 64):
+        for keys in (64, 128) if wide or divides else (128, 64):
             if plan.blocks is not None and block_kv % keys:
                 continue
             if plan.options.block_kv is not None and plan.options.block_kv != keys:

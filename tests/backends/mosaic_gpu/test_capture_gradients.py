@@ -172,7 +172,7 @@ def test_memory_follows_the_block_mask(name: str) -> None:
     derivative = found[0].derivative
     plan = plan_of(LONG, 16, blocks=BAND, score=found[0].program)
     tokens, queries = abstract(1, LONG, 16, 16), LONG // 128
-    given = backward_sm90_common.Prepared(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
+    given = backward_sm90_common.Tokens(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
     numbers = lambda *s: abstract(1, 1, queries, *s, dtype="int32")
     lists = BlockLists(numbers(), numbers(2), numbers(), numbers(7))
 
@@ -256,7 +256,7 @@ def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytes
 
 def test_what_all_gradients_add_up_to_is_bounded() -> None:
     made = problem(**BY_PLACES["2-D table, odd, with dropout"])
-    given = backward_sm90_common.prepare(
+    given = backward_sm90_common.padded_tokens(
         made.plan,
         made.operands,
         made.d_out,
