@@ -73,7 +73,8 @@ def backward_dq(
         h_kv = lax.div(h, jnp.int32(plan.group))
         tile = visits.in_order(inputs.order, b, h, rank)
         counts = visits.counts(inputs.lists, b, h, tile)
-        cta = _Cta(math, tiles, staging, bias, visits, inputs, scratch, b, h, h_kv, tile, counts)
+        total = counts.unmasked + counts.masked
+        cta = _Cta(math, tiles, staging, bias, visits, inputs, scratch, b, h, h_kv, tile, counts, total)
         when(group < tiles.groups)(lambda: cta.compute(group, outputs))
         when(group == tiles.groups)(cta.copy)
 
@@ -107,7 +108,7 @@ class _Cta:
 
     b, h, h_kv   the first of its batch entries, its query head, its key head
     tile         number of its query tile
-    counts       of the key tiles that it visits
+    counts       of the key tiles that it visits, `total` of both kinds
     """
 
     math: TileMath
@@ -122,6 +123,7 @@ class _Cta:
     h_kv: Scalar
     tile: Scalar
     counts: VisitCounts
+    total: Scalar
 
     @property
     def interpret(self) -> bool:
@@ -269,12 +271,11 @@ class _Cta:
         source = None if self.staging is None else self.staging.source(self.inputs.captures, self.b, self.h)
         pl.loop(0, self.counts.unmasked)(functools.partial(self.copy_visit, masked=False, source=source))
         pl.loop(0, self.counts.masked)(functools.partial(self.copy_visit, masked=True, source=source))
-        visited = self.counts.unmasked + self.counts.masked
         scratch, tiles = self.scratch, self.tiles
         rings = (scratch.key_free, tiles.key_slots), (scratch.value_free, tiles.value_slots)
-        common.wait_until_read(self.number(visited, 0), *rings)
+        common.wait_until_read(self.number(self.total, 0), *rings)
         if scratch.staged is not None:
-            common.wait_until_read(visited, (scratch.staged.free, tiles.staged_slots))
+            common.wait_until_read(self.total, (scratch.staged.free, tiles.staged_slots))
 
     def copy_visit(self, i: Scalar, masked: bool, source: Ref | None) -> None:
         """Copies what the i-th visit with or without the mask reads; `source` is the matrix of the staged array."""

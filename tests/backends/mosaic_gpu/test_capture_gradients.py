@@ -70,7 +70,7 @@ def walked(
         for turn in range(math.prod(shape.repeats)):
             for at in range(begin[n], begin[n] + count[n]):
                 number = head[n] + (turn if shape.repeats[1] > 1 else turn * plan.q_heads)
-                number += 0 if lists.of is None else int(lists.of[at])
+                number += 0 if lists.head_offset is None else int(lists.head_offset[at])
                 row, column = divmod(int(tile[at]) // 2, shape.columns)
                 visits.append((*divmod(int(number), plan.q_heads), row, column, int(tile[at]) % 2))
         found.append(visits)
@@ -118,7 +118,7 @@ def test_lists_have_every_tile_once(
         assert len({has_in_common(i, j) for _, _, i, j, _ in one}) <= 1
         assert len({(b if shape.batch > 1 else 0, h if shape.heads > 1 else 0) for b, h, *_ in one}) <= 1
         if kind == ir.DIAGONAL and one:
-            row, column = (int(x) // 128 for x in kernel.first_tile(jnp.int32(n)))
+            row, column = (int(x) // 128 for x in kernel.first_on_diagonal(jnp.int32(n)))
             assert has_in_common(row, column) == has_in_common(*one[0][2:4])
             assert all(row <= visit[2] for visit in one)
 
