@@ -293,7 +293,7 @@ def test_refuses_more_tiles_than_can_be_numbered() -> None:
 def test_refuses_a_place_that_depends_on_the_score() -> None:
     score = lambda c, s, b, h, q, k: s + c[0][jnp.clip(s, 0, 3).astype(jnp.int32)]
     made = problem(score=score, captured=(jnp.ones(4),), q_len=64, kv_len=64, heads=1)
-    assert refusal(made) == "captured array 0 is read at a place that depends on the score."
+    assert refusal(made) == "captured array 0 is read by an index that depends on the score."
 
 
 # ------------------------------------------------------------------- fixed point
