@@ -136,7 +136,7 @@ SPILLS = {
     "one kernel 64, documents, any order": {"flexjax_backward_fused": 224},
     "one kernel 64, bias of each query and key": {"flexjax_backward_fused": 232},
 }
-"""Bytes that a thread may spill, 0 for what is not named; see NOTES_backward.md. One kernel: numbers that do not change in its loop,
+"""Bytes that a thread may spill, 0 for what is not named; see LOG_backward.md. One kernel: numbers that do not change in its loop,
 written before it and read once a step."""
 
 
