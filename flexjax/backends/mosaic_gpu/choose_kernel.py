@@ -145,7 +145,13 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 # ------------------------------------------------------------------- text
 
 
-def describe_backward(plan: KernelPlan) -> str:
+def describe(plan: KernelPlan) -> str:
+    """The kernels of both passes with their tiles, queries x keys; the backward pass for all gradients of q, k and v."""
+    tile = forward_kernel(plan)
+    return f"forward {tile.block_q} x {tile.block_kv}, backward {_describe_backward(plan)}"
+
+
+def _describe_backward(plan: KernelPlan) -> str:
     """The backward kernels with their tiles, queries x keys."""
     chosen = backward_kernels(plan)
     if isinstance(chosen, FusedKernel):

@@ -259,6 +259,23 @@ def test_tiles_of_the_backward_pass(name: str) -> None:
     assert backward_of(made) == chosen
 
 
+DESCRIBED: dict[str, tuple[KernelPlan, str]] = {
+    "full 128": (plan(), "forward 128 x 128, backward fused 64 x 128, dQ added in a fixed order"),
+    "any order": (
+        plan(block=BLOCKS, deterministic=False),
+        "forward 128 x 128, backward fused 64 x 128, dQ added in any order",
+    ),
+    "blocks of 64": (plan(block=(64, 64)), "forward 64 x 64, backward dQ 64 x 64, dK/dV 64 x 64"),
+    "full 256": (plan(dim=256), "forward 128 x 64, backward dQ 128 x 64, split dK/dV 64 x 64"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_kernels_in_words(name: str) -> None:
+    made, text = DESCRIBED[name]
+    assert support.BACKEND.schedule(made, HOPPER) == text
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_tiles(name: str) -> None:
     options, sentence = REFUSED[name]
