@@ -199,7 +199,7 @@ class Products:
 
 
 def _store(acc: Ref, value: jax.Array) -> None:
-    """acc = value in the simulator, where `acc[...] = value` would ask for the layout of a device's accumulator."""
+    """acc = value in the simulator, which does not know the store to an accumulator that `acc[...] = value` becomes."""
     jax.ref.swap(acc, ..., value)  # pyright: ignore[reportArgumentType]  # a Ref, see `Ref`
 
 
