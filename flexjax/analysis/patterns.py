@@ -1,6 +1,7 @@
 """Programs of a simple form, told by their steps; what is not recognised is merely run in the general way."""
 
-from flexjax.ir.program import SCORE, Linear, Op, Program, Val, axes_of
+from flexjax.ir.program import SCORE, UNIFORM, Linear, Lit, Op, Program, Val, axes_of
+from flexjax.ir.ranges import is_integer
 
 
 def adds_to_score(program: Program) -> bool:
@@ -29,3 +30,18 @@ def is_lower_triangle(program: Program) -> bool:
     if greater is None or less is None:
         return False
     return greater.q - less.q > 0 > greater.kv - less.kv
+
+
+def divides_tiles(program: Program | None) -> bool:
+    """Whether each element of a tile is divided, as an integer, by a number that is not a literal.
+
+    Such a division takes about a dozen operations and several registers an element; one by a literal is a product.
+    """
+    return program is not None and any(
+        isinstance(step, Op)
+        and step.prim in ("div", "rem", "floordiv", "floormod")
+        and is_integer(step.out.dtype)
+        and step.out.axes - UNIFORM not in (set(), {"q"}, {"kv"})
+        and not isinstance(step.inputs[1], Lit)
+        for step in program.steps
+    )

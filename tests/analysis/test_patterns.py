@@ -67,3 +67,24 @@ def test_is_lower_triangle(name: str) -> None:
     mask = plan(mask_mod=mask_mod).mask
     assert mask is not None
     assert patterns.is_lower_triangle(mask) is triangle
+
+
+STEPS = jnp.arange(2)
+ROWS = jnp.arange(256)
+DIVISIONS: dict[str, tuple[typing.Any, bool]] = {
+    "a distance by a number of the head": (lambda b, h, q, k: (q - k) % STEPS[h] == 0, True),
+    "a sum by a number of the query": (lambda b, h, q, k: (q + k) // ROWS[q] < 3, True),
+    "a number of the head by a distance": (lambda b, h, q, k: jax.lax.rem(STEPS[h], q - k) == 0, True),
+    "a distance by a literal": (lambda b, h, q, k: (q - k) % 3 == 0, False),
+    "positions by a number of the head": (lambda b, h, q, k: q // STEPS[h] == k // STEPS[h], False),
+    "floats": (lambda b, h, q, k: (q - k) / STEPS[h] < 2.0, False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_divides_tiles(name: str) -> None:
+    mask_mod, divides = DIVISIONS[name]
+    made = plan(mask_mod=mask_mod)
+    assert made.mask is not None
+    assert patterns.divides_tiles(made.mask) is divides
+    assert not patterns.divides_tiles(made.score)

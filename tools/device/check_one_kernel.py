@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax import KernelOptions, flex_attention, masks
-from flexjax.backends.mosaic_gpu import backward_tiles
+from flexjax.backends.mosaic_gpu import backward_fused_tiles
 from flexjax.plan.kernel_plan import KernelPlan
 
 TOLERANCE = 2e-3  # of the norm of a gradient
@@ -108,7 +108,7 @@ def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tup
     choose = choose_kernel.fused_is_faster
 
     def watched(plan: KernelPlan) -> bool:
-        tiles = backward_tiles.fused_tiles(plan) if fused and choose(plan) else None
+        tiles = backward_fused_tiles.fused_tiles(plan) if fused and choose(plan) else None
         found.extend([] if tiles is None else [tiles.queries])
         return tiles is not None
 

@@ -5,7 +5,7 @@
     describe(plan)           both as text, for `flexjax.explain`
 
 Every rule follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
-of sums: the same call gives the same bits on every GPU. backward_tiles.py and forward_tiles.py say what fits; here is
+of sums: the same call gives the same bits on every GPU. forward_tiles.py and the backward_*_tiles.py say what fits; here is
 what is faster. NOTES_backward.md has the reasons, LOG_backward.md the measurements.
 
 The backward pass of one plan:
@@ -18,18 +18,18 @@ The backward pass of one plan:
 
 import typing
 
-from flexjax.backends.mosaic_gpu import backward_tiles, dq_order, forward_tiles
+from flexjax.backends.mosaic_gpu import dq_order, forward_tiles
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
 from flexjax.backends.mosaic_gpu.backward_tiles import (
     FUSED_KEYS,
     LARGEST_UNSPLIT_DIM,
     NO_DENSE_BIAS,
     SPLIT_KEYS,
     SPLIT_QUERIES,
-    DenseBiasBytes,
-    DkvTiles,
-    DqTiles,
-    FusedTiles,
-    SplitDkvTiles,
+    DenseBiasTypes,
+    padded_dims,
 )
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -69,20 +69,20 @@ class TwoKernels(typing.NamedTuple):
 
 
 def backward_kernels(
-    plan: KernelPlan, bias: DenseBiasBytes = NO_DENSE_BIAS, all_gradients: bool = True
+    plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS, all_gradients: bool = True
 ) -> FusedKernel | TwoKernels:
     """The kernels of the backward pass.
 
     plan            with extra features joined to the head dim, or not joined: the choice is the same
-    bias            shared memory for staged arrays and direct gradients (pair_bias.py)
+    bias            dtypes of staged arrays and direct gradients (pair_bias.py)
     all_gradients   whether dQ and one of dK, dV are asked for; otherwise one of two kernels runs alone
     """
-    fused = backward_tiles.fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
+    fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
     if fused is not None:
         return FusedKernel(fused, adds_in_order(plan, fused))
-    split = max(backward_tiles.padded_dims(plan)) > LARGEST_UNSPLIT_DIM
-    dkv = backward_tiles.split_dkv_tiles(plan) if split else backward_tiles.dkv_tiles(plan, bias)
-    return TwoKernels(backward_tiles.dq_tiles(plan, bias), dkv)
+    split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
+    dkv = split_dkv_tiles(plan) if split else dkv_tiles(plan, bias)
+    return TwoKernels(dq_tiles(plan, bias), dkv)
 
 
 def fused_is_faster(plan: KernelPlan) -> bool:
@@ -91,7 +91,7 @@ def fused_is_faster(plan: KernelPlan) -> bool:
         return False
     if not plan.options.deterministic:
         return True
-    fused = backward_tiles.fused_tiles(plan)
+    fused = fused_tiles(plan)
     return fused is not None and _ordered_dq_is_fast(plan, fused)
 
 
@@ -133,7 +133,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     fits = lambda n, block: block is None or block % n == 0
     queries = [n for n in (128, 64) if options.block_q_bwd in (None, n) and fits(n, blocks and blocks.block_q)]
     keys = [n for n in (128, 64) if options.block_kv_bwd in (None, n) and fits(n, blocks and blocks.block_kv)]
-    if max(backward_tiles.padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
+    if max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         keys = [n for n in keys if n == SPLIT_KEYS]
     pairs = [(q, kv) for q in queries for kv in keys]
     chosen = backward_kernels(plan)
@@ -145,7 +145,13 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 # ------------------------------------------------------------------- text
 
 
-def describe_backward(plan: KernelPlan) -> str:
+def describe(plan: KernelPlan) -> str:
+    """The kernels of both passes with their tiles, queries x keys; the backward pass for all gradients of q, k and v."""
+    tile = forward_kernel(plan)
+    return f"forward {tile.block_q} x {tile.block_kv}, backward {_describe_backward(plan)}"
+
+
+def _describe_backward(plan: KernelPlan) -> str:
     """The backward kernels with their tiles, queries x keys."""
     chosen = backward_kernels(plan)
     if isinstance(chosen, FusedKernel):

@@ -10,6 +10,7 @@ Numbers that were chosen by measurement are explained in LOG.md. Nothing here im
 import dataclasses
 import typing
 
+from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import staging
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
@@ -197,13 +198,14 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     """Configurations that fit, the expected best first; empty where the block mask or the options allow none."""
     head_dim, value_dim = wgmma_dim(plan.head_dim + plan.extra_dim), wgmma_dim(plan.value_dim)
     size = _ring_size(head_dim, value_dim)
+    divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # the quotients take the registers of 64 keys
     staged_dtype = _staged_dtype(plan)
     order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
     found: list[ForwardTile] = []
     for groups in order:
         if not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
-        for keys in (64, 128) if size == 256 else (128, 64):
+        for keys in (64, 128) if size == 256 or divides else (128, 64):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
                 continue
             for stages, value_stages, slots in RINGS[size]:

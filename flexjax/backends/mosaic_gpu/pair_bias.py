@@ -28,13 +28,15 @@ from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import staging
-from flexjax.backends.mosaic_gpu.backward_tile_math import Captures
-from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasBytes, dq_fits, padded_dims
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_fits
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
+from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
+from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
 AXES = ("b", "h", "q", "kv")
-Ref = typing.Any
 Dims = tuple[tuple[str, int], ...]
 """For each dimension of an array: the axis whose position indexes it ("" for a constant index), and the index at position 0."""
 
@@ -109,25 +111,25 @@ class DirectGradient:
         """Whether some dimension of the array is indexed by this axis."""
         return any(axis == name for name, _ in self.dims)
 
-    def out_type(self, plan: KernelPlan) -> jax.ShapeDtypeStruct:
-        """What the kernel writes: [b, h, T', S'], b and h 1 where the array lacks that axis.
+    def output_shape(self, plan: KernelPlan) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of what the kernel writes: [b, h, T', S'], b and h 1 where the array lacks that axis.
 
         T' and S' are T and S rounded up to what TMA copies, or to whole tiles for the simulator, which clamps copies
         that cross the end.
         """
         interpret = plan.options.interpret
         unit = common.padded_len(1, True) if interpret else staging.PIECE[1] // self.item_bytes
-        columns = -(-plan.kv_len // unit) * unit
         leading = (plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1)
-        return jax.ShapeDtypeStruct((*leading, common.padded_len(plan.q_len, interpret), columns), self.dtype)
+        shape = (*leading, common.padded_len(plan.q_len, interpret), round_up(plan.kv_len, unit))
+        return shape, self.dtype
 
-    def tile(self, ref: Ref, b: jax.Array, h: jax.Array, q0: jax.Array, kv0: jax.Array, shape: tuple[int, int]) -> Ref:
+    def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
         """The `shape` (queries, keys) tile from (q0, kv0) for head (b, h) of the kernel's output."""
         at = (b if self.has("b") else 0, h if self.has("h") else 0)
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]
 
     def gradient(self, plan: KernelPlan, values: jax.Array) -> jax.Array:
-        """The gradient in the shape of the captured array, from what the kernel wrote (`out_type`)."""
+        """The gradient in the shape of the captured array, from what the kernel wrote (`output_shape`)."""
         return embedded(values[:, :, : plan.q_len, : plan.kv_len], self.dims, self.shape)
 
 
@@ -165,10 +167,10 @@ class DenseBiasPlan:
     batch_entries: int = 1
 
     @property
-    def bytes(self) -> DenseBiasBytes:
-        """Shared-memory bytes of an element of these tiles."""
-        staged = staging.ITEM_SIZES[self.staged_type] if self.staged is not None else 0
-        return DenseBiasBytes(staged, sum(one.item_bytes for one in self.direct_gradients), self.batch_entries)
+    def types(self) -> DenseBiasTypes:
+        """What the kernels need to know to size their shared memory."""
+        staged = None if self.staged is None else self.staged_type
+        return DenseBiasTypes(staged, tuple(one.dtype for one in self.direct_gradients), self.batch_entries)
 
 
 def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, found: DirectGradient) -> int:
@@ -204,11 +206,11 @@ def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tup
         if found is None or not entries:
             continue
         more = dataclasses.replace(bias, direct_gradients=(*bias.direct_gradients, found), batch_entries=entries)
-        bias = more if dq_fits(plan, more.bytes) else bias
+        bias = more if dq_fits(plan, more.types) else bias
     return bias
 
 
-def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures) -> Captures:
+def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[jax.Array]) -> Captures[jax.Array]:
     """The captures with the staged array padded to whole tiles for the simulator, which does not zero-fill past an end.
 
     Unchanged on the device, where TMA fills with zeros.

@@ -6,7 +6,6 @@ pair_bias.py decides which arrays are treated so.
 """
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +14,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
-from flexjax.backends.mosaic_gpu.backward_tile_math import Captures, ColumnMath
-from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, StagedRing
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, DirectGradient
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitLists
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
-Ref = typing.Any
-
-
 # ------------------------------------------------------------------- staged tiles
-
-
-class StagedRing(typing.NamedTuple):
-    """A ring of staged tiles in shared memory with its barriers; all None where no array is staged.
-
-    full   one barrier a slot: the copy into it has arrived
-    free   one barrier a slot: all readers are done with it
-    """
-
-    tiles: Ref = None
-    full: Ref = None
-    free: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,24 +41,12 @@ class Staging:
     plan: KernelPlan
     derivative: ir.Program
     load: ir.Load
-    dtype: str
     slots: int
     shape: tuple[int, int]
     readers: int
     transposed: bool = False
 
-    def slot_memory(self) -> typing.Any:
-        return memory.staged_memory(self.slots, self.shape, self.dtype)
-
-    def scratch(self) -> StagedRing:
-        """The ring with barriers of its own."""
-        return StagedRing(
-            self.slot_memory(),
-            plgpu.Barrier(num_barriers=self.slots),
-            plgpu.Barrier(num_barriers=self.slots, num_arrivals=self.readers),
-        )
-
-    def source(self, captures: Captures, b: jax.Array, h: jax.Array) -> Ref:
+    def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
         """The [query, key] matrix in global memory that head (b, h) reads."""
         program = TileProgram(
             self.derivative,
@@ -84,18 +59,18 @@ class Staging:
         )
         return captures.score[self.load.capture].at[program.scalars(self.load.index[:-2])]
 
-    def fetch(self, slot: Ref, source: Ref, q0: jax.Array, kv0: jax.Array, full: Ref) -> None:
+    def fetch(self, slot: Ref, source: Ref, q0: Scalar, kv0: Scalar, full: Ref) -> None:
         """In the copying warpgroup: starts the copy of the tile at (q0, kv0) into a free slot; arrives at `full`."""
         tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
         plgpu.copy_gmem_to_smem(tile, slot, full)
 
-    def copy(self, ring: StagedRing, source: Ref, q0: jax.Array, kv0: jax.Array, number: jax.Array) -> None:
+    def copy(self, ring: StagedRing[Ref], source: Ref, q0: Scalar, kv0: Scalar, number: Scalar) -> None:
         """In the copying warpgroup: `fetch` for the tile with this running number, once its slot of the ring is free."""
         slot = common.slot_of(number, self.slots)
         when(number >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
         self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
 
-    def read_staged(self, tile: ColumnMath, slots: Ref, slot: jax.Array, group: jax.Array) -> ColumnMath:
+    def read_staged(self, tile: ColumnMath, slots: Ref, slot: Scalar, group: Scalar) -> ColumnMath:
         """In computing warpgroup `group`: `tile` with the load's values read from this group's part of a full slot."""
         size = self.shape[int(self.transposed)] // self.readers
         own = pl.ds(group * size, size)
@@ -107,7 +82,7 @@ class Staging:
         return tile.with_loaded(self.load, value)
 
     def read_from_ring(
-        self, tile: ColumnMath, ring: StagedRing, number: jax.Array, group: jax.Array, first: bool, last: bool
+        self, tile: ColumnMath, ring: StagedRing[Ref], number: Scalar, group: Scalar, first: bool, last: bool
     ) -> ColumnMath:
         """`read_staged` of the tile with this running number.
 
@@ -135,17 +110,17 @@ def staging_for(
     """The `Staging` of a kernel, None where no array is staged or there is no room for it (0 slots)."""
     if bias.staged is None or derivative is None or not slots:
         return None
-    return Staging(plan, derivative, bias.staged, bias.staged_type, slots, shape, readers, transposed)
+    return Staging(plan, derivative, bias.staged, slots, shape, readers, transposed)
 
 
 # ------------------------------------------------------------------- gradient tiles
 
 
-def skipped_blocks(plan: KernelPlan, lists: common.VisitLists) -> common.VisitLists:
+def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
     """For each query block the key blocks that neither of its lists names, as a full list; all None without a block mask."""
     blocks = plan.blocks
     if blocks is None:
-        return common.VisitLists(None, None, None, None)
+        return VisitLists()
     width = -(-plan.kv_len // blocks.block_kv)
     visited = jnp.zeros((blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), width), jnp.bool_)
     for num, index in ((lists.partial_num, lists.partial_index), (lists.full_num, lists.full_index)):
@@ -155,7 +130,7 @@ def skipped_blocks(plan: KernelPlan, lists: common.VisitLists) -> common.VisitLi
         b, h, row = (jnp.arange(n) for n in num.shape)
         visited = visited.at[b[:, None, None, None], h[:, None, None], row[:, None], named].set(True, mode="drop")
     index = jnp.sort(jnp.where(visited, width, jnp.arange(width, dtype=jnp.int32)), axis=-1)
-    return common.VisitLists(None, None, jnp.sum(~visited, axis=-1, dtype=jnp.int32), index)
+    return VisitLists(None, None, jnp.sum(~visited, axis=-1, dtype=jnp.int32), index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,23 +146,23 @@ class DirectGradientWriter:
     tiles: DqTiles
     outputs: tuple[Ref, ...]
     buffers: tuple[Ref, ...]
-    group: jax.Array
-    b: jax.Array
-    h: jax.Array
-    q0: jax.Array
+    group: Scalar
+    b: Scalar
+    h: Scalar
+    q0: Scalar
 
     @property
     def shape(self) -> tuple[int, int]:
         """(queries, keys) of a tile."""
         return (self.tiles.rows, self.tiles.keys)
 
-    def write(self, values: tuple[jax.Array, ...], kv0: jax.Array) -> None:
+    def write(self, values: tuple[jax.Array, ...], kv0: Scalar) -> None:
         """Starts the copies of one tile of each gradient, for the keys from `kv0`."""
         if self.gradients:
             self._fill(values)
             self._send(kv0)
 
-    def write_zeros(self, visits: common.TileVisits, skipped: common.VisitLists, tile: jax.Array) -> None:
+    def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
         """Writes zeros to the key tiles that query tile `tile` skips (`skipped_blocks`)."""
         if not self.gradients or skipped.full_num is None:
             return
@@ -207,12 +182,7 @@ class DirectGradientWriter:
             smem.at[self.group][...] = value.astype(one.dtype)
         plgpu.commit_smem()
 
-    def _send(self, kv0: jax.Array) -> None:
+    def _send(self, kv0: Scalar) -> None:
         """Starts the copies of the buffers to the keys from `kv0`."""
         for one, smem, ref in zip(self.gradients, self.buffers, self.outputs, strict=True):
             plgpu.copy_smem_to_gmem(smem.at[self.group], one.tile(ref, self.b, self.h, self.q0, kv0, self.shape))
-
-
-def gradient_buffers(gradients: tuple[DirectGradient, ...], tiles: DqTiles) -> tuple[typing.Any, ...]:
-    """Shared memory for one tile of each gradient for each computing warpgroup."""
-    return tuple(memory.staged_memory(tiles.groups, (tiles.rows, tiles.keys), one.dtype) for one in gradients)

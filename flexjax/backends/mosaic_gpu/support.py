@@ -136,6 +136,10 @@ class MosaicGpu:
             return f"The derivative of score_mod {reason}."
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
+    def schedule(self, plan: KernelPlan, target: Target) -> str:
+        """The kernels of both passes and their tiles, as text for `flexjax.explain`."""
+        return choose_kernel.describe(mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)))
+
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values for KernelOptions that are worth timing, as dicts of its fields; the first is what runs without options."""
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))

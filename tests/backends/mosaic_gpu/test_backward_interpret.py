@@ -372,12 +372,12 @@ def test_one_kernel_is_without_races(
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_schedules_are_int32(deterministic: bool) -> None:
-    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused, dq_order
+def test_query_visits_are_int32(deterministic: bool) -> None:
+    from flexjax.backends.mosaic_gpu import backward_fused_visits, dq_order, tile_visits
 
     made = problem(**ONE_KERNEL["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
     order = dq_order.order_for(made.plan, 4, 2) if deterministic else None
     with jax.enable_x64(True):
-        arrays = backward_sm90_common.visit_lists(made.plan, made.operands.lists, transposed=True)
-        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, 64, order)
-    assert {x.dtype for x in jax.tree.leaves(schedule)} == {jnp.dtype("int32")}
+        lists = tile_visits.visit_lists(made.plan, made.operands.lists, transposed=True)
+        visits = backward_fused_visits.query_visits(made.plan, lists, 2, 4, 64, order)
+    assert {x.dtype for x in jax.tree.leaves(visits)} == {jnp.dtype("int32")}

@@ -70,7 +70,7 @@ def walked(
         for turn in range(math.prod(shape.repeats)):
             for at in range(begin[n], begin[n] + count[n]):
                 number = head[n] + (turn if shape.repeats[1] > 1 else turn * plan.q_heads)
-                number += 0 if lists.of is None else int(lists.of[at])
+                number += 0 if lists.head_offset is None else int(lists.head_offset[at])
                 row, column = divmod(int(tile[at]) // 2, shape.columns)
                 visits.append((*divmod(int(number), plan.q_heads), row, column, int(tile[at]) % 2))
         found.append(visits)
@@ -118,7 +118,7 @@ def test_lists_have_every_tile_once(
         assert len({has_in_common(i, j) for _, _, i, j, _ in one}) <= 1
         assert len({(b if shape.batch > 1 else 0, h if shape.heads > 1 else 0) for b, h, *_ in one}) <= 1
         if kind == ir.DIAGONAL and one:
-            row, column = (int(x) // 128 for x in kernel.first_tile(jnp.int32(n)))
+            row, column = (int(x) // 128 for x in kernel.first_on_diagonal(jnp.int32(n)))
             assert has_in_common(row, column) == has_in_common(*one[0][2:4])
             assert all(row <= visit[2] for visit in one)
 
@@ -172,7 +172,7 @@ def test_memory_follows_the_block_mask(name: str) -> None:
     derivative = found[0].derivative
     plan = plan_of(LONG, 16, blocks=BAND, score=found[0].program)
     tokens, queries = abstract(1, LONG, 16, 16), LONG // 128
-    given = backward_sm90_common.Prepared(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
+    given = backward_sm90_common.Tokens(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
     numbers = lambda *s: abstract(1, 1, queries, *s, dtype="int32")
     lists = BlockLists(numbers(), numbers(2), numbers(), numbers(7))
 
@@ -256,7 +256,7 @@ def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytes
 
 def test_what_all_gradients_add_up_to_is_bounded() -> None:
     made = problem(**BY_PLACES["2-D table, odd, with dropout"])
-    given = backward_sm90_common.prepare(
+    given = backward_sm90_common.padded_tokens(
         made.plan,
         made.operands,
         made.d_out,
@@ -293,7 +293,7 @@ def test_refuses_more_tiles_than_can_be_numbered() -> None:
 def test_refuses_a_place_that_depends_on_the_score() -> None:
     score = lambda c, s, b, h, q, k: s + c[0][jnp.clip(s, 0, 3).astype(jnp.int32)]
     made = problem(score=score, captured=(jnp.ones(4),), q_len=64, kv_len=64, heads=1)
-    assert refusal(made) == "captured array 0 is read at a place that depends on the score."
+    assert refusal(made) == "captured array 0 is read by an index that depends on the score."
 
 
 # ------------------------------------------------------------------- fixed point

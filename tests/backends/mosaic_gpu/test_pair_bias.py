@@ -10,8 +10,9 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_tiles, capture_gradients, capture_kernel, pair_bias
-from flexjax.backends.mosaic_gpu.backward_tiles import dkv_tiles, dq_tiles
+from flexjax.backends.mosaic_gpu import capture_gradients, capture_tiles, pair_bias, shared_memory
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
 from tests.backends.mosaic_gpu.test_backward_interpret import Problem, assert_close, causal, normal, problem
 
 SMALL = {"q_len": 128, "kv_len": 128, "heads": 1}
@@ -210,20 +211,19 @@ def test_tiles_fit_beside_the_others(dim: int, dtype: str) -> None:
     made = problem(score=by_head, captured=(rounded(dtype, 1, 64, 128),), **{**SMALL, "q_len": 64, "dim": dim})
     bias = dense_bias_plan(made)
     assert len(bias.direct_gradients) == 1
-    assert dq_tiles(made.plan, bias.bytes).staged_slots == 2
-    assert dkv_tiles(made.plan, bias.bytes).staged_slots == 2
+    assert dq_tiles(made.plan, bias.types).staged_slots == 2
+    assert dkv_tiles(made.plan, bias.types).staged_slots == 2
 
 
-@pytest.mark.parametrize("staged", [0, 2, 4])
+@pytest.mark.parametrize("staged", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(32, 32), (64, 64), (128, 128), (256, 256)], ids=str)
-def test_rings_of_the_capture_kernel_fit(dims: tuple[int, int], staged: int) -> None:
+def test_rings_of_the_capture_kernel_fit(dims: tuple[int, int], staged: str | None) -> None:
     """A second slot for copies ahead wherever there is room for it."""
     groups = 2 if sum(dims) <= 256 else 1
-    rings = capture_kernel.ring_depths(groups, *dims, staged)
-    operands = 2 * sum(dims) * 64 * (rings.queries * groups + rings.keys)
-    assert operands + rings.staged * rings.queries * (64 * groups) ** 2 * staged <= backward_tiles.SMEM_LIMIT
+    rings = capture_tiles.ring_depths(groups, dims, "bfloat16", staged)
+    assert shared_memory.fits(capture_tiles.capture_scratch(groups, rings, dims, "bfloat16", staged))
     assert rings.queries >= 1
     assert rings.keys >= groups
     if sum(dims) <= 128:
         assert rings.queries == 2
-        assert rings.staged == (staged > 0)
+        assert rings.staged == (staged is not None)

@@ -14,6 +14,9 @@ import flexjax
 from flexjax import KernelOptions
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, support
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
@@ -40,7 +43,7 @@ def backward_of(made: KernelPlan) -> str:
         return f"one {chosen.tiles.queries}x{backward_tiles.FUSED_KEYS}"
     dq, dkv = chosen
     text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
-    if isinstance(dkv, backward_tiles.SplitDkvTiles):
+    if isinstance(dkv, SplitDkvTiles):
         return text + f" dkv {backward_tiles.SPLIT_QUERIES}x{backward_tiles.SPLIT_KEYS}"
     return text + f" dkv {dkv.queries}x{dkv.rows * dkv.groups} slots {dkv.query_slots},{dkv.out_slots}"
 
@@ -219,9 +222,23 @@ def test_one_kernel_or_two_in_a_fixed_order(name: str) -> None:
 def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: bool) -> None:
     for deterministic in (False, True):
         made = traced(**arguments, kernel_options=KernelOptions(deterministic=deterministic))
-        tiles = backward_tiles.fused_tiles(made)
-        assert tiles is not None
-        assert choose_kernel.adds_in_order(made, tiles) is (deterministic or in_order)
+        fused = fused_tiles(made)
+        assert fused is not None
+        assert choose_kernel.adds_in_order(made, fused) is (deterministic or in_order)
+
+
+def test_tiles_of_masks_that_divide() -> None:
+    """The quotients of half the elements fit the registers; literal divisors need none."""
+    by_head = lambda b, h, q, k: (q - k) % (h + 1) == 0
+    by_literal = lambda b, h, q, k: (q - k) % 3 == 0
+    for mask_mod, step in ((by_head, 64), (by_literal, 128)):
+        made = traced(mask_mod=mask_mod)
+        fused = fused_tiles(made)
+        assert forward_tiles.forward_tile(made).block_kv == step
+        assert dq_tiles(made).keys == step
+        assert dkv_tiles(made).queries == step
+        assert fused is not None
+        assert fused.queries == step
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -240,6 +257,23 @@ def test_tiles_of_the_backward_pass(name: str) -> None:
     made = plan(**options)
     assert support.refuses(made, HOPPER, JAX) is None
     assert backward_of(made) == chosen
+
+
+DESCRIBED: dict[str, tuple[KernelPlan, str]] = {
+    "full 128": (plan(), "forward 128 x 128, backward fused 64 x 128, dQ added in a fixed order"),
+    "any order": (
+        plan(block=BLOCKS, deterministic=False),
+        "forward 128 x 128, backward fused 64 x 128, dQ added in any order",
+    ),
+    "blocks of 64": (plan(block=(64, 64)), "forward 64 x 64, backward dQ 64 x 64, dK/dV 64 x 64"),
+    "full 256": (plan(dim=256), "forward 128 x 64, backward dQ 128 x 64, split dK/dV 64 x 64"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_kernels_in_words(name: str) -> None:
+    made, text = DESCRIBED[name]
+    assert support.BACKEND.schedule(made, HOPPER) == text
 
 
 @pytest.mark.parametrize("name", REFUSED)
