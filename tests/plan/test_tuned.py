@@ -17,7 +17,7 @@ import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends import target as targets
-from flexjax.backends.mosaic_gpu import backward_tiles, tiles
+from flexjax.backends.mosaic_gpu import choose_kernel, forward_tiles
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
@@ -280,11 +280,8 @@ def test_the_tables_are_read() -> None:
 
 def backward_kernels(plan: KernelPlan) -> tuple:
     """The tiles of the kernels that run."""
-    fused = backward_tiles.fused_tiles(plan) if backward_tiles.choose_fused(plan) else None
-    if fused is not None:
-        return (fused,)
-    wide = max(backward_tiles.padded_dims(plan)) > backward_tiles.NARROW
-    return backward_tiles.dq_tiles(plan), (backward_tiles.wide_tiles if wide else backward_tiles.dkv_tiles)(plan)
+    chosen = choose_kernel.backward_kernels(plan)
+    return (chosen.tiles,) if isinstance(chosen, choose_kernel.FusedKernel) else tuple(chosen)
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SHIPPED}))
@@ -300,7 +297,7 @@ def test_the_tables_agree_with_the_heuristics(name: str) -> None:
         }
         assert {found.forward, found.backward} <= {"package", ""}
         filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **found.tiles))
-        assert tiles.forward_tile(filled) == tiles.forward_tile(plan)
+        assert forward_tiles.forward_tile(filled) == forward_tiles.forward_tile(plan)
         assert backward_kernels(filled) == backward_kernels(plan)
         for which in tuned.PASSES:
             if which in entry:

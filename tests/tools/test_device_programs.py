@@ -12,7 +12,7 @@ import pytest
 
 import flexjax
 from flexjax.attention import DEFAULTS, prepare
-from flexjax.backends.mosaic_gpu import backward_tiles
+from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel
 from tools.device import check_one_kernel
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "tools/device/check_device.py"
@@ -41,8 +41,8 @@ def test_one_kernel_of_128_queries_is_checked(name):
     words = problem.words(main[3] if main[3:] else None)
     options = flexjax.KernelOptions(deterministic=problem.deterministic)
     plan = prepare(*main[:3], **(DEFAULTS | dict(layout=problem.layout, kernel_options=options) | words)).plan
-    assert backward_tiles.choose_fused(plan)
-    assert backward_tiles.fused_tiles(plan).queries == 128
+    assert choose_kernel.fused_is_faster(plan)
+    assert backward_fused_tiles.fused_tiles(plan).queries == 128
 
 
 def test_random_problems_are_drawn_from_their_seed_alone():

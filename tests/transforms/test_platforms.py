@@ -277,7 +277,7 @@ def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
         assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in a100
         assert "In such a Python: `pip install -U 'flexjax[cuda13]'`." in a100
     else:
-        assert "that of NVIDIA A100-SXM4-80GB is not known." in a100
+        assert "the compute capability of NVIDIA A100-SXM4-80GB is not known." in a100
 
 
 def test_explain_names_who_runs_each_pass() -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax import KernelOptions, flex_attention, masks
-from flexjax.backends.mosaic_gpu import backward_tiles
+from flexjax.backends.mosaic_gpu import backward_fused_tiles
 from flexjax.plan.kernel_plan import KernelPlan
 
 TOLERANCE = 2e-3  # of the norm of a gradient
@@ -102,21 +102,21 @@ PROBLEMS = {
 
 def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tuple[typing.Any, list[int]]:
     """The program, and the queries of a tile of each kernel for all gradients in it."""
-    from flexjax.backends.mosaic_gpu import backward_sm90
+    from flexjax.backends.mosaic_gpu import choose_kernel
 
     found: list[int] = []
-    choose = backward_sm90.choose_fused
+    choose = choose_kernel.fused_is_faster
 
     def watched(plan: KernelPlan) -> bool:
-        tiles = backward_tiles.fused_tiles(plan) if fused and choose(plan) else None
+        tiles = backward_fused_tiles.fused_tiles(plan) if fused and choose(plan) else None
         found.extend([] if tiles is None else [tiles.queries])
         return tiles is not None
 
-    backward_sm90.choose_fused = watched
+    choose_kernel.fused_is_faster = watched
     try:
         return jax.jit(problem.gradients).lower(*arrays), found
     finally:
-        backward_sm90.choose_fused = choose
+        choose_kernel.fused_is_faster = choose
 
 
 def norm(x: jax.Array) -> float:

@@ -1,54 +1,27 @@
-"""The backward pass on Hopper: which kernels run, and what is computed around them.
+"""The backward pass on Hopper: which operands its kernels get, and what is computed around them.
 
-    row statistics  ->  dQ kernel, dK/dV kernel  ->  captured arrays (capture_gradients.py), sinks (XLA)
+    row statistics -> the fused kernel, or dQ kernel and dK/dV kernel -> captured arrays (capture_gradients.py), sinks (XLA)
 
-The formulas are at the top of backward_sm90_common.py. `refuses` says in a sentence what these kernels cannot do.
+The formulas are at the top of backward_sm90_common.py; choose_kernel.py decides which kernels run. What they cannot run
+support.py refuses. Extra features join the head dim of queries and keys before the kernels and leave it after them.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, pair_of, simulated_captures
+from flexjax.backends.mosaic_gpu import choose_kernel, tile_visits
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
-from flexjax.backends.mosaic_gpu.backward_sm90_dkv_wide import backward_dkv_wide
+from flexjax.backends.mosaic_gpu.backward_sm90_dkv_split import backward_dkv_split
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import captures_of
-from flexjax.backends.mosaic_gpu.backward_tiles import (
-    NARROW,
-    choose_fused,
-    dkv_tiles,
-    dq_tiles,
-    fused_tiles,
-    wide_tiles,
-)
+from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, dense_bias_plan, padded_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-
-MAX_DIM = 256
-
-
-def refuses(plan: KernelPlan) -> str | None:
-    """Why the backward kernels cannot run this plan, or None."""
-    if plan.dtype not in ("bfloat16", "float16"):
-        return f"the Hopper backward kernels take bfloat16 and float16, not {plan.dtype}."
-    if max(plan.head_dim + plan.extra_dim, plan.value_dim) > MAX_DIM:
-        return f"the Hopper backward kernels take head dims up to {MAX_DIM}, extra features included."
-    if plan.extra_dim and plan.kv_heads % plan.extra_heads:
-        return "the Hopper backward kernels want extra features whose head count divides that of the keys."
-    if plan.blocks is not None and (plan.blocks.block_q % 64 or plan.blocks.block_kv % 64):
-        return (
-            f"the Hopper backward kernels want block masks of blocks that are multiples of 64 x 64, "
-            f"not {plan.blocks.block_q} x {plan.blocks.block_kv}."
-        )
-    if min(plan.batch, plan.q_heads, plan.kv_heads, plan.q_len, plan.kv_len) == 0:
-        return "the Hopper backward kernels want a problem that is not empty."
-    return None
 
 
 def backward(
@@ -60,37 +33,42 @@ def backward(
     wanted: Wanted,
     derivative: ir.Program | None,
 ) -> Gradients:
-    """Cotangents of the operands. `derivative` is plan.score with its derivatives, None for the identity."""
-    stats = row_statistics(plan, results, d_out.astype(operands.query.dtype), d_lse)
-    joined_plan, joined = _join_extra(plan, operands)
-    given = common.prepare(joined_plan, joined, d_out.astype(operands.query.dtype), stats)
-    pair = pair_of(joined_plan, derivative, wanted.score_captures)
-    captures = simulated_captures(joined_plan, pair, captures_of(operands))
+    """The gradients of the wanted operands.
+
+    results      of the forward pass
+    d_out, d_lse cotangents of out and lse, in their shapes; d_lse None where lse is not used
+    derivative   plan.score with its derivatives, None for the identity
+    """
+    d_out = d_out.astype(operands.query.dtype)
+    stats = row_statistics(plan, results, d_out, d_lse)
+    joined_plan, joined = join_extra(plan, operands)
+    tokens = common.padded_tokens(joined_plan, joined, d_out, stats)
+    bias = dense_bias_plan(joined_plan, derivative, wanted.score_captures)
+    captures = padded_captures(joined_plan, bias, common.captures_of(operands))
 
     d_query = d_key = d_value = None
-    written: dict[int, jax.Array] = {}  # gradients of captured arrays, by their number
+    direct: dict[int, jax.Array] = {}  # direct gradients (pair_bias.py), by the number of the captured array
     want_query, want_keys = wanted.query or wanted.query_extra, wanted.key or wanted.value or wanted.key_extra
-    by_query = common.walk_arrays(plan, operands.lists, transposed=False)
-    by_key = common.walk_arrays(plan, operands.lists, transposed=True)
-    common_arguments = (joined_plan, derivative, given)
-    fused = fused_tiles(joined_plan) if want_query and want_keys and choose_fused(joined_plan) else None
-    if fused is not None:
-        d_query, d_key, d_value = backward_fused(*common_arguments, by_key, captures, fused)
+    by_query = tile_visits.visit_lists(plan, operands.lists, transposed=False)
+    by_key = tile_visits.visit_lists(plan, operands.lists, transposed=True)
+    main = (joined_plan, derivative, tokens)
+    kernels = choose_kernel.backward_kernels(joined_plan, bias.types, all_gradients=want_query and want_keys)
+    if isinstance(kernels, choose_kernel.FusedKernel):
+        d_query, d_key, d_value = backward_fused(*main, by_key, captures, kernels)
     else:
-        if want_query or pair.written:
-            dq = dq_tiles(joined_plan, pair.bytes)
-            d_query, arrays = backward_dq(*common_arguments, by_query, captures, dq, pair)
-            written = {w.capture: w.gradient(plan, a) for w, a in zip(pair.written, arrays, strict=True)}
-        if want_keys and max(given.key.shape[-1], given.value.shape[-1]) > NARROW:
-            d_key, d_value = backward_dkv_wide(*common_arguments, by_key, captures, wide_tiles(joined_plan))
-        elif want_keys:
-            dkv = dkv_tiles(joined_plan, pair.bytes)
-            d_key, d_value = backward_dkv(*common_arguments, by_key, captures, dkv, pair)
+        if want_query or bias.direct_gradients:
+            d_query, arrays = backward_dq(*main, by_query, captures, kernels.dq, bias)
+            direct = {one.capture: one.gradient(plan, a) for one, a in zip(bias.direct_gradients, arrays, strict=True)}
+        dkv = kernels.dkv
+        if want_keys and isinstance(dkv, SplitDkvTiles):
+            d_key, d_value = backward_dkv_split(*main, by_key, captures, dkv)
+        elif want_keys and isinstance(dkv, DkvTiles):
+            d_key, d_value = backward_dkv(*main, by_key, captures, dkv, bias)
 
-    d_query, d_query_extra = _split(plan, d_query, plan.q_len)
-    d_key, d_key_extra = _split(plan, d_key, plan.kv_len)
+    d_query, d_query_extra = _split_extra(plan, d_query, plan.q_len)
+    d_key, d_key_extra = _split_extra(plan, d_key, plan.kv_len)
     if d_key_extra is not None:
-        d_key_extra = _sum_to_heads(plan, d_key_extra)
+        d_key_extra = _sum_over_sharing_heads(plan, d_key_extra)
     return Gradients(
         query=d_query if wanted.query else None,
         key=d_key if wanted.key else None,
@@ -98,12 +76,12 @@ def backward(
         query_extra=d_query_extra if wanted.query_extra else None,
         key_extra=d_key_extra if wanted.key_extra else None,
         sinks=sinks_gradient(plan, operands.sinks, stats) if wanted.sinks and operands.sinks is not None else None,
-        score_captures=_capture_gradients(joined_plan, operands, given, wanted, derivative, pair, written),
+        score_captures=_capture_gradients(joined_plan, operands, tokens, wanted, derivative, bias, direct),
     )
 
 
 def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.Array:
-    """d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O))."""
+    """[N]: d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O)), from [B, N, 2, T'] row statistics."""
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
     sink = sinks.astype(jnp.float32)[None, :, None]
     weight = jnp.exp(sink - lse2) if may_be_large(plan.score) else jnp.exp2(sink * common.LOG2E - lse2)
@@ -113,50 +91,44 @@ def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.
 def _capture_gradients(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
+    tokens: common.Tokens[jax.Array],
     wanted: Wanted,
     derivative: ir.Program | None,
-    pair: Pair,
-    written: dict[int, jax.Array],
+    bias: DenseBiasPlan,
+    direct: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    left = tuple(want and n not in written for n, want in enumerate(wanted.score_captures))
+    """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture kernel.
+
+    None for what is not wanted.
+    """
+    left = tuple(want and n not in direct for n, want in enumerate(wanted.score_captures))
     if derivative is None or not any(left):
-        return tuple(written.get(n) for n in range(len(operands.score_captures)))
+        return tuple(direct.get(n) for n in range(len(operands.score_captures)))
     from flexjax.backends.mosaic_gpu.capture_gradients import capture_gradients
 
-    summed = capture_gradients(plan, operands, given, left, derivative, pair)
-    return tuple(written.get(n, found) for n, found in enumerate(summed))
+    summed = capture_gradients(plan, operands, tokens, left, derivative, bias)
+    return tuple(direct.get(n, found) for n, found in enumerate(summed))
 
 
-# ------------------------------------------------------------------- extra features ride along in the head dim
-
-
-def _join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
-    if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
-        return plan, operands
-    axis = 2 if plan.layout == "BTNH" else 1
-    key_extra = jnp.repeat(operands.key_extra, plan.kv_heads // plan.extra_heads, axis=axis)
-    query = jnp.concatenate([operands.query, operands.query_extra.astype(operands.query.dtype)], axis=-1)
-    key = jnp.concatenate([operands.key, key_extra.astype(operands.key.dtype)], axis=-1)
-    joined = dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0, extra_heads=0)
-    return joined, operands._replace(query=query, key=key)
+# ------------------------------------------------------------------- extra features leave the head dim
 
 
 def _cut(plan: KernelPlan, x: jax.Array, length: int, first: int, last: int) -> jax.Array:
+    """x, [B, T', N, D'] or [B, N, T', D'], without padding: T = `length`, and features `first` to `last`."""
     x = x[:, :length] if plan.layout == "BTNH" else x[:, :, :length]
     return x[..., first:last]
 
 
-def _split(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """The parts of a joined gradient that belong to the head dim and to the extra features."""
+def _split_extra(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[jax.Array | None, jax.Array | None]:
+    """The parts of a joined gradient that belong to the head dim and to the extra features (None without any)."""
     if x is None:
         return None, None
     main = _cut(plan, x, length, 0, plan.head_dim)
     return main, _cut(plan, x, length, plan.head_dim, plan.head_dim + plan.extra_dim) if plan.extra_dim else None
 
 
-def _sum_to_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:
-    """Sums the key heads that read the same extra features."""
+def _sum_over_sharing_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:
+    """The gradient of key_extra, [.., extra_heads, ..], from that of every key head: sums heads that share extra features."""
     axis = 2 if plan.layout == "BTNH" else 1
     shape = (*x.shape[:axis], plan.extra_heads, plan.kv_heads // plan.extra_heads, *x.shape[axis + 1 :])
     return jnp.sum(x.astype(jnp.float32).reshape(shape), axis=axis + 1).astype(x.dtype)

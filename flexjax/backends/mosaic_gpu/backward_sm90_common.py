@@ -1,4 +1,4 @@
-"""What the Hopper backward kernels share: prepared operands, the walk over block lists, and the mathematics of a tile.
+"""What the Hopper backward kernels share: the formulas, their operands, WGMMA, and the rings of Q and dO.
 
 For a tile of scores s = scale * q . k, with lse the logarithm of the softmax denominator of each query row,
 
@@ -8,106 +8,147 @@ For a tile of scores s = scale * q . k, with lse the logarithm of the softmax de
     ds  = dsp * mod'(s)
     dV += (p * r)^T dO     dK += scale * ds^T Q     dQ += scale * ds K
 
-Kernels work in base 2 (`exp2` is one instruction): p = exp2(s * scale * log2(e) - lse2). The row statistics lse2 and delta
-are prepared outside. A row past the end, or one where nothing is on, gets lse2 = +inf, which makes p exactly 0 there.
-What must never leak (NaN of a mod at a masked entry) is removed by selecting on p > 0 *after* the multiplication.
+Kernels compute in base 2, because `exp2` is one instruction: p = exp2(s * scale * log2(e) - lse2). The row statistics
+lse2 and delta come from row_statistics.py. A row past the end, or with no visible key, has lse2 = +inf, which makes p
+exactly 0 there. A mod may return NaN where the mask is off; factors are selected on p > 0 *after* the multiplication,
+which keeps that NaN out of every gradient.
 
-Accumulators and products go through `Products`: tensor-core instructions on the device, plain dots in the simulator,
-which knows neither operands in registers nor initialised accumulators.
+Products of tiles go through `Products`: WGMMA on the device, plain dots in the simulator, which knows neither operands
+in registers nor accumulators that start from a value.
 """
 
 import dataclasses
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import jax.ref
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from flexjax.backends.mosaic_gpu import backward_dkv_tiles, backward_fused_tiles, kernel_parts
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
-from flexjax.backends.mosaic_gpu.bounded_scores import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.kernel_parts import (
+    SCALAR_INT,
+    SCALAR_LAYOUT,
+    Ref,
+    Scalar,
+    accumulator,
+    inline_mgpu,
+    ptx,
+    rows_of,
+    scalar_of,
+    splat_int,
+)
+from flexjax.backends.mosaic_gpu.memory import kernel_operand
 from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
-from flexjax.block_mask import transpose
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
+from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
+from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 WGMMA = plgpu.Layout.WGMMA
-ALONG_ROWS = WGMMA.reduce(1)  # a number for each row of a tile
-ALONG_COLUMNS = WGMMA.reduce(0)  # a number for each column of a tile
+ALONG_ROWS = WGMMA.reduce(1)
+"""Register layout of a vector with a number for each row of a tile."""
+ALONG_COLUMNS = WGMMA.reduce(0)
+"""Register layout of a vector with a number for each column of a tile."""
+Result = typing.TypeVar("Result")
 
 
-# ------------------------------------------------------------------- operands as the kernels want them
+# ------------------------------------------------------------------- operands
 
 
 def padded_len(length: int, interpret: bool) -> int:
-    """Length as the copy engine takes it (tiles of 8 rows); the simulator clamps, so it gets whole tiles."""
-    unit = 256 if interpret else 8
-    return -(-length // unit) * unit
-
-
-class Prepared(typing.NamedTuple):
-    """Inputs of the kernels, padded, in the plan's layout; `stats` is [B, N, 2, T'] with lse2 and delta in float32."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    d_out: jax.Array
-    stats: jax.Array
+    """The length that arrays over queries or keys are padded to: tiles of 8 rows for TMA, and whole tiles for the simulator,
+    which clamps copies that cross the end."""
+    return round_up(length, 256 if interpret else 8)
 
 
 def pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
-    """Queries or keys and the head dim rounded up as the kernels take them."""
-    axis = 1 if layout == "BTNH" else 2
-    widths = [(0, 0)] * 4
-    widths[axis] = (0, padded_len(x.shape[axis], interpret) - x.shape[axis])
-    widths[3] = (0, padded_dim(x.shape[3]) - x.shape[3])
-    return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
+    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with T and D padded as the kernels take them."""
+    time = 1 if layout == "BTNH" else 2
+    return kernel_parts.pad(x, layout, padded_len(x.shape[time], interpret), padded_dim(x.shape[3]))
 
 
-def prepare(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Prepared:
+class Tokens(typing.NamedTuple, typing.Generic[Part]):
+    """The arrays over tokens, padded, in the plan's layout; stats is [B, N, 2, T'] float32 with lse2 and delta."""
+
+    query: Part
+    key: Part
+    value: Part
+    d_out: Part
+    stats: Part
+
+
+def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Tokens[jax.Array]:
+    """The arrays over tokens as the kernels take them; `stats` from row_statistics.py."""
     padded = lambda x: pad(x, plan.layout, plan.options.interpret)
-    return Prepared(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
+    return Tokens(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
 
 
-def rows_of(ref: typing.Any, layout: str, b: jax.Array, h: jax.Array, start: jax.Array, size: int) -> typing.Any:
-    """Rows start..start+size of head (b, h) of a [B, T, N, D] or [B, N, T, D] array."""
-    rows = pl.ds(start, size)
-    return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+class Captures(typing.NamedTuple, typing.Generic[Part]):
+    """The captured arrays of score_mod, mask_mod and dropout, in the order of `Program.captures`."""
+
+    score: tuple[Part, ...]
+    mask: tuple[Part, ...]
+    dropout: tuple[Part, ...]
 
 
-def tile_smem(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, swizzle: int = 128) -> typing.Any:
-    """Shared memory laid out for the matrix instructions: rows of 8, swizzled over at most `swizzle` bytes."""
-    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if s <= swizzle and row_bytes % s == 0)
-    columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def captures_of(operands: Operands) -> Captures[jax.Array]:
+    """The captured arrays of a call as kernels take them."""
+    groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
+    return Captures(*(tuple(kernel_operand(a) for a in group) for group in groups))
 
 
-def compiler_params() -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(
-        approx_math=True,
-        reduction_scratch_bytes=0,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-        unsafe_no_auto_barriers=True,
-    )
+class Inputs(typing.NamedTuple, typing.Generic[Part]):
+    """Operands of the dQ kernel and of both dK/dV kernels.
+
+    lists     of the owning axis (`tile_visits.visit_lists`)
+    order     of the owned tiles (`tile_visits.longest_first`), None for their own order
+    skipped   for direct gradients of the dQ kernel: the key blocks that each query block skips
+    """
+
+    tokens: Tokens[Part]
+    lists: VisitLists[Part]
+    order: Part | None
+    captures: Captures[Part]
+    skipped: VisitLists[Part] = VisitLists()
 
 
-def take_registers(groups: int) -> None:
-    """In a compute warpgroup: with two of them and a copying one, 2 * 240 + 24 fill the register file."""
+# ------------------------------------------------------------------- registers
+
+
+def raise_register_limit(groups: int) -> None:
+    """In a computing warpgroup: with two of them and a copying one, 2 * 240 + 24 registers a thread fill the register file."""
     if groups == 2:
         plgpu.set_max_registers(240, action="increase")
 
 
-def leave_registers(groups: int) -> None:
-    """In the copying warpgroup."""
+def lower_register_limit(groups: int) -> None:
+    """In the copying warpgroup, the counterpart of `raise_register_limit`."""
     if groups == 2:
         plgpu.set_max_registers(24, action="decrease")
+
+
+def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
+    """`index`, in a form that hides from the compiler that the value does not change in a loop.
+
+    Without it, the compiler computes the addresses of all slices of a tile in shared memory before the loop and keeps them
+    in registers, two for each slice of 16 columns, which spills at large head dims.
+    """
+    if interpret:
+        return index
+
+    @inline_mgpu(SCALAR_LAYOUT, returns=SCALAR_INT)
+    def opaque(value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        moved = ptx("mov.b32 $0, $1;", scalar_of(value), result=ir.IntegerType.get_signless(32))
+        return splat_int(moved)
+
+    return opaque(index)
 
 
 # ------------------------------------------------------------------- products
@@ -115,218 +156,108 @@ def leave_registers(groups: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """acc += a @ b on the tensor cores, asynchronous; in the simulator on plain float32 scratch."""
+    """acc += a @ b by WGMMA, asynchronously; in the simulator by dots on float32 scratch."""
 
     simulated: bool
 
-    def accumulators(self, body: typing.Callable[..., typing.Any], *shapes: tuple[int, int]) -> typing.Any:
-        """Calls body with zeroed float32 accumulators."""
-        return pl.run_scoped(body, *(plgpu.ACC(s, jnp.float32) for s in shapes))  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
+    def accumulators(self, body: Callable[..., Result], *shapes: tuple[int, int]) -> Result:
+        """body(*accumulators), one zeroed float32 accumulator for each shape."""
+        return pl.run_scoped(body, *(accumulator(shape) for shape in shapes))
 
-    def start(self, acc: typing.Any, value: jax.Array) -> None:
-        """acc = value, before the first product into it."""
+    def start(self, acc: Ref, value: jax.Array) -> None:
+        """acc = value, before the first product into the accumulator."""
         if self.simulated:
-            jax.ref.swap(acc, ..., value)
+            _store(acc, value)
         else:
             acc[...] = value
 
-    def add(self, acc: typing.Any, a: typing.Any, b: typing.Any, *, a_t: bool = False, b_t: bool = False) -> None:
-        """acc += a @ b; `a` is a tile in registers or in shared memory, `_t` transposes."""
+    def add(self, acc: Ref, a: Ref | jax.Array, b: Ref, *, a_t: bool = False, b_t: bool = False) -> None:
+        """Starts acc += a @ b; `a` is a tile in registers or in shared memory; a_t and b_t transpose."""
         if not self.simulated:
-            plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)
+            plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)  # pyright: ignore[reportArgumentType]  # Refs, see `Ref`
             return
         left = a if isinstance(a, jax.Array) else a[...]
         right = b[...]
         left, right = (left.T if a_t else left), (right.T if b_t else right)
         total = acc[...] + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
-        jax.ref.swap(acc, ..., total)
+        _store(acc, total)
 
-    def read(self, acc: typing.Any, in_flight: int = 0) -> jax.Array:
-        """Value of an accumulator once at most `in_flight` later products are unfinished."""
+    def read(self, acc: Ref, in_flight: int = 0) -> jax.Array:
+        """The value of an accumulator, once at most `in_flight` later products are unfinished."""
         return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
     def wait(self, in_flight: int) -> None:
+        """Waits until at most `in_flight` products are unfinished."""
         if not self.simulated:
             plgpu.wgmma_wait(in_flight)
 
-    def release(self, barrier: typing.Any) -> None:
-        """Tells the producer that a slot was read."""
+    def release(self, barrier: Ref) -> None:
+        """Arrives at the barrier of a slot that this warpgroup has read."""
         if self.simulated:
-            plgpu.commit_smem()  # the stand-in read it through the generic proxy
+            plgpu.commit_smem()  # the dot that stands in for WGMMA read the slot through the generic proxy
         plgpu.barrier_arrive(barrier)
 
 
-def not_hoisted(index: jax.Array, interpret: bool) -> jax.Array:
-    """`index`, in a way that hides from the compiler that it does not change in a loop.
-
-    Otherwise the addresses of all slices of a tile that stays in shared memory are computed before the loop and kept in
-    registers, two for each slice of 16 columns, which at large head dims spills.
-    """
-    if interpret:
-        return index
-    splat = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(splat,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
-    def opaque(_: typing.Any, value: typing.Any) -> typing.Any:
-        i32 = ir.IntegerType.get_signless(32)
-        moved = mgpu_utils.inline_ptx(  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-            "mov.b32 $0, $1;", value.registers.flat[0], result_types=i32, has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
-
-    return opaque(index)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+def _store(acc: Ref, value: jax.Array) -> None:
+    """acc = value in the simulator, which does not know the store to an accumulator that `acc[...] = value` becomes."""
+    jax.ref.swap(acc, ..., value)  # pyright: ignore[reportArgumentType]  # a Ref, see `Ref`
 
 
-def drain(total: jax.Array, *rings: tuple[typing.Any, int]) -> None:
-    """The copying warpgroup waits until every slot of (free barriers, slots) was read for the last time."""
+def wait_until_read(total: Scalar, *rings: tuple[Ref, int]) -> None:
+    """Waits until each ring, (free barriers, slots), was read to the end: the last tiles of `total` that went through it."""
     for free, slots in rings:
         for slot in range(slots):
             when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
-# ------------------------------------------------------------------- the walk over the lists
+# ------------------------------------------------------------------- the rings of Q and dO
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
-    """How a tile of one axis visits tiles of the other axis.
+class QueryRings:
+    """The rings through which a kernel that owns keys gets Q with its row statistics, and dO.
 
-    `per_block` visited tiles make a listed block; `own_per_block` tiles of the walking axis share one list. Without lists
-    all `tiles` are visited, masked if `mask_all`.
+    tokens   in global memory
+    scratch  with the slots and barriers of both rings
+    tiles    with `queries`, the queries of a slot, and the depths `query_slots` and `out_slots`
     """
 
-    own_per_block: int
-    per_block: int
-    tiles: int
-    lists: bool
-    mask_all: bool
-    batch: int = 1
-    heads: int = 1
+    layout: str
+    tokens: Tokens[Ref]
+    scratch: backward_dkv_tiles.Scratch[Ref] | backward_dkv_tiles.SplitScratch[Ref] | backward_fused_tiles.Scratch[Ref]
+    queries: int
+    query_slots: int
+    out_slots: int
 
-    def counts(self, refs: "WalkRefs", b: jax.Array, h: jax.Array, own: jax.Array) -> "Counts":
-        """How many tiles without and with the mask this tile visits."""
-        if not self.lists:
-            zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
-            return Counts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
-        at = self._at(b, h, own)
-        number = lambda ref: jnp.int32(0) if ref is None else ref[at] * self.per_block
-        return Counts(number(refs.full_num), number(refs.partial_num))
+    def slots(self, number: Scalar) -> tuple[Scalar, Scalar]:
+        """The slots of Q and of dO for the visit with this running number."""
+        return slot_of(number, self.query_slots), slot_of(number, self.out_slots)
 
-    def tile(
-        self, refs: "WalkRefs", b: jax.Array, h: jax.Array, own: jax.Array, step: jax.Array, masked: bool
-    ) -> jax.Array:
-        """Number of the tile visited at `step` of the masked or of the plain list."""
-        if not self.lists:
-            return step
-        index = refs.partial_index if masked else refs.full_index
-        if index is None:
-            return step
-        if self.per_block == 1:
-            return index[(*self._at(b, h, own), step)]
-        block = index[(*self._at(b, h, own), lax.div(step, jnp.int32(self.per_block)))]
-        return block * self.per_block + lax.rem(step, jnp.int32(self.per_block))
+    def fill(
+        self, b: Scalar, h: Scalar, q0: Scalar, number: Scalar, also: Callable[[Scalar], None] | None = None
+    ) -> None:
+        """In the copying warpgroup: starts the copies of the queries from q0 of head (b, h), once their slots are free.
 
-    def _at(self, b: jax.Array, h: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        own = own if self.own_per_block == 1 else lax.div(own, jnp.int32(self.own_per_block))
-        zero = jnp.int32(0)
-        return (b if self.batch > 1 else zero, h if self.heads > 1 else zero, own)
+        also   also(slot) starts one more copy that arrives with the queries of this slot
+        """
+        q_slot, out_slot = self.slots(number)
+        tokens, scratch, size = self.tokens, self.scratch, self.queries
+        when(number >= self.query_slots)(lambda: plgpu.barrier_wait(scratch.query_free.at[q_slot]))
+        source = rows_of(tokens.query, self.layout, b, h, q0, size)
+        plgpu.copy_gmem_to_smem(source, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
+        stats = tokens.stats.at[b, h, :, pl.ds(q0, size)]
+        plgpu.copy_gmem_to_smem(stats, scratch.stats.at[q_slot], scratch.query_full.at[q_slot])
+        if also is not None:
+            also(q_slot)
+        when(number >= self.out_slots)(lambda: plgpu.barrier_wait(scratch.out_free.at[out_slot]))
+        source = rows_of(tokens.d_out, self.layout, b, h, q0, size)
+        plgpu.copy_gmem_to_smem(source, scratch.d_out.at[out_slot], scratch.out_full.at[out_slot])
 
+    def statistic(self, which: int, q_slot: Scalar) -> jax.Array:
+        """lse2 (0) or delta (1) of the queries in a slot, a vector along the columns of a transposed tile."""
+        return kernel_parts.load(self.scratch.stats.at[q_slot, which], ALONG_COLUMNS)
 
-class Counts(typing.NamedTuple):
-    plain: jax.Array
-    masked: jax.Array
-
-
-class WalkRefs(typing.NamedTuple):
-    """One orientation of the lists (arrays outside, references inside a kernel)."""
-
-    partial_num: typing.Any
-    partial_index: typing.Any
-    full_num: typing.Any
-    full_index: typing.Any
-
-
-def walk_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> Walk:
-    length = plan.q_len if transposed else plan.kv_len
-    tiles = -(-length // visited_tile)
-    blocks = plan.blocks
-    if blocks is None:
-        return Walk(1, 1, tiles, lists=False, mask_all=plan.mask is not None)
-    own, visited = (blocks.block_kv, blocks.block_q) if transposed else (blocks.block_q, blocks.block_kv)
-    return Walk(
-        own // own_tile,
-        visited // visited_tile,
-        tiles,
-        lists=True,
-        mask_all=False,
-        batch=blocks.batch,
-        heads=blocks.heads,
-    )
-
-
-def each_visit(
-    begin: typing.Callable[[jax.Array], typing.Any],
-    step: typing.Callable[[typing.Any, jax.Array, jax.Array, jax.Array, bool], None],
-    *,
-    plan: KernelPlan,
-    walk: Walk,
-    lists: "WalkRefs",
-    b: jax.Array,
-    h_kv: jax.Array,
-    tile: jax.Array,
-    size: int,
-) -> jax.Array:
-    """For a tile of keys: calls step(begin(head), head, first query, running number, masked) for every tile of `size`
-    queries that reads it, over the query heads of the group; returns how many."""
-
-    def one_head(g: jax.Array, before: jax.Array) -> jax.Array:
-        h = h_kv * plan.group + g
-        counts = walk.counts(lists, b, h, tile)
-        between = before + counts.plain
-        state = begin(h)
-
-        def one(i: jax.Array, start: jax.Array, masked: bool) -> None:
-            step(state, h, walk.tile(lists, b, h, tile, i, masked) * size, start + i, masked)
-
-        pl.loop(0, counts.plain)(lambda i: one(i, before, False))
-        if plan.mask is not None or plan.blocks is not None:
-            pl.loop(0, counts.masked)(lambda i: one(i, between, True))
-        return between + counts.masked
-
-    if plan.group == 1:
-        return one_head(jnp.int32(0), jnp.int32(0))
-    return lax.fori_loop(0, plan.group, one_head, jnp.int32(0))
-
-
-def walk_arrays(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> WalkRefs:
-    if lists is None or plan.blocks is None:
-        return WalkRefs(None, None, None, None)
-    if not transposed:
-        return WalkRefs(*lists)
-    columns = -(-plan.kv_len // plan.blocks.block_kv)
-    arrays: list[jax.Array | None] = []
-    for num, index, width in ((*lists[:2], plan.blocks.partial_t), (*lists[2:], plan.blocks.full_t)):
-        known = num is not None and index is not None
-        arrays += transpose.transposed(num, index, columns=columns, width=width) if known else (None, None)
-    return WalkRefs(*arrays)
-
-
-def longest_first(walk: Walk, arrays: WalkRefs, own_tiles: int) -> jax.Array | None:
-    """[batch, heads, tiles] int32: tiles by falling amount of work; None where all have the same."""
-    nums = [n for n in (arrays.partial_num, arrays.full_num) if n is not None]
-    if not walk.lists or not nums:
-        return None
-    work = sum(nums[1:], start=nums[0])
-    work = jnp.repeat(work, walk.own_per_block, axis=-1)[..., :own_tiles]
-    return jnp.argsort(-work, axis=-1, stable=True).astype(jnp.int32)
-
-
-def place_of(program: jax.Array, tiles: int, heads: int, by_head: bool) -> tuple[jax.Array, jax.Array]:
-    """(rank of the tile, number of the head) of a block of threads; blocks start in order of their number.
-
-    By head, the tiles of one head run together, so that what they read stays in the cache; otherwise the first tiles of all
-    heads come first, which with the longest first leaves no tail.
-    """
-    if by_head:
-        return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
-    return lax.div(program, jnp.int32(heads)), lax.rem(program, jnp.int32(heads))
+    def drain(self, total: Scalar) -> None:
+        """In the copying warpgroup, after `total` visits: waits until all slots were read."""
+        free = self.scratch.query_free, self.scratch.out_free
+        wait_until_read(total, (free[0], self.query_slots), (free[1], self.out_slots))

@@ -1,207 +1,184 @@
-"""Gradients of keys and values on Hopper: each block of threads owns a tile of keys and walks the queries that read it.
+"""Gradients of keys and values on Hopper for head dims up to 128: a CTA owns a tile of keys and visits tiles of queries.
 
     S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q        (four products a tile)
 
-Everything is transposed: keys are the rows of a tile, so P^T and dS^T come out of the accumulators in the registers where
-the next product wants them, and the row statistics of the queries lie along columns. The query heads that share a key head
-are walked one after another into the same accumulators: the sum over the group costs nothing and has one order.
-Tiles of a captured array with a number for each query and key come and go with those of the queries, and are read across
-their rows (backward_pair.py).
+Keys are the rows of a tile, so P^T and dS^T leave the accumulators in the registers in which the next product takes its
+left operand, and the row statistics of the queries lie along columns. The query heads that share a key head are visited
+one after another into the same accumulators, which makes the sum over the group free and gives the sum one order.
+
+Warpgroups 0 .. G - 1 compute, each on 64 keys of its own; the last warpgroup copies. Tiles of a pair bias are staged with the
+tiles of queries and read transposed (pair_bias_tiles.py).
 """
 
-import functools
+import dataclasses
 import typing
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import DkvTiles
+from flexjax.backends.mosaic_gpu import memory, tile_visits
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, Scratch, dkv_scratch
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
+from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
+
+
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """dK and dV, in the shapes of the padded keys and values."""
+
+    d_key: Part
+    d_value: Part
 
 
 def backward_dkv(
     plan: KernelPlan,
     derivative: ir.Program | None,
-    given: common.Prepared,
-    walk_arrays: common.WalkRefs,
-    captures: Captures,
+    tokens: Tokens[jax.Array],
+    lists: VisitLists[jax.Array],
+    captures: Captures[jax.Array],
     tiles: DkvTiles,
-    pair: Pair,
-) -> tuple[jax.Array, jax.Array]:
-    """(dK, dV) in the shapes of `given.key` and `given.value`."""
-    dtype = given.key.dtype
-    dim, value_dim = given.key.shape[-1], given.value.shape[-1]
+    bias: DenseBiasPlan,
+) -> Outputs[jax.Array]:
+    """dK and dV in the shapes of `tokens.key` and `tokens.value`.
+
+    derivative   score_mod with its derivative, None for the identity
+    lists        of each key block
+    """
     kv_tile = tiles.rows * tiles.groups
     kv_tiles = -(-plan.kv_len // kv_tile)
-    walk = common.walk_for(plan, kv_tile, tiles.queries, transposed=True)
-    order = common.longest_first(walk, walk_arrays, kv_tiles)
-    math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, tiles.rows * tiles.groups))
-    staging = staging_for(plan, derivative, pair, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
-    products = common.Products(plan.options.interpret)
-    heads = plan.batch * plan.kv_heads
-    rows_of = functools.partial(common.rows_of, layout=plan.layout)
+    visits = tile_visits.visits_for(plan, kv_tile, tiles.queries, transposed=True)
+    order = tile_visits.longest_first(visits, lists, kv_tiles)
+    math = TileMath(plan, derivative, (tiles.rows, tiles.queries), "kv", (tiles.queries, kv_tile))
+    staging = staging_for(plan, derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
 
-    def kernel(
-        q_ref: typing.Any,
-        k_ref: typing.Any,
-        v_ref: typing.Any,
-        do_ref: typing.Any,
-        stats_ref: typing.Any,
-        lists: common.WalkRefs,
-        order_ref: typing.Any,
-        captured: Captures,
-        dk_ref: typing.Any,
-        dv_ref: typing.Any,
-        q_smem: typing.Any,
-        do_smem: typing.Any,
-        stats_smem: typing.Any,
-        k_smem: typing.Any,
-        v_smem: typing.Any,
-        q_full: typing.Any,
-        do_full: typing.Any,
-        kv_full: typing.Any,
-        q_free: typing.Any,
-        do_free: typing.Any,
-        ring: typing.Any,
-    ) -> None:
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         group = lax.axis_index("wg")
-        program = lax.axis_index("program")
-        rank, head_index = common.place_of(program, kv_tiles, heads, tiles.by_head)
-        b, h_kv = lax.div(head_index, jnp.int32(plan.kv_heads)), lax.rem(head_index, jnp.int32(plan.kv_heads))
-        if order_ref is None:
-            tile = rank
-        else:
-            first = h_kv * plan.group
-            tile = order_ref[b if walk.batch > 1 else 0, first if walk.heads > 1 else 0, rank]
+        own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
+        rings = QueryRings(plan.layout, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
+        cta = _Cta(math, tiles, staging, own, rings, scratch, inputs)
+        when(group < tiles.groups)(lambda: cta.compute(group, outputs))
+        when(group == tiles.groups)(cta.copy)
 
-        each_head = functools.partial(
-            common.each_visit,
-            plan=plan,
-            walk=walk,
-            lists=lists,
-            b=b,
-            h_kv=h_kv,
-            tile=tile,
-            size=tiles.queries,
-        )
-
-        def compute() -> None:
-            common.take_registers(tiles.groups)
-            kv0 = tile * kv_tile + group * tiles.rows
-            own_k, own_v = k_smem.at[group], v_smem.at[group]
-            plgpu.copy_gmem_to_smem(rows_of(k_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_k, kv_full.at[group])
-            plgpu.copy_gmem_to_smem(rows_of(v_ref, b=b, h=h_kv, start=kv0, size=tiles.rows), own_v, kv_full.at[group])
-            plgpu.barrier_wait(kv_full.at[group])
-
-            def accumulate(dk_acc: typing.Any, dv_acc: typing.Any) -> tuple[jax.Array, jax.Array]:
-                def step(rows: RowMath, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
-                    q_slot, do_slot = (
-                        common.slot_of(at, tiles.query_slots),
-                        common.slot_of(at, tiles.out_slots),
-                    )
-                    q_tile, do_tile = q_smem.at[q_slot], do_smem.at[do_slot]
-
-                    tile_math = rows.at_columns(q0, masked)
-                    here = common.not_hoisted(group, plan.options.interpret)
-                    own_k, own_v = k_smem.at[here], v_smem.at[here]
-
-                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> jax.Array:
-                        plgpu.barrier_wait(q_full.at[q_slot])
-                        products.add(s_acc, own_k, q_tile, b_t=True)
-                        delta = plgpu.load(stats_smem.at[q_slot, 1], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        delta = math.spread(delta, "q")
-                        if math.delta_first:
-                            products.start(dp_acc, -delta)
-                        plgpu.barrier_wait(do_full.at[do_slot])
-                        products.add(dp_acc, own_v, do_tile, b_t=True)
-                        lse2 = plgpu.load(stats_smem.at[q_slot, 0], layout=common.ALONG_COLUMNS)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                        s = products.read(s_acc, 1)
-                        held = tile_math if staging is None else staging.held(tile_math, ring, q_slot, group)
-                        found = held.probabilities(s, lse2)
-                        weights, factor = found.weights().astype(dtype), found.factor()
-                        products.add(dv_acc, weights, do_tile)
-                        dp = products.read(dp_acc, 1)
-                        return found.cotangent(factor, dp, None if math.delta_first else delta)
-
-                    ds = products.accumulators(scores, math.shape, math.shape)
-                    products.add(dk_acc, ds.astype(dtype), q_tile)
-                    products.wait(1)
-                    products.release(do_free.at[do_slot])
-                    products.wait(0)
-                    products.release(q_free.at[q_slot])
-
-                each_head(lambda h: math.at_rows(b, h, kv0, captured), step)
-                return products.read(dk_acc) * plan.scale, products.read(dv_acc)
-
-            dk, dv = products.accumulators(accumulate, (tiles.rows, dim), (tiles.rows, value_dim))
-            own_k[...] = dk.astype(dtype)
-            own_v[...] = dv.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own_k, rows_of(dk_ref, b=b, h=h_kv, start=kv0, size=tiles.rows))
-            plgpu.copy_smem_to_gmem(own_v, rows_of(dv_ref, b=b, h=h_kv, start=kv0, size=tiles.rows))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def copy() -> None:
-            common.leave_registers(tiles.groups)
-
-            def step(pairs: typing.Any, h: jax.Array, q0: jax.Array, at: jax.Array, masked: bool) -> None:
-                q_slot, do_slot = common.slot_of(at, tiles.query_slots), common.slot_of(at, tiles.out_slots)
-                when(at >= tiles.query_slots)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
-                queries = pl.ds(q0, tiles.queries)
-                plgpu.copy_gmem_to_smem(
-                    rows_of(q_ref, b=b, h=h, start=q0, size=tiles.queries),
-                    q_smem.at[q_slot],
-                    q_full.at[q_slot],
-                )
-                plgpu.copy_gmem_to_smem(stats_ref.at[b, h, :, queries], stats_smem.at[q_slot], q_full.at[q_slot])
-                if staging is not None:
-                    staging.fetch(ring.at[q_slot], pairs, q0, tile * kv_tile, q_full.at[q_slot])
-                when(at >= tiles.out_slots)(lambda: plgpu.barrier_wait(do_free.at[do_slot]))
-                plgpu.copy_gmem_to_smem(
-                    rows_of(do_ref, b=b, h=h, start=q0, size=tiles.queries),
-                    do_smem.at[do_slot],
-                    do_full.at[do_slot],
-                )
-
-            total = each_head(lambda h: None if staging is None else staging.source(captured, b, h), step)
-            common.drain(total, (q_free, tiles.query_slots), (do_free, tiles.out_slots))
-
-        when(group < tiles.groups)(compute)
-        when(group == tiles.groups)(copy)
-
-    run = plgpu.kernel(
+    shapes = (memory.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
+    return launch(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(given.key.shape, dtype),
-            jax.ShapeDtypeStruct(given.value.shape, dtype),
-        ),
-        scratch_types=[
-            common.tile_smem((tiles.query_slots, tiles.queries, dim), dtype),
-            common.tile_smem((tiles.out_slots, tiles.queries, value_dim), dtype),
-            plgpu.SMEM((tiles.query_slots, 2, tiles.queries), jnp.float32),
-            common.tile_smem((tiles.groups, tiles.rows, dim), dtype),
-            common.tile_smem((tiles.groups, tiles.rows, value_dim), dtype),
-            plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=2 if staging is None else 3),
-            plgpu.Barrier(num_barriers=tiles.out_slots),
-            plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2),
-            plgpu.Barrier(num_barriers=tiles.query_slots, num_arrivals=tiles.groups),
-            plgpu.Barrier(num_barriers=tiles.out_slots, num_arrivals=tiles.groups),
-            None if staging is None else staging.slot_memory(),
-        ],
-        grid=(kv_tiles * heads,),
-        grid_names=("program",),
-        num_threads=tiles.groups + 1,
-        thread_name="wg",
-        compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-        kernel_name="flexjax_backward_dkv",
+        Inputs(tokens, lists, order, captures),
+        Outputs(*shapes),
+        dkv_scratch(plan, tiles, bias.types),
+        name="flexjax_backward_dkv",
+        programs=kv_tiles * plan.batch * plan.kv_heads,
+        warpgroups=tiles.groups + 1,
+        interpret=plan.options.interpret,
     )
-    return run(*given, walk_arrays, order, captures)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """One CTA inside the kernel."""
+
+    math: TileMath
+    tiles: DkvTiles
+    staging: Staging | None
+    own: KeyTileVisits
+    rings: QueryRings
+    scratch: Scratch[Ref]
+    inputs: Inputs[Ref]
+
+    @property
+    def products(self) -> Products:
+        return Products(self.math.plan.options.interpret)
+
+    def rows_of(self, ref: Ref, kv0: Scalar) -> Ref:
+        """A warpgroup's keys from kv0 of an array over keys."""
+        return rows_of(ref, self.math.plan.layout, self.own.b, self.own.key_head, kv0, self.tiles.rows)
+
+    def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
+        """Computing warpgroup `group`: dK and dV of its keys, from the copy of its K and V to the write of the results."""
+        tiles, scratch, products, tokens = self.tiles, self.scratch, self.products, self.inputs.tokens
+        common.raise_register_limit(tiles.groups)
+        kv0 = self.own.tile * (tiles.rows * tiles.groups) + group * tiles.rows
+        own_k, own_v = scratch.key.at[group], scratch.value.at[group]
+        plgpu.copy_gmem_to_smem(self.rows_of(tokens.key, kv0), own_k, scratch.own_full.at[group])
+        plgpu.copy_gmem_to_smem(self.rows_of(tokens.value, kv0), own_v, scratch.own_full.at[group])
+        plgpu.barrier_wait(scratch.own_full.at[group])
+
+        def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
+            def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+                self.visit(rows, q0, number, masked, group, dk_acc, dv_acc)
+
+            self.own.each(lambda h: self.math.at_rows(self.own.b, h, kv0, self.inputs.captures), step)
+            return products.read(dk_acc) * self.math.plan.scale, products.read(dv_acc)
+
+        dim, value_dim = own_k.shape[-1], own_v.shape[-1]
+        dk, dv = products.accumulators(accumulate, (tiles.rows, dim), (tiles.rows, value_dim))
+        own_k[...] = dk.astype(own_k.dtype)
+        own_v[...] = dv.astype(own_v.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_k, self.rows_of(outputs.d_key, kv0))
+        plgpu.copy_smem_to_gmem(own_v, self.rows_of(outputs.d_value, kv0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def visit(
+        self, rows: RowMath, q0: Scalar, number: Scalar, masked: bool, group: Scalar, dk_acc: Ref, dv_acc: Ref
+    ) -> None:
+        """Adds the tile of the queries from q0 to dK and dV of warpgroup `group`."""
+        math, scratch, products = self.math, self.scratch, self.products
+        q_slot, out_slot = self.rings.slots(number)
+        q_tile, out_tile = scratch.query.at[q_slot], scratch.d_out.at[out_slot]
+        tile_math = rows.at_columns(q0, masked)
+        here = common.not_hoisted(group, math.plan.options.interpret)
+        own_k, own_v = scratch.key.at[here], scratch.value.at[here]
+
+        def score_cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+            """dS^T; starts the product for dV on the way."""
+            plgpu.barrier_wait(scratch.query_full.at[q_slot])
+            products.add(s_acc, own_k, q_tile, b_t=True)
+            delta = math.broadcast(self.rings.statistic(1, q_slot), "q")
+            if math.starts_at_minus_delta:
+                products.start(dp_acc, -delta)
+            plgpu.barrier_wait(scratch.out_full.at[out_slot])
+            products.add(dp_acc, own_v, out_tile, b_t=True)
+            lse2 = self.rings.statistic(0, q_slot)
+            s = products.read(s_acc, 1)
+            tile = tile_math
+            if self.staging is not None and scratch.staged is not None:
+                tile = self.staging.read_staged(tile, scratch.staged, q_slot, group)
+            found = tile.probabilities(s, lse2)
+            weights, factor = found.weights().astype(q_tile.dtype), found.factor()
+            products.add(dv_acc, weights, out_tile)
+            dp = products.read(dp_acc, 1)
+            return found.cotangent(factor, dp, None if math.starts_at_minus_delta else delta)
+
+        ds = products.accumulators(score_cotangents, math.shape, math.shape)
+        products.add(dk_acc, ds.astype(q_tile.dtype), q_tile)
+        products.wait(1)
+        products.release(scratch.out_free.at[out_slot])
+        products.wait(0)
+        products.release(scratch.query_free.at[q_slot])
+
+    def copy(self) -> None:
+        """The copying warpgroup: fills the rings with the queries of every visit."""
+        tiles, staging, scratch = self.tiles, self.staging, self.scratch
+        common.lower_register_limit(tiles.groups)
+
+        def begin(h: Scalar) -> Ref | None:
+            return None if staging is None else staging.source(self.inputs.captures, self.own.b, h)
+
+        def step(source: Ref | None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+            def fetch_staged(q_slot: Scalar) -> None:
+                if staging is not None and source is not None and scratch.staged is not None:
+                    kv0 = self.own.tile * (tiles.rows * tiles.groups)
+                    staging.fetch(scratch.staged.at[q_slot], source, q0, kv0, scratch.query_full.at[q_slot])
+
+            self.rings.fill(self.own.b, h, q0, number, fetch_staged)
+
+        self.rings.drain(self.own.each(begin, step))

@@ -1,14 +1,15 @@
-"""Gradient of the queries on Hopper: each block of threads owns a tile of queries and walks the keys on its list.
+"""Gradient of the queries on Hopper: a CTA owns a tile of queries and visits tiles of keys.
 
     S = Q K^T      dP = dO V^T      dQ += dS K        (three products a tile; accumulators: S, dP, dQ)
 
-Warpgroups 0..n-1 compute, each on its own 64 queries; the last one copies. Keys and values share a ring of slots in the
-order K0 V0 K1 V1 ..., each slot released as soon as the last product that reads it is done: V after dP, K after dQ. An odd
-number of slots therefore works too, which is what head dim 256 needs. Tiles of a captured array with a number for each
-query and key have a ring of their own, and tiles of its gradient leave while dQ's product runs (backward_pair.py). Where that
-gradient is a sum over the batch, a block of threads takes all entries of a tile of queries together, one after the other.
+Warpgroups 0 .. G - 1 compute, each on 64 queries of its own; the last warpgroup copies. Keys and values have rings of their own; each
+slot is freed as soon as the last product that reads it is done: V after dP, K after dQ. The rings may differ in depth, which head
+dim 256 needs. Tiles of a pair bias come through a third ring, and tiles of its gradient leave while the product for dQ runs
+(pair_bias_tiles.py). Where that gradient is a sum over the batch, a CTA takes the same query tile of all batch entries, one
+after the other for each key tile.
 """
 
+import dataclasses
 import functools
 import typing
 
@@ -19,230 +20,287 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, Ring, Writer, empty_blocks, staging_for, writer_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import DqTiles
+from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_visits
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
+from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
 
-class Own(typing.NamedTuple):
-    """What a warpgroup keeps of its queries of one batch entry: row statistics, shared memory, where dQ goes."""
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """dQ in the shape of the padded queries, and each direct gradient as `DirectGradient.output_shape` says."""
 
-    lse2: jax.Array
-    delta: jax.Array
-    queries: typing.Any
-    gradient: typing.Any
+    d_query: Part
+    direct_gradients: tuple[Part, ...]
 
 
 def backward_dq(
     plan: KernelPlan,
     derivative: ir.Program | None,
-    given: common.Prepared,
-    walk_arrays: common.WalkRefs,
-    captures: Captures,
+    tokens: Tokens[jax.Array],
+    lists: VisitLists[jax.Array],
+    captures: Captures[jax.Array],
     tiles: DqTiles,
-    pair: Pair,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """dQ in the shape of `given.query`, and the gradients of `pair.written`."""
-    dtype = given.query.dtype
-    dim, value_dim = given.query.shape[-1], given.value.shape[-1]
+    bias: DenseBiasPlan,
+) -> Outputs[jax.Array]:
+    """dQ in the shape of `tokens.query`, and the direct gradients of `bias`.
+
+    derivative   score_mod with its derivatives, None for the identity
+    lists        of each query block
+    """
     q_tile = tiles.rows * tiles.groups
     q_tiles = -(-plan.q_len // q_tile)
-    walk = common.walk_for(plan, q_tile, tiles.keys, transposed=False)
-    order = common.longest_first(walk, walk_arrays, q_tiles)
-    math = TileMath(
-        plan,
-        derivative,
-        (tiles.rows, tiles.keys),
-        "q",
-        (q_tile, tiles.keys),
-        also=tuple(one.place for one in pair.written),
-    )
-    staging = staging_for(plan, derivative, pair, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
-    empty = empty_blocks(plan, walk_arrays) if pair.written else common.WalkRefs(None, None, None, None)
-    products = common.Products(plan.options.interpret)
-    entries = tiles.entries
-    heads = plan.batch // entries * plan.q_heads
-    rows_of = functools.partial(common.rows_of, layout=plan.layout)
+    visits = tile_visits.visits_for(plan, q_tile, tiles.keys, transposed=False)
+    order = tile_visits.longest_first(visits, lists, q_tiles)
+    loads = tuple(one.load_number for one in bias.direct_gradients)
+    math = TileMath(plan, derivative, (tiles.rows, tiles.keys), "q", (q_tile, tiles.keys), loads_too=loads)
+    staging = staging_for(plan, derivative, bias, tiles.staged_slots, (q_tile, tiles.keys), tiles.groups)
+    heads = plan.batch // tiles.batch_entries * plan.q_heads
 
-    def kernel(
-        q_ref: typing.Any,
-        k_ref: typing.Any,
-        v_ref: typing.Any,
-        do_ref: typing.Any,
-        stats_ref: typing.Any,
-        lists: common.WalkRefs,
-        order_ref: typing.Any,
-        captured: Captures,
-        empty_refs: common.WalkRefs,
-        dq_ref: typing.Any,
-        written_refs: tuple[typing.Any, ...],
-        q_smem: typing.Any,
-        do_smem: typing.Any,
-        k_smem: typing.Any,
-        v_smem: typing.Any,
-        q_full: typing.Any,
-        k_full: typing.Any,
-        v_full: typing.Any,
-        k_free: typing.Any,
-        v_free: typing.Any,
-        ring: Ring,
-        written_smem: tuple[typing.Any, ...],
-    ) -> None:
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        rank, head_index = common.place_of(program, q_tiles, heads, tiles.by_head)
-        b, h = lax.div(head_index, jnp.int32(plan.q_heads)), lax.rem(head_index, jnp.int32(plan.q_heads))
-        b = b if entries == 1 else b * entries
+        rank, head = tile_visits.tile_and_head(program, q_tiles, heads, tiles.head_major)
+        b, h = lax.div(head, jnp.int32(plan.q_heads)), lax.rem(head, jnp.int32(plan.q_heads))
+        b = b if tiles.batch_entries == 1 else b * tiles.batch_entries
         h_kv = lax.div(h, jnp.int32(plan.group))
-        tile = rank
-        if order_ref is not None:
-            tile = order_ref[b if walk.batch > 1 else 0, h if walk.heads > 1 else 0, rank]
-        counts = walk.counts(lists, b, h, tile)
-        total = counts.plain + counts.masked
-        entry_of = lambda start, n: start if entries == 1 else start + n
-        part_of = lambda group, n: group if entries == 1 else group * entries + n
-        nth = lambda at, n: at if entries == 1 else at * entries + n
+        tile = visits.in_order(inputs.order, b, h, rank)
+        counts = visits.counts(inputs.lists, b, h, tile)
+        total = counts.unmasked + counts.masked
+        cta = _Cta(math, tiles, staging, bias, visits, inputs, scratch, b, h, h_kv, tile, counts, total)
+        when(group < tiles.groups)(lambda: cta.compute(group, outputs))
+        when(group == tiles.groups)(cta.copy)
 
-        def compute() -> None:
-            common.take_registers(tiles.groups)
-            q0 = tile * q_tile + group * tiles.rows
-            mine = pl.ds(q0, tiles.rows)
-
-            def own(n: int) -> Own:
-                """Loads the n-th batch entry's queries."""
-                at = entry_of(b, n)
-                lse2 = plgpu.load(stats_ref.at[at, h, 0, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                delta = plgpu.load(stats_ref.at[at, h, 1, mine], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                own_q, own_do = q_smem.at[part_of(group, n)], do_smem.at[part_of(group, n)]
-                rows = functools.partial(rows_of, b=at, h=h, start=q0, size=tiles.rows)
-                plgpu.copy_gmem_to_smem(rows(q_ref), own_q, q_full.at[group])
-                plgpu.copy_gmem_to_smem(rows(do_ref), own_do, q_full.at[group])
-                return Own(lse2, delta, own_q, rows(dq_ref))
-
-            owned = [own(n) for n in range(entries)]
-            plgpu.barrier_wait(q_full.at[group])
-            rows = [math.at_rows(entry_of(b, n), h, q0, captured) for n in range(entries)]
-            writer = Writer(pair.written, tiles, written_refs, written_smem, group, b, h, q0)
-
-            def accumulate(*dq_accs: typing.Any) -> list[jax.Array]:
-                def step(i: jax.Array, masked: bool) -> None:
-                    at = i + counts.plain if masked else i
-                    kv0 = walk.tile(lists, b, h, tile, i, masked) * tiles.keys
-                    sums: tuple[jax.Array, ...] = ()
-                    for n in range(entries):
-                        others, k_slot = one_entry(n, at, kv0, masked)
-                        sums = tuple(a + b for a, b in zip(sums, others, strict=True)) if n else others
-                        if n == entries - 1:
-                            writer.write(sums, kv0)
-                        products.wait(0)
-                        products.release(k_free.at[k_slot])
-
-                def one_entry(
-                    n: int, at: jax.Array, kv0: jax.Array, masked: bool
-                ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-                    """Starts the last product of a step; the gradients of captured arrays and the slot of the keys."""
-                    lse2, delta = owned[n].lse2, owned[n].delta
-                    k_slot = common.not_hoisted(common.slot_of(nth(at, n), tiles.key_slots), plan.options.interpret)
-                    v_slot = common.not_hoisted(common.slot_of(nth(at, n), tiles.value_slots), plan.options.interpret)
-                    tile_math = rows[n].at_columns(kv0, masked)
-                    here = part_of(common.not_hoisted(group, plan.options.interpret), n)
-                    own_q, own_do = q_smem.at[here], do_smem.at[here]
-
-                    def scores(s_acc: typing.Any, dp_acc: typing.Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-                        plgpu.barrier_wait(k_full.at[k_slot])
-                        products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
-                        if math.delta_first:
-                            products.start(dp_acc, -math.spread(delta, "q"))
-                        plgpu.barrier_wait(v_full.at[v_slot])
-                        products.add(dp_acc, own_do, v_smem.at[v_slot], b_t=True)
-                        held = tile_math
-                        if staging is not None:
-                            held = staging.taken(held, ring, at, group, n == 0, n == entries - 1)
-                        s = products.read(s_acc, 1)
-                        found = held.probabilities(s, lse2)
-                        factor, factors = found.factor(), found.factors_of_loads()
-                        dp = products.read(dp_acc, 0)
-                        products.release(v_free.at[v_slot])
-                        before = None if math.delta_first else math.spread(delta, "q")
-                        ds = found.cotangent(factor, dp, before)
-                        return ds, tuple(ds if f is factor else found.cotangent(f, dp, before) for f in factors)
-
-                    ds, others = products.accumulators(scores, math.shape, math.shape)
-                    products.add(dq_accs[n], ds.astype(dtype), k_smem.at[k_slot])
-                    return others, k_slot
-
-                pl.loop(0, counts.plain)(functools.partial(step, masked=False))
-                if plan.mask is not None or plan.blocks is not None:
-                    pl.loop(0, counts.masked)(functools.partial(step, masked=True))
-                return [products.read(acc) * plan.scale for acc in dq_accs]
-
-            found = products.accumulators(accumulate, *((tiles.rows, dim),) * entries)
-            writer.zeros(walk, empty_refs, tile)
-            for mine_, dq in zip(owned, found, strict=True):
-                mine_.queries[...] = dq.astype(dtype)
-            plgpu.commit_smem()
-            for mine_ in owned:
-                plgpu.copy_smem_to_gmem(mine_.queries, mine_.gradient)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def copy() -> None:
-            common.leave_registers(tiles.groups)
-            source = None if staging is None else staging.source(captured, b, h)
-
-            def step(i: jax.Array, masked: bool) -> None:
-                at = i + counts.plain if masked else i
-                key_tile = walk.tile(lists, b, h, tile, i, masked)
-                for n in range(entries):
-                    for ref, smem, full, free, slots in (
-                        (k_ref, k_smem, k_full, k_free, tiles.key_slots),
-                        (v_ref, v_smem, v_full, v_free, tiles.value_slots),
-                    ):
-                        number = nth(at, n)
-                        slot = common.slot_of(number, slots)
-                        when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
-                        rows = rows_of(ref, b=entry_of(b, n), h=h_kv, start=key_tile * tiles.keys, size=tiles.keys)
-                        plgpu.copy_gmem_to_smem(rows, smem.at[slot], full.at[slot])
-                    if staging is not None and n == 0:
-                        staging.copy(ring, source, tile * q_tile, key_tile * tiles.keys, at)
-
-            pl.loop(0, counts.plain)(functools.partial(step, masked=False))
-            pl.loop(0, counts.masked)(functools.partial(step, masked=True))
-            staged = () if staging is None else ((ring.free, tiles.staged_slots),)
-            tiles_read = nth(total, 0)
-            common.drain(tiles_read, (k_free, tiles.key_slots), (v_free, tiles.value_slots))
-            common.drain(total, *staged)
-
-        when(group < tiles.groups)(compute)
-        when(group == tiles.groups)(copy)
-
-    run = plgpu.kernel(
+    return launch(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(given.query.shape, dtype),
-            tuple(one.out_type(plan) for one in pair.written),
+        Inputs(tokens, lists, order, captures, skipped_blocks(plan, lists) if bias.direct_gradients else VisitLists()),
+        Outputs(
+            memory.output(tokens.query.shape, tokens.query.dtype, tokens.query),
+            tuple(memory.output(*one.output_shape(plan), tokens.query) for one in bias.direct_gradients),
         ),
-        scratch_types=[
-            common.tile_smem((tiles.groups * entries, tiles.rows, dim), dtype),
-            common.tile_smem((tiles.groups * entries, tiles.rows, value_dim), dtype),
-            common.tile_smem((tiles.key_slots, tiles.keys, dim), dtype),
-            common.tile_smem((tiles.value_slots, tiles.keys, value_dim), dtype),
-            plgpu.Barrier(num_barriers=tiles.groups, num_arrivals=2 * entries),
-            plgpu.Barrier(num_barriers=tiles.key_slots),
-            plgpu.Barrier(num_barriers=tiles.value_slots),
-            plgpu.Barrier(num_barriers=tiles.key_slots, num_arrivals=tiles.groups),
-            plgpu.Barrier(num_barriers=tiles.value_slots, num_arrivals=tiles.groups),
-            Ring() if staging is None else staging.scratch(),
-            writer_scratch(pair.written, tiles),
-        ],
-        grid=(q_tiles * heads,),
-        grid_names=("program",),
-        num_threads=tiles.groups + 1,
-        thread_name="wg",
-        compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else None,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-        kernel_name="flexjax_backward_dq",
+        dq_scratch(plan, tiles, bias.types),
+        name="flexjax_backward_dq",
+        programs=q_tiles * heads,
+        warpgroups=tiles.groups + 1,
+        interpret=plan.options.interpret,
     )
-    return run(*given, walk_arrays, order, captures, empty)
+
+
+class OwnQueries(typing.NamedTuple):
+    """A warpgroup's queries of one batch entry: their row statistics, the queries in shared memory, dQ in global memory."""
+
+    lse2: jax.Array
+    delta: jax.Array
+    queries: Ref
+    gradient: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """One CTA inside the kernel.
+
+    b, h, h_kv   the first of its batch entries, its query head, its key head
+    tile         number of its query tile
+    counts       of the key tiles that it visits, `total` of both kinds
+    """
+
+    math: TileMath
+    tiles: DqTiles
+    staging: Staging | None
+    bias: DenseBiasPlan
+    visits: TileVisits
+    inputs: Inputs[Ref]
+    scratch: Scratch[Ref]
+    b: Scalar
+    h: Scalar
+    h_kv: Scalar
+    tile: Scalar
+    counts: VisitCounts
+    total: Scalar
+
+    @property
+    def interpret(self) -> bool:
+        return self.math.plan.options.interpret
+
+    @property
+    def products(self) -> Products:
+        return Products(self.interpret)
+
+    @property
+    def entries(self) -> int:
+        return self.tiles.batch_entries
+
+    def batch_entry(self, n: int) -> Scalar:
+        """The number of the CTA's n-th batch entry."""
+        return self.b if self.entries == 1 else self.b + n
+
+    def part(self, group: Scalar, n: int) -> Scalar:
+        """Where in `Scratch.query` a warpgroup has its queries of the n-th batch entry."""
+        return group if self.entries == 1 else group * self.entries + n
+
+    def number(self, visit: Scalar, n: int) -> Scalar:
+        """The running number of a key tile: each visit takes one for each batch entry."""
+        return visit if self.entries == 1 else visit * self.entries + n
+
+    def visit_number(self, i: Scalar, masked: bool) -> Scalar:
+        """The running number of the i-th visit with or without the mask."""
+        return i + self.counts.unmasked if masked else i
+
+    def key_tile(self, i: Scalar, masked: bool) -> Scalar:
+        return self.visits.tile(self.inputs.lists, self.b, self.h, self.tile, i, masked)
+
+    def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+        return rows_of(ref, self.math.plan.layout, b, h, start, size)
+
+    # --------------------------------------------------------------- computing warpgroups
+
+    def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
+        """Computing warpgroup `group`: dQ of its queries, from the copy of its Q and dO to the write of the results."""
+        math, tiles, plan = self.math, self.tiles, self.math.plan
+        common.raise_register_limit(tiles.groups)
+        q0 = self.tile * (tiles.rows * tiles.groups) + group * tiles.rows
+        owned = [self.load_own(n, group, q0, outputs.d_query) for n in range(self.entries)]
+        plgpu.barrier_wait(self.scratch.own_full.at[group])
+        rows = [math.at_rows(self.batch_entry(n), self.h, q0, self.inputs.captures) for n in range(self.entries)]
+        gradients, buffers = self.bias.direct_gradients, self.scratch.direct_gradients
+        writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
+
+        def accumulate(*dq_accs: Ref) -> list[jax.Array]:
+            step = functools.partial(self.visit, group=group, owned=owned, rows=rows, dq_accs=dq_accs, writer=writer)
+            pl.loop(0, self.counts.unmasked)(functools.partial(step, masked=False))
+            if plan.mask is not None or plan.blocks is not None:
+                pl.loop(0, self.counts.masked)(functools.partial(step, masked=True))
+            return [self.products.read(acc) * plan.scale for acc in dq_accs]
+
+        dim = self.scratch.query.shape[-1]
+        found = self.products.accumulators(accumulate, *((tiles.rows, dim),) * self.entries)
+        writer.write_zeros(self.visits, self.inputs.skipped, self.tile)
+        for own, dq in zip(owned, found, strict=True):
+            own.queries[...] = dq.astype(self.scratch.query.dtype)
+        plgpu.commit_smem()
+        for own in owned:
+            plgpu.copy_smem_to_gmem(own.queries, own.gradient)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def load_own(self, n: int, group: Scalar, q0: Scalar, d_query: Ref) -> OwnQueries:
+        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry; reads their row statistics."""
+        b, h, tokens, arrived = self.batch_entry(n), self.h, self.inputs.tokens, self.scratch.own_full.at[group]
+        own = pl.ds(q0, self.tiles.rows)
+        statistic = lambda which: kernel_parts.load(
+            tokens.stats.at[b, h, which, own], common.ALONG_ROWS, optimized=False
+        )
+        lse2, delta = statistic(0), statistic(1)
+        queries, d_out = self.scratch.query.at[self.part(group, n)], self.scratch.d_out.at[self.part(group, n)]
+        rows = functools.partial(self.rows_of, b=b, h=h, start=q0, size=self.tiles.rows)
+        plgpu.copy_gmem_to_smem(rows(tokens.query), queries, arrived)
+        plgpu.copy_gmem_to_smem(rows(tokens.d_out), d_out, arrived)
+        return OwnQueries(lse2, delta, queries, rows(d_query))
+
+    def visit(
+        self,
+        i: Scalar,
+        masked: bool,
+        *,
+        group: Scalar,
+        owned: list[OwnQueries],
+        rows: list[RowMath],
+        dq_accs: tuple[Ref, ...],
+        writer: DirectGradientWriter,
+    ) -> None:
+        """The i-th visit with or without the mask: adds a key tile to dQ of every batch entry, and writes direct gradients."""
+        number, kv0 = self.visit_number(i, masked), self.key_tile(i, masked) * self.tiles.keys
+        sums: tuple[jax.Array, ...] = ()
+        for n in range(self.entries):
+            tile = VisitedTile(n, number, kv0, masked, group)
+            gradients, k_slot = self.add_to_dq(tile, owned[n], rows[n], dq_accs[n])
+            sums = tuple(a + b for a, b in zip(sums, gradients, strict=True)) if n else gradients
+            if n == self.entries - 1:
+                writer.write(sums, kv0)
+            self.products.wait(0)
+            self.products.release(self.scratch.key_free.at[k_slot])
+
+    def add_to_dq(
+        self, visited: "VisitedTile", own: OwnQueries, rows: RowMath, dq_acc: Ref
+    ) -> tuple[tuple[jax.Array, ...], Scalar]:
+        """Starts the product dQ += dS K; returns the direct gradients of the tile, and the slot of the keys."""
+        n, number, kv0, masked, group = visited
+        math, tiles, scratch, products = self.math, self.tiles, self.scratch, self.products
+        slot = lambda slots: common.not_hoisted(common.slot_of(self.number(number, n), slots), self.interpret)
+        k_slot, v_slot = slot(tiles.key_slots), slot(tiles.value_slots)
+        tile_math = rows.at_columns(kv0, masked)
+        here = self.part(common.not_hoisted(group, self.interpret), n)
+        own_q, own_do = scratch.query.at[here], scratch.d_out.at[here]
+
+        def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            """dS, and g of each direct gradient."""
+            plgpu.barrier_wait(scratch.key_full.at[k_slot])
+            products.add(s_acc, own_q, scratch.key.at[k_slot], b_t=True)
+            if math.starts_at_minus_delta:
+                products.start(dp_acc, -math.broadcast(own.delta, "q"))
+            plgpu.barrier_wait(scratch.value_full.at[v_slot])
+            products.add(dp_acc, own_do, scratch.value.at[v_slot], b_t=True)
+            tile = tile_math
+            if self.staging is not None and scratch.staged is not None:
+                first, last = n == 0, n == self.entries - 1
+                tile = self.staging.read_from_ring(tile, scratch.staged, number, group, first, last)
+            s = products.read(s_acc, 1)
+            found = tile.probabilities(s, own.lse2)
+            factor, factors = found.factor(), found.load_factors()
+            dp = products.read(dp_acc, 0)
+            products.release(scratch.value_free.at[v_slot])
+            delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
+            ds = found.cotangent(factor, dp, delta)
+            return ds, tuple(ds if f is factor else found.cotangent(f, dp, delta) for f in factors)
+
+        ds, gradients = products.accumulators(score_cotangents, math.shape, math.shape)
+        products.add(dq_acc, ds.astype(scratch.key.dtype), scratch.key.at[k_slot])
+        return gradients, k_slot
+
+    # --------------------------------------------------------------- the copying warpgroup
+
+    def copy(self) -> None:
+        """The copying warpgroup: fills the rings with the keys, values and staged tile of every visit."""
+        common.lower_register_limit(self.tiles.groups)
+        source = None if self.staging is None else self.staging.source(self.inputs.captures, self.b, self.h)
+        pl.loop(0, self.counts.unmasked)(functools.partial(self.copy_visit, masked=False, source=source))
+        pl.loop(0, self.counts.masked)(functools.partial(self.copy_visit, masked=True, source=source))
+        scratch, tiles = self.scratch, self.tiles
+        rings = (scratch.key_free, tiles.key_slots), (scratch.value_free, tiles.value_slots)
+        common.wait_until_read(self.number(self.total, 0), *rings)
+        if scratch.staged is not None:
+            common.wait_until_read(self.total, (scratch.staged.free, tiles.staged_slots))
+
+    def copy_visit(self, i: Scalar, masked: bool, source: Ref | None) -> None:
+        """Copies what the i-th visit with or without the mask reads; `source` is the matrix of the staged array."""
+        tiles, scratch, tokens = self.tiles, self.scratch, self.inputs.tokens
+        visit, key_tile = self.visit_number(i, masked), self.key_tile(i, masked)
+        for n in range(self.entries):
+            for array, ring, full, free, slots in (
+                (tokens.key, scratch.key, scratch.key_full, scratch.key_free, tiles.key_slots),
+                (tokens.value, scratch.value, scratch.value_full, scratch.value_free, tiles.value_slots),
+            ):
+                number = self.number(visit, n)
+                slot = common.slot_of(number, slots)
+                when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+                rows = self.rows_of(array, self.batch_entry(n), self.h_kv, key_tile * tiles.keys, tiles.keys)
+                plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
+            if self.staging is not None and scratch.staged is not None and source is not None and n == 0:
+                q0 = self.tile * (tiles.rows * tiles.groups)
+                self.staging.copy(scratch.staged, source, q0, key_tile * tiles.keys, visit)
+
+
+class VisitedTile(typing.NamedTuple):
+    """A key tile as a warpgroup visits it: for the n-th batch entry, with the running number of the visit and the first key."""
+
+    batch_entry: int
+    visit_number: Scalar
+    kv0: Scalar
+    masked: bool
+    group: Scalar

@@ -1,30 +1,33 @@
-"""Gradients of the arrays that a score mod captured, on Hopper.
+"""Gradients of the arrays that score_mod captured, on Hopper.
 
-The gradient of `load_j` is the sum of
+The gradient of one element is the sum of
 
-    g = dsp * d mod / d load_j,    dsp = p * (dP - delta)
+    g = dsp * d mod / d load,    dsp = p * (dP - delta)
 
-over all places of the attention matrix that read the same element. A CTA walks a list of tiles whose places correspond one to one, adds g
-tile by tile in registers, and writes one tile of sums:
+over all positions of the attention matrix that read the element. The kernel (capture_kernel.py) goes through lists of tiles
+(capture_lists.py). For most kinds of loads, entries at the same offset of all tiles of a list read the same element or elements that
+XLA sums afterwards, so the kernel adds g tile by tile in registers and writes one tile of sums for each list:
 
-    kind        tiles of one list                      what XLA sums in the result
-    scalar      a share of the tiles of a head         over queries and keys
-    row         one row of tiles                       over keys
-    column      one column of tiles                    over queries
-    diagonal    tiles with the same (q0 - kv0)         along the diagonals of the tile: 2 n - 1 sums
-    tile        the batches and heads that share it    nothing
+    kind of load   tiles of one list                              what XLA sums in a tile of sums
+    scalar         a share of the tiles of a head                 queries and keys
+    row            one row of tiles                               keys
+    column         one column of tiles                            queries
+    diagonal       tiles with the same first query - first key    each of its 2 n - 1 diagonals
+    tile           the same tile of the heads that share it       nothing
 
-What is left, numbers for each (b, h) and query, key, difference or pair, goes to the places that the load's index names
-(capture_places.py). A gather by query and key whose places may repeat, such as a table of 2-D relative positions, would leave a number for
-each pair and head: there the kernel adds g to its places itself, in fixed point (fixed_point.py), and what the index makes the same on
-tiles of one diagonal is added in registers before (shift_invariance.py).
+This leaves one number for each (b, h) and query, key, difference of both, or (query, key). capture_scatter.py adds the numbers
+to the elements that the load's index names.
 
-The order of every sum is fixed, and follows from the problem alone. Memory follows the lists of the block mask (capture_lists.py) and
-the captured array, never queries times keys unless the array has that size itself.
+One kind is different: a load by query and key where several positions may read the same element, such as a table of 2-D relative
+positions. One number for each (query, key) and head would be too many, so the kernel itself adds g to the elements, in fixed
+point (fixed_point.py). Where the index is the same on all tiles of a diagonal (shift_invariance.py), it sums those in
+registers before.
+
+The order of every sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the captured
+array, never with queries times keys unless the array has that size itself.
 """
 
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +35,8 @@ from jax import lax
 
 from flexjax.analysis.bounds import bounds
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, gradient_loads, plain_dims, simulated_captures
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, captures_of
-from flexjax.backends.mosaic_gpu.capture_kernel import ROWS, CaptureKernel, Sink, groups_for
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens, captures_of
+from flexjax.backends.mosaic_gpu.capture_kernel import CaptureKernel, Sink
 from flexjax.backends.mosaic_gpu.capture_lists import (
     LARGEST_NUMBER,
     TileLists,
@@ -44,7 +45,7 @@ from flexjax.backends.mosaic_gpu.capture_lists import (
     shape_for,
     tile_lists,
 )
-from flexjax.backends.mosaic_gpu.capture_places import (
+from flexjax.backends.mosaic_gpu.capture_scatter import (
     LARGEST_ARRAY,
     add_at,
     axes,
@@ -52,55 +53,64 @@ from flexjax.backends.mosaic_gpu.capture_places import (
     distinct,
     join_windows,
 )
+from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, warpgroups_for
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 LISTS_AT_ONCE = 4096
-"""Tiles of sums that are there at once, 256 MiB of them: more lists are taken in turns."""
+"""The most lists in one run of the kernel, whose tiles of sums take 256 MiB; more lists are split over several runs."""
 
 
 def capture_gradients(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
+    tokens: Tokens[jax.Array],
     wanted: tuple[bool, ...],
     derivative: ir.Program,
-    pair: Pair,
+    bias: DenseBiasPlan,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of each wanted captured array, None for the others."""
+    """The gradient of each wanted captured array of score_mod, in its shape and dtype; None for the others.
+
+    plan         with extra features joined to the head dim
+    tokens       the padded arrays over tokens, with the row statistics
+    wanted       for each captured array: whether its gradient is asked for
+    derivative   score_mod with its derivatives
+    bias         which array is staged through shared memory
+    """
     totals: list[jax.Array | None] = [
         jnp.zeros(a.shape, jnp.float32) if want else None
         for a, want in zip(operands.score_captures, wanted, strict=True)
     ]
-    captures = simulated_captures(plan, pair, captures_of(operands))
-    for place, load in enumerate(gradient_loads(derivative)):
-        total, slope = totals[load.capture], derivative.results[2 + place]
+    captures = padded_captures(plan, bias, captures_of(operands))
+    for load_number, load in enumerate(gradient_loads(derivative)):
+        total, slope = totals[load.capture], derivative.results[2 + load_number]
         if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
-        if _repeats(load):
-            found = _scattered(plan, operands, given, captures, derivative, place, pair)
+        if _kernel_scatters(load):
+            found = _scattered(plan, operands, tokens, captures, derivative, load_number, bias)
             totals[load.capture] = total + found.reshape(total.shape)
         else:
-            sums = _load_sums(plan, operands, given, captures, derivative, place, pair)
+            sums = _load_sums(plan, operands, tokens, captures, derivative, load_number, bias)
             totals[load.capture] = add_at(plan, operands, derivative, load, sums, total)
     return tuple(None if t is None else t.astype(a.dtype) for t, a in zip(totals, operands.score_captures, strict=True))
 
 
 def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) -> str | None:
-    """Why a captured array's gradient cannot be had here, or None."""
-    tile = groups_for(plan) * ROWS
+    """A sentence that says why the kernels cannot compute the gradient of a wanted captured array; None if they can."""
+    tile = warpgroups_for(plan) * ROWS
     for load in gradient_loads(derivative):
         if not wanted[load.capture]:
             continue
         if any("score" in ir.axes_of(a) for a in load.index):
-            return f"captured array {load.capture} is read at a place that depends on the score."
+            return f"captured array {load.capture} is read by an index that depends on the score."
         size = math.prod(derivative.captures[load.capture].shape)
         if not distinct(load) and size > LARGEST_ARRAY:
             return (
-                f"captured array {load.capture} is gathered at places that may repeat, and has {size} elements; its gradient takes up to "
-                f"{LARGEST_ARRAY}."
+                f"several positions may read the same element of captured array {load.capture}, which has {size} elements; the "
+                f"gradient of such an array takes up to {LARGEST_ARRAY}."
             )
         if most_visits(plan, tile) >= LARGEST_NUMBER or most_codes(plan, tile) >= LARGEST_NUMBER:
             return (
@@ -110,10 +120,10 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
     return None
 
 
-def _repeats(load: ir.Load) -> bool:
-    """Whether the kernel adds to places of the array: a number for each pair, at places that may repeat."""
+def _kernel_scatters(load: ir.Load) -> bool:
+    """Whether the kernel itself adds to the elements: a load by query and key, where several positions may read one element."""
     tile = ir.classify_load(load).kind == ir.TILE
-    return tile and plain_dims(load) is None and not distinct(load)
+    return tile and axis_aligned_dims(load) is None and not distinct(load)
 
 
 def _shared(load: ir.Load) -> tuple[bool, bool]:
@@ -121,35 +131,41 @@ def _shared(load: ir.Load) -> tuple[bool, bool]:
     return "b" not in axes(load), "h" not in axes(load)
 
 
-# ------------------------------------------------------------------- sums of places that correspond
+# ------------------------------------------------------------------- sums of tiles
 
 
 def _load_sums(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
-    captures: Captures,
+    tokens: Tokens[jax.Array],
+    captures: Captures[jax.Array],
     derivative: ir.Program,
-    place: int,
-    pair: Pair,
+    load_number: int,
+    bias: DenseBiasPlan,
 ) -> jax.Array:
-    """[b, h, ...] float32 (or what `_sum_type` says): b and h are 1 where the load does not depend on them; then T, S, T + S - 1, (T, S) or nothing."""
-    load = gradient_loads(derivative)[place]
-    kind, shared, tile = ir.classify_load(load).kind, _shared(load), groups_for(plan) * ROWS
+    """The sums of g for one load: [b, h, ...] float32 (or `_sum_type`).
+
+    b and h are 1 where the load does not depend on them. "..." is nothing for a scalar load, T for a row, S for a column,
+    T + S - 1 for a diagonal and (T, S) for a tile load.
+    """
+    load = gradient_loads(derivative)[load_number]
+    kind, shared, tile = ir.classify_load(load).kind, _shared(load), warpgroups_for(plan) * ROWS
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
     if kind == ir.TILE:
-        kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.MATRIX, _sum_type(derivative, place))
-        return kernel.run(given, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
-    kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.SUMS)
-    sums = _summed(kernel, given, lists, captures)
+        kernel = CaptureKernel(
+            plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(derivative, load_number)
+        )
+        return kernel.run(tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
+    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS)
+    sums = _summed(kernel, tokens, lists, captures)
     sums = sums.reshape(shape.batch, shape.heads, shape.keys, *sums.shape[1:])
     if kind == ir.SCALAR:
         out = sums.sum(2)
     elif kind == ir.DIAGONAL:
         out = join_windows(sums)
         skip = (shape.columns * tile - 1) - (plan.kv_len - 1)
-        # a kernel of its own: drawn into the scatter that follows, the sums would be made one by one
+        # The barrier gives the sums an XLA kernel of their own: fused into the scatter that follows, each would be made alone.
         out = lax.optimization_barrier(out[..., skip : skip + plan.q_len + plan.kv_len - 1])
     else:
         length = plan.q_len if kind == ir.ROW else plan.kv_len
@@ -158,81 +174,85 @@ def _load_sums(
     return out.sum(left, keepdims=True) if left else out
 
 
-def _summed(kernel: CaptureKernel, given: common.Prepared, lists: TileLists, captures: Captures) -> jax.Array:
-    """[lists, ...]: the tile of sums of each list, summed along what the kind of load does not tell apart."""
+def _summed(
+    kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]
+) -> jax.Array:
+    """[lists, ...]: the tile of sums of each list, reduced as the table at the top of this file says."""
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         head, begin, count = part
-        sums = kernel.run(given, lists._replace(head=head, begin=begin, count=count), captures)
+        sums = kernel.run(tokens, lists._replace(head=head, begin=begin, count=count), captures)
         if kernel.shape.kind == ir.DIAGONAL:
             return diagonal_sums(sums)
         return sums.sum({ir.SCALAR: (1, 2), ir.ROW: 2, ir.COLUMN: 1}[kernel.shape.kind])
 
     count = lists.count.shape[0]
-    turns = -(-count // LISTS_AT_ONCE)
-    each = -(-count // turns)
+    runs = -(-count // LISTS_AT_ONCE)
+    each = -(-count // runs)
     parts = (lists.head, lists.begin, lists.count)
-    if turns == 1:
+    if runs == 1:
         return reduced(parts)
-    split = tuple(jnp.pad(x, (0, turns * each - count)).reshape(turns, each) for x in parts)
+    split = tuple(jnp.pad(x, (0, runs * each - count)).reshape(runs, each) for x in parts)
     sums = lax.map(reduced, split)
-    return sums.reshape(turns * each, *sums.shape[2:])[:count]
+    return sums.reshape(runs * each, *sums.shape[2:])[:count]
 
 
-def _sum_type(derivative: ir.Program, place: int) -> typing.Any:
-    """dtype of sums that are numbers for each query and key: that of the array where they are all of its gradient."""
+def _sum_type(derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
+    """dtype of the sums of a tile load: that of the array if the sums are the array's whole gradient, else float32."""
     loads = gradient_loads(derivative)
-    alone = sum(other.capture == loads[place].capture for other in loads) == 1
-    direct = alone and plain_dims(loads[place]) is not None
-    return derivative.captures[loads[place].capture].dtype if direct else jnp.float32
+    alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
+    direct = alone and axis_aligned_dims(loads[load_number]) is not None
+    return derivative.captures[loads[load_number].capture].dtype if direct else jnp.float32
 
 
-# ------------------------------------------------------------------- sums at places that repeat
+# ------------------------------------------------------------------- sums by element
 
 
 def _scattered(
     plan: KernelPlan,
     operands: Operands,
-    given: common.Prepared,
-    captures: Captures,
+    tokens: Tokens[jax.Array],
+    captures: Captures[jax.Array],
     derivative: ir.Program,
-    place: int,
-    pair: Pair,
+    load_number: int,
+    bias: DenseBiasPlan,
 ) -> jax.Array:
-    """The gradient of the array, flat, in float32."""
-    load, tile = gradient_loads(derivative)[place], groups_for(plan) * ROWS
+    """The gradient of an array whose elements the kernel adds to itself: flat, float32."""
+    load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR
     shape = shape_for(plan, kind, tile, _shared(load), max(period, 1))
     lists = tile_lists(plan, operands.lists, shape)
-    total = _largest_total(plan, given, derivative, place)
+    total = _largest_total(plan, tokens, derivative, load_number)
     if total is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))
-        kernel = CaptureKernel(plan, derivative, place, everything, pair, Sink.MAGNITUDES)
-        total = _summed(kernel, given, tile_lists(plan, operands.lists, everything), captures).sum()
-    kernel = CaptureKernel(plan, derivative, place, shape, pair, Sink.PLACES)
-    return kernel.run(given, lists, captures, total)
+        kernel = CaptureKernel(plan, derivative, load_number, everything, bias, Sink.MAGNITUDES)
+        total = _summed(kernel, tokens, tile_lists(plan, operands.lists, everything), captures).sum()
+    kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SCATTER)
+    return kernel.run(tokens, lists, captures, total)
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """How many tiles along a diagonal the places that are read repeat; 0 where sums of such tiles would save too little."""
+    """The number of tiles along a diagonal after which the load's index repeats; 0 where summing such tiles saves too little."""
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     most = rows * columns // (2 * (rows + columns - 1))
     return next((n for n in range(1, most + 1) if invariant(derivative, load.index, n * tile)), 0)
 
 
 LARGEST_SLOPE = 4096.0
-"""Bounds of the mod's derivative above this are not used: the unit of the fixed-point sums follows the bound, and far above the true
-derivative it would round small gradients to 0. |g| is added up by a run of the kernel then. With 2^61 units in the bound, 2^12 leaves
-49 bits below the true total."""
+"""A bound of the mod's derivative above this is not used. The unit of the fixed-point sums is proportional to the bound, so a bound
+far above the true derivative would round small gradients to 0; the kernel then sums |g| first. The bound holds 2^61
+units, so a bound 2^12 times too large leaves 49 bits below the true total."""
 
 
-def _largest_total(plan: KernelPlan, given: common.Prepared, derivative: ir.Program, place: int) -> jax.Array | None:
-    """What all |g| add up to at most, None where nothing bounds the derivative of the mod well.
+def _largest_total(
+    plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int
+) -> jax.Array | None:
+    """A bound of the sum of all |g|, a scalar; None where the derivative of the mod has no bound up to LARGEST_SLOPE.
 
-    p of a query adds up to 1 (of scores that are far out, each may be 1), and |dP| is at most |dO| |V|.
+    The p of one query sum to 1 (where scores may be too large to scale, each may be 1), and |dP| is at most |dO| |V|.
     """
-    (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + place],)))
+    (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))
     keep = 1.0
     if plan.dropout is not None:
@@ -241,8 +261,8 @@ def _largest_total(plan: KernelPlan, given: common.Prepared, derivative: ir.Prog
     if not slope * keep <= LARGEST_SLOPE:
         return None
     length = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
-    tokens = 1 if plan.layout == "BTNH" else 2
-    d_out = length(given.d_out).sum(tokens)
-    value = jnp.repeat(length(given.value).max(tokens), plan.group, axis=-1)
-    total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(given.stats[:, :, 1]))
+    time = 1 if plan.layout == "BTNH" else 2
+    d_out = length(tokens.d_out).sum(time)
+    value = jnp.repeat(length(tokens.value).max(time), plan.group, axis=-1)
+    total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(tokens.stats[:, :, 1]))
     return total * (slope * (plan.kv_len if may_be_large(plan.score) else 1))

@@ -4,15 +4,8 @@ One CTA works through one list. For each tile of the list, WGMMAs compute the sc
 
     g = dsp * d mod / d load,    dsp = p * (dP - delta)
 
-`Sink` says what happens to g:
-
-    sums        added tile by tile in registers; the kernel writes one tile of sums for each list
-    magnitudes  the same for |g|
-    matrix      as sums, but each list's tile goes to its position in a [b, h, T, S] matrix
-    places      added, in fixed point (fixed_point.py), to the elements of the array that the load's index names. Under
-                a shift-invariant index (shift_invariance.py) the tiles of a list are summed in registers first
-
-Each visited tile costs two matrix products: Q K^T and dO V^T.
+`Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128 queries
+by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in parts of 64.
 """
 
 import dataclasses
@@ -28,159 +21,168 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import fixed_point, memory
-from flexjax.backends.mosaic_gpu.backward_pair import Pair, staging_for
-from flexjax.backends.mosaic_gpu.backward_sm90_tile import Captures, ColumnMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import SMEM_LIMIT
+from flexjax.backends.mosaic_gpu import fixed_point, kernel_parts, memory
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Products, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.capture_lists import Shape, TileLists
+from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists
+from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, RingDepths, Scratch, capture_scratch, ring_depths
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
+from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
+from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan
 
-ROWS = 64
-Ref = typing.Any
-
 
 class Sink(enum.Enum):
+    """What the kernel does with g.
+
+    SUMS        adds tile by tile in registers, and writes one tile of sums for each list
+    MAGNITUDES  the same for |g|
+    MATRIX      as SUMS, but each list's tile goes to its position in a [b, h, T, S] matrix
+    SCATTER     adds, in fixed point (fixed_point.py), to the elements of the array that the load's index names. Under
+                a shift-invariant index (shift_invariance.py) the tiles of a list are summed in registers first
+    """
+
     SUMS = "sums"
     MAGNITUDES = "magnitudes"
     MATRIX = "matrix"
-    PLACES = "places"
+    SCATTER = "scatter"
 
 
-def groups_for(plan: KernelPlan) -> int:
-    """Compute warpgroups of 64 queries: two where 128 x 128 tiles fit shared memory and divide the mask's blocks."""
-    dims = common.padded_dim(plan.head_dim) + common.padded_dim(plan.value_dim)
-    blocks = plan.blocks
-    wide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
-    return 2 if wide and dims <= 256 else 1
+class Visit(typing.NamedTuple):
+    """One tile of one head: the head's number b * N + h, and the code of the tile (`TileLists.tile`)."""
+
+    head: Scalar
+    code: Scalar
 
 
-class Rings(typing.NamedTuple):
-    """Ring depths: tiles of Q and dO, and tiles of 64 keys and values.
+class Inputs(typing.NamedTuple, typing.Generic[Part]):
+    """Operands of the kernel.
 
-    `staged`: whether each Q slot also holds a tile of the staged array.
+    order    [lists] list numbers by falling number of visits
+    factor   [1] for SCATTER: what multiplies g before g is rounded to an integer (`fixed_point.scale`)
+    words    [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
     """
 
-    queries: int
-    keys: int
-    staged: bool
+    tokens: Tokens[Part]
+    lists: TileLists[Part]
+    order: Part
+    captures: Captures[Part]
+    factor: Part | None = None
+    words: Part | None = None
 
 
-def rings_for(groups: int, dim: int, value_dim: int, staged_bytes: int) -> Rings:
-    """The deepest rings that fit shared memory. Staging an array takes precedence over deeper rings."""
-    tile = groups * ROWS
-    choices = [
-        Rings(queries, keys, staged)
-        for staged in ((True, False) if staged_bytes else (False,))
-        for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
-    ]
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """SUMS, MAGNITUDES: [lists, tile, tile]. MATRIX: [b, h, rows * tile, columns * tile]. SCATTER: [lists, groups, size] in the
+    simulator, where every warpgroup adds to an array of its own; None on the device."""
 
-    def fits(rings: Rings) -> bool:
-        operands = 2 * (dim + value_dim) * (rings.queries * tile + rings.keys * ROWS)
-        return operands + rings.staged * rings.queries * tile * tile * staged_bytes + 1024 <= SMEM_LIMIT
-
-    return next((r for r in choices if fits(r)), choices[-1])
+    sums: Part | None
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptureKernel:
-    """The kernel for one load, whose derivative is `derivative.results[2 + place]`.
+    """The kernel for one load, whose derivative is `derivative.results[2 + load_number]`.
 
     dtype   of what the kernel writes for SUMS and MATRIX
     """
 
     plan: KernelPlan
     derivative: ir.Program
-    place: int
-    shape: Shape
-    pair: Pair
+    load_number: int
+    shape: ListShape
+    bias: DenseBiasPlan
     sink: Sink
-    dtype: typing.Any = jnp.float32
+    dtype: jax.typing.DTypeLike = jnp.float32
 
     @property
     def groups(self) -> int:
+        """Computing warpgroups, and parts of 64 keys in a tile."""
         return self.shape.tile // ROWS
 
     @property
     def load(self) -> ir.Load:
-        return typing.cast(ir.Load, self.derivative.steps[self.derivative.gradients[self.place]])
+        return typing.cast(ir.Load, self.derivative.steps[self.derivative.gradients[self.load_number]])
 
     @property
     def size(self) -> int:
+        """Elements of the captured array."""
         return int(np.prod(self.derivative.captures[self.load.capture].shape))
 
     @property
-    def by_tile(self) -> bool:
+    def scatters_tiles(self) -> bool:
         """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
-        return self.sink is Sink.PLACES and self.shape.kind != ir.DIAGONAL
+        return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
 
     @property
     def one_sum(self) -> bool:
-        """Whether g is summed over keys later anyway, so that all key parts of a tile share one accumulator."""
+        """Whether all key parts of a tile share one accumulator, because g is summed over keys later anyway."""
         return self.shape.kind in (ir.SCALAR, ir.ROW)
 
     @property
-    def mathematics(self) -> TileMath:
+    def math(self) -> TileMath:
         tile = self.shape.tile
-        return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), gradients=(self.place,))
+        return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), loads_only=(self.load_number,))
 
     # ------------------------------------------------------------- tile coordinates
 
-    def steps(self, lists: TileLists, mine: jax.Array) -> jax.Array:
+    def steps(self, lists: TileLists[Ref], mine: Scalar) -> Scalar:
+        """How many visits list `mine` has, its repeats included."""
         batch, heads = self.shape.repeats
         return lists.count[mine] * (batch * heads)
 
-    def visit(self, lists: TileLists, mine: jax.Array, steps: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(head number b * N + h, tile code) of the i-th visit of this list.
+    def visit(self, lists: TileLists[Ref], mine: Scalar, steps: Scalar, i: Scalar) -> Visit:
+        """The i-th visit of list `mine`, which has `steps` visits.
 
-        Past the end of the list: those of the last visit. In an empty list: the list's first head, and tile code 0.
+        Past the end of the list: its last visit. In an empty list: the list's first head, and tile code 0.
         """
         i = jnp.maximum(jnp.minimum(i, steps - 1), 0)
         head, (batch, heads) = lists.head[mine], self.shape.repeats
         if batch * heads > 1:
             count = jnp.maximum(lists.count[mine], 1)
-            turn, i = lax.div(i, count), lax.rem(i, count)
-            head = head + (turn if heads > 1 else turn * self.plan.q_heads)  # either all heads are joined or none
+            repeat, i = lax.div(i, count), lax.rem(i, count)
+            head = head + (repeat if heads > 1 else repeat * self.plan.q_heads)  # either all heads are joined or none
         at = lists.begin[mine] + i
         # `begin` of an empty list may lie past the last visit
         at = jnp.minimum(at, jnp.int32(lists.tile.shape[0] - 1))
-        if lists.of is not None:
-            head = head + jnp.where(steps > 0, lists.of[at], 0)
-        return head, jnp.where(steps > 0, lists.tile[at], 0)
+        if lists.head_offset is not None:
+            head = head + jnp.where(steps > 0, lists.head_offset[at], 0)
+        return Visit(head, jnp.where(steps > 0, lists.tile[at], 0))
 
-    def origin(self, visit: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Batch entry, head, first query, first key."""
+    def corner(self, visit: Visit) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        """Batch entry, head, first query and first key of a visit."""
         number, code = visit
         b, h = self.head(number)
         tile = lax.shift_right_logical(code, jnp.int32(1))
         row, column = _divided(tile, self.shape.columns)
         return b, h, row * self.shape.tile, column * self.shape.tile
 
-    def head(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def head(self, number: Scalar) -> tuple[Scalar, Scalar]:
+        """(b, h) of the head with number b * N + h."""
         return _divided(number, self.plan.q_heads)
 
-    def first_tile(self, mine: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First query and first key of the first tile on this list's diagonal, even if the list does not visit it."""
+    def first_on_diagonal(self, mine: Scalar) -> tuple[Scalar, Scalar]:
+        """First query and first key of the first tile on the diagonal of list `mine`, even if the list does not visit it."""
         shape = self.shape
-        diagonal, turn = _divided(lax.rem(mine, jnp.int32(shape.keys)), shape.period)
+        diagonal, phase = _divided(lax.rem(mine, jnp.int32(shape.keys)), shape.period)
         difference = diagonal - (shape.columns - 1)
         row = jnp.maximum(difference, 0)
-        row = row + lax.rem(turn + shape.period - lax.rem(row, jnp.int32(shape.period)), jnp.int32(shape.period))
+        row = row + lax.rem(phase + shape.period - lax.rem(row, jnp.int32(shape.period)), jnp.int32(shape.period))
         return row * shape.tile, (row - difference) * shape.tile
 
-    def places(self, captured: Captures, b: jax.Array, h: jax.Array, row0: jax.Array, column0: jax.Array) -> jax.Array:
+    def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
         """[64, 64] int32: for each query and key, the flat index of the array element that the load reads."""
-        mathematics, plan, index = self.mathematics, self.plan, self.load.index
+        math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
             with_results(self.derivative, index),
-            captured.score,
-            mathematics.shape,
+            captures.score,
+            math.shape,
             batch=b,
             head=h,
-            edge=(plan.q_len, plan.kv_len) if mathematics.hangs else None,
+            edge=(plan.q_len, plan.kv_len) if math.overhangs else None,
             results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
         )
@@ -194,7 +196,7 @@ class CaptureKernel:
                 scalar = scalar + jnp.asarray(value, jnp.int32) * np.int32(stride)
                 continue
             value = next(found).astype(jnp.int32)
-            if mathematics.hangs:
+            if math.overhangs:
                 value = jnp.minimum(jnp.maximum(value, np.int32(0)), np.int32(length - 1))
             value = value if stride == 1 else value * np.int32(stride)
             total = value if total is None else total + value
@@ -204,224 +206,262 @@ class CaptureKernel:
     # ------------------------------------------------------------- launch
 
     def run(
-        self, given: common.Prepared, lists: TileLists, captures: Captures, total: jax.Array | None = None
+        self,
+        tokens: Tokens[jax.Array],
+        lists: TileLists[jax.Array],
+        captures: Captures[jax.Array],
+        total: jax.Array | None = None,
     ) -> jax.Array:
-        """The sums over the lists.
+        """The sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat, in float32.
 
-        SUMS, MAGNITUDES    [lists, tile, tile]
-        MATRIX              [b, h, rows * tile, columns * tile]
-        PLACES              the array, flat, in float32. `total` bounds the sum of all |g| from above
+        total   for SCATTER: a bound from above of the sum of all |g|
         """
-        simulated, shape, plan = self.plan.options.interpret, self.shape, self.plan
-        count = lists.count.shape[0]
-        dtype, like = given.query.dtype, given.query
-        dim, value_dim = given.query.shape[-1], given.value.shape[-1]
-        rings = rings_for(self.groups, dim, value_dim, self.pair.bytes.staged)
-        slots = int(rings.staged) * rings.queries
-        staging = staging_for(plan, self.derivative, self.pair, slots, (shape.tile, shape.tile), self.groups)
-        scratch = (
-            common.tile_smem((rings.queries, shape.tile, dim), dtype),
-            common.tile_smem((rings.keys, ROWS, dim), dtype),
-            common.tile_smem((rings.keys, ROWS, value_dim), dtype),
-            common.tile_smem((rings.queries, shape.tile, value_dim), dtype),
-            plgpu.Barrier(num_barriers=rings.queries, num_arrivals=2 if staging is None else 3),
-            plgpu.Barrier(num_barriers=rings.keys, num_arrivals=2),
-            plgpu.Barrier(num_barriers=rings.queries, num_arrivals=self.groups),
-            plgpu.Barrier(num_barriers=rings.keys, num_arrivals=self.groups),
-            None if staging is None else staging.slot_memory(),
-        )
-        if self.sink is Sink.MATRIX:
-            out = (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
-        elif self.sink is Sink.PLACES:
-            out = (count, self.groups, self.size)
-        else:
-            out = (count, shape.tile, shape.tile)
-        by_atomics = self.sink is Sink.PLACES and not simulated
-        body = functools.partial(self._kernel, rings, staging)
-        run = pl.kernel(
-            lambda *refs: pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="wg"),
-            out_type=() if by_atomics else memory.output(out, self.dtype, like),
-            mesh=plgpu.Mesh(grid=(count,), grid_names=("program",), num_threads=self.groups + 1, thread_name="wg"),
-            compiler_params=common.compiler_params(),
-            interpret=plgpu.InterpretGPUParams() if simulated else False,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
-            name="flexjax_capture_gradient",
-        )
+        simulated, scatter = self.plan.options.interpret, self.sink is Sink.SCATTER
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
-        arguments = (*given, lists, order, captures)
-        if self.sink is not Sink.PLACES:
-            return run(*arguments, None)  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
+        inputs = Inputs(tokens, lists, order, captures)
+        if not scatter:
+            (sums,) = self._launch(inputs)
+            assert sums is not None
+            return sums
         assert total is not None
-        factor = fixed_point.scale(total).reshape(1)
+        inputs = inputs._replace(factor=fixed_point.scale(total).reshape(1))
         if simulated:
-            return run(*arguments, factor).sum((0, 1))  # pyright: ignore[reportCallIssue]  # as above
+            (sums,) = self._launch(inputs)
+            assert sums is not None
+            return sums.sum((0, 1))
         words = jax.new_ref(jnp.zeros((self.size, 2), jnp.uint32))
-        run(*arguments, factor, words)  # pyright: ignore[reportCallIssue]  # as above
+        self._launch(inputs._replace(words=typing.cast(jax.Array, words)))
         return fixed_point.decoded(jax.freeze(words), total)
 
-    # ------------------------------------------------------------- the kernel
+    def _launch(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
+        plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
+        dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
+        rings = ring_depths(self.groups, dims, dtype, bias.staged)
+        slots, tile = int(rings.staged) * rings.queries, self.shape.tile
+        staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
-    def _kernel(
-        self,
-        rings: Rings,
-        staging: typing.Any,
-        q_ref: Ref,
-        k_ref: Ref,
-        v_ref: Ref,
-        do_ref: Ref,
-        stats_ref: Ref,
-        lists: TileLists,
-        order_ref: Ref,
-        captured: Captures,
-        factor_ref: Ref,
-        target: Ref,
-        q_smem: Ref,
-        k_smem: Ref,
-        v_smem: Ref,
-        do_smem: Ref,
-        q_full: Ref,
-        k_full: Ref,
-        q_free: Ref,
-        k_free: Ref,
-        pair_smem: Ref,
-    ) -> None:
-        plan, groups, tile = self.plan, self.groups, self.shape.tile
-        interpret = plan.options.interpret
-        mathematics = self.mathematics
-        shape = mathematics.shape
-        products = common.Products(interpret)
-        rows_of = functools.partial(common.rows_of, layout=plan.layout)
-        group = lax.axis_index("wg")
-        mine = order_ref[lax.axis_index("program")]
-        steps = self.steps(lists, mine)
-        visit = functools.partial(self.visit, lists, mine, steps)
+        def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+            group = lax.axis_index("wg")
+            mine = inputs.order[lax.axis_index("program")]
+            cta = _Cta(self, rings, staging, inputs, outputs, scratch, mine, self.steps(inputs.lists, mine))
+            when(group < self.groups)(lambda: cta.compute(group))
+            when(group == self.groups)(cta.copy)
 
-        def statistics(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            """lse2 and delta of the queries of this warpgroup."""
-            b, h, q0, _ = self.origin(at)
-            own = pl.ds(q0 + group * ROWS, ROWS)
-            read = lambda n: plgpu.load(stats_ref.at[b, h, n, own], layout=common.ALONG_ROWS, optimized=False)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-            return read(0), read(1)
+        shape = self._output_shape(inputs.lists.count.shape[0])
+        return launch(
+            kernel,
+            inputs,
+            Outputs(None if shape is None else memory.output(shape, self.dtype, tokens.query)),
+            capture_scratch(self.groups, rings, dims, dtype, bias.staged),
+            name="flexjax_capture_gradient",
+            programs=inputs.lists.count.shape[0],
+            warpgroups=self.groups + 1,
+            interpret=plan.options.interpret,
+        )
 
-        def to_places(b: jax.Array, h: jax.Array, row0: jax.Array, column0: jax.Array, value: jax.Array) -> None:
-            sums = target.at[mine, group] if interpret else target
-            places = self.places(captured, b, h, row0 + group * ROWS, column0)
-            fixed_point.add(sums, places, value, factor_ref[0], interpret)
-
-        def compute() -> None:
-            common.take_registers(groups)
-            if self.sink is Sink.PLACES and interpret:
-                target.at[mine, group][...] = jnp.zeros((self.size,), jnp.float32)
-            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), common.WGMMA)
-
-            def step(i: jax.Array, carry: typing.Any) -> typing.Any:
-                sums, (now, soon), (lse2, delta) = carry
-                later, statistics_soon = visit(i + 2), statistics(soon)  # loads for the next steps, issued early
-                b, h, q0, kv0 = self.origin(now)
-                masked = (now[1] & 1) == 1
-                rows_math = mathematics.at_rows(b, h, q0 + group * ROWS, captured)
-                q_slot = common.slot_of(i, rings.queries)
-                here = pl.ds(common.not_hoisted(group, interpret) * ROWS, ROWS)
-                own_q, own_do = q_smem.at[q_slot, here], do_smem.at[q_slot, here]
-                new = list(sums)
-                for part in range(groups):
-                    k_slot = common.not_hoisted(common.slot_of(i * groups + part, rings.keys), interpret)
-                    tile_math = rows_math.at_columns(kv0 + part * ROWS, masked)
-                    if part == 0:
-                        plgpu.barrier_wait(q_full.at[q_slot])
-                    plgpu.barrier_wait(k_full.at[k_slot])
-
-                    def g(
-                        s_acc: typing.Any,
-                        dp_acc: typing.Any,
-                        k_slot: jax.Array = k_slot,
-                        part: int = part,
-                        tile_math: ColumnMath = tile_math,
-                    ) -> jax.Array:
-                        products.add(s_acc, own_q, k_smem.at[k_slot], b_t=True)
-                        if mathematics.delta_first:
-                            products.start(dp_acc, -mathematics.spread(delta, "q"))
-                        products.add(dp_acc, own_do, v_smem.at[k_slot], b_t=True)
-                        s = products.read(s_acc, 1)
-                        if staging is not None:
-                            keys = pl.ds(part * ROWS, ROWS)
-                            value = memory.load_staged(pair_smem.at[q_slot, here, keys], interpret)
-                            tile_math = tile_math.holding(staging.load, value)
-                        found = tile_math.probabilities(s, lse2)
-                        (factor,) = found.factors_of_loads()
-                        dp = products.read(dp_acc)
-                        products.release(k_free.at[k_slot])
-                        rest = None if mathematics.delta_first else mathematics.spread(delta, "q")
-                        return found.cotangent(factor, dp, rest)
-
-                    value = products.accumulators(g, shape, shape)
-                    if self.by_tile:
-                        to_places(b, h, q0, kv0 + part * ROWS, value)
-                        continue
-                    at = 0 if self.one_sum else part
-                    new[at] = new[at] + (jnp.abs(value) if self.sink is Sink.MAGNITUDES else value)
-                    if not interpret:  # the next part must not start earlier: too few registers
-                        new = list(lax.optimization_barrier(tuple(new)))
-                products.release(q_free.at[q_slot])
-                return tuple(new), (soon, later), statistics_soon
-
-            first = visit(jnp.int32(0))
-            accumulators = 0 if self.by_tile else 1 if self.one_sum else groups
-            begin = ((zero,) * accumulators, (first, visit(jnp.int32(1))), statistics(first))
-            sums, _, _ = lax.fori_loop(0, steps, step, begin)
-            if self.by_tile:
-                return
-            for part in range(groups):
-                total = zero if self.one_sum and part else sums[part]
-                if self.sink is Sink.PLACES:
-
-                    @when(steps > 0)
-                    def _(part: int = part, total: jax.Array = total) -> None:
-                        q0, kv0 = self.first_tile(mine)
-                        to_places(*self.head(lists.head[mine]), q0, kv0 + part * ROWS, total)
-
-                    continue
-                own_rows, own_columns = pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)
-                out = target.at[mine, own_rows, own_columns]
-                if self.sink is Sink.MATRIX:
-                    head, at = _divided(mine, self.shape.rows * self.shape.columns)
-                    b, h = _divided(head, self.shape.heads)
-                    row, column = _divided(at, self.shape.columns)
-                    own_rows = pl.ds(row * tile + group * ROWS, ROWS)
-                    out = target.at[b, h, own_rows, pl.ds(column * tile + part * ROWS, ROWS)]
-                out[...] = total.astype(self.dtype)
-
-        def copy() -> None:
-            common.leave_registers(groups)
-
-            def step(i: jax.Array, visits: typing.Any) -> typing.Any:
-                now, soon = visits
-                later = visit(i + 2)
-                b, h, q0, kv0 = self.origin(now)
-                h_kv = lax.div(h, jnp.int32(plan.group))
-                slot = common.slot_of(i, rings.queries)
-                when(i >= rings.queries)(lambda: plgpu.barrier_wait(q_free.at[slot]))
-                own = functools.partial(rows_of, b=b, h=h, start=q0, size=tile)
-                plgpu.copy_gmem_to_smem(own(q_ref), q_smem.at[slot], q_full.at[slot])
-                plgpu.copy_gmem_to_smem(own(do_ref), do_smem.at[slot], q_full.at[slot])
-                if staging is not None:
-                    staging.fetch(pair_smem.at[slot], staging.source(captured, b, h), q0, kv0, q_full.at[slot])
-                for part in range(groups):
-                    number = i * groups + part
-                    k_slot = common.slot_of(number, rings.keys)
-                    when(number >= rings.keys)(lambda k_slot=k_slot: plgpu.barrier_wait(k_free.at[k_slot]))
-                    visited = functools.partial(rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
-                    plgpu.copy_gmem_to_smem(visited(k_ref), k_smem.at[k_slot], k_full.at[k_slot])
-                    plgpu.copy_gmem_to_smem(visited(v_ref), v_smem.at[k_slot], k_full.at[k_slot])
-                return soon, later
-
-            lax.fori_loop(0, steps, step, (visit(jnp.int32(0)), visit(jnp.int32(1))))
-            common.drain(steps, (q_free, rings.queries))
-            common.drain(steps * groups, (k_free, rings.keys))
-
-        when(group < groups)(compute)
-        when(group == groups)(copy)
+    def _output_shape(self, lists: int) -> tuple[int, ...] | None:
+        """The shape of `Outputs.sums`, None for SCATTER on the device, which adds to `Inputs.words`."""
+        shape = self.shape
+        if self.sink is Sink.MATRIX:
+            return (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
+        if self.sink is Sink.SCATTER:
+            return (lists, self.groups, self.size) if self.plan.options.interpret else None
+        return (lists, shape.tile, shape.tile)
 
 
-def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """One CTA inside the kernel: it works through list `mine`, which has `steps` visits."""
+
+    kernel: CaptureKernel
+    rings: RingDepths
+    staging: Staging | None
+    inputs: Inputs[Ref]
+    outputs: Outputs[Ref]
+    scratch: Scratch[Ref]
+    mine: Scalar
+    steps: Scalar
+
+    @property
+    def interpret(self) -> bool:
+        return self.kernel.plan.options.interpret
+
+    @property
+    def products(self) -> Products:
+        return Products(self.interpret)
+
+    def visit(self, i: Scalar | int) -> Visit:
+        return self.kernel.visit(self.inputs.lists, self.mine, self.steps, jnp.asarray(i, jnp.int32))
+
+    def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+        return rows_of(ref, self.kernel.plan.layout, b, h, start, size)
+
+    # ------------------------------------------------------------- computing warpgroups
+
+    def compute(self, group: Scalar) -> None:
+        """Computing warpgroup `group`: g of its queries in every visit of the list."""
+        kernel = self.kernel
+        common.raise_register_limit(kernel.groups)
+        if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
+            self.outputs.sums.at[self.mine, group][...] = jnp.zeros((kernel.size,), jnp.float32)
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), common.WGMMA)
+        first = self.visit(0)
+        accumulators = 0 if kernel.scatters_tiles else 1 if kernel.one_sum else kernel.groups
+        begin = Carry((zero,) * accumulators, first, self.visit(1), self.statistics(first, group))
+        found = lax.fori_loop(0, self.steps, functools.partial(self.step, group=group), begin)
+        if not kernel.scatters_tiles:
+            self.write(found.sums, zero, group)
+
+    def statistics(self, visit: Visit, group: Scalar) -> tuple[jax.Array, jax.Array]:
+        """lse2 and delta of the warpgroup's queries."""
+        b, h, q0, _ = self.kernel.corner(visit)
+        own = pl.ds(q0 + group * ROWS, ROWS)
+        stats = self.inputs.tokens.stats
+        read = lambda n: kernel_parts.load(stats.at[b, h, n, own], common.ALONG_ROWS, optimized=False)
+        return read(0), read(1)
+
+    def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
+        """One visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array."""
+        kernel, rings, scratch = self.kernel, self.rings, self.scratch
+        sums, now, soon, (lse2, delta) = carry
+        later, statistics_soon = (
+            self.visit(i + 2),
+            self.statistics(soon, group),
+        )  # loads for the next steps, issued early
+        b, h, q0, kv0 = kernel.corner(now)
+        masked = (now.code & 1) == 1
+        rows = kernel.math.at_rows(b, h, q0 + group * ROWS, self.inputs.captures)
+        q_slot = common.slot_of(i, rings.queries)
+        here = pl.ds(common.not_hoisted(group, self.interpret) * ROWS, ROWS)
+        new = list(sums)
+        for part in range(kernel.groups):
+            number = i * kernel.groups + part
+            k_slot = common.not_hoisted(common.slot_of(number, rings.keys), self.interpret)
+            tile = rows.at_columns(kv0 + part * ROWS, masked)
+            if part == 0:
+                plgpu.barrier_wait(scratch.query_full.at[q_slot])
+            plgpu.barrier_wait(scratch.key_full.at[k_slot])
+            own = OwnTile(q_slot, k_slot, here, part, lse2, delta)
+            cotangents = functools.partial(self.load_cotangents, tile=tile, own=own)
+            g = self.products.accumulators(cotangents, (ROWS, ROWS), (ROWS, ROWS))
+            if kernel.scatters_tiles:
+                self.scatter(b, h, q0, kv0 + part * ROWS, g, group)
+                continue
+            at = 0 if kernel.one_sum else part
+            new[at] = new[at] + (jnp.abs(g) if kernel.sink is Sink.MAGNITUDES else g)
+            if not self.interpret:  # the next part must not start earlier: too few registers
+                new = list(lax.optimization_barrier(tuple(new)))
+        self.products.release(scratch.query_free.at[q_slot])
+        return Carry(tuple(new), soon, later, statistics_soon)
+
+    def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
+        """g of one part of a tile, [ROWS, ROWS]; frees the slot of the keys."""
+        math, scratch, products = self.kernel.math, self.scratch, self.products
+        products.add(s_acc, scratch.query.at[own.q_slot, own.rows], scratch.key.at[own.k_slot], b_t=True)
+        if math.starts_at_minus_delta:
+            products.start(dp_acc, -math.broadcast(own.delta, "q"))
+        products.add(dp_acc, scratch.d_out.at[own.q_slot, own.rows], scratch.value.at[own.k_slot], b_t=True)
+        s = products.read(s_acc, 1)
+        if self.staging is not None and scratch.staged is not None:
+            keys = pl.ds(own.part * ROWS, ROWS)
+            value = memory.load_staged(scratch.staged.at[own.q_slot, own.rows, keys], self.interpret)
+            tile = tile.with_loaded(self.staging.load, value)
+        found = tile.probabilities(s, own.lse2)
+        (factor,) = found.load_factors()
+        dp = products.read(dp_acc)
+        products.release(scratch.key_free.at[own.k_slot])
+        return found.cotangent(factor, dp, None if math.starts_at_minus_delta else math.broadcast(own.delta, "q"))
+
+    def scatter(self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar) -> None:
+        """Adds a tile of g to the elements that the load reads, for the tile from row0 and the part from column0."""
+        if self.inputs.words is not None:
+            sums = self.inputs.words
+        else:
+            assert self.outputs.sums is not None
+            sums = self.outputs.sums.at[self.mine, group]
+        assert self.inputs.factor is not None
+        indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0 + group * ROWS, column0)
+        fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
+
+    def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar) -> None:
+        """Writes the sums of the list to their place, or scatters those of a diagonal to the array."""
+        kernel, shape = self.kernel, self.kernel.shape
+        for part in range(kernel.groups):
+            total = zero if kernel.one_sum and part else sums[part]
+            if kernel.sink is Sink.SCATTER:
+
+                @when(self.steps > 0)
+                def _(part: int = part, total: jax.Array = total) -> None:
+                    q0, kv0 = kernel.first_on_diagonal(self.mine)
+                    b, h = kernel.head(self.inputs.lists.head[self.mine])
+                    self.scatter(b, h, q0, kv0 + part * ROWS, total, group)
+
+                continue
+            assert self.outputs.sums is not None
+            out = self.outputs.sums.at[self.mine, pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)]
+            if kernel.sink is Sink.MATRIX:
+                head, at = _divided(self.mine, shape.rows * shape.columns)
+                b, h = _divided(head, shape.heads)
+                row, column = _divided(at, shape.columns)
+                rows = pl.ds(row * shape.tile + group * ROWS, ROWS)
+                out = self.outputs.sums.at[b, h, rows, pl.ds(column * shape.tile + part * ROWS, ROWS)]
+            out[...] = total.astype(kernel.dtype)
+
+    # ------------------------------------------------------------- the copying warpgroup
+
+    def copy(self) -> None:
+        """The copying warpgroup: fills the rings with what every visit of the list reads."""
+        groups = self.kernel.groups
+        common.lower_register_limit(groups)
+        lax.fori_loop(0, self.steps, self.copy_visit, (self.visit(0), self.visit(1)))
+        common.wait_until_read(self.steps, (self.scratch.query_free, self.rings.queries))
+        common.wait_until_read(self.steps * groups, (self.scratch.key_free, self.rings.keys))
+
+    def copy_visit(self, i: Scalar, visits: tuple[Visit, Visit]) -> tuple[Visit, Visit]:
+        """Copies the tiles of the i-th visit; `visits` are this one and the next."""
+        kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.inputs.tokens
+        now, soon = visits
+        later = self.visit(i + 2)
+        b, h, q0, kv0 = kernel.corner(now)
+        h_kv = lax.div(h, jnp.int32(kernel.plan.group))
+        slot = common.slot_of(i, rings.queries)
+        when(i >= rings.queries)(lambda: plgpu.barrier_wait(scratch.query_free.at[slot]))
+        own = functools.partial(self.rows_of, b=b, h=h, start=q0, size=kernel.shape.tile)
+        plgpu.copy_gmem_to_smem(own(tokens.query), scratch.query.at[slot], scratch.query_full.at[slot])
+        plgpu.copy_gmem_to_smem(own(tokens.d_out), scratch.d_out.at[slot], scratch.query_full.at[slot])
+        if self.staging is not None and scratch.staged is not None:
+            source = self.staging.source(self.inputs.captures, b, h)
+            self.staging.fetch(scratch.staged.at[slot], source, q0, kv0, scratch.query_full.at[slot])
+        for part in range(kernel.groups):
+            number = i * kernel.groups + part
+            k_slot = common.slot_of(number, rings.keys)
+            when(number >= rings.keys)(lambda k_slot=k_slot: plgpu.barrier_wait(scratch.key_free.at[k_slot]))
+            visited = functools.partial(self.rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
+            plgpu.copy_gmem_to_smem(visited(tokens.key), scratch.key.at[k_slot], scratch.key_full.at[k_slot])
+            plgpu.copy_gmem_to_smem(visited(tokens.value), scratch.value.at[k_slot], scratch.key_full.at[k_slot])
+        return soon, later
+
+
+class Carry(typing.NamedTuple):
+    """What a computing warpgroup carries from visit to visit: sums of g, this visit, the next, and lse2 and delta of this one."""
+
+    sums: tuple[jax.Array, ...]
+    now: Visit
+    soon: Visit
+    statistics: tuple[jax.Array, jax.Array]
+
+
+class OwnTile(typing.NamedTuple):
+    """One part of a visited tile: slots, the warpgroup's rows in the slot of Q, the number of the part, row statistics."""
+
+    q_slot: Scalar
+    k_slot: Scalar
+    rows: slice | pl.Slice
+    part: int
+    lse2: jax.Array
+    delta: jax.Array
+
+
+def _divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
     """Quotient and remainder of a non-negative number."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

@@ -25,37 +25,46 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
-ENOUGH = 8 * 132
+LISTS_WANTED = 8 * 132
 """The number of lists that keeps a GPU busy: eight for each SM of an H100. The longest lists start first, so with eight
 an SM no CTA runs long after the others. Every GPU gets the same number, because the order of the sums depends on the
 number of lists.
 """
 LARGEST_NUMBER = 1 << 31
-NOWHERE = jnp.iinfo(jnp.int32).max
+"""Visits and tile codes are int32, so there may be fewer of them than this."""
+AFTER_ALL_KEYS = jnp.iinfo(jnp.int32).max
+"""The key of a visit that does not exist, so that sorting puts it last."""
 
 
-class TileLists(typing.NamedTuple):
-    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `Shape.repeats` heads. All int32.
+class TileLists(typing.NamedTuple, typing.Generic[Part]):
+    """List n is visits[begin[n] : begin[n] + count[n]], once for each of `ListShape.repeats` heads.
 
-    head    [lists] the number b * N + h of the first head of each list
-    of      [visits] what a visit adds to the head number; None if every visit adds 0
-    tile    [visits] 2 * (row * columns + column), plus 1 where the mask applies
+    int32, arrays outside a kernel, Refs inside.
+
+    head          [lists] the number b * N + h of the first head of each list
+    begin, count  [lists] the run of visits
+    head_offset   [visits] what a visit adds to the head number; None if every visit adds 0
+    tile          [visits] 2 * (row * columns + column), plus 1 where the mask applies
     """
 
-    head: jax.Array
-    begin: jax.Array
-    count: jax.Array
-    of: jax.Array | None
-    tile: jax.Array
+    head: Part
+    begin: Part
+    count: Part
+    head_offset: Part | None
+    tile: Part
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ListShape:
     """What is known of the lists at compile time.
 
+    kind            of the load (`ir.classify_load`)
+    tile            queries and keys of a tile
+    rows, columns   tiles of a head: along the queries, along the keys
     batch, heads    batch entries and heads with lists of their own: 1 where those of the plan are joined
     keys            lists for each (batch entry, head)
     repeats         (batch entries, heads) for each of which a list repeats its run
@@ -74,6 +83,7 @@ class Shape:
 
     @property
     def count(self) -> int:
+        """The number of lists."""
         return self.batch * self.heads * self.keys
 
 
@@ -93,15 +103,19 @@ def most_codes(plan: KernelPlan, tile: int) -> int:
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
-def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> Shape:
-    """`shared` says whether batch entries and heads share the elements of the array."""
+def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> ListShape:
+    """The shape of the lists for a load of this kind, with tiles of `tile` x `tile`.
+
+    shared   whether batch entries, and whether heads, share the elements of the array
+    period   of a diagonal, in tiles (shift_invariance.py)
+    """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (rows + columns - 1) * period
     keys = {ir.ROW: rows, ir.COLUMN: columns, ir.DIAGONAL: diagonals, ir.TILE: rows * columns}
     lengths = [plan.batch, plan.q_heads]
     for axis in (1, 0):
         rest = math.prod(lengths) // lengths[axis]
-        if shared[axis] and (kind in (ir.SCALAR, ir.TILE) or rest * keys[kind] >= ENOUGH):
+        if shared[axis] and (kind in (ir.SCALAR, ir.TILE) or rest * keys[kind] >= LISTS_WANTED):
             lengths[axis] = 1
     batch, heads = lengths
     pattern = (1, 1) if plan.blocks is None else (plan.blocks.batch, plan.blocks.heads)
@@ -111,13 +125,14 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
     ]
     if kind == ir.SCALAR:
         visits = most_visits(plan, tile) // (batch * heads * math.prod(repeats))
-        count = max(1, min(-(-ENOUGH // (batch * heads)), visits))
+        count = max(1, min(-(-LISTS_WANTED // (batch * heads)), visits))
     else:
         count = keys[kind]
-    return Shape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period)
+    return ListShape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period)
 
 
-def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> TileLists:
+def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> TileLists[jax.Array]:
+    """The lists of one kernel, from the block lists of the plan (None: every tile is visited)."""
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {
         ir.SCALAR: jnp.zeros_like(row),
@@ -126,13 +141,13 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
         ir.DIAGONAL: (row - column + shape.columns - 1) * shape.period + row % shape.period,
         ir.TILE: row * shape.columns + column,
     }[shape.kind]
-    key = jnp.where(listed, key, NOWHERE)
+    key = jnp.where(listed, key, AFTER_ALL_KEYS)
     tile = (row * shape.columns + column) * 2 + masked
     merged = (key.shape[0] > shape.batch, key.shape[1] > shape.heads)
     parts = [key, _heads(plan, key.shape, merged), tile] if any(merged) else [key, tile]
     # Block lists are often constants, and constant-folding a sort of a million entries takes XLA minutes.
     parts = lax.optimization_barrier([_merge(x, merged) for x in parts])
-    key, *of, tile = lax.sort(parts, num_keys=len(parts))
+    key, *offset, tile = lax.sort(parts, num_keys=len(parts))
 
     runs = 1 if shape.kind == ir.SCALAR else shape.keys
     b, h = (jnp.arange(n, dtype=jnp.int32) for n in key.shape[:2])
@@ -148,11 +163,11 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> Tile
     full = (shape.batch, shape.heads, shape.keys)
     first = jnp.arange(shape.batch, dtype=jnp.int32)[:, None] * plan.q_heads + jnp.arange(shape.heads, dtype=jnp.int32)
     flat = lambda x: jnp.broadcast_to(x, full).reshape(-1)
-    heads = of[0].reshape(-1) if of else None
+    heads = offset[0].reshape(-1) if offset else None
     return TileLists(flat(first[..., None]), flat(begin), flat(counts), heads, tile.reshape(-1))
 
 
-def _visits(plan: KernelPlan, lists: BlockLists | None, shape: Shape) -> tuple[jax.Array, ...]:
+def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tuple[jax.Array, ...]:
     """Row, column, whether the mask applies, and whether the visit exists (lists are padded).
 
     Each is [batch, heads, visits], with the batch and heads of the block mask.

@@ -1,18 +1,18 @@
-"""Machine code of kernels: compiled side by side, and once for all programs of a process.
+"""Compiles kernels early and in parallel, and lets Mosaic's cache find equal kernels again.
 
-XLA has Mosaic compile the kernels of a program one after another, about a second each, once everything is lowered. What
-Mosaic compiled it keeps, by a hash of the kernel's module; but jax writes the count of the modules it made into each of them
-(a file name, for dumps), so no kernel is ever found again. Here, as soon as a pass is lowered,
+XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is lowered. Mosaic
+caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running number into each module, so equal
+kernels have different hashes and the cache never hits. Therefore, as soon as a forward or backward pass is lowered,
 
-- the file name is taken out of its kernels, so that equal kernels have equal hashes;
-- each of its kernels begins to compile in a thread, as the one operation of a program that is never run, while the rest of the
-  caller's program is lowered. XLA, which wants LLVM with other options than Mosaic, waits for the threads before it begins,
-  and finds the kernels made.
+- `lowering` removes the file name from its kernels, and equal kernels have equal hashes;
+- each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of the caller's
+  program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and then finds the machine code
+  in the cache.
 
-A thread that fails says nothing: XLA compiles the same kernel in the user's own thread, and fails there.
+An error in such a thread is not reported, because XLA compiles the same kernel again and reports it to the user.
 
-All of this only saves time, and it reaches into what jax does not promise. Where a jax has it otherwise, a call goes on without
-it, with a line in the log of this module: whatever it touches is imported and read within `looked_after`.
+All of this only saves time, and it uses parts of jax that are not public. Where a version of jax has changed them, calls work without
+it, and this module logs why: everything that may be missing is imported and used below `attempt`.
 """
 
 import concurrent.futures
@@ -23,7 +23,7 @@ import io
 import logging
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,10 @@ if typing.TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+Result = typing.TypeVar("Result")
+
 TARGET = "mosaic_gpu_v2"
-"""What XLA calls a kernel of Mosaic GPU."""
+"""Name of the custom call that runs a Mosaic GPU kernel."""
 
 CONFIG, MODULE, HASH = "mhlo.backend_config", "module", "kernel_hash"
 FILE_NAME = "mosaic_gpu.dump_basename"
@@ -49,31 +51,31 @@ MOST_THREADS = 8
 
 @contextlib.contextmanager
 def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
-    """Looks after the kernels that are lowered within."""
-    before = quietly(operations)
+    """Kernels that are lowered inside are compiled ahead if the target is a GPU of this process."""
+    before = attempt(operations)
     yield
     if before is not None:
-        quietly(looked_after, before, module, target)
+        attempt(compile_new_kernels, before, module, target)
 
 
-def quietly(function: typing.Callable, *arguments: typing.Any) -> typing.Any:
-    """The function's result, None where it cannot be had."""
+def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
+    """function(*arguments); None, with a line in the log, where it raises."""
     try:
         return function(*arguments)
-    except Exception as error:  # what a jax that has something otherwise raises is anything
+    except Exception as error:  # a jax whose internals have changed may raise anything
         LOG.info("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
         return None
 
 
 def operations() -> "list[ir.OpView]":
-    """Of the block that is being lowered into."""
+    """Operations so far of the MLIR block that is being lowered into."""
     from jax.extend.mlir import ir
 
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def looked_after(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
-    """Does both with the kernels that came after `before`."""
+def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
+    """Removes the file names from the kernels that were lowered after the operations `before`, and starts to compile them."""
     from jax.extend.mlir import ir
 
     gpu = own_gpu(target)
@@ -89,14 +91,14 @@ def looked_after(before: "list[ir.OpView]", module: "mlir.ModuleContext", target
 
 
 def own_gpu(target: Target) -> "SingleDeviceSharding | None":
-    """On a GPU of this process that is the target, if it has one."""
+    """A sharding that places an array on a GPU of this process; None if the target is not such a GPU."""
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None
     return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
 
 
 def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
-    """The configuration of a kernel whose module does not say where to dump it."""
+    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash of what is left."""
     from jax.extend.mlir import ir
 
     parsed = parse(ir.StringAttr(config[MODULE]).value_bytes, context)
@@ -112,7 +114,7 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
 
 
 def parse(module: bytes, context: "ir.Context") -> "ir.Module":
-    """A module in the form in which jax hands it over, whose dialect has a name for that alone."""
+    """The module of a kernel from its bytecode, whose dialect (`stable_mosaic_gpu`) is registered nowhere."""
     from jax.extend.mlir import ir
 
     allowed = context.allow_unregistered_dialects
@@ -123,22 +125,23 @@ def parse(module: bytes, context: "ir.Context") -> "ir.Module":
         context.allow_unregistered_dialects = allowed
 
 
-class Kernel(typing.NamedTuple):
-    """What XLA needs to compile a kernel."""
+class KernelCall(typing.NamedTuple):
+    """The attributes of the custom call that XLA needs to compile a kernel: hash and bytecode of its module."""
 
     kernel_hash: bytes
     module: bytes
 
 
-def kernel_of(config: "ir.DictAttr") -> Kernel:
+def kernel_of(config: "ir.DictAttr") -> KernelCall:
+    """The kernel of a backend configuration."""
     from jax.extend.mlir import ir
 
-    return Kernel(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
+    return KernelCall(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
 
 
 @functools.cache
 def threads() -> concurrent.futures.ThreadPoolExecutor | None:
-    """As many as there are cores beside that of the caller; none on one core."""
+    """The pool that kernels compile in: a thread for each core but the caller's, at most MOST_THREADS; None on one core."""
     spare = min(MOST_THREADS, (os.cpu_count() or 1) - 1)
     return concurrent.futures.ThreadPoolExecutor(spare, "flexjax_compile") if spare > 0 else None
 
@@ -147,16 +150,16 @@ begun: set[bytes] = set()
 """Hashes of the kernels that `begin` has seen."""
 
 
-def begin(kernel: Kernel, gpu: "SingleDeviceSharding") -> None:
-    """Has a kernel compiled in a thread, once a process."""
+def begin(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
+    """Starts to compile a kernel in a thread, unless this process has done so before."""
     pool = threads()
     if pool is not None and kernel.kernel_hash not in begun:
         begun.add(kernel.kernel_hash)
         pool.submit(compile_alone, kernel, gpu)
 
 
-def compile_alone(kernel: Kernel, gpu: "SingleDeviceSharding") -> None:
-    """Compiles a program that calls the kernel; its operands do not matter to that."""
+def compile_alone(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
+    """Compiles a program whose only operation calls the kernel. Machine code does not depend on the operands, so any do."""
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))
     jax.jit(lambda x: call(x, **kernel._asdict(), use_custom_barrier=False)).lower(one).compile()

@@ -26,7 +26,7 @@ GPU, so the bits are the same on every GPU:
               mask a CTA then begins at query tiles to which no lower rank adds
 
 FlashAttention-3 orders its additions by key block too; "DASH" (arXiv 2601.21824) discusses such schedules. The numbers
-below are from an event simulation and from measurements, see NOTES_backward.md.
+below are from an event simulation and from measurements, see LOG_backward.md.
 """
 
 import typing
@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.analysis import patterns
-from flexjax.backends.mosaic_gpu.tiles import REFERENCE_SMS as REFERENCE_SMS
+from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS as REFERENCE_SMS
 from flexjax.plan.kernel_plan import KernelPlan
 
 HANDOFF = 1.05
@@ -47,6 +47,7 @@ HEADS, L2_BYTES = 8, 40e6
 heads are 3% slower than 4.
 """
 MOST_SUMS = 8
+"""The most partial dQ sums of a head."""
 
 
 class DqOrder(typing.NamedTuple):
@@ -82,15 +83,17 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     heads = -(-key_heads // -(-key_heads // most))
     if not is_full(plan) and not is_triangle(plan):
         return DqOrder(heads, 1, downward=False, delay=0.0)
-    made = [_modelled(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
+    made = [_modelled_order(plan, q_tiles, kv_tiles, heads, sums) for sums in _sums(kv_tiles)]
     return min(made, key=lambda order: order.delay)
 
 
 def _sums(kv_tiles: int) -> list[int]:
+    """The numbers of partial dQ sums to choose from."""
     return [n for n in (1, 2, 4, MOST_SUMS) if n <= max(kv_tiles, 1)]
 
 
-def _modelled(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: int) -> DqOrder:
+def _modelled_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: int) -> DqOrder:
+    """The downward order with these choices, and its start-up delay from the model that the comments give, in steps."""
     key_heads, density = plan.batch * plan.kv_heads, 0.5 if is_triangle(plan) else 1.0
     steps = q_tiles * plan.group  # of the longest CTA
     ctas = key_heads * kv_tiles
@@ -112,16 +115,16 @@ def _modelled(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: i
 # ------------------------------------------------------------------- inside the kernel
 
 
-class Place(typing.NamedTuple):
-    """The key head and key tile that a CTA owns, and the CTA's rank in its head."""
+class Assignment(typing.NamedTuple):
+    """What a CTA of the fused kernel owns in a fixed order: key head, key tile, and the tile's rank in its head."""
 
     key_head: jax.Array
     key_tile: jax.Array
     rank: jax.Array
 
 
-def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Place:
-    """The place of the CTA with this start number: groups of `order.heads` heads side by side, rank by rank."""
+def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Assignment:
+    """What the CTA with this start number owns: groups of `order.heads` heads side by side, rank by rank."""
     i32 = jnp.int32
     together = i32(order.heads * kv_tiles)
     first = jax.lax.div(start, together) * i32(order.heads)
@@ -129,7 +132,7 @@ def place_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) ->
     within = jax.lax.rem(start, together)
     rank = jax.lax.div(within, here)
     key_tile = rank if order.downward else i32(kv_tiles - 1) - rank
-    return Place(first + jax.lax.rem(within, here), key_tile, rank)
+    return Assignment(first + jax.lax.rem(within, here), key_tile, rank)
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:

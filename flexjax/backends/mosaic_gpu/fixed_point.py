@@ -1,6 +1,6 @@
-"""Float32 numbers summed by place in an array, where places repeat, with the same bits in every order of the additions.
+"""Atomic additions of float32 numbers to the elements of an array that give the same bits in every order.
 
-Each number becomes a 64-bit integer, a multiple of 2^-k, and an atomic instruction adds the integer to its place.
+Each number becomes a 64-bit integer, a multiple of 2^-k, and an atomic instruction adds the integer to its element.
 Integer sums do not depend on the order. k follows from `total`, a bound of the sum of all magnitudes. The sum of all
 magnitudes may exceed `total` by up to a factor of four, which leaves room for rounding in `total`:
 
@@ -13,8 +13,6 @@ jax has 64-bit integers only where the user enables them, so an array of sums is
 simulator has no atomic instructions: there every warpgroup adds to a float32 array of its own.
 """
 
-import typing
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,17 +22,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
 from flexjax.backends.mosaic_gpu.memory import TILE, element, places_of
 
-Ref = typing.Any
 LARGEST_POWER = 60
-ROWS_OF_A_THREAD = (
-    8  # a thread holds rows n and n + 8 and columns 8 apart, so two of its elements on one diagonal often share a place
-)
+ROWS_OF_A_THREAD = 8
+"""A thread holds rows n and n + 8 of a tile, and columns 8 apart. Two of its entries on one diagonal often add to the same
+element, and are added to each other first."""
 
 
 def power(total: jax.Array) -> jax.Array:
-    """k, int32."""
+    """k, int32, for this bound of the sum of all magnitudes."""
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(total), total, 1.0).astype(jnp.float32))
     return jnp.clip(LARGEST_POWER - exponent, -126, 126).astype(jnp.int32)
 
@@ -50,7 +48,7 @@ def scale(total: jax.Array) -> jax.Array:
 
 
 def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
-    """[size] float32 sums from [size, 2] uint32."""
+    """[size] float32 sums from the [size, 2] uint32 words of the integers; `total` as for `scale`."""
     low, high = words[:, 0], words[:, 1]
     negative = high >> 31 == 1
     high = jnp.where(negative, ~high + (low == 0), high)
@@ -60,21 +58,28 @@ def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(total), jnp.where(negative, -size, size), jnp.nan)
 
 
-def add(sums: Ref, place: jax.Array, value: jax.Array, factor: jax.Array, interpret: bool) -> None:
-    """sums[place] += value * factor for a tile of int32 places, in the layout of the WGMMA accumulator."""
-    if interpret:
-        sums[...] = sums[...].at[place].add(value)
-        return
-    splat = plgpu.Layout.WG_SPLAT(())
+def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret: bool) -> None:
+    """sums[index] += value * factor, inside a kernel.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, TILE, splat))
-    def scatter(_: typing.Any, memory: ir.Value, places: typing.Any, values: typing.Any, factor: typing.Any) -> None:
+    sums      [size, 2] uint32; in the simulator [size] float32, to which `value` is added without the factor
+    index     a tile of int32 in the layout of the WGMMA accumulator
+    value     a tile of float32 in the same layout
+    factor    `scale` of the total
+    """
+    if interpret:
+        sums[...] = sums[...].at[index].add(value)
+        return
+
+    @inline_mgpu(plgpu.RefType(), TILE, TILE, SCALAR_LAYOUT)
+    def scatter(
+        memory: ir.Value, indices: mgpu.FragmentedArray, values: mgpu.FragmentedArray, factor: mgpu.FragmentedArray
+    ) -> None:
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
-        by = factor.registers.flat[0]
+        by = scalar_of(factor)
         where, what = {}, {}
         for register, item, at in places_of(TILE.to_mgpu(), values.shape).constants:
-            where[at] = element(places.registers[register], item)
+            where[at] = element(indices.registers[register], item)
             number = arith.mulf(element(values.registers[register], item), by)
             what[at] = llvm.inline_asm(i64, [number], "cvt.rni.s64.f32 $0, $1;", "=l,f")
         zero = arith.constant(i64, 0)
@@ -97,4 +102,4 @@ def add(sums: Ref, place: jax.Array, value: jax.Array, factor: jax.Array, interp
                 has_side_effects=True,
             )
 
-    scatter(sums, place, value, factor)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+    scatter(sums, index, value, factor)

@@ -1,17 +1,21 @@
-"""The running softmax of the forward kernel: exponentials of a tile, relative to a reference that follows the rows.
+"""The online softmax of a consumer warpgroup: exponentials of a tile of scores, and what keeps their row sums comparable.
 
-Powers of two throughout, relative to the part of the scores that is the same on all tiles of a row; that part comes in at the
-end. What a step of a warpgroup does here lies between its two products, so the order of instructions counts (NOTES.md):
+    p = 2^(s log2(e) - m)        m, the reference of a row, follows its running maximum
+    total = total * 2^(m_before - m) + rowsum(p)
 
-- the maximum and the sum of a row are first taken within a thread, columns apart by PERIOD (thread_tiles.py) together, in four chains;
-- the sum stays so until the end: lanes do not meet for it;
-- with `slack` the reference changes only where a maximum has grown by 2^SLACK. A warp votes on that before its lanes meet, and
-  mostly that is all: exponentials up to 2^SLACK cost no precision, and nothing that was summed before is rescaled.
+Everything is in powers of two, since `ex2` is the instruction. A score program whose result has a part that is the same over the whole
+row (`Scaled.row`) is computed without that part, which does not change the probabilities; `finish` adds it to the reference.
 
-Where the scores are bounded (a soft cap), the reference is one number (bounded_scores.py).
+The softmax lies between two WGMMAs of its warpgroup, so the order of its instructions counts (LOG.md):
 
-Where they may be far out (`far`: an additive mask that leaves nothing of a row, analysis/large_scores.py), references are scores, not
-powers of two, and the difference is taken before it is scaled.
+- maximum and sum of a row are first taken within a thread, over columns that are PERIOD apart (thread_tiles.py), in four chains;
+- the sum stays in the threads until the end, so lanes do not exchange it at each step;
+- with `lazy_rescale` a reference changes only where the maximum exceeds it by a factor of 2^RESCALE_THRESHOLD. A warp votes on that
+  before its lanes exchange maxima. Mostly nothing is above the threshold, and nothing is exchanged or rescaled. Probabilities up to
+  2^RESCALE_THRESHOLD cost no precision.
+
+With a static reference (static_reference.py) there is no maximum at all. Where scores may be too large to scale before the maximum is
+subtracted (`large_scores`, analysis/large_scores.py), references are scores, and the difference is taken before it is scaled.
 """
 
 import dataclasses
@@ -24,57 +28,57 @@ import numpy as np
 
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
-from flexjax.backends.mosaic_gpu.bounded_scores import LN2, LOG2E
+from flexjax.backends.mosaic_gpu.static_reference import LN2, LOG2E
+from flexjax.backends.mosaic_gpu.tile_programs import Scaled
 from flexjax.ir.program import Program
 
-SLACK = 8.0
-NOTHING = float(np.finfo(np.float32).min)
-"""The reference of a row of which nothing was seen: finite, so that -inf relative to it is -inf."""
+RESCALE_THRESHOLD = 8.0
+"""Powers of two by which a row maximum may exceed the reference under `lazy_rescale`."""
+LOWEST_REFERENCE = float(np.finfo(np.float32).min)
+"""The reference of a row before its first score: finite, so that -inf minus it is -inf and not NaN."""
 f32 = np.float32
 
 
-class Scores(typing.NamedTuple):
-    """Scores in the form `factor * by * tile + row[:, None] + at + along * (column % PERIOD)`, the factors positive; `by` is narrow
-    (thread_tiles.py), `at` and `along` are scalars."""
-
-    tile: jax.Array
-    factor: float
-    by: jax.Array | None = None
-    row: jax.Array | None = None
-    at: jax.Array | None = None
-    along: jax.Array | None = None
-
-
 class State(typing.NamedTuple):
-    """Between two tiles: base [rows], the reference; total [rows], sums of exponentials, of each thread for itself."""
+    """The softmax between two tiles, both [rows] float32.
+
+    base    the reference
+    total   sum of the exponentials; each thread has the sum over its own columns
+    """
 
     base: jax.Array
     total: jax.Array
 
 
-class Growth(typing.NamedTuple):
-    """What a tile means for the sums before it: a factor for each row, and whether this warp has one that is not 1 (int32)."""
+class Rescale(typing.NamedTuple):
+    """What a tile means for sums and products of the tiles before.
 
-    shrink: jax.Array
-    any: jax.Array
+    factor   [rows] float32: 2^(reference before - reference now)
+    needed   int32 scalar, 0 where every factor of this warp is 1
+    """
+
+    factor: jax.Array
+    needed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSoftmax:
-    """shape        of a tile, (rows, columns)
-    slack        the reference may lag behind the maximum
-    reference    what exponentials are relative to, where it need not follow the maximum
-    polynomials  how many of eight exponentials are multiplied out (exponential.py)
-    far          scores may be far out: references are scores, not powers of two
-    program      makes the scores
+    """The softmax of one kernel.
+
+    shape          of a tile, (rows, columns)
+    lazy_rescale   references may lag behind the maximum
+    reference      static reference; None: the running maximum
+    polynomials    how many of eight exponentials are polynomials (exponential.py)
+    large_scores   references are scores, not powers of two
+    program        the score program, None for the identity
     """
 
     shape: tuple[int, int]
-    slack: bool
+    lazy_rescale: bool
     reference: float | None
     polynomials: int
     interpret: bool
-    large: bool = False
+    large_scores: bool = False
     program: Program | None = None
 
     def _row(self, value: float) -> jax.Array:
@@ -82,67 +86,80 @@ class OnlineSoftmax:
 
     @property
     def start(self) -> State:
-        return State(self._row(NOTHING if self.reference is None else self.reference), self._row(0.0))
+        """Before the first tile."""
+        return State(self._row(LOWEST_REFERENCE if self.reference is None else self.reference), self._row(0.0))
 
     @property
-    def no_growth(self) -> Growth:
-        return Growth(self._row(1.0), jnp.int32(0))
+    def no_rescale(self) -> Rescale:
+        return Rescale(self._row(1.0), jnp.int32(0))
 
-    def step(self, scores: Scores, state: State) -> tuple[jax.Array, Growth, State]:
-        """The exponentials of a tile, what they mean for the sums so far, and the state after it."""
-        if self.large:
-            return self._step_of_large(scores.tile, state)
+    def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
+        """The exponentials of a tile, [rows, columns] float32, how to rescale what was summed before, and the state after it.
+
+        Parts of `scores` are as TileProgram.scaled_tile gives them, but `along` multiplies the column modulo PERIOD: the tile has the
+        rest (`thread_tiles.add_periods`).
+        """
+        if self.large_scores:
+            return self._step_of_large_scores(scores.tile, state)
         units = f32(LOG2E * scores.factor)
         if self.reference is not None:
             less = f32(self.reference)
             if scores.row is not None and scores.at is not None:
                 less = less - (scores.row + scores.at) * f32(LOG2E)
             p = self._powers(scores, units, less)
-            return p, self.no_growth, State(state.base, state.total + thread_tiles.sums_of_thread(p, self.interpret))
+            return p, self.no_rescale, State(state.base, state.total + thread_tiles.sums_of_thread(p, self.interpret))
         largest = thread_tiles.largest_by_column(scores.tile, self.interpret)
-        if scores.by is not None:  # factors are positive: the largest of those with one factor, times that
+        if (
+            scores.by is not None
+        ):  # positive factors: the largest product with one factor is the largest score times that
             largest = largest * scores.by
         offset = None if scores.at is None else scores.at * f32(LOG2E)
         if scores.along is None:
-            base, growth = self._raised(largest, units, offset, state.base)
+            base, rescale = self._follow(largest, units, offset, state.base)
         else:
-            largest = largest * units + self._rising(
+            largest = largest * units + self._slope(
                 self._row(0.0) + (f32(0) if offset is None else offset), scores.along
             )
-            base, growth = self._raised(largest, f32(1), None, state.base)
+            base, rescale = self._follow(largest, f32(1), None, state.base)
         p = self._powers(scores, units, base if offset is None else base - offset)
-        return p, growth, State(base, state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret))
+        total = state.total * rescale.factor + thread_tiles.sums_of_thread(p, self.interpret)
+        return p, rescale, State(base, total)
 
-    def _step_of_large(self, tile: jax.Array, state: State) -> tuple[jax.Array, Growth, State]:
-        """`step` where references are scores; all of a score is in its tile."""
+    def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
+        """`step` where references are scores; the tile has the whole score."""
         largest = thread_tiles.largest_by_column(tile, self.interpret)
-        base, growth = self._raised(largest, f32(1), None, state.base)
+        base, rescale = self._follow(largest, f32(1), None, state.base)
         x = tile_math.large_distance(self.program, tile, memory.stretch(base, "row", self.shape)) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
-        total = state.total * growth.shrink + thread_tiles.sums_of_thread(p, self.interpret)
-        return p, growth, State(base, total)
+        total = state.total * rescale.factor + thread_tiles.sums_of_thread(p, self.interpret)
+        return p, rescale, State(base, total)
 
-    def _raised(
+    def _follow(
         self, largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array
-    ) -> tuple[jax.Array, Growth]:
-        if self.slack:
-            slack, power = (SLACK * LN2, LOG2E) if self.large else (SLACK, 1.0)
-            raised, shrink, grown = thread_tiles.raised(largest, units, offset, base, slack, self.interpret, power)
-            return raised, Growth(shrink, grown)
+    ) -> tuple[jax.Array, Rescale]:
+        """The reference after a tile, and the rescaling from `base`, the reference before.
+
+        largest * units + offset, [rows, PERIOD]: maxima of the tile over columns that are PERIOD apart
+        """
+        if self.lazy_rescale:
+            threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
+            top, factor, needed = thread_tiles.raised(largest, units, offset, base, threshold, self.interpret, power)
+            return top, Rescale(factor, needed)
         top = largest.max(axis=1) * units
         if offset is not None:
             top = top + offset
         top = jnp.maximum(top, base)
-        return top, Growth(self.power(base - top), jnp.int32(1))
+        return top, Rescale(self.power(base - top), jnp.int32(1))
 
-    def _rising(self, row: jax.Array, along: jax.Array) -> jax.Array:
-        """[rows, PERIOD]: what the columns add to `row`, in powers of two."""
+    def _slope(self, row: jax.Array, along: jax.Array) -> jax.Array:
+        """[rows, PERIOD]: `row` plus `along * log2(e)` times the column."""
         return thread_tiles.affine_tile(row, along * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret)
 
-    def _powers(self, scores: Scores, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
+    def _powers(self, scores: Scaled, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
+        """2^(scores in powers of two - less): [rows, columns]. `units` is scores.factor * log2(e), `less` [rows] or one number."""
         if scores.along is not None:
-            rising = self._rising(-less if isinstance(less, jax.Array) else self._row(float(-less)), scores.along)
-            x = scores.tile * units + thread_tiles.repeat_columns(rising, self.shape, self.interpret)
+            slope = self._slope(-less if isinstance(less, jax.Array) else self._row(float(-less)), scores.along)
+            x = scores.tile * units + thread_tiles.repeat_columns(slope, self.shape, self.interpret)
             return exponential.exp2_tile(x, self.polynomials, self.interpret)
         if isinstance(less, jax.Array):
             less = memory.stretch(less, "row", self.shape)
@@ -153,28 +170,40 @@ class OnlineSoftmax:
         x = x - less if self.reference != 0.0 or scores.row is not None else x
         return exponential.exp2_tile(x, self.polynomials, self.interpret)
 
-    def finish(self, state: State, common: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(reference, sum) of each row; `common` is the part of its scores that was left out. Reference -inf: nothing is on."""
+    def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
+        """`out`, [rows, value dim] float32 relative to the reference before, relative to that of now."""
+        if self.reference is not None:
+            return out
+        if self.lazy_rescale:
+            return thread_tiles.scale_rows(out, rescale.factor, rescale.needed, self.interpret)
+        return out * memory.stretch(rescale.factor, "row", out.shape)
+
+    def finish(self, state: State, row_part: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """(reference, sum of exponentials) of each row, [rows]; reference -inf: the row has no visible score.
+
+        row_part   [rows], the part of the scores that `step` left out because it is the same over the row; None: nothing
+        """
         total, top = thread_tiles.join_lanes(state.total, self.interpret), state.base
-        if common is not None:  # -inf switches a row off; what else is not finite shows
-            off = (common == f32(-math.inf)) | (total == f32(0))
-            total = jnp.where(off, f32(0), total + f32(0) * common)
-            top = top + common * f32(LOG2E)
+        if row_part is not None:  # -inf hides the row; any other value that is not finite is passed on
+            off = (row_part == f32(-math.inf)) | (total == f32(0))
+            total = jnp.where(off, f32(0), total + f32(0) * row_part)
+            top = top + row_part * f32(LOG2E)
         return jnp.where(total == f32(0), f32(-math.inf), top), total
 
     def to_reference(self, score: jax.Array) -> jax.Array:
         """A score in the units of references."""
-        return score if self.large else score * f32(LOG2E)
+        return score if self.large_scores else score * f32(LOG2E)
 
     def to_score(self, reference: jax.Array) -> jax.Array:
-        return reference if self.large else reference * f32(LN2)
+        """A reference as a score."""
+        return reference if self.large_scores else reference * f32(LN2)
 
     def power(self, difference: jax.Array) -> jax.Array:
         """The exponential of a difference of references."""
-        return jnp.exp2(difference * f32(LOG2E) if self.large else difference)
+        return jnp.exp2(difference * f32(LOG2E) if self.large_scores else difference)
 
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
-        """The logarithm of a sum of exponentials relative to a reference, as a score."""
-        if self.large:
+        """The natural logarithm of the softmax denominator: `total` is a sum of exponentials relative to `reference`."""
+        if self.large_scores:
             return reference + jnp.log2(total) * f32(LN2)
         return (reference + jnp.log2(total)) * f32(LN2)

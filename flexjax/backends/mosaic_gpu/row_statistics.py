@@ -6,7 +6,6 @@ follows the fusion: the last bits of the same call inside lax.scan then differ f
 The kernel reads O and dO once and is bound by memory bandwidth.
 """
 
-import functools
 import typing
 
 import jax
@@ -18,6 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name, round_up
+from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
 ROWS = 64
@@ -44,8 +46,29 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
     lse = jnp.pad(lse, widths, constant_values=-jnp.inf)
     dead = jnp.isneginf(lse)
     delta = jnp.where(dead, 0.0, delta)
-    lse2 = jnp.where(dead, jnp.inf, lse if may_be_large(plan.score) else lse * common.LOG2E)
+    lse2 = jnp.where(dead, jnp.inf, lse if may_be_large(plan.score) else lse * LOG2E)
     return jnp.stack([lse2, delta], axis=2)
+
+
+class Inputs(typing.NamedTuple, typing.Generic[Part]):
+    """Operands of the kernel, both [B, T, N, E] or [B, N, T, E]."""
+
+    out: Part
+    d_out: Part
+
+
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """Results of the kernel: rowsum(dO * O), [B, N, T'] float32."""
+
+    dots: Part
+
+
+class Scratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA: one tile of each operand, and the barrier that both copies arrive at."""
+
+    out: Part
+    d_out: Part
+    arrived: Part
 
 
 def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
@@ -53,48 +76,37 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
 
     out, d_out   [B, T, N, E] or [B, N, T, E], padded by `common.pad`
     """
-    length = -(-plan.q_len // UNIT) * UNIT
-    tiles, dim = length // ROWS, out.shape[-1]
-    rows_of = functools.partial(common.rows_of, layout=plan.layout)
+    length, dim = round_up(plan.q_len, UNIT), out.shape[-1]
+    tiles = length // ROWS
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
-    def kernel(
-        out_ref: typing.Any,
-        d_out_ref: typing.Any,
-        dots_ref: typing.Any,
-        out_smem: typing.Any,
-        d_out_smem: typing.Any,
-        arrived: typing.Any,
-    ) -> None:
-        i32 = jnp.int32
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """A CTA adds up the rows of one tile of ROWS queries."""
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
-        for ref, smem in ((out_ref, out_smem), (d_out_ref, d_out_smem)):
-            plgpu.copy_gmem_to_smem(rows_of(ref, b=b, h=h, start=start, size=ROWS), smem, arrived)
-        plgpu.barrier_wait(arrived)
+        for source, target in ((inputs.out, scratch.out), (inputs.d_out, scratch.d_out)):
+            plgpu.copy_gmem_to_smem(rows_of(source, plan.layout, b, h, start, ROWS), target, scratch.arrived)
+        plgpu.barrier_wait(scratch.arrived)
         total = None
         for first, width in columns:
             part = [
-                plgpu.load(smem.at[:, pl.ds(first, width)], layout=common.WGMMA, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]  # idx has a default from jax 0.11
-                for smem in (out_smem, d_out_smem)
+                load(tile.at[:, pl.ds(first, width)], memory.TILE, optimized=False).astype(jnp.float32)
+                for tile in (scratch.out, scratch.d_out)
             ]
             dots = jnp.sum(part[0] * part[1], axis=1)
             total = dots if total is None else total + dots
-        dots_ref.at[b, h, pl.ds(start, ROWS)][...] = total
+        outputs.dots.at[b, h, pl.ds(start, ROWS)][...] = total
 
-    shape = (ROWS, dim)
-    scratch = (
-        common.tile_smem(shape, out.dtype),
-        common.tile_smem(shape, out.dtype),
-        plgpu.Barrier(num_arrivals=2),
-    )
-    run = pl.kernel(
-        lambda *refs: pl.run_scoped(functools.partial(kernel, *refs), *scratch),
-        out_type=memory.output((plan.batch, plan.q_heads, length), jnp.float32, out),
-        mesh=plgpu.Mesh(grid=(plan.batch * plan.q_heads * tiles,), grid_names=("program",)),
-        compiler_params=common.compiler_params(),
-        interpret=plgpu.InterpretGPUParams() if plan.options.interpret else False,  # pyright: ignore[reportAttributeAccessIssue]  # there from jax 0.11
+    tile = SwizzledTiles((ROWS, dim), dtype_name(out.dtype))
+    results: Outputs[jax.Array] = launch(
+        kernel,
+        Inputs(out, d_out),
+        Outputs(memory.output((plan.batch, plan.q_heads, length), jnp.float32, out)),
+        Scratch(tile, tile, Barriers(arrivals=2)),
         name="flexjax_row_dots",
+        programs=plan.batch * plan.q_heads * tiles,
+        warpgroups=None,
+        interpret=plan.options.interpret,
     )
-    return typing.cast(jax.Array, run(out, d_out))  # pyright: ignore[reportCallIssue]  # takes what the kernel takes, with a mesh too
+    return results.dots

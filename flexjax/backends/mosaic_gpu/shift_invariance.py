@@ -1,12 +1,12 @@
-"""Whether an index reads the same element when query and key move together by a fixed number of positions.
+"""Whether a load's index reads the same element when query and key both grow by the same number of positions.
 
 `table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]` reads the same element at (i, j) and at (i + w, j + w):
-moving both by a multiple of w changes neither difference. Take two tiles with the same difference of first query and
-first key, a multiple of w apart: they read the table at the same places, so their gradients can be summed in registers
+moving both by a multiple of w changes neither difference. Two tiles with the same difference of first query and
+first key, whose first queries are a multiple of w apart, therefore read the same elements of the table, so their gradients can be summed in registers
 before they are added to the table.
 
-`_changes(program, index, period)` computes by how much each integer that the index needs changes, with a rule for each
-operation. What no rule covers is unknown (None).
+`_changes(program, index, period)` computes by how much each integer that the index needs changes when query and key
+grow by `period`, with a rule for each operation. What no rule covers is unknown (None).
 """
 
 import typing
@@ -21,10 +21,11 @@ JOINS = frozenset({"max", "min"})
 def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> bool:
     """Whether the index is the same at (q, kv) and (q + period, kv + period), for the same b and h."""
     known = _changes(program, index, period)
-    return all(_of(atom, known, period) == 0 for atom in index)
+    return all(_change_of(atom, known, period) == 0 for atom in index)
 
 
-def _of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
+def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
+    """By how much an argument changes, None where unknown; `known` has the changes of the steps before."""
     if isinstance(atom, ir.Lit):
         return 0
     if "score" in atom.axes:
@@ -37,23 +38,25 @@ def _of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
 
 
 def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> dict[int, int | None]:
-    """By id of a value: by how much the value changes when query and key move by `period`, None where unknown."""
+    """For each value by its id: by how much the value changes when query and key grow by `period`, None where unknown."""
     needed = ir.uses(program.steps, index)
     known: dict[int, int | None] = {ir.Q: period, ir.KV: period, ir.SCORE: None}
     for step in program.steps:
         if not any(o.id in needed for o in step.outs):
             continue
-        given = [_of(a, known, period) for a in step.inputs]
+        given = [_change_of(a, known, period) for a in step.inputs]
         for out in step.outs:
-            known[out.id] = _of_op(step, given) if isinstance(step, ir.Op) else _all_the_same(given)
+            known[out.id] = _change_of_op(step, given) if isinstance(step, ir.Op) else _all_the_same(given)
     return known
 
 
 def _all_the_same(given: list[int | None]) -> int | None:
+    """0 where no argument changes, None where one may."""
     return 0 if all(g == 0 for g in given) else None
 
 
-def _of_op(step: ir.Op, given: list[int | None]) -> int | None:
+def _change_of_op(step: ir.Op, given: list[int | None]) -> int | None:
+    """By how much the result of an operation changes, from the changes of its arguments."""
     if all(g == 0 for g in given):
         return 0
     if any(g is None for g in given) or not all(_exact(a) for a in step.inputs if _integer(a)):

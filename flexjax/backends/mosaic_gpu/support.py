@@ -1,7 +1,7 @@
-"""What the Mosaic GPU backend takes and what it refuses; its door to the kernels.
+"""The Mosaic GPU backend: what it refuses, and how it calls the kernels.
 
-`refuses` reads the plan, the target and the version of jax. The kernels themselves are imported when they are first lowered:
-the package imports on every jax it supports, the kernels only on those that have what they need.
+`refuses` decides from the plan, the target and the version of jax. The modules of the kernels are imported when a kernel is first
+lowered, because flexjax imports on older versions of jax than the kernels need.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 from jax.interpreters import mlir
 
-from flexjax.backends.mosaic_gpu import backward_tiles, tile_programs, tiles
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, tile_programs
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import mask_blocks
@@ -24,23 +24,23 @@ LARGEST_DIM = 256
 
 
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
-    """A sentence that says why the kernels cannot run this plan on an NVIDIA GPU (on any), None if they can.
+    """Why the kernels cannot run this plan on the target, in a sentence; None if they can.
 
-    version     of jax; of this process by default
+    target      None: any GPU that the kernels are for
+    version     of jax; that of this process by default
     """
-    plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
+    plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
     return (
         _refuses_jax(version or jax.__version_info__[:3])
         or _refuses_device(None if plan.options.interpret else target)
-        or _refuses_plan(mask_blocks.plan_with_blocks(plan, *_blocks(plan)))
+        or _refuses_arrays(plan)
+        or _refuses_programs(plan)
+        or _refuses_tiles(plan)
     )
 
 
-def _refuses_plan(plan: KernelPlan) -> str | None:
-    return _refuses_arrays(plan) or _refuses_programs(plan) or _refuses_tiles(plan)
-
-
 def _refuses_jax(version: tuple[int, ...]) -> str | None:
+    """Why this version of jax is too old, or None."""
     if version >= OLDEST_JAX:
         return None
     have, python = ".".join(map(str, version)), ".".join(map(str, sys.version_info[:2]))
@@ -51,17 +51,19 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 
 def _refuses_device(target: Target | None) -> str | None:
+    """Why the target is not a GPU that the kernels are for; None if it is, or if it is not known yet."""
     if target is None or target.kind is None:
         return None
     if target.capability is None:
-        return f"The GPU kernels are for compute capability 9.0 (Hopper); that of {target.kind} is not known."
+        return f"The GPU kernels are for compute capability 9.0 (Hopper); the compute capability of {target.kind} is not known."
     if target.capability.split(".")[0] != "9":
         return f"The GPU kernels are for compute capability 9.0 (Hopper); {target.kind} has {target.capability}."
     return None
 
 
-def _blocks(plan: KernelPlan) -> tuple[int, int]:
-    """Blocks in which the kernels walk the mask: its own where they are multiples of 64 tokens."""
+def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
+    """(queries, keys) of the mask blocks that the kernels visit: those of the mask where they are multiples of 64 tokens,
+    otherwise 64 or 128. (0, 0) without a block mask."""
     if plan.blocks is None:
         return 0, 0
     pairs = ((plan.blocks.block_q, plan.q_len), (plan.blocks.block_kv, plan.kv_len))
@@ -70,19 +72,20 @@ def _blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
+    """Why the kernels cannot take arrays of these dtypes and shapes, or None."""
     if plan.dtype == "float32":
-        return "float32 inputs would be rounded to tensor-float 32 on the matrix units; they run on xla."
+        return "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."
     if plan.dtype not in ("bfloat16", "float16"):
         return f"The GPU kernels take bfloat16 and float16 inputs, not {plan.dtype}."
     for name, dim in (("query and key", plan.head_dim + plan.extra_dim), ("value", plan.value_dim)):
         if dim > LARGEST_DIM:
-            return f"The head dim of {name} is {dim}; the GPU kernels go up to {LARGEST_DIM}."
+            return f"The head dim of {name} is {dim}; the GPU kernels take at most {LARGEST_DIM}."
     if min(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, plan.head_dim, plan.value_dim) == 0:
         return "The GPU kernels do not take empty arrays."
     if plan.extra_dim and plan.kv_heads % plan.extra_heads:
         return (
-            f"Extra key features with {plan.extra_heads} heads do not divide the {plan.kv_heads} key heads, "
-            "as the GPU kernels want."
+            "The GPU kernels take extra key features whose number of heads divides that of the keys, "
+            f"not {plan.extra_heads} heads beside {plan.kv_heads}."
         )
     if plan.differentiable:
         return "The GPU kernels cannot be differentiated by jax itself (second order, forward mode)."
@@ -90,6 +93,7 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
 
 
 def _refuses_programs(plan: KernelPlan) -> str | None:
+    """Why the kernels cannot evaluate score_mod, mask_mod or the dropout mod, or None."""
     for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("The dropout mod", plan.dropout)):
         reason = None if program is None else tile_programs.unsupported(program)
         if reason:
@@ -98,8 +102,9 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
 
 
 def _refuses_tiles(plan: KernelPlan) -> str | None:
+    """Why no tile satisfies the options and the block mask, or None."""
     options = plan.options
-    if not tiles.forward_candidates(plan):
+    if not forward_tiles.forward_candidates(plan):
         asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
         return (
             f"No tile fits head dims {plan.head_dim} and {plan.value_dim}"
@@ -110,7 +115,7 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
 
 
 class MosaicGpu:
-    """The backend; see backends/base.py."""
+    """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it."""
 
     name = "mosaic_gpu"
 
@@ -120,11 +125,10 @@ class MosaicGpu:
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
-        from flexjax.backends.mosaic_gpu import backward_sm90, capture_gradients
+        from flexjax.backends.mosaic_gpu import capture_gradients
 
         why = refuses(plan, target)
-        plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-        why = why or backward_sm90.refuses(plan)
+        plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         if why is not None or derivative is None:
             return why
         reason = tile_programs.unsupported(derivative)
@@ -132,11 +136,15 @@ class MosaicGpu:
             return f"The derivative of score_mod {reason}."
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
+    def schedule(self, plan: KernelPlan, target: Target) -> str:
+        """The kernels of both passes and their tiles, as text for `flexjax.explain`."""
+        return choose_kernel.describe(mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)))
+
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Values for KernelOptions that are worth timing, what runs by itself first."""
-        plan = mask_blocks.plan_with_blocks(plan, *_blocks(plan))
-        forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in tiles.forward_candidates(plan)))
-        backward = backward_tiles.backward_candidates(plan)
+        """Values for KernelOptions that are worth timing, as dicts of its fields; the first is what runs without options."""
+        plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
+        forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
+        backward = choose_kernel.backward_candidates(plan)
         at = lambda found, n: found[min(n, len(found) - 1)]
         names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
         return [
@@ -147,10 +155,12 @@ class MosaicGpu:
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         from flexjax.backends.mosaic_gpu import forward_sm90
 
-        plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
-        # The tile is chosen from the plan; only the size of the persistent grid, which no result depends on, from the GPU.
-        programs = target.cores or tiles.REFERENCE_SMS
-        return forward_sm90.forward(plan, operands, dataclasses.replace(tiles.forward_tile(plan), programs=programs))
+        plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
+        # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
+        programs = target.cores or forward_tiles.REFERENCE_SMS
+        return forward_sm90.forward(
+            plan, operands, dataclasses.replace(forward_tiles.forward_tile(plan), programs=programs)
+        )
 
     def backward(
         self,
@@ -165,24 +175,26 @@ class MosaicGpu:
     ) -> Gradients:
         from flexjax.backends.mosaic_gpu import backward_sm90
 
-        plan, operands = mask_blocks.with_blocks(plan, operands, *_blocks(plan))
+        plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
         return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
 
     @contextlib.contextmanager
     def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:
-        with ONE_AT_A_TIME, _compile_ahead(module, target):
+        """A pass of the call is lowered inside: one Python thread at a time, and its kernels begin to compile at the end."""
+        with LOWERING_LOCK, _compile_ahead(module, target):
             yield
 
 
-ONE_AT_A_TIME = threading.RLock()
+LOWERING_LOCK = threading.RLock()
 """Held while kernels are lowered: Mosaic keeps state of its lowering in globals of the process, and two Python threads that lower at
 once get wrong machine code."""
 
 
 def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+    """`compile_ahead.lowering`; nothing where this jax has not what compile_ahead.py imports, because it only saves time."""
     try:
         from flexjax.backends.mosaic_gpu import compile_ahead
-    except ImportError:  # it saves time and no more; see there
+    except ImportError:
         return contextlib.nullcontext()
     return compile_ahead.lowering(module, target)
 

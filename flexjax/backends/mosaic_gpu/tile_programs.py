@@ -140,11 +140,11 @@ class Scaled(typing.NamedTuple):
 
     tile: jax.Array
     factor: float
-    by: jax.Array | None
-    row: jax.Array | None
-    at: jax.Array | None
-    along: jax.Array | None
-    others: tuple[jax.Array, ...]
+    by: jax.Array | None = None
+    row: jax.Array | None = None
+    at: jax.Array | None = None
+    along: jax.Array | None = None
+    others: tuple[jax.Array, ...] = ()
 
 
 class TileProgram:

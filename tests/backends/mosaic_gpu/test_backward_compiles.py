@@ -136,12 +136,13 @@ SPILLS = {
     "one kernel 64, documents, any order": {"flexjax_backward_fused": 224},
     "one kernel 64, bias of each query and key": {"flexjax_backward_fused": 232},
 }
-"""Bytes that a thread may spill, 0 for what is not named; see NOTES_backward.md. One kernel: numbers that do not change in its loop,
+"""Bytes that a thread may spill, 0 for what is not named; see LOG_backward.md. One kernel: numbers that do not change in its loop,
 written before it and read once a step."""
 
 
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.mosaic_gpu import backward_sm90, backward_tiles
+    from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel
+    from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
     from flexjax.types import KernelOptions
     from tests.backends.mosaic_gpu.test_backward_interpret import problem
 
@@ -153,8 +154,8 @@ def compile_cases(names: list[str]) -> None:
         )
         made = problem(**case)
         plan = dataclasses.replace(made.plan, options=options)
-        backward_sm90.choose_fused = lambda plan, fused=fused: fused
-        tiles = backward_tiles.fused_tiles(plan) if fused else None
+        choose_kernel.fused_is_faster = lambda plan, fused=fused: fused
+        tiles = fused_tiles(plan) if fused else None
 
         def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:
             return backward_sm90.backward(plan, *arrays, made.wanted, made.derivative)

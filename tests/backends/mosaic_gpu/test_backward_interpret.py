@@ -15,7 +15,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_sm90
+from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import trace_mod
@@ -324,10 +324,10 @@ ENOUGH_THREADS = pytest.mark.skipif(
 def check_one_kernel(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool, queries: int, tolerance: float = 8e-3, **case: typing.Any
 ) -> None:
-    monkeypatch.setattr(backward_sm90, "choose_fused", lambda plan: True)
+    monkeypatch.setattr(choose_kernel, "fused_is_faster", lambda plan: True)
     tiles = []
     run = backward_sm90.backward_fused
-    monkeypatch.setattr(backward_sm90, "backward_fused", lambda *given: (tiles.append(given[-1]), run(*given))[1])
+    monkeypatch.setattr(backward_sm90, "backward_fused", lambda *given: (tiles.append(given[-1].tiles), run(*given))[1])
     made = problem(**{"dim": 64, **case}, options=KernelOptions(deterministic=deterministic, block_q_bwd=queries))
     assert_close(made.gradients(), made.expected, tolerance=tolerance)
     assert [t.queries for t in tiles] == [queries]
@@ -372,21 +372,12 @@ def test_one_kernel_is_without_races(
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_schedules_are_int32(deterministic: bool) -> None:
-    from flexjax.backends.mosaic_gpu import backward_sm90_common, backward_sm90_fused, dq_order
+def test_query_visits_are_int32(deterministic: bool) -> None:
+    from flexjax.backends.mosaic_gpu import backward_fused_visits, dq_order, tile_visits
 
     made = problem(**ONE_KERNEL["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
     order = dq_order.order_for(made.plan, 4, 2) if deterministic else None
     with jax.enable_x64(True):
-        arrays = backward_sm90_common.walk_arrays(made.plan, made.operands.lists, transposed=True)
-        schedule = backward_sm90_fused.schedule_for(made.plan, arrays, 2, 4, 64, order)
-    assert {x.dtype for x in jax.tree.leaves(schedule)} == {jnp.dtype("int32")}
-
-
-def test_refuses() -> None:
-    made = problem(q_len=64, kv_len=64, heads=1)
-    assert backward_sm90.refuses(made.plan) is None
-    for change in ({"dtype": "float32"}, {"head_dim": 300}, {"kv_len": 0}):
-        reason = backward_sm90.refuses(dataclasses.replace(made.plan, **change))
-        assert reason is not None
-        assert reason.endswith(".")
+        lists = tile_visits.visit_lists(made.plan, made.operands.lists, transposed=True)
+        visits = backward_fused_visits.query_visits(made.plan, lists, 2, 4, 64, order)
+    assert {x.dtype for x in jax.tree.leaves(visits)} == {jnp.dtype("int32")}

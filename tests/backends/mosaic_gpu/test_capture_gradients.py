@@ -17,11 +17,11 @@ from flexjax.backends.mosaic_gpu import (
     capture_gradients,
     capture_kernel,
     capture_lists,
-    capture_places,
+    capture_scatter,
     fixed_point,
     shift_invariance,
 )
-from flexjax.backends.mosaic_gpu.backward_pair import Pair
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
@@ -59,7 +59,9 @@ def plan_of(
 # ------------------------------------------------------------------- lists of tiles
 
 
-def walked(plan: KernelPlan, shape: capture_lists.Shape, lists: capture_lists.TileLists) -> list[list[tuple[int, ...]]]:
+def walked(
+    plan: KernelPlan, shape: capture_lists.ListShape, lists: capture_lists.TileLists
+) -> list[list[tuple[int, ...]]]:
     """(b, h, row, column, masked) of each visit of each list."""
     head, begin, count, tile = (np.asarray(x) for x in (lists.head, lists.begin, lists.count, lists.tile))
     found = []
@@ -68,7 +70,7 @@ def walked(plan: KernelPlan, shape: capture_lists.Shape, lists: capture_lists.Ti
         for turn in range(math.prod(shape.repeats)):
             for at in range(begin[n], begin[n] + count[n]):
                 number = head[n] + (turn if shape.repeats[1] > 1 else turn * plan.q_heads)
-                number += 0 if lists.of is None else int(lists.of[at])
+                number += 0 if lists.head_offset is None else int(lists.head_offset[at])
                 row, column = divmod(int(tile[at]) // 2, shape.columns)
                 visits.append((*divmod(int(number), plan.q_heads), row, column, int(tile[at]) % 2))
         found.append(visits)
@@ -87,7 +89,7 @@ def walked(plan: KernelPlan, shape: capture_lists.Shape, lists: capture_lists.Ti
 def test_lists_have_every_tile_once(
     kind: str, masks: tuple[int, int] | None, shared: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_lists, "ENOUGH", 5)
+    monkeypatch.setattr(capture_lists, "LISTS_WANTED", 5)
     batch, heads, lengths, period = 2, 3, (640, 512), 2 if kind == ir.DIAGONAL else 1
     expected = {(b, h, i, j): 0 for b in range(batch) for h in range(heads) for i in range(5) for j in range(4)}
     layout = lists = None
@@ -111,12 +113,12 @@ def test_lists_have_every_tile_once(
         ir.DIAGONAL: lambda i, j: (i - j, i % period),
         ir.TILE: lambda i, j: (i, j),
     }[kind]
-    kernel = capture_kernel.CaptureKernel(plan, None, 0, shape, Pair(), capture_kernel.Sink.SUMS)  # type: ignore[arg-type]
+    kernel = capture_kernel.CaptureKernel(plan, None, 0, shape, DenseBiasPlan(), capture_kernel.Sink.SUMS)  # type: ignore[arg-type]
     for n, one in enumerate(found):
         assert len({has_in_common(i, j) for _, _, i, j, _ in one}) <= 1
         assert len({(b if shape.batch > 1 else 0, h if shape.heads > 1 else 0) for b, h, *_ in one}) <= 1
         if kind == ir.DIAGONAL and one:
-            row, column = (int(x) // 128 for x in kernel.first_tile(jnp.int32(n)))
+            row, column = (int(x) // 128 for x in kernel.first_on_diagonal(jnp.int32(n)))
             assert has_in_common(row, column) == has_in_common(*one[0][2:4])
             assert all(row <= visit[2] for visit in one)
 
@@ -170,13 +172,13 @@ def test_memory_follows_the_block_mask(name: str) -> None:
     derivative = found[0].derivative
     plan = plan_of(LONG, 16, blocks=BAND, score=found[0].program)
     tokens, queries = abstract(1, LONG, 16, 16), LONG // 128
-    given = backward_sm90_common.Prepared(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
+    given = backward_sm90_common.Tokens(*(tokens,) * 4, abstract(1, 16, 2, LONG, dtype="float32"))
     numbers = lambda *s: abstract(1, 1, queries, *s, dtype="int32")
     lists = BlockLists(numbers(), numbers(2), numbers(), numbers(7))
 
     def run(given: typing.Any, lists: typing.Any, array: jax.Array) -> typing.Any:
         operands = Operands(*given[:3], None, None, None, (array,), (), (), lists)
-        return capture_gradients.capture_gradients(plan, operands, given, (True,), derivative, Pair())
+        return capture_gradients.capture_gradients(plan, operands, given, (True,), derivative, DenseBiasPlan())
 
     jaxpr = jax.make_jaxpr(run)(given, lists, array)
     allowed = max(math.prod(tokens.shape) * 4, 4 * 2 * math.prod(shape))  # queries in float32, the array in 64 bits
@@ -226,7 +228,7 @@ def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert_close(made.gradients(), made.expected, tolerance=3e-2)
     kind = ir.DIAGONAL if "diagonal" in name else ir.SCALAR
     measured = [(capture_kernel.Sink.MAGNITUDES, ir.SCALAR)] if "nothing bounds" in name else []
-    assert sinks == [*measured, (capture_kernel.Sink.PLACES, kind)]
+    assert sinks == [*measured, (capture_kernel.Sink.SCATTER, kind)]
 
 
 def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +239,9 @@ def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_lists, "ENOUGH", 1)
+    monkeypatch.setattr(capture_lists, "LISTS_WANTED", 1)
     monkeypatch.setattr(capture_gradients, "LISTS_AT_ONCE", 2)
-    monkeypatch.setattr(capture_places, "SORTED_AT_ONCE", 100)
+    monkeypatch.setattr(capture_scatter, "SORTED_AT_ONCE", 100)
     made = problem(
         score=lambda c, s, b, h, q, k: s + c[0][jnp.clip(q - k, -20, 20) + 20],
         captured=(normal(41),),
@@ -254,7 +256,7 @@ def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytes
 
 def test_what_all_gradients_add_up_to_is_bounded() -> None:
     made = problem(**BY_PLACES["2-D table, odd, with dropout"])
-    given = backward_sm90_common.prepare(
+    given = backward_sm90_common.padded_tokens(
         made.plan,
         made.operands,
         made.d_out,
@@ -291,7 +293,7 @@ def test_refuses_more_tiles_than_can_be_numbered() -> None:
 def test_refuses_a_place_that_depends_on_the_score() -> None:
     score = lambda c, s, b, h, q, k: s + c[0][jnp.clip(s, 0, 3).astype(jnp.int32)]
     made = problem(score=score, captured=(jnp.ones(4),), q_len=64, kv_len=64, heads=1)
-    assert refusal(made) == "captured array 0 is read at a place that depends on the score."
+    assert refusal(made) == "captured array 0 is read by an index that depends on the score."
 
 
 # ------------------------------------------------------------------- fixed point

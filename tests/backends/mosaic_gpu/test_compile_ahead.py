@@ -146,7 +146,7 @@ def test_a_kernel_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compile_ahead, "threads", Pool)
     monkeypatch.setattr(compile_ahead, "begun", set())
-    one, other = compile_ahead.Kernel(b"1", b"module"), compile_ahead.Kernel(b"2", b"module")
+    one, other = compile_ahead.KernelCall(b"1", b"module"), compile_ahead.KernelCall(b"2", b"module")
     gpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for kernel in (one, other, one):
         compile_ahead.begin(kernel, gpu)

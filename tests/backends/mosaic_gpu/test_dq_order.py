@@ -35,7 +35,7 @@ class Cta:
 def ctas(order: DqOrder, visited: np.ndarray, key_heads: int) -> list[Cta]:
     kv_tiles, q_tiles = visited.shape
     ticket = np.asarray(dq_order.tickets(jnp.asarray(visited, jnp.int32), order))
-    place = jax.jit(lambda start: dq_order.place_of(start, order, kv_tiles, key_heads))
+    place = jax.jit(lambda start: dq_order.assignment_of(start, order, kv_tiles, key_heads))
     made = []
     for start in range(kv_tiles * key_heads):
         head, tile, rank = (int(x) for x in place(jnp.int32(start)))
@@ -105,9 +105,9 @@ def test_every_key_tile_is_owned_once() -> None:
     for heads, key_heads, kv_tiles in ((1, 1, 1), (8, 13, 5), (4, 4, 3), (16, 3, 2)):
         order = DqOrder(heads, 1, True, 0.0)
         starts = jnp.arange(key_heads * kv_tiles, dtype=jnp.int32)
-        head, tile, _ = jax.jit(jax.vmap(lambda s, o=order, k=kv_tiles, h=key_heads: dq_order.place_of(s, o, k, h)))(
-            starts
-        )
+        head, tile, _ = jax.jit(
+            jax.vmap(lambda s, o=order, k=kv_tiles, h=key_heads: dq_order.assignment_of(s, o, k, h))
+        )(starts)
         assert sorted(zip(head.tolist(), tile.tolist(), strict=True)) == [
             (h, n) for h in range(key_heads) for n in range(kv_tiles)
         ]

@@ -38,8 +38,8 @@ def cases() -> dict[str, dict[str, typing.Any]]:
     slopes = jnp.ones(2)
     whole, wide = jnp.zeros((1, 2, 256, 256), jnp.bfloat16), jnp.zeros((256, 256))
     short = jnp.zeros((2, 200, 256), jnp.bfloat16)
-    queue = {"queue": True, "persistent": False}
-    three = {"groups": 3, "turns": False, "overlap": True, "slack": True, "query_slots": 1}
+    dynamic = {"dynamic_scheduler": True, "persistent": False}
+    three = {"groups": 3, "ping_pong": False, "overlap": True, "lazy_rescale": True, "query_slots": 1}
     return {
         "full 128": {"dim": 128},
         "causal 64": {"mask": causal, "dim": 64},
@@ -56,12 +56,12 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "pair bias of each batch": {"dim": 64, "score": lambda s, b, h, q, k: s + whole[b, h, q, k]},
         "pair bias, float32": {"dim": 128, "score": lambda s, b, h, q, k: s + wide[q, k]},
         "pair bias that ends in a tile": {"dim": 128, "q_len": 200, "score": lambda s, b, h, q, k: s + short[h, q, k]},
-        "queue": {"mask": causal, "dim": 128, "tile": queue},
-        "queue of pair biases": {
+        "dynamic scheduler": {"mask": causal, "dim": 128, "tile": dynamic},
+        "dynamic scheduler, pair bias": {
             "mask": causal,
             "dim": 64,
             "score": lambda s, b, h, q, k: s + pair[h, q, k],
-            "tile": {**queue, "query_slots": 1},
+            "tile": {**dynamic, "query_slots": 1},
         },
         "polynomials": {
             "mask": causal,
@@ -91,14 +91,14 @@ NAMES = tuple(cases())
 
 
 def compile_cases(names: list[str]) -> None:
-    from flexjax.backends.mosaic_gpu import forward_sm90, tiles
+    from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles
     from tests.cases.on_hopper import problem
 
     for name in names:
         case = cases()[name]
-        manner = case.pop("tile", {})
+        fields = case.pop("tile", {})
         made = problem(interpret=False, **case)
-        tile = dataclasses.replace(tiles.forward_tile(made.plan), **manner)
+        tile = dataclasses.replace(forward_tiles.forward_tile(made.plan), **fields)
         plan = made.plan
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:

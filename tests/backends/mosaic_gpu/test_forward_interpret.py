@@ -14,7 +14,7 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import bounded_scores, forward_sm90, memory, tiles
+from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles, memory, static_reference
 from flexjax.plan.kernel_plan import Results
 from tests.cases.on_hopper import Problem, problem
 
@@ -145,8 +145,8 @@ CASES: dict[str, dict[str, typing.Any]] = {
 
 REFERENCES = {
     "soft cap that needs no maximum": 0.0,
-    "bounded away from 0": 27.0 * bounded_scores.LOG2E,  # 24 to 30 over both heads
-    "far from the sinks": 120.0 * bounded_scores.LOG2E,
+    "bounded away from 0": 27.0 * static_reference.LOG2E,  # 24 to 30 over both heads
+    "far from the sinks": 120.0 * static_reference.LOG2E,
     "soft cap, float16": None,
     "soft cap": 0.0,
     "full": None,
@@ -176,17 +176,17 @@ def test_no_read_lies_outside_where_blocks_hang_over(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", REFERENCES)
 def test_where_the_maximum_is_left_out(name: str) -> None:
     plan = problem(**CASES[name]).plan
-    assert bounded_scores.fixed_reference(plan) == pytest.approx(REFERENCES[name])
-    assert bounded_scores.fixed_reference(dataclasses.replace(plan, max_scores=True)) is None
+    assert static_reference.static_reference(plan) == pytest.approx(REFERENCES[name])
+    assert static_reference.static_reference(dataclasses.replace(plan, max_scores=True)) is None
 
 
 def test_wide_scores_keep_their_maximum() -> None:
     for mod in (lambda s, b, h, q, k: 56.0 * jnp.tanh(s), lambda s, b, h, q, k: jnp.tanh(s) + 1e9):
-        assert bounded_scores.fixed_reference(problem(score=mod).plan) is None
+        assert static_reference.static_reference(problem(score=mod).plan) is None
 
 
-def run(made: Problem, programs: int = 3, **manner: typing.Any) -> Results:
-    tile = dataclasses.replace(tiles.forward_tile(made.plan), programs=programs, **manner)
+def run(made: Problem, programs: int = 3, **fields: typing.Any) -> Results:
+    tile = dataclasses.replace(forward_tiles.forward_tile(made.plan), programs=programs, **fields)
     return jax.jit(lambda operands: forward_sm90.forward(made.plan, operands, tile))(made.operands)
 
 
@@ -216,16 +216,16 @@ STAGGERED = (
 
 @pytest.mark.parametrize("name", STAGGERED)
 def test_staggered_steps(name: str) -> None:
-    """As at larger head dims: softmax beside products, keys waited for early, tiles without a mask from the last keys on."""
+    """The pipeline of larger head dims: softmax overlaps P V, key barriers are prefetched, unmasked keys run backwards."""
     made = problem(**CASES[name])
-    assert_matches(made, run(made, overlap=True, slack=True, early=True, reverse=True))
+    assert_matches(made, run(made, overlap=True, lazy_rescale=True, prefetch_key_barrier=True, reverse_kv=True))
 
 
 @pytest.mark.parametrize("name", ["slope", "documents", "blocks of 256, odd", "mask without lists"])
-@pytest.mark.parametrize("manner", ["early", "reverse"])
-def test_whole_steps(name: str, manner: str) -> None:
+@pytest.mark.parametrize("field", ["prefetch_key_barrier", "reverse_kv"])
+def test_whole_steps(name: str, field: str) -> None:
     made = problem(**CASES[name])
-    assert_matches(made, run(made, overlap=False, **{manner: True}))
+    assert_matches(made, run(made, overlap=False, **{field: True}))
 
 
 @pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "soft cap that needs no maximum", "dead rows"])
@@ -235,20 +235,20 @@ def test_exponentials_by_polynomial(name: str) -> None:
 
 
 STAGED = {
-    "pair bias": (2, 2),
-    "pair bias, odd": (2, 2),
-    "pair bias of each batch, float32": (1, 4),
-    "two pair biases, blocks of 64": (2, 2),
-    "pair bias that is no whole pieces": (0, 0),
-    "relative table": (0, 0),
-    "bool array": (0, 0),
+    "pair bias": (2, "bfloat16"),
+    "pair bias, odd": (2, "bfloat16"),
+    "pair bias of each batch, float32": (1, "float32"),
+    "two pair biases, blocks of 64": (2, "bfloat16"),
+    "pair bias that is no whole pieces": (0, "bfloat16"),
+    "relative table": (0, "bfloat16"),
+    "bool array": (0, "bfloat16"),
 }
 
 
 @pytest.mark.parametrize("name", STAGED)
 def test_what_comes_through_shared_memory(name: str) -> None:
-    tile = tiles.forward_tile(problem(**CASES[name]).plan)
-    assert (tile.staged_slots, tile.staged_bytes) == STAGED[name]
+    tile = forward_tiles.forward_tile(problem(**CASES[name]).plan)
+    assert (tile.staged_slots, tile.staged_dtype) == STAGED[name]
 
 
 def test_a_pair_bias_that_does_not_fit_is_read_directly() -> None:
@@ -258,24 +258,24 @@ def test_a_pair_bias_that_does_not_fit_is_read_directly() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "mask of each head", "dead rows"])
-def test_tiles_from_the_queue(name: str, slots: int) -> None:
+def test_dynamic_scheduler(name: str, slots: int) -> None:
     made = problem(**CASES[name])
-    assert_matches(made, run(made, persistent=False, queue=True, query_slots=slots, stages=2))
+    assert_matches(made, run(made, persistent=False, dynamic_scheduler=True, query_slots=slots, stages=2))
 
 
-MANNERS = {
+SCHEDULERS = {
     "persistent": {"persistent": True},
     "one tile each": {"persistent": False},
-    "queue": {"persistent": False, "queue": True},
+    "dynamic scheduler": {"persistent": False, "dynamic_scheduler": True},
 }
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])
-@pytest.mark.parametrize("manner", MANNERS)
-def test_manners(races: list, overlap: bool, manner: str) -> None:
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers(races: list, overlap: bool, scheduler: str) -> None:
     """With one program that takes every tile, so that each slot of a ring comes round; conftest.py looks for races."""
     made = problem(mask=causal, heads=1, q_len=256, kv_len=384)
-    assert_matches(made, run(made, programs=1, overlap=overlap, **MANNERS[manner]))
+    assert_matches(made, run(made, programs=1, overlap=overlap, **SCHEDULERS[scheduler]))
     assert len(races) == 1
 
 
@@ -303,7 +303,7 @@ def test_a_race_would_be_seen(races: list) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["staggered", "whole"])
 @pytest.mark.parametrize("name", ["causal, two batches, grouped heads", "mask of each head", "blocks of 256, odd"])
-def test_every_manner(name: str, overlap: bool) -> None:
+def test_both_orders_of_steps(name: str, overlap: bool) -> None:
     made = problem(**CASES[name])
-    assert_matches(made, run(made, overlap=overlap, slack=overlap))
+    assert_matches(made, run(made, overlap=overlap, lazy_rescale=overlap))
     assert_matches(made, run(made, overlap=overlap, persistent=False, query_slots=1, stages=3))

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from flexjax.backends.mosaic_gpu import support, work_queue
+from flexjax.backends.mosaic_gpu import atomic_counter, support
 from flexjax.backends.target import Target
 
 ATOMICS, ROUNDS, THREADS = 20, 4, 3
@@ -35,7 +35,7 @@ def hasty() -> Iterator[None]:
 def lower() -> None:
     def kernel(counter: Any, word: Any) -> None:
         for _ in range(ATOMICS):
-            work_queue.draw_start(counter, word)
+            atomic_counter.take_start(counter, word)
 
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
@@ -53,13 +53,13 @@ def test_one_thread_of_a_warpgroup_draws_however_many_threads_lower(
 ) -> None:
     """Mosaic's `single_thread` has all 128 threads draw in two of five cases here."""
     around: collections.Counter[str] = collections.Counter()
-    add = work_queue._fetch_add
+    add = atomic_counter._fetch_add
 
     def watched(counter: Any) -> Any:
         around[ir.InsertionPoint.current.block.owner.name] += 1
         return add(counter)
 
-    monkeypatch.setattr(work_queue, "_fetch_add", watched)
+    monkeypatch.setattr(atomic_counter, "_fetch_add", watched)
     lower()  # imports and caches of the first time
     threads = [threading.Thread(target=lambda: [lower() for _ in range(ROUNDS)]) for _ in range(THREADS)]
     for thread in threads:
@@ -76,10 +76,10 @@ def test_passes_are_lowered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     inside: list[bool] = []
 
     def other() -> None:
-        taken = support.ONE_AT_A_TIME.acquire(blocking=False)
+        taken = support.LOWERING_LOCK.acquire(blocking=False)
         inside.append(taken)
         if taken:
-            support.ONE_AT_A_TIME.release()
+            support.LOWERING_LOCK.release()
 
     def beside() -> None:
         thread = threading.Thread(target=other)

@@ -13,7 +13,10 @@ import pytest
 import flexjax
 from flexjax import KernelOptions
 from flexjax.attention import DEFAULTS, prepare
-from flexjax.backends.mosaic_gpu import backward_tiles, support, tiles
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, support
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
@@ -35,14 +38,13 @@ def plan(
 
 def backward_of(made: KernelPlan) -> str:
     """The kernels of the backward pass with their tiles, queries x keys."""
-    fused = backward_tiles.fused_tiles(made) if backward_tiles.choose_fused(made) else None
-    if fused is not None:
-        return f"one {fused.queries}x{backward_tiles.FUSED_KEYS}"
-    dq = backward_tiles.dq_tiles(made)
+    chosen = choose_kernel.backward_kernels(made)
+    if isinstance(chosen, choose_kernel.FusedKernel):
+        return f"one {chosen.tiles.queries}x{backward_tiles.FUSED_KEYS}"
+    dq, dkv = chosen
     text = f"dq {dq.rows * dq.groups}x{dq.keys} slots {dq.key_slots},{dq.value_slots}"
-    if max(backward_tiles.padded_dims(made)) > backward_tiles.NARROW:
-        return text + f" dkv {backward_tiles.WIDE_QUERIES}x{backward_tiles.WIDE_KEYS}"
-    dkv = backward_tiles.dkv_tiles(made)
+    if isinstance(dkv, SplitDkvTiles):
+        return text + f" dkv {backward_tiles.SPLIT_QUERIES}x{backward_tiles.SPLIT_KEYS}"
     return text + f" dkv {dkv.queries}x{dkv.rows * dkv.groups} slots {dkv.query_slots},{dkv.out_slots}"
 
 
@@ -113,15 +115,15 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
 # fmt: off
 FORWARD: dict[str, tuple[KernelPlan, str]] = {
     "full 128": (plan(), "128x128 slots 2,2,2 overlap"),
-    "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap turns"),
+    "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap ping-pong"),
     "full 256": (plan(dim=256), "128x64 slots 2,2,1 overlap"),
     "causal 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
     "full 64": (plan(dim=64), "192x128 slots 2,2,1 overlap"),
-    "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 turns"),
+    "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 ping-pong"),
     "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,1 overlap"),
     "2048 of 64 heads at 64: tiles of 192 leave the device idle": (
         dataclasses.replace(plan(dim=64), batch=8, q_heads=8, kv_heads=8, q_len=2048, kv_len=2048),
-        "128x128 slots 2,2,2 turns",
+        "128x128 slots 2,2,2 ping-pong",
     ),
     "queries of 64 asked for at 64": (plan(dim=64, block_q=64), "64x128 slots 2,2,2"),
     "a short sequence": (dataclasses.replace(plan(dim=64), q_len=64), "64x128 slots 2,2,2"),
@@ -220,9 +222,9 @@ def test_one_kernel_or_two_in_a_fixed_order(name: str) -> None:
 def test_where_any_order_will_do(arguments: dict[str, typing.Any], in_order: bool) -> None:
     for deterministic in (False, True):
         made = traced(**arguments, kernel_options=KernelOptions(deterministic=deterministic))
-        tiles = backward_tiles.fused_tiles(made)
-        assert tiles is not None
-        assert backward_tiles.adds_in_order(made, tiles) is (deterministic or in_order)
+        fused = fused_tiles(made)
+        assert fused is not None
+        assert choose_kernel.adds_in_order(made, fused) is (deterministic or in_order)
 
 
 def test_tiles_of_masks_that_divide() -> None:
@@ -231,10 +233,10 @@ def test_tiles_of_masks_that_divide() -> None:
     by_literal = lambda b, h, q, k: (q - k) % 3 == 0
     for mask_mod, step in ((by_head, 64), (by_literal, 128)):
         made = traced(mask_mod=mask_mod)
-        fused = backward_tiles.fused_tiles(made)
-        assert tiles.forward_tile(made).block_kv == step
-        assert backward_tiles.dq_tiles(made).keys == step
-        assert backward_tiles.dkv_tiles(made).queries == step
+        fused = fused_tiles(made)
+        assert forward_tiles.forward_tile(made).block_kv == step
+        assert dq_tiles(made).keys == step
+        assert dkv_tiles(made).queries == step
         assert fused is not None
         assert fused.queries == step
 
@@ -242,11 +244,11 @@ def test_tiles_of_masks_that_divide() -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_tiles_of_the_forward_pass(name: str) -> None:
     made, chosen = FORWARD[name]
-    tile = tiles.forward_tile(made)
-    assert tile.queue
+    tile = forward_tiles.forward_tile(made)
+    assert tile.dynamic_scheduler
     assert not tile.persistent
     text = f"{tile.block_q}x{tile.block_kv} slots {tile.stages},{tile.value_stages},{tile.query_slots}"
-    assert text + " overlap" * tile.overlap + " turns" * tile.turns == chosen
+    assert text + " overlap" * tile.overlap + " ping-pong" * tile.ping_pong == chosen
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -255,6 +257,23 @@ def test_tiles_of_the_backward_pass(name: str) -> None:
     made = plan(**options)
     assert support.refuses(made, HOPPER, JAX) is None
     assert backward_of(made) == chosen
+
+
+DESCRIBED: dict[str, tuple[KernelPlan, str]] = {
+    "full 128": (plan(), "forward 128 x 128, backward fused 64 x 128, dQ added in a fixed order"),
+    "any order": (
+        plan(block=BLOCKS, deterministic=False),
+        "forward 128 x 128, backward fused 64 x 128, dQ added in any order",
+    ),
+    "blocks of 64": (plan(block=(64, 64)), "forward 64 x 64, backward dQ 64 x 64, dK/dV 64 x 64"),
+    "full 256": (plan(dim=256), "forward 128 x 64, backward dQ 128 x 64, split dK/dV 64 x 64"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_kernels_in_words(name: str) -> None:
+    made, text = DESCRIBED[name]
+    assert support.BACKEND.schedule(made, HOPPER) == text
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -272,12 +291,12 @@ def test_candidates(options: dict[str, typing.Any]) -> None:
     for n, candidate in enumerate(found):
         asked = dataclasses.replace(made, options=KernelOptions(**candidate))
         assert support.refuses(asked, HOPPER, JAX) is None
-        tile = tiles.forward_tile(asked)
+        tile = forward_tiles.forward_tile(asked)
         assert (tile.block_q, tile.block_kv, tile.stages) == tuple(list(candidate.values())[:3])
         assert f"{candidate['block_q_bwd']}x" in backward_of(asked)
         assert f"x{candidate['block_kv_bwd']}" in backward_of(asked)
         if n == 0:
-            assert tile == tiles.forward_tile(made)
+            assert tile == forward_tiles.forward_tile(made)
             assert backward_of(asked) == backward_of(made)
 
 

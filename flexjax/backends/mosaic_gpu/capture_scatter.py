@@ -1,16 +1,17 @@
 """Adds the sums of capture_kernel.py to the elements of a captured array that the load's index names.
 
-The sums are one number for each (b, h) and query, key, difference or pair. There are three cases. Where each dimension
+The sums are one number for each (b, h) and query, key, difference of both, or (query, key). There are three cases. Where each dimension
 of the array is indexed by one axis, the sums are transposed and added as they are. Where no two sums share an element,
 they are scattered with unique indices. Otherwise they are sorted by element and each run of equal elements is summed.
-Sums for each pair whose elements may repeat do not come here: capture_kernel.py adds those to the array itself.
+Sums for each (query, key) where several positions may read one element do not come here, because capture_kernel.py adds
+those to the array itself.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flexjax.backends.mosaic_gpu.backward_pair import placed, plain_dims
+from flexjax.backends.mosaic_gpu.pair_bias import axis_aligned_dims, embedded
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import apply_op
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -18,10 +19,12 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands
 SORTED_AT_ONCE = 1 << 24
 """The most sums that one sort takes; longer inputs are sorted in parts, which bounds the memory."""
 LARGEST_ARRAY = 1 << 30
-"""The most elements of an array with repeated places, because `_sum_runs` also numbers places past the end in int32."""
+"""The most elements of an array of which several positions may read one element: `_sum_runs` also numbers, in int32, elements
+past its end."""
 
 
 def axes(load: ir.Load) -> frozenset[str]:
+    """The axes of (b, h, q, kv, delta) that the load's index depends on."""
     return frozenset().union(*(ir.axes_of(a) for a in load.index))
 
 
@@ -57,13 +60,16 @@ def add_at(
     sums: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
+    """`total`, in the shape of the captured array, with the sums of one load added.
+
+    sums   [b, h, ...] from `capture_gradients._load_sums`
+    """
     if not load.index:
         return total + sums.sum()
-    dims, kind = plain_dims(load), ir.classify_load(load).kind
-    if (
-        dims is not None and kind in POSITIONS
-    ):  # no index arrays, no scatter: for a pair bias they would cost more than the kernels
-        found = placed(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
+    dims, kind = axis_aligned_dims(load), ir.classify_load(load).kind
+    if dims is not None and kind in POSITIONS:
+        # no index arrays and no scatter: for a pair bias these would cost more than the kernels
+        found = embedded(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
         return found if found.dtype != total.dtype else total + found
     index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
     if distinct(load):
@@ -74,32 +80,32 @@ def add_at(
     return total + _sum_repeated(flat.ravel(), sums.ravel(), total.size).reshape(total.shape)
 
 
-def _sum_repeated(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values by place, in one fixed order; sorts in parts."""
-    parts = -(-place.shape[0] // SORTED_AT_ONCE)
+def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
+    """[size] sums of the values with the same `element`, an int32 below `size`, in one fixed order; sorts in parts."""
+    parts = -(-element.shape[0] // SORTED_AT_ONCE)
     if parts == 1:
-        return _sum_runs(place, value, size)
-    each = -(-place.shape[0] // parts)
-    extra = (0, parts * each - place.shape[0])
-    place = jnp.pad(place, extra, constant_values=0).reshape(parts, each)
+        return _sum_runs(element, value, size)
+    each = -(-element.shape[0] // parts)
+    extra = (0, parts * each - element.shape[0])
+    element = jnp.pad(element, extra, constant_values=0).reshape(parts, each)
     value = jnp.pad(value, extra).reshape(parts, each)
 
     def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + _sum_runs(part[0], part[1], size), None
 
-    return lax.scan(add, jnp.zeros((size,), value.dtype), (place, value))[0]
+    return lax.scan(add, jnp.zeros((size,), value.dtype), (element, value))[0]
 
 
-def _sum_runs(place: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values by place, in one fixed order: a sort by place, then a segmented scan."""
-    place, value = lax.sort((place, value), num_keys=1, is_stable=True)
+def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
+    """[size] sums of the values with the same `element`, in one fixed order: a sort by element, then a segmented scan."""
+    element, value = lax.sort((element, value), num_keys=1, is_stable=True)
 
     def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return b[0], jnp.where(a[0] == b[0], a[1] + b[1], b[1])
 
-    _, running = lax.associative_scan(join, (place, value))
-    last = jnp.concatenate([place[1:] != place[:-1], jnp.ones((1,), bool)])
-    at = jnp.where(last, place, size + jnp.arange(place.shape[0]))
+    _, running = lax.associative_scan(join, (element, value))
+    last = jnp.concatenate([element[1:] != element[:-1], jnp.ones((1,), bool)])
+    at = jnp.where(last, element, size + jnp.arange(element.shape[0]))
     return jnp.zeros((size,), value.dtype).at[at].set(running, mode="drop", unique_indices=True)
 
 

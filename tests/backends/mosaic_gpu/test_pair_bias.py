@@ -10,8 +10,9 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
-from flexjax.backends.mosaic_gpu import backward_pair, backward_tiles, capture_gradients, capture_kernel
-from flexjax.backends.mosaic_gpu.backward_tiles import dkv_tiles, dq_tiles
+from flexjax.backends.mosaic_gpu import capture_gradients, capture_tiles, pair_bias, shared_memory
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
 from tests.backends.mosaic_gpu.test_backward_interpret import Problem, assert_close, causal, normal, problem
 
 SMALL = {"q_len": 128, "kv_len": 128, "heads": 1}
@@ -159,17 +160,17 @@ CASES: dict[str, tuple[dict[str, typing.Any], Expected]] = {
 }  # fmt: skip
 
 
-def pair_of(made: Problem) -> backward_pair.Pair:
-    return backward_pair.pair_of(made.plan, made.derivative, made.wanted.score_captures)
+def dense_bias_plan(made: Problem) -> pair_bias.DenseBiasPlan:
+    return pair_bias.dense_bias_plan(made.plan, made.derivative, made.wanted.score_captures)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, expected = CASES[name]
     made = problem(**arguments)
-    pair = pair_of(made)
-    assert (pair.staged is not None, bool(pair.written)) == expected
-    if len(pair.written) == len(made.operands.score_captures):  # no third kernel
+    bias = dense_bias_plan(made)
+    assert (bias.staged is not None, bool(bias.direct_gradients)) == expected
+    if len(bias.direct_gradients) == len(made.operands.score_captures):  # no third kernel
         monkeypatch.setattr(capture_gradients, "capture_gradients", None)
     got = made.gradients()
     for found, array in zip(got.score_captures, made.operands.score_captures, strict=True):
@@ -188,7 +189,7 @@ def test_what_is_not_visited_is_zero() -> None:
 def test_without_the_gradient_of_the_array() -> None:
     made = problem(**CASES["bfloat16"][0])
     made = made._replace(wanted=made.wanted._replace(score_captures=(False,)))
-    assert not pair_of(made).written
+    assert not dense_bias_plan(made).direct_gradients
     got = made.gradients()
     assert got.score_captures == (None,)
     assert_close(got._replace(score_captures=()), made.expected._replace(score_captures=()))
@@ -208,22 +209,21 @@ def test_the_gradient_of_the_array_alone() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tiles_fit_beside_the_others(dim: int, dtype: str) -> None:
     made = problem(score=by_head, captured=(rounded(dtype, 1, 64, 128),), **{**SMALL, "q_len": 64, "dim": dim})
-    pair = pair_of(made)
-    assert len(pair.written) == 1
-    assert dq_tiles(made.plan, pair.bytes).staged_slots == 2
-    assert dkv_tiles(made.plan, pair.bytes).staged_slots == 2
+    bias = dense_bias_plan(made)
+    assert len(bias.direct_gradients) == 1
+    assert dq_tiles(made.plan, bias.types).staged_slots == 2
+    assert dkv_tiles(made.plan, bias.types).staged_slots == 2
 
 
-@pytest.mark.parametrize("staged", [0, 2, 4])
+@pytest.mark.parametrize("staged", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(32, 32), (64, 64), (128, 128), (256, 256)], ids=str)
-def test_rings_of_the_capture_kernel_fit(dims: tuple[int, int], staged: int) -> None:
+def test_rings_of_the_capture_kernel_fit(dims: tuple[int, int], staged: str | None) -> None:
     """A second slot for copies ahead wherever there is room for it."""
     groups = 2 if sum(dims) <= 256 else 1
-    rings = capture_kernel.rings_for(groups, *dims, staged)
-    operands = 2 * sum(dims) * 64 * (rings.queries * groups + rings.keys)
-    assert operands + rings.staged * rings.queries * (64 * groups) ** 2 * staged <= backward_tiles.SMEM_LIMIT
+    rings = capture_tiles.ring_depths(groups, dims, "bfloat16", staged)
+    assert shared_memory.fits(capture_tiles.capture_scratch(groups, rings, dims, "bfloat16", staged))
     assert rings.queries >= 1
     assert rings.keys >= groups
     if sum(dims) <= 128:
         assert rings.queries == 2
-        assert rings.staged == (staged > 0)
+        assert rings.staged == (staged is not None)

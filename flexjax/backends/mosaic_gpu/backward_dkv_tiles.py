@@ -1,0 +1,175 @@
+"""Tile sizes, ring depths and shared memory of the dK/dV kernels: one for head dims up to 128, the split one above.
+
+The two kernels are backward_sm90_dkv.py and backward_sm90_dkv_split.py.
+"""
+
+import typing
+
+from flexjax.backends.mosaic_gpu.backward_tiles import (
+    NO_DENSE_BIAS,
+    SPLIT_KEYS,
+    SPLIT_QUERIES,
+    DenseBiasTypes,
+    computes_little,
+    first_dividing,
+    owned_sizes,
+    padded_dims,
+    visited_sizes,
+)
+from flexjax.backends.mosaic_gpu.shared_memory import (
+    Barriers,
+    Description,
+    Part,
+    PlainArray,
+    SwizzledTiles,
+    fits,
+)
+from flexjax.plan.kernel_plan import KernelPlan
+
+# ------------------------------------------------------------------- head dims up to 128
+
+
+class DkvTiles(typing.NamedTuple):
+    """Sizes of the dK/dV kernel.
+
+    rows, groups            keys of one computing warpgroup, and computing warpgroups
+    queries                 of a visited tile
+    query_slots, out_slots  ring depths of Q and dO
+    head_major              launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    staged_slots            ring depth of the staged array, 0 where the kernel reads the array from global memory
+    """
+
+    rows: int
+    groups: int
+    queries: int
+    query_slots: int
+    out_slots: int
+    head_major: bool = True
+    staged_slots: int = 0
+
+
+class Scratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the dK/dV kernel; G computing warpgroups.
+
+    query, d_out         [slots, queries, D] rings
+    stats                [query slots, 2, queries] lse2 and delta of the queries in `query`
+    key, value           [G, rows, D] the CTA's own keys and values; dK and dV leave through them
+    query_full, out_full [slots] a tile has arrived; `query_full` also counts its statistics and its staged tile
+    own_full             [G] the keys and values of a warpgroup have arrived
+    query_free, out_free [slots] all warpgroups have read a tile
+    staged               [query slots, queries, keys] tiles of the staged array, None without one
+    """
+
+    query: Part
+    d_out: Part
+    stats: Part
+    key: Part
+    value: Part
+    query_full: Part
+    out_full: Part
+    own_full: Part
+    query_free: Part
+    out_free: Part
+    staged: Part | None
+
+
+def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scratch[Description]:
+    """The shared memory of the dK/dV kernel with these tiles."""
+    dim, value_dim = padded_dims(plan)
+    staged = None
+    if bias.staged is not None and tiles.staged_slots:
+        staged = SwizzledTiles((tiles.staged_slots, tiles.queries, tiles.rows * tiles.groups), bias.staged)
+    return Scratch(
+        query=SwizzledTiles((tiles.query_slots, tiles.queries, dim), plan.dtype),
+        d_out=SwizzledTiles((tiles.out_slots, tiles.queries, value_dim), plan.dtype),
+        stats=PlainArray((tiles.query_slots, 2, tiles.queries), "float32"),
+        key=SwizzledTiles((tiles.groups, tiles.rows, dim), plan.dtype),
+        value=SwizzledTiles((tiles.groups, tiles.rows, value_dim), plan.dtype),
+        query_full=Barriers(tiles.query_slots, 2 if staged is None else 3),
+        out_full=Barriers(tiles.out_slots),
+        own_full=Barriers(tiles.groups, 2),
+        query_free=Barriers(tiles.query_slots, tiles.groups),
+        out_free=Barriers(tiles.out_slots, tiles.groups),
+        staged=staged,
+    )
+
+
+def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTiles:
+    """The best sizes of the dK/dV kernel that fit, for head dims up to 128."""
+    keys = first_dividing(plan.blocks, "kv", owned_sizes(plan.options.block_kv_bwd))
+    dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
+    most_queries = 128 if dims <= 64 and computes_little(plan) else 64
+    queries = first_dividing(plan.blocks, "q", visited_sizes(plan.options.block_q_bwd, most_queries))
+    staged = (0,) if bias.staged is None else (2, 0)  # a staged tile shares the slot and barriers of its queries
+    made = [DkvTiles(64, keys // 64, queries, 2, 2, plan.group == 1, slots) for slots in staged]
+    return next((tiles for tiles in made if fits(dkv_scratch(plan, tiles, bias))), made[-1])
+
+
+# ------------------------------------------------------------------- head dims above 128
+
+
+class SplitDkvTiles(typing.NamedTuple):
+    """Ring depths of the split dK/dV kernel: of Q, of dO, and of the tiles of P that one warpgroup hands to the other.
+
+    head_major   launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    """
+
+    query_slots: int
+    out_slots: int
+    p_slots: int
+    head_major: bool = True
+
+
+class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the split dK/dV kernel.
+
+    query, d_out, stats   rings, as in `Scratch`
+    key, value            [1, SPLIT_KEYS, D] the CTA's own keys and values; dK and dV leave through them
+    p                     [slots, keys, queries] float32: P^T times the derivative of score_mod
+    query_full .. out_free  as in `Scratch`
+    own_full              [3] the keys have arrived, the values have, and both warpgroups have made their last product
+    p_full, p_free        [slots] a tile of P is written, is read
+    """
+
+    query: Part
+    d_out: Part
+    stats: Part
+    key: Part
+    value: Part
+    p: Part
+    query_full: Part
+    out_full: Part
+    own_full: Part
+    query_free: Part
+    out_free: Part
+    p_full: Part
+    p_free: Part
+
+
+def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
+    """The shared memory of the split dK/dV kernel with these ring depths."""
+    dim, value_dim = padded_dims(plan)
+    return SplitScratch(
+        query=SwizzledTiles((tiles.query_slots, SPLIT_QUERIES, dim), plan.dtype),
+        d_out=SwizzledTiles((tiles.out_slots, SPLIT_QUERIES, value_dim), plan.dtype),
+        stats=PlainArray((tiles.query_slots, 2, SPLIT_QUERIES), "float32"),
+        key=SwizzledTiles((1, SPLIT_KEYS, dim), plan.dtype),
+        value=SwizzledTiles((1, SPLIT_KEYS, value_dim), plan.dtype),
+        p=SwizzledTiles((tiles.p_slots, SPLIT_KEYS, SPLIT_QUERIES), "float32"),
+        query_full=Barriers(tiles.query_slots, 2),
+        out_full=Barriers(tiles.out_slots),
+        own_full=Barriers(3, 2),
+        query_free=Barriers(tiles.query_slots, 2),
+        out_free=Barriers(tiles.out_slots, 2),
+        p_full=Barriers(tiles.p_slots),
+        p_free=Barriers(tiles.p_slots),
+    )
+
+
+def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
+    """The deepest rings of the split dK/dV kernel that fit."""
+    head_major = plan.group == 1
+    for tiles in (SplitDkvTiles(2, 2, 2, head_major), SplitDkvTiles(2, 2, 1, head_major)):
+        if fits(split_dkv_scratch(plan, tiles)):
+            return tiles
+    return SplitDkvTiles(1, 1, 1, head_major)

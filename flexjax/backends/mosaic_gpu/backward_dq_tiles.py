@@ -1,0 +1,136 @@
+"""Tile sizes, ring depths and shared memory of the dQ kernel (backward_sm90_dq.py)."""
+
+import typing
+
+from flexjax.backends.mosaic_gpu.backward_tiles import (
+    NO_DENSE_BIAS,
+    DenseBiasTypes,
+    computes_little,
+    first_dividing,
+    owned_sizes,
+    padded_dims,
+    visited_sizes,
+)
+from flexjax.backends.mosaic_gpu.shared_memory import (
+    SHARED_MEMORY,
+    Barriers,
+    Description,
+    Part,
+    SwizzledTiles,
+    scratch_bytes,
+)
+from flexjax.plan.kernel_plan import KernelPlan
+
+MARGIN = 1024
+"""Bytes of shared memory that this kernel leaves free."""
+
+
+class DqTiles(typing.NamedTuple):
+    """Sizes of the dQ kernel.
+
+    rows, groups            queries of one computing warpgroup, and computing warpgroups
+    keys                    of a visited tile
+    key_slots, value_slots  ring depths
+    head_major              launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    staged_slots            ring depth of the staged array, 0 where the kernel reads the array from global memory
+    batch_entries           that one CTA takes, one after the other for each key tile
+    """
+
+    rows: int
+    groups: int
+    keys: int
+    key_slots: int
+    value_slots: int
+    head_major: bool = True
+    staged_slots: int = 0
+    batch_entries: int = 1
+
+
+class StagedRing(typing.NamedTuple, typing.Generic[Part]):
+    """A ring of staged tiles in shared memory with its barriers.
+
+    full   one barrier a slot: the copy into it has arrived
+    free   one barrier a slot: all readers are done with it
+    """
+
+    tiles: Part
+    full: Part
+    free: Part
+
+
+class Scratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the dQ kernel; E batch entries, G computing warpgroups.
+
+    query, d_out          [G * E, rows, D] the CTA's own queries and their dO; dQ leaves through `query`
+    key, value            [slots, keys, D] rings
+    own_full              [G] Q and dO of a warpgroup have arrived
+    key_full, value_full  [slots] a tile has arrived
+    key_free, value_free  [slots] all warpgroups have read a tile
+    staged                ring of the staged array, None without one
+    direct_gradients      for each direct gradient [G, rows, keys], a tile on its way out
+    """
+
+    query: Part
+    d_out: Part
+    key: Part
+    value: Part
+    own_full: Part
+    key_full: Part
+    value_full: Part
+    key_free: Part
+    value_free: Part
+    staged: StagedRing[Part] | None
+    direct_gradients: tuple[Part, ...]
+
+
+def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratch[Description]:
+    """The shared memory of the dQ kernel with these tiles."""
+    dim, value_dim = padded_dims(plan)
+    own, q_tile = tiles.groups * tiles.batch_entries, tiles.rows * tiles.groups
+    staged = None
+    if bias.staged is not None and tiles.staged_slots:
+        staged = StagedRing[Description](
+            SwizzledTiles((tiles.staged_slots, q_tile, tiles.keys), bias.staged),
+            Barriers(tiles.staged_slots),
+            Barriers(tiles.staged_slots, tiles.groups),
+        )
+    return Scratch(
+        query=SwizzledTiles((own, tiles.rows, dim), plan.dtype),
+        d_out=SwizzledTiles((own, tiles.rows, value_dim), plan.dtype),
+        key=SwizzledTiles((tiles.key_slots, tiles.keys, dim), plan.dtype),
+        value=SwizzledTiles((tiles.value_slots, tiles.keys, value_dim), plan.dtype),
+        own_full=Barriers(tiles.groups, 2 * tiles.batch_entries),
+        key_full=Barriers(tiles.key_slots),
+        value_full=Barriers(tiles.value_slots),
+        key_free=Barriers(tiles.key_slots, tiles.groups),
+        value_free=Barriers(tiles.value_slots, tiles.groups),
+        staged=staged,
+        direct_gradients=tuple(SwizzledTiles((tiles.groups, tiles.rows, tiles.keys), t) for t in bias.direct_gradients),
+    )
+
+
+def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
+    """Sizes that fit shared memory, the best first: staging an array goes before deeper rings of keys and values."""
+    q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
+    most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) else 64
+    keys = first_dividing(plan.blocks, "kv", visited_sizes(plan.options.block_kv_bwd, most_keys))
+    rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if bias.staged is not None else ()
+    made = [
+        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged, bias.batch_entries)
+        for key_slots, value_slots, staged in (*rings, (2, 2, 0), (2, 1, 0), (1, 1, 0))
+    ]
+    return [tiles for tiles in made if scratch_bytes(dq_scratch(plan, tiles, bias)) + MARGIN <= SHARED_MEMORY]
+
+
+def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
+    """Whether the dQ kernel has shared memory for the staged array and the direct gradients."""
+    return bool(_candidates(plan, bias))
+
+
+def dq_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DqTiles:
+    """The best sizes of the dQ kernel that fit."""
+    found = _candidates(plan, bias)
+    if found:
+        return found[0]
+    q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
+    return DqTiles(64, q_tile // 64, 64, 1, 1, head_major=plan.group == 1)

@@ -1,0 +1,204 @@
+"""Which query tiles each CTA of the fused backward kernel visits, and in which order.
+
+A CTA owns a key tile. `query_visits` turns the block lists into one list of query tiles for each key tile, in which tiles with
+and without the mask are mixed in the order of their queries, because a fixed order of dQ additions (dq_order.py) runs over
+both. `FusedVisits.each` goes through the list inside the kernel. tile_visits.py has the visits of the other kernels.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_gpu import dq_order, tile_visits
+from flexjax.backends.mosaic_gpu.backward_tiles import FUSED_KEYS
+from flexjax.backends.mosaic_gpu.dq_order import DqOrder
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.plan.kernel_plan import KernelPlan
+
+AFTER_ALL = 1 << 30
+"""Stands for what a list has past its end, so that sorting puts it last."""
+State = typing.TypeVar("State")
+
+
+class QueryVisits(typing.NamedTuple, typing.Generic[Part]):
+    """The visits of each key tile, int32 [batch or 1, heads or 1, key tiles, ...]: arrays outside a kernel, Refs inside.
+
+    num           [...] how many query tiles a key tile visits (None: all)
+    codes         [..., width] query tile * 2, plus 1 where the mask applies, ascending (None: all query tiles)
+    tickets       [..., query tiles] see dq_order.py (None: additions are in any order, or every key tile visits all queries)
+    launch_order  [...] key tiles by falling number of visits, where additions are in any order (None: in their own order)
+    """
+
+    num: Part | None = None
+    codes: Part | None = None
+    tickets: Part | None = None
+    launch_order: Part | None = None
+
+
+def query_visits(
+    plan: KernelPlan,
+    lists: VisitLists[jax.Array],
+    kv_tiles: int,
+    q_tiles: int,
+    queries: int,
+    order: DqOrder | None,
+) -> QueryVisits[jax.Array]:
+    """The visits of `kv_tiles` tiles of FUSED_KEYS keys to `q_tiles` tiles of `queries` queries.
+
+    lists   of each key block
+    order   of the additions to dQ, None for any order
+    """
+    visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
+    if not visits.lists:
+        return QueryVisits()
+    parts, nums = [], []
+    for num, index, masked in ((lists.full_num, lists.full_index, 0), (lists.partial_num, lists.partial_index, 1)):
+        if num is None or index is None:
+            continue
+        valid = jnp.arange(index.shape[-1]) < num[..., None]
+        parts.append(jnp.where(valid, index * 2 + masked, AFTER_ALL))
+        nums.append(num)
+    if not parts:
+        shape = (visits.batch, visits.heads, kv_tiles)
+        none = jnp.zeros((*shape, q_tiles), jnp.int32) if order is not None else None
+        return QueryVisits(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), none, None)
+    blocks = jnp.sort(jnp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
+    num = sum(nums[1:], start=nums[0])
+    inside = jnp.arange(visits.per_block, dtype=jnp.int32)
+    codes = (blocks[..., None] // 2 * visits.per_block + inside) * 2 + (blocks[..., None] & 1)
+    codes = jnp.where(blocks[..., None] == AFTER_ALL, 0, codes).reshape(*blocks.shape[:-1], -1)
+    each_tile = lambda x: jnp.repeat(x, visits.own_per_block, axis=2)[:, :, :kv_tiles]
+    num, codes = each_tile(num * visits.per_block), each_tile(codes)
+    if order is None:
+        return QueryVisits(num, codes, None, jnp.argsort(-num, axis=-1, stable=True).astype(jnp.int32))
+    query_tiles = jnp.where(jnp.arange(codes.shape[-1]) < num[..., None], codes // 2, q_tiles)
+    batch, heads = num.shape[:2]
+    at = (
+        jnp.arange(batch)[:, None, None, None],
+        jnp.arange(heads)[:, None, None],
+        jnp.arange(kv_tiles)[:, None],
+        query_tiles,
+    )
+    visited = jnp.zeros((batch, heads, kv_tiles, q_tiles + 1), jnp.int32).at[at].set(1)[..., :q_tiles]
+    return QueryVisits(num, codes, dq_order.tickets(visited, order), None)
+
+
+class OwnKeys(typing.NamedTuple):
+    """What a CTA owns: batch entry, key head and key tile.
+
+    mask_b   the batch entry of its lists
+    rank     of the key tile in its head (dq_order.py), 0 where additions are in any order
+    """
+
+    b: Scalar
+    key_head: Scalar
+    mask_b: Scalar
+    tile: Scalar
+    rank: Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedVisits:
+    """What is known of the visits at compile time.
+
+    order     of the additions to dQ, None for any order
+    q_tiles   query tiles of a head
+    """
+
+    plan: KernelPlan
+    order: DqOrder | None
+    q_tiles: int
+
+    @property
+    def lists_by_head(self) -> bool:
+        """Whether each query head has lists of its own."""
+        return self.plan.blocks is not None and self.plan.blocks.heads > 1
+
+    @property
+    def lists_by_batch(self) -> bool:
+        """Whether each batch entry has lists of its own."""
+        return self.plan.blocks is not None and self.plan.blocks.batch > 1
+
+    @property
+    def heads_inside(self) -> bool:
+        """Whether a CTA visits a query tile for all heads of its group before it visits the next query tile.
+
+        In a fixed order it does where the heads share lists: CTAs then stay one visit apart.
+        """
+        return self.order is not None and self.plan.group > 1 and not self.lists_by_head
+
+    def each(
+        self,
+        visits: QueryVisits[Ref],
+        own: OwnKeys,
+        begin: Callable[[Scalar], State],
+        step: Callable[[State, Scalar, Scalar, Scalar, bool | Scalar], None],
+        by_runs: bool = False,
+    ) -> Scalar:
+        """Calls step(begin(head), head, query tile, running number, masked) for every visit; returns their number.
+
+        With `by_runs`, `masked` is a bool: runs of visits without the mask and runs with it have loops of their own. Otherwise
+        `masked` is a scalar (a bool where every visit is alike) in one loop.
+        """
+        plan, zero = self.plan, jnp.int32(0)
+        _, h_kv, mask_b, tile, _ = own
+        downward = self.order is not None and self.order.downward
+
+        def one_head(g: Scalar, before: Scalar) -> Scalar:
+            h = h_kv * plan.group + g
+            mask_h = h if self.lists_by_head else zero
+            state = None if self.heads_inside else begin(h)
+            count = jnp.int32(self.q_tiles) if visits.num is None else visits.num[mask_b, mask_h, tile]
+            position = lambda i: count - 1 - i if downward else i
+
+            def code(i: Scalar) -> Scalar:
+                assert visits.codes is not None
+                return visits.codes[mask_b, mask_h, tile, position(i)]
+
+            is_masked = lambda code: (code & 1) == 1
+            query_tile = lambda code: lax.shift_right_logical(code, jnp.int32(1))
+
+            def visit(i: Scalar, q_tile: Scalar, masked: bool | Scalar) -> None:
+                if not self.heads_inside:
+                    step(typing.cast(State, state), h, q_tile, before + i, masked)
+                    return
+
+                @pl.loop(0, plan.group)
+                def _(g: Scalar) -> None:
+                    head = h_kv * plan.group + g
+                    step(begin(head), head, q_tile, i * plan.group + g, masked)
+
+            def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+                """Visits the run that starts at `here`, (position, its code); returns where the next run starts."""
+
+                def one(here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+                    following = code(lax.min(here[0] + 1, count - 1))
+                    visit(here[0], query_tile(here[1]), masked)
+                    return here[0] + 1, following
+
+                return lax.while_loop(lambda here: (here[0] < count) & (is_masked(here[1]) == masked), one, here)
+
+            if visits.num is None:
+                pl.loop(0, count)(lambda i: visit(i, position(i), plan.mask is not None))
+            elif by_runs:
+                both = lambda here: run(True, run(False, here))
+                lax.while_loop(lambda here: here[0] < count, both, (zero, code(zero)))
+            else:
+
+                @pl.loop(0, count)
+                def _(i: Scalar) -> None:
+                    now = code(i)
+                    visit(i, query_tile(now), is_masked(now))
+
+            return before + count * (plan.group if self.heads_inside else 1)
+
+        if plan.group == 1 or self.heads_inside:
+            return one_head(zero, zero)
+        return lax.fori_loop(0, plan.group, one_head, zero)

@@ -1,0 +1,89 @@
+"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py)."""
+
+import typing
+
+from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, Part, SwizzledTiles, fits
+from flexjax.plan.kernel_plan import KernelPlan
+
+ROWS = 64
+"""Queries of a computing warpgroup, and keys of a slot."""
+
+
+def warpgroups_for(plan: KernelPlan) -> int:
+    """Computing warpgroups of 64 queries each: two where 128 x 128 tiles fit shared memory and divide the mask's blocks."""
+    dims = padded_dim(plan.head_dim) + padded_dim(plan.value_dim)
+    blocks = plan.blocks
+    divide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
+    return 2 if divide and dims <= 256 else 1
+
+
+class RingDepths(typing.NamedTuple):
+    """Slots of the rings.
+
+    queries   tiles of Q and dO
+    keys      tiles of 64 keys and values
+    staged    whether each slot of Q also has a tile of the staged array (pair_bias.py)
+    """
+
+    queries: int
+    keys: int
+    staged: bool
+
+
+class Scratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA; a tile is [groups * ROWS, groups * ROWS].
+
+    query, d_out           [query slots, queries of a tile, D]
+    key, value             [key slots, ROWS, D]
+    query_full, key_full   [slots] a tile has arrived; `query_full` also counts dO and the staged tile, `key_full` the values
+    query_free, key_free   [slots] all computing warpgroups have read a tile
+    staged                 [query slots, tile] tiles of the staged array, None without one
+    """
+
+    query: Part
+    key: Part
+    value: Part
+    d_out: Part
+    query_full: Part
+    key_full: Part
+    query_free: Part
+    key_free: Part
+    staged: Part | None
+
+
+def capture_scratch(
+    groups: int, rings: RingDepths, dims: tuple[int, int], dtype: str, staged_dtype: str | None
+) -> Scratch[Description]:
+    """The shared memory of the kernel with `groups` computing warpgroups; dims are the padded head dims of keys and values."""
+    dim, value_dim = dims
+    tile = groups * ROWS
+    staged = None
+    if rings.staged and staged_dtype is not None:
+        staged = SwizzledTiles((rings.queries, tile, tile), staged_dtype)
+    return Scratch(
+        query=SwizzledTiles((rings.queries, tile, dim), dtype),
+        key=SwizzledTiles((rings.keys, ROWS, dim), dtype),
+        value=SwizzledTiles((rings.keys, ROWS, value_dim), dtype),
+        d_out=SwizzledTiles((rings.queries, tile, value_dim), dtype),
+        query_full=Barriers(rings.queries, 2 if staged is None else 3),
+        key_full=Barriers(rings.keys, 2),
+        query_free=Barriers(rings.queries, groups),
+        key_free=Barriers(rings.keys, groups),
+        staged=staged,
+    )
+
+
+def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None) -> RingDepths:
+    """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings.
+
+    dims           padded head dims of keys and values
+    staged_dtype   of the array to stage, None without one
+    """
+    choices = [
+        RingDepths(queries, keys, staged)
+        for staged in ((False,) if staged_dtype is None else (True, False))
+        for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
+    ]
+    fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype)))
+    return next(fit, choices[-1])

@@ -1,0 +1,165 @@
+"""Which kernels run a plan on Hopper, with which tiles: the one place that answers it.
+
+    forward_kernel(plan)     the forward kernel's tile and pipeline (forward_tiles.py lists the candidates)
+    backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
+    describe(plan)           both as text, for `flexjax.explain`
+
+Every rule follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
+of sums: the same call gives the same bits on every GPU. forward_tiles.py and the backward_*_tiles.py say what fits; here is
+what is faster. NOTES_backward.md has the reasons, LOG_backward.md the measurements.
+
+The backward pass of one plan:
+
+    a score_mod that reads an element for each (query, key)   two kernels: the fused kernel would read it transposed
+    additions to dQ in any order (deterministic=False)        the fused kernel
+    additions in a fixed order                                the fused kernel where `_ordered_dq_is_fast`, else two
+    no tile of the fused kernel fits (`fused_tiles`)          two kernels
+"""
+
+import typing
+
+from flexjax.backends.mosaic_gpu import dq_order, forward_tiles
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
+from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
+from flexjax.backends.mosaic_gpu.backward_tiles import (
+    FUSED_KEYS,
+    LARGEST_UNSPLIT_DIM,
+    NO_DENSE_BIAS,
+    SPLIT_KEYS,
+    SPLIT_QUERIES,
+    DenseBiasTypes,
+    padded_dims,
+)
+from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
+
+MOST_TICKETS = 1 << 22
+"""The most (query tile, key tile) pairs, over all masks of a problem, whose tickets (dq_order.py) are kept in memory."""
+MOST_DELAY = 0.12
+"""The modelled start-up delay up to which the fused kernel in a fixed order is faster than two kernels."""
+MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
+"""The same where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
+arrays over queries or keys, which two kernels evaluate twice."""
+
+
+# ------------------------------------------------------------------- forward
+
+
+def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
+    """The tile and pipeline of the forward kernel: the first candidate that fits."""
+    return forward_tiles.forward_tile(plan)
+
+
+# ------------------------------------------------------------------- backward
+
+
+class FusedKernel(typing.NamedTuple):
+    """dQ, dK and dV in one kernel; `ordered`: CTAs add their dQ tiles in the fixed order of dq_order.py."""
+
+    tiles: FusedTiles
+    ordered: bool
+
+
+class TwoKernels(typing.NamedTuple):
+    """A kernel for dQ and one for dK and dV, the split one above head dim 128."""
+
+    dq: DqTiles
+    dkv: DkvTiles | SplitDkvTiles
+
+
+def backward_kernels(
+    plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS, all_gradients: bool = True
+) -> FusedKernel | TwoKernels:
+    """The kernels of the backward pass.
+
+    plan            with extra features joined to the head dim, or not joined: the choice is the same
+    bias            dtypes of staged arrays and direct gradients (pair_bias.py)
+    all_gradients   whether dQ and one of dK, dV are asked for; otherwise one of two kernels runs alone
+    """
+    fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
+    if fused is not None:
+        return FusedKernel(fused, adds_in_order(plan, fused))
+    split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
+    dkv = split_dkv_tiles(plan) if split else dkv_tiles(plan, bias)
+    return TwoKernels(dq_tiles(plan, bias), dkv)
+
+
+def fused_is_faster(plan: KernelPlan) -> bool:
+    """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all."""
+    if ir.TILE in _load_kinds(plan):
+        return False
+    if not plan.options.deterministic:
+        return True
+    fused = fused_tiles(plan)
+    return fused is not None and _ordered_dq_is_fast(plan, fused)
+
+
+def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
+    """Whether the fused kernel adds to dQ in a fixed order: where it must, and where a fixed order is faster than any."""
+    if plan.options.deterministic:
+        return True
+    return tiles.queries == 128 and dq_order.is_full(plan) and plan.group == 1 and _ordered_dq_is_fast(plan, tiles)
+
+
+def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
+    """Whether the fused kernel in a fixed order beats two kernels, by the model of dq_order.py and by measurement."""
+    if not _tickets_fit(plan, tiles.queries):
+        return False
+    if tiles.queries == 64 and plan.score is None and dq_order.is_triangle(plan):
+        return False  # two kernels are 4% faster at head dim 128, and as fast with grouped heads; with ALiBi 20% slower
+    kv_tiles = -(-plan.kv_len // FUSED_KEYS)
+    order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)
+    fills_gpu = plan.batch * plan.kv_heads * kv_tiles > dq_order.REFERENCE_SMS
+    two_are_slow = not fills_gpu or bool(_load_kinds(plan) - {ir.SCALAR})
+    return order.delay <= (MOST_DELAY_WHERE_TWO_ARE_SLOW if two_are_slow else MOST_DELAY)
+
+
+def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
+    """Whether there are at most MOST_TICKETS tickets for tiles of so many queries."""
+    q_tiles, kv_tiles = -(-plan.q_len // queries), -(-plan.kv_len // FUSED_KEYS)
+    masks = plan.blocks.batch * plan.blocks.heads if plan.blocks is not None else 0
+    return masks * q_tiles * kv_tiles <= MOST_TICKETS
+
+
+def _load_kinds(plan: KernelPlan) -> set[str]:
+    """The kinds (`ir.classify_load`) of score_mod's loads."""
+    return set() if plan.score is None else {ir.classify_load(load).kind for load in plan.score.loads}
+
+
+def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
+    """(block_q_bwd, block_kv_bwd) pairs that the options and the block mask allow, the default choice first."""
+    options, blocks = plan.options, plan.blocks
+    fits = lambda n, block: block is None or block % n == 0
+    queries = [n for n in (128, 64) if options.block_q_bwd in (None, n) and fits(n, blocks and blocks.block_q)]
+    keys = [n for n in (128, 64) if options.block_kv_bwd in (None, n) and fits(n, blocks and blocks.block_kv)]
+    if max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
+        keys = [n for n in keys if n == SPLIT_KEYS]
+    pairs = [(q, kv) for q in queries for kv in keys]
+    chosen = backward_kernels(plan)
+    if isinstance(chosen, FusedKernel):
+        pairs.sort(key=lambda pair: pair != (chosen.tiles.queries, FUSED_KEYS))
+    return tuple(pairs)
+
+
+# ------------------------------------------------------------------- text
+
+
+def describe(plan: KernelPlan) -> str:
+    """The kernels of both passes with their tiles, queries x keys; the backward pass for all gradients of q, k and v."""
+    tile = forward_kernel(plan)
+    return f"forward {tile.block_q} x {tile.block_kv}, backward {_describe_backward(plan)}"
+
+
+def _describe_backward(plan: KernelPlan) -> str:
+    """The backward kernels with their tiles, queries x keys."""
+    chosen = backward_kernels(plan)
+    if isinstance(chosen, FusedKernel):
+        order = "a fixed order" if chosen.ordered else "any order"
+        return f"fused {chosen.tiles.queries} x {FUSED_KEYS}, dQ added in {order}"
+    dq, dkv = chosen
+    if isinstance(dkv, SplitDkvTiles):
+        last = f"split dK/dV {SPLIT_QUERIES} x {SPLIT_KEYS}"
+    else:
+        last = f"dK/dV {dkv.queries} x {dkv.rows * dkv.groups}"
+    return f"dQ {dq.rows * dq.groups} x {dq.keys}, {last}"

@@ -1,0 +1,131 @@
+"""The producer of the forward kernel: one warpgroup that copies queries, keys and values into rings in shared memory by TMA.
+
+For each work item it fills a query slot, and for each of the item's steps a key slot and a value slot. Keys are copied one step ahead of
+values, because consumers release a key slot half a step before the value slot. A slot is written only after every consumer has
+released it (forward_barriers.py). With the dynamic scheduler the producer also takes the CTA's work items from the counter.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import memory, tile_scheduler
+from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, present
+from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
+
+
+@dataclasses.dataclass(frozen=True)
+class Producer:
+    """The producer warpgroup of one CTA."""
+
+    setup: ForwardSetup
+    inputs: Inputs[Ref]
+    scratch: ForwardScratch[Ref]
+
+    def run(self) -> None:
+        """Copies for every work item of this CTA."""
+        tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
+        if tile.groups > 1:
+            plgpu.set_max_registers(tile.producer_registers, action="decrease")
+        turns = self._each_item(self._copy_item)
+        if self.setup.interpret:  # the simulator wants every arrival at a barrier to be waited for
+            for slot in range(tile.dynamic_scheduler, tile.query_slots):
+                slots.acquire("query", scratch.query_free, memory.slot_of(turns + slot, tile.query_slots))
+            for slot in range(tile.stages):
+                slots.acquire("key", scratch.key_free, slot)
+            for slot in range(tile.value_stages):
+                slots.acquire("value", scratch.value_free, slot)
+            for slot in range(tile.staged_slots):
+                slots.acquire("staged", scratch.staged_free, slot)
+
+    def _each_item(self, copy_item: Callable[[WorkItem, Scalar, Scalar], Scalar]) -> Scalar:
+        """Calls `copy_item` on each work item of this CTA; returns how many there were.
+
+        copy_item   (item, its number in this CTA, number of its first step) -> number of the step after its last
+        """
+        scheduler, tile, mask_rows = self.setup.scheduler, self.setup.tile, self.inputs.mask_rows
+        if not tile.dynamic_scheduler:
+            own = lambda turn, step: copy_item(scheduler.item(mask_rows, scheduler.number(turn)), turn, step)
+            lax.fori_loop(i32(0), scheduler.turns(), own, i32(0))
+            return scheduler.turns()
+        mailbox = present(self.scratch.mailbox)
+
+        def one(state: tuple[Scalar, Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+            _, number, turn, step = state
+            step = copy_item(scheduler.item(mask_rows, number), turn, step)
+            number = tile_scheduler.next_number(
+                self.inputs.counter, mailbox, number, scheduler.programs, self.setup.interpret
+            )
+            return number < scheduler.items, number, turn + 1, step
+
+        first = (jnp.asarray(True), lax.axis_index("program"), i32(0), i32(0))
+        _, _, turns, _ = lax.while_loop(lambda state: state[0], one, first)
+        slot = memory.slot_of(turns, tile.query_slots)
+        self.setup.slots.acquire("query", self.scratch.query_free, slot)
+        tile_scheduler.put(mailbox, slot, None)
+        plgpu.barrier_arrive(self.scratch.query_full.at[slot])
+        return turns
+
+    def _copy_item(self, item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
+        """Copies what the item needs; returns the number of the step after its last."""
+        plan, tile, slots = self.setup.plan, self.setup.tile, self.setup.slots
+        inputs, scratch = self.inputs, self.scratch
+        kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
+        q_slot = memory.slot_of(turn, tile.query_slots)
+        slots.acquire("query", scratch.query_free, q_slot)
+        if tile.dynamic_scheduler:
+            tile_scheduler.put(present(scratch.mailbox), q_slot, item)
+        rows = rows_of(inputs.query, plan.layout, item.b, item.h, item.q_tile * tile.block_q, tile.block_q)
+        plgpu.copy_gmem_to_smem(rows, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
+
+        def copy_tile(n: Scalar, name: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, count: int) -> None:
+            slot = memory.slot_of(first_step + n, count)
+            start = self.setup.scheduler.kv_start(inputs.mask_rows, item, n)
+            rows = rows_of(source, plan.layout, item.b, kv_head, start, tile.block_kv)
+            slots.acquire(name, free, slot)
+            plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
+
+        def copy_keys(n: Scalar) -> None:
+            copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)
+
+        def copy_step(n: Scalar, _: None) -> None:
+            """The keys of step n + 1, then the staged tile and the values of step n."""
+            when(n + 1 < item.total)(lambda: copy_keys(n + 1))
+            if self.setup.staged is not None:
+                self._copy_staged(item, n, first_step)
+            copy_tile(
+                n, "value", inputs.value, scratch.value, scratch.value_full, scratch.value_free, tile.value_stages
+            )
+
+        when(item.total > 0)(lambda: copy_keys(i32(0)))
+        lax.fori_loop(i32(0), item.total, copy_step, None)
+        return first_step + item.total
+
+    def _copy_staged(self, item: WorkItem, n: Scalar, first_step: Scalar) -> None:
+        """The tile of the staged array at step n of the item, whose first step has the number `first_step`."""
+        setup, tile, scratch = self.setup, self.setup.tile, self.scratch
+        assert setup.staged is not None
+        assert setup.plan.score is not None
+        slot = memory.slot_of(first_step + n, tile.staged_slots)
+        start = setup.scheduler.kv_start(self.inputs.mask_rows, item, n)
+        setup.slots.acquire("staged", scratch.staged_free, slot)
+        leading = TileProgram(
+            setup.plan.score,
+            self.inputs.score,
+            (tile.rows, tile.block_kv),
+            batch=item.b,
+            head=item.h,
+            interpret=setup.interpret,
+        ).scalars(setup.staged.index[:-2])
+        rows, columns = pl.ds(item.q_tile * tile.block_q, tile.block_q), pl.ds(start, tile.block_kv)
+        source = self.inputs.score[setup.staged.capture].at[(*leading, rows, columns)]
+        target, full = present(scratch.staged), present(scratch.staged_full)
+        plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot])

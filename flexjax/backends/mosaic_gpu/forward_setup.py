@@ -1,0 +1,120 @@
+"""What the two roles of the forward kernel share: its operands, and everything that is known before it is traced."""
+
+import dataclasses
+import typing
+
+from flexjax.backends.mosaic_gpu.forward_barriers import PingPong, SlotBarriers
+from flexjax.backends.mosaic_gpu.forward_tiles import ForwardTile
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref
+from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.backends.mosaic_gpu.tile_scheduler import MaskRows, TileScheduler
+from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+class Inputs(typing.NamedTuple, typing.Generic[Part]):
+    """Operands in global memory. T, S, D, E are padded (`forward_sm90._inputs`).
+
+    query        [B, T, N, D] or [B, N, T, D]
+    key, value   [B, S, M, D or E] or [B, M, S, D or E]
+    sinks        [N] float32 or None
+    mask_rows    which key tiles are visited
+    score, mask, dropout   captured arrays of the three programs
+    counter      [1] int32 of the dynamic scheduler, which the kernel changes; None without it and in the simulator
+    """
+
+    query: Part
+    key: Part
+    value: Part
+    sinks: Part | None
+    mask_rows: MaskRows
+    score: tuple[Part, ...]
+    mask: tuple[Part, ...]
+    dropout: tuple[Part, ...]
+    counter: Part | None = None
+
+
+class Outputs(typing.NamedTuple, typing.Generic[Part]):
+    """Results: out in the layout of the queries; lse and (None: not wanted) row maxima, [B, N, T] float32."""
+
+    out: Part
+    lse: Part
+    max_scores: Part | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardSetup:
+    """The static part of a forward kernel.
+
+    staged            the load of the score program that goes through shared memory; None: none does
+    reference         static softmax reference (static_reference.py); None: the running maximum
+    large_scores      scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py)
+    """
+
+    plan: KernelPlan
+    tile: ForwardTile
+    interpret: bool
+    staged: ir.Load | None
+    reference: float | None
+    large_scores: bool
+
+    @property
+    def scheduler(self) -> TileScheduler:
+        return TileScheduler(self.plan, self.tile)
+
+    @property
+    def slots(self) -> SlotBarriers:
+        return SlotBarriers(self.tile, self.interpret)
+
+    @property
+    def ping_pong(self) -> PingPong:
+        return PingPong(self.tile, self.interpret)
+
+    @property
+    def softmax(self) -> OnlineSoftmax:
+        """The softmax of a consumer's tile. Row maxima that are a result must not lag, so they are tracked exactly."""
+        tile = self.tile
+        return OnlineSoftmax(
+            shape=(tile.rows, tile.block_kv),
+            lazy_rescale=tile.lazy_rescale and not self.plan.max_scores,
+            reference=self.reference,
+            polynomials=tile.polynomials,
+            interpret=self.interpret,
+            large_scores=self.large_scores,
+            program=self.plan.score,
+        )
+
+    @property
+    def may_overhang(self) -> bool:
+        """Whether a tile may reach past the last query or key where the programs are evaluated."""
+        queries, keys = self.plan.covered(self.tile.block_q, self.tile.block_kv)
+        return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
+
+    @property
+    def full_blocks_may_overhang(self) -> bool:
+        """Whether a block of the full list may reach past the last key."""
+        blocks = self.plan.blocks
+        return blocks is not None and blocks.full > 0 and self.plan.kv_len % blocks.block_kv > 0
+
+    @property
+    def keys_may_overhang(self) -> bool:
+        """Whether some tile reaches past the last key."""
+        plan = self.plan
+        return bool(
+            plan.kv_len % self.tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv)
+        )
+
+    @property
+    def has_masked_steps(self) -> bool:
+        """Whether some step needs the mask, or has keys past the last one."""
+        plan = self.plan
+        if plan.mask is not None or plan.kv_len % self.tile.block_kv:
+            return True
+        return plan.blocks is not None and (plan.blocks.partial > 0 or plan.kv_len % plan.blocks.block_kv > 0)
+
+
+def present(ref: Ref | None) -> Ref:
+    """A field of Inputs or ForwardScratch that the tile at hand is known to have."""
+    assert ref is not None
+    return ref

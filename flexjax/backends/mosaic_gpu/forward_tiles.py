@@ -1,0 +1,288 @@
+"""Which tile the forward kernel takes: its configuration, its shared memory, what fits, and the choice.
+
+    forward_tile(plan)          the configuration that runs
+    forward_candidates(plan)    all that fit what the plan, its block mask and the options allow, the expected best first
+    forward_scratch(tile)       shared memory of a CTA, for the launch and for what fits
+
+Numbers that were chosen by measurement are explained in LOG.md. Nothing here imports Mosaic.
+"""
+
+import dataclasses
+import typing
+
+from flexjax.analysis.patterns import divides_tiles
+from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
+from flexjax.backends.mosaic_gpu.static_reference import static_reference
+from flexjax.plan.kernel_plan import KernelPlan
+
+REFERENCE_SMS = 132
+"""SMs that the heuristics assume on every GPU, those of an H100 SXM or H200: a kernel and its tile follow from the plan alone, so
+that every GPU gives the same bits."""
+NAMED_BARRIERS = 16
+"""Hardware barriers of a CTA that have a number."""
+MAILBOX_WORDS = 16
+"""int32 words of a query slot's mailbox, through which the producer passes a work item to the consumers (tile_scheduler.py)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTile:
+    """One configuration of the forward kernel.
+
+    groups                 consumer warpgroups
+    rows                   queries of one consumer warpgroup
+    block_kv               keys of a tile
+    stages, value_stages   slots of the ring of key tiles and of the ring of value tiles
+    head_dim, value_dim    rounded up to what WGMMA takes (`wgmma_dim`)
+    query_slots            2: the queries of the next work item are copied while the consumers work on this one
+    out_slots              slots of a warpgroup for parts of its output on their way to global memory
+    ping_pong              two consumer warpgroups alternate: one issues WGMMAs while the other computes its softmax
+    overlap                the softmax of a step runs while P V of the step before is in flight
+    lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
+    persistent             a CTA takes a fixed share of all query tiles, the longest first
+    dynamic_scheduler      a CTA takes query tiles one by one from an atomic counter (tile_scheduler.py)
+    staged_slots           slots for tiles of a captured array that TMA brings into shared memory (staging.py); 0: none
+    staged_dtype           dtype of that array
+    polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions (exponential.py)
+    reverse_kv             key tiles that need no mask are visited from the last to the first
+    prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
+    programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
+    """
+
+    groups: int
+    rows: int
+    block_kv: int
+    stages: int
+    value_stages: int
+    head_dim: int
+    value_dim: int
+    query_slots: int = 1
+    out_slots: int = 2
+    ping_pong: bool = True
+    overlap: bool = True
+    lazy_rescale: bool = True
+    persistent: bool = True
+    dynamic_scheduler: bool = False
+    staged_slots: int = 0
+    staged_dtype: str = "bfloat16"
+    polynomials: int = 0
+    reverse_kv: bool = False
+    prefetch_key_barrier: bool = False
+    programs: int = REFERENCE_SMS
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a CTA's tile."""
+        return self.groups * self.rows
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the part of an output tile that goes to global memory in one copy."""
+        return 64 if self.value_dim % 64 == 0 else self.value_dim
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread of a consumer warpgroup, where there are several consumers."""
+        return {2: 240, 3: 160}[self.groups]
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the producer: what the consumers leave of the SM's 65536."""
+        return {2: 24, 3: 32}[self.groups]
+
+    @property
+    def named_barriers(self) -> dict[str, range]:
+        """Numbers of the named barriers: three for the ping-pong, and one for each slot of each ring.
+
+        Lower numbers belong to the compiler: one for the CTA, one for each warpgroup.
+        """
+        counts = {
+            "ping_pong": 3,
+            "key": self.stages,
+            "value": self.value_stages,
+            "query": self.query_slots,
+            "staged": self.staged_slots,
+        }
+        numbers, first = {}, self.groups + 2
+        for name, count in counts.items():
+            numbers[name] = range(first, first + count)
+            first += count
+        return numbers
+
+    @property
+    def fits(self) -> bool:
+        """Whether a CTA has the shared memory and the named barriers for this tile, and the key ring enough slots."""
+        named = max(numbers.stop for numbers in self.named_barriers.values())
+        steps_of_keys = 1 + self.prefetch_key_barrier  # whose keys are in shared memory at the same time
+        return fits(forward_scratch(self)) and named <= NAMED_BARRIERS and self.stages >= steps_of_keys
+
+
+class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the forward kernel.
+
+    query, key, value   rings of operand tiles
+    out                 [groups, out_slots, rows, out_columns], parts of the output on their way to global memory
+    *_full              barriers: TMA has filled the slot
+    *_free              barriers: every consumer has released the slot; only in the simulator (`tile_scheduler.SlotBarriers`)
+    staged              ring of tiles of a captured array
+    mailbox             work items from the dynamic scheduler, one for each query slot
+    """
+
+    query: Part
+    key: Part
+    value: Part
+    out: Part
+    query_full: Part
+    key_full: Part
+    value_full: Part
+    query_free: Part | None
+    key_free: Part | None
+    value_free: Part | None
+    staged: Part | None
+    staged_full: Part | None
+    staged_free: Part | None
+    mailbox: Part | None
+
+
+def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> ForwardScratch:
+    """Shared memory for the tile, described for `kernel_parts.launch`; `dtype` of queries, keys and values has two bytes."""
+
+    def free(slots: int) -> Barriers | None:
+        return Barriers(slots, arrivals=tile.groups) if interpret else None
+
+    staged = tile.staged_slots > 0
+    return ForwardScratch(
+        query=SwizzledTiles((tile.query_slots, tile.block_q, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
+        value=SwizzledTiles((tile.value_stages, tile.block_kv, tile.value_dim), dtype),
+        out=SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), dtype),
+        query_full=Barriers(tile.query_slots),
+        key_full=Barriers(tile.stages),
+        value_full=Barriers(tile.value_stages),
+        query_free=free(tile.query_slots),
+        key_free=free(tile.stages),
+        value_free=free(tile.value_stages),
+        staged=SwizzledTiles((tile.staged_slots, tile.block_q, tile.block_kv), tile.staged_dtype) if staged else None,
+        staged_full=Barriers(tile.staged_slots) if staged else None,
+        staged_free=free(tile.staged_slots) if staged else None,
+        mailbox=PlainArray((tile.query_slots * MAILBOX_WORDS,), "int32") if tile.dynamic_scheduler else None,
+    )
+
+
+def wgmma_dim(dim: int) -> int:
+    """Head dim as WGMMA takes it: a multiple of 16 elements of two bytes."""
+    return round_up(max(dim, 1), 16)
+
+
+# ------------------------------------------------------------------- the choice
+
+
+# (key slots, value slots, query slots), the best first, by the larger head dim.
+RINGS = {
+    64: ((2, 2, 2), (4, 4, 1), (3, 3, 2), (2, 2, 1)),
+    128: ((2, 2, 2), (3, 2, 1), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
+    256: ((2, 2, 1), (3, 2, 1)),
+}
+GROUPS = (2, 1, 3)
+"""Numbers of consumer warpgroups, the best first; three come first where `_three_groups_are_faster`."""
+THREE_GROUPS_SPEED = 1.12
+"""Measured speed of three groups relative to two at head dims up to 64, where both fill the GPU."""
+
+
+def forward_tile(plan: KernelPlan) -> ForwardTile:
+    """The tile that runs; the plan has one (`support.refuses`)."""
+    return forward_candidates(plan)[0]
+
+
+def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
+    """Configurations that fit, the expected best first; empty where the block mask or the options allow none."""
+    head_dim, value_dim = wgmma_dim(plan.head_dim + plan.extra_dim), wgmma_dim(plan.value_dim)
+    size = _ring_size(head_dim, value_dim)
+    divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # the quotients take the registers of 64 keys
+    staged_dtype = _staged_dtype(plan)
+    order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
+    found: list[ForwardTile] = []
+    for groups in order:
+        if not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
+            continue
+        for keys in (64, 128) if size == 256 or divides else (128, 64):
+            if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
+                continue
+            for stages, value_stages, slots in RINGS[size]:
+                if plan.options.num_stages not in (None, stages):
+                    continue
+                ring = (stages, value_stages, head_dim, value_dim, 1 if groups == 3 else slots)
+                tile = ForwardTile(groups, 64, keys, *ring)
+                tile = dataclasses.replace(tile, **_pipeline_defaults(plan, size, groups))
+                found += _with_staged_slots(tile, staged_dtype)
+    # Of tiles with as many queries, those that stage an array come before those that do not.
+    found.sort(key=lambda t: (order.index(t.groups), staged_dtype is not None and t.staged_slots == 0))
+    if plan.q_len <= 64 and plan.options.block_q is None:
+        found.sort(key=lambda t: t.groups != 1)
+    return tuple(dict.fromkeys(found))
+
+
+def _allowed(size: int, asked: int | None, block: int | None) -> bool:
+    """Whether a tile of `size` tokens is what the options ask for (None: anything) and divides the mask's block (None: no mask)."""
+    return (asked is None or asked == size) and (block is None or block % size == 0)
+
+
+def _ring_size(head_dim: int, value_dim: int) -> int:
+    """Key of RINGS: the smallest that is not below the larger head dim."""
+    return next(n for n in RINGS if max(head_dim, value_dim) <= n)
+
+
+def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
+    """Fields of ForwardTile that say how steps overlap, by `size` (key of RINGS), block mask and consumer warpgroups."""
+    scheduler = {"persistent": False, "dynamic_scheduler": True}
+    if size == 64:
+        overlap = groups == 3 and plan.mask is None and plan.dropout is None
+        return {
+            **scheduler,
+            "overlap": overlap,
+            "lazy_rescale": overlap,
+            "ping_pong": groups == 2,
+            "prefetch_key_barrier": overlap,
+        }
+    # A static reference means a soft cap, whose tanh doubles the exponentials of a step.
+    static = static_reference(plan) is not None
+    return {
+        **scheduler,
+        "ping_pong": groups == 2 and size != 256 and plan.blocks is not None and not static,
+        "prefetch_key_barrier": not static,
+        "reverse_kv": plan.score is not None and not static,
+    }
+
+
+def _utilization(plan: KernelPlan, rows: int) -> float:
+    """Share of the time of REFERENCE_SMS that goes to queries with tiles of `rows` queries; the rest goes to rows past the end
+    and to idle SMs in the last wave."""
+    tiles = -(-plan.q_len // rows)
+    items = plan.batch * plan.q_heads * tiles
+    waves = -(-items // REFERENCE_SMS)
+    return items / max(1, waves * REFERENCE_SMS) * plan.q_len / max(1, rows * tiles)
+
+
+def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
+    """Whether three consumer warpgroups beat two.
+
+    Not where anything is masked or dropped: 160 registers a thread are too few for a second loop, and the kernel spills.
+    """
+    if size != 64 or staged_dtype is not None or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
+        return False
+    return THREE_GROUPS_SPEED * _utilization(plan, 192) > _utilization(plan, 128)
+
+
+def _staged_dtype(plan: KernelPlan) -> str | None:
+    """dtype of the captured array that goes through shared memory; None where the score program has none."""
+    load = None if plan.score is None else staging.staged_load(plan.score)
+    return None if load is None or plan.score is None else plan.score.captures[load.capture].dtype
+
+
+def _with_staged_slots(tile: ForwardTile, staged_dtype: str | None) -> list[ForwardTile]:
+    """The tile with as many staged slots as fit, then the tile without; those that fit, perhaps none."""
+    if staged_dtype is None:
+        return [tile] if tile.fits else []
+    made = [dataclasses.replace(tile, staged_slots=n, staged_dtype=staged_dtype) for n in (2, 1, 0)]
+    fitting = [t for t in made if t.fits]
+    return [t for t in fitting if t is fitting[0] or t.staged_slots == 0]

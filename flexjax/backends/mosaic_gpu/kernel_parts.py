@@ -1,0 +1,227 @@
+"""The frame that all Hopper kernels share: how a kernel is written, launched, and given its operands.
+
+A kernel is a function of three named tuples,
+
+    def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None
+
+Outside, `Inputs` holds arrays, `Outputs` their shapes, and `Scratch` the descriptions of shared_memory.py. An operand that a
+kernel can do without is None. `launch` puts Refs in the place of all of them and runs the kernel, on the device or in the simulator.
+
+Below that: Mosaic's operations that lack types or need a jax that pyright does not read (`load`, `inline_mgpu`, `ptx`,
+accumulators), and operands in the form in which the kernels take them (`pad`, `join_extra`, `rows_of`).
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jax.ref
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, PlainArray, SwizzledTiles
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+
+if typing.TYPE_CHECKING:
+
+    class Ref(jax.ref.AbstractRef):
+        """An array in global or shared memory, an accumulator or a barrier inside a kernel, or a part of one.
+
+        jax declares what can be done with it in a way that pyright does not see; this class says it again.
+        """
+
+        shape: tuple[int, ...]
+        dtype: np.dtype
+        at: "RefIndexer"
+        T: "Ref"
+
+        def __getitem__(self, index: object) -> jax.Array: ...
+        def __setitem__(self, index: object, value: object) -> None: ...
+        def transpose(self, permutation: tuple[int, ...]) -> "Ref": ...
+
+    class RefIndexer(typing.Protocol):
+        """`ref.at`: selects a part without reading it."""
+
+        def __getitem__(self, index: object) -> Ref: ...
+else:
+    Ref = jax.ref.AbstractRef
+
+Scalar = jax.Array
+"""An int32 or bool of shape [] inside a kernel, the same in all threads of a warpgroup."""
+
+SCALAR_LAYOUT = plgpu.Layout.WG_SPLAT(())
+SCALAR_INT = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR_LAYOUT)
+"""Argument and result of `inline_mgpu`: one int32 for the whole warpgroup."""
+
+
+# ------------------------------------------------------------------- the launch
+
+
+def launch(
+    kernel: Callable[..., None],
+    inputs: tuple,
+    outputs: tuple,
+    scratch: tuple,
+    *,
+    name: str,
+    programs: int,
+    warpgroups: int | None,
+    interpret: bool,
+) -> typing.Any:
+    """Runs `kernel(inputs, outputs, scratch)` and returns its results in the structure of `outputs`.
+
+    inputs       named tuple of arrays; of `jax.new_ref` arrays where the kernel also writes them
+    outputs      named tuple of jax.ShapeDtypeStruct, see `memory.output`
+    scratch      named tuple of descriptions (shared_memory.py)
+    name         of the kernel in profiles
+    programs     CTAs; a kernel reads its number by `lax.axis_index("program")`
+    warpgroups   of a CTA, read by `lax.axis_index("wg")`; None: one, which has no number
+    interpret    run in the simulator instead of on the device
+    """
+    shapes, structure = jax.tree.flatten(outputs)
+    memory = jax.tree.map(_allocated, scratch)
+    thread_name = None if warpgroups is None else "wg"
+
+    def on_refs(inputs: tuple, *results: Ref) -> None:
+        run = lambda scratch: kernel(inputs, jax.tree.unflatten(structure, results), scratch)
+        pl.run_scoped(run, memory, collective_axes=() if thread_name is None else thread_name)
+
+    run = pl.kernel(
+        on_refs,
+        out_type=shapes,
+        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",), num_threads=warpgroups, thread_name=thread_name),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # rows of a tile lie within a warp, so no sum crosses warps
+        ),
+        interpret=simulator() if interpret else False,
+        name=name,
+    )
+    results = typing.cast(Callable[[tuple], list[jax.Array]], run)(inputs)
+    return jax.tree.unflatten(structure, results)
+
+
+def simulator() -> object:
+    """The parameters by which Pallas runs a kernel on the CPU; they exist from jax 0.11 on."""
+    return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _allocated(part: Description) -> object:
+    """The description as Pallas takes it."""
+    if isinstance(part, Barriers):
+        return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=() if part.count is None else part.count)
+    if isinstance(part, PlainArray):
+        return plgpu.SMEM(part.shape, jnp.dtype(part.dtype))
+    return _swizzled(part)
+
+
+def _swizzled(part: SwizzledTiles) -> object:
+    item = jnp.dtype(part.dtype).itemsize
+    swizzle = next(n for n in (128, 64, 32) if n <= part.swizzle and part.shape[-1] * item % n == 0)
+    transforms = (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
+    return plgpu.SMEM(part.shape, jnp.dtype(part.dtype), transforms=transforms)
+
+
+# ------------------------------------------------------------------- Mosaic's operations with types
+
+
+def load(ref: Ref, layout: object, *, optimized: bool = True) -> jax.Array:
+    """The array in registers, in `layout` (a `plgpu.Layout` or a reduced one).
+
+    Not `optimized`: Mosaic may also read global memory and layouts that it has no fast instructions for.
+    """
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue, reportArgumentType]  # the index has a default from jax 0.11; layouts have no public type
+
+
+def accumulator(shape: tuple[int, int]) -> typing.Any:
+    """A float32 WGMMA accumulator for `pl.run_scoped`, zero at the start."""
+    return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
+
+
+def accumulator_from(value: jax.Array) -> typing.Any:
+    """A WGMMA accumulator for `pl.run_state` that starts from `value`, float32 in the layout of an accumulator."""
+    return plgpu.ACC.init(value)  # pyright: ignore[reportPrivateImportUsage]  # as above
+
+
+@typing.overload
+def inline_mgpu(
+    *arguments: object, returns: plgpu.ShapeDtypeStruct
+) -> Callable[[Callable[..., object]], Callable[..., jax.Array]]: ...
+@typing.overload
+def inline_mgpu(*arguments: object) -> Callable[[Callable[..., object]], Callable[..., None]]: ...
+def inline_mgpu(
+    *arguments: object, returns: plgpu.ShapeDtypeStruct | None = None
+) -> Callable[[Callable[..., object]], Callable[..., jax.Array | None]]:
+    """Decorates a function of MLIR values into one of arrays and Refs, which a kernel may call.
+
+    arguments   for each argument a register layout (the function gets a FragmentedArray) or `plgpu.RefType()` (a memref)
+    returns     shape, dtype and layout of the FragmentedArray that the function returns; None: it returns nothing
+    """
+
+    def decorate(function: Callable[..., object]) -> Callable[..., jax.Array | None]:
+        inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
+        return typing.cast(Callable, inlined(lambda _, *values: function(*values)))
+
+    return decorate
+
+
+def ptx(instructions: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value:
+    """PTX with side effects, inside `inline_mgpu`; `$0` is the result if there is one, operands follow. Without a `result`
+    the value means nothing."""
+    return mgpu_utils.inline_ptx(instructions, *operands, result_types=result, has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
+
+
+def scalar_of(value: mgpu.FragmentedArray) -> ir.Value:
+    """The MLIR value of an argument declared as SCALAR_LAYOUT."""
+    return value.registers.flat[0]
+
+
+def splat_int(value: ir.Value) -> mgpu.FragmentedArray:
+    """An i32 that all threads agree on, as what a function declared as SCALAR_INT returns."""
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
+def i32(value: jax.typing.ArrayLike) -> jax.Array:
+    """The number as int32 of shape []: indices of a kernel are int32, whatever jax's default is."""
+    return jnp.asarray(value, jnp.int32)
+
+
+# ------------------------------------------------------------------- operands as the kernels take them
+
+
+def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+    """Rows start .. start + size of head (b, h), [size, D], of a [B, T, N, D] ("BTNH") or [B, N, T, D] array."""
+    rows = pl.ds(start, size)
+    return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+
+
+def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
+    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with zeros appended up to T = `length` and D = `dim`."""
+    time = 1 if layout == "BTNH" else 2
+    widths = [(0, 0)] * 4
+    widths[time], widths[3] = (0, length - x.shape[time]), (0, dim - x.shape[3])
+    return jnp.pad(x, widths) if any(w != (0, 0) for w in widths) else x
+
+
+def join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+    """Plan and operands with the extra features of queries and keys appended to the head dim.
+
+    Q K^T of the longer rows is q . k + q_extra . k_extra, which is what the plan asks for. Extra features of a key head that serves
+    several key heads are repeated. Without extra features both come back as they are.
+    """
+    if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
+        return plan, operands
+    heads = 2 if plan.layout == "BTNH" else 1
+    repeated = jnp.repeat(operands.key_extra, plan.kv_heads // plan.extra_heads, axis=heads)
+    query = jnp.concatenate([operands.query, operands.query_extra.astype(plan.dtype)], axis=-1)
+    key = jnp.concatenate([operands.key, repeated.astype(plan.dtype)], axis=-1)
+    joined = dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0, extra_heads=0)
+    return joined, operands._replace(query=query, key=key, query_extra=None, key_extra=None)

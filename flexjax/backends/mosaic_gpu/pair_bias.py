@@ -1,0 +1,225 @@
+"""Which captured arrays with an element for each (query, key), such as a pair bias `bias[h, q, kv]`, get special treatment.
+
+Such an array is as large as the scores, so the backward kernels treat it in two ways (`DenseBiasPlan`):
+
+Staged reads. The array that the forward pass stages (staging.py) is copied tile by tile by TMA into shared memory, in a
+ring beside the tiles of Q and K. Kernels whose score tile is transposed read the staged tile transposed.
+
+Direct gradients. Where no two positions of the attention matrix read the same element, the gradient of an element is
+
+    g = dsp * d mod / d load,    dsp = p * (dP - delta)
+
+at the one position that reads it. The dQ kernel visits every position once, so it writes g itself: each tile goes to shared
+memory and from there by TMA to the gradient array, and tiles that the block mask skips are written as zeros. No sum and
+no recomputation is needed, and the result does not depend on any order. The gradient of an array that all batch entries
+share is a sum over the batch; the dQ kernel writes it too where the dQ accumulators of all batch entries fit the registers
+of one warpgroup, because one CTA then takes all batch entries of a query tile. capture_gradients.py computes all
+other gradients.
+
+Both apply to head dims up to 128. pair_bias_tiles.py has the parts that run inside the kernels.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_fits
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
+from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
+from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
+
+AXES = ("b", "h", "q", "kv")
+Dims = tuple[tuple[str, int], ...]
+"""For each dimension of an array: the axis whose position indexes it ("" for a constant index), and the index at position 0."""
+
+
+# ------------------------------------------------------------------- how loads index their arrays
+
+
+def _axis_and_start(atom: ir.Atom) -> tuple[str, int] | None:
+    """The entry of `Dims` for one index, None unless the index is a constant or one axis plus a constant."""
+    if isinstance(atom, ir.Lit):
+        return "", int(atom.value)
+    line = atom.linear
+    if line is None or line.uniform:
+        return None
+    moving = [(axis, n) for axis, n in zip(AXES, (line.b, line.h, line.q, line.kv), strict=True) if n]
+    if len(moving) > 1 or any(n != 1 for _, n in moving):
+        return None
+    return moving[0][0] if moving else "", line.const
+
+
+def axis_aligned_dims(load: ir.Load) -> Dims | None:
+    """The `Dims` of a load whose every index is a constant or an axis of its own plus a constant; None for other loads."""
+    found = [_axis_and_start(atom) for atom in load.index]
+    named = [dim[0] for dim in found if dim is not None and dim[0]]
+    dims = tuple(dim for dim in found if dim is not None)
+    return dims if len(dims) == len(found) and len(set(named)) == len(named) else None
+
+
+def embedded(values: jax.Array, dims: Dims, shape: tuple[int, ...]) -> jax.Array:
+    """An array of `shape` that holds each value at the element that its position reads, and zeros elsewhere.
+
+    values   [b, h, q, kv], with length 1 for each axis that `dims` lacks
+    dims     of the load, from `axis_aligned_dims`
+    """
+    order = [AXES.index(axis) for axis, _ in dims if axis]
+    lengths = [values.shape[AXES.index(axis)] if axis else 1 for axis, _ in dims]
+    rest = [n for n in range(4) if n not in order]
+    values = values.transpose(*rest, *order).reshape(lengths)
+    widths = [(first, n - first - length) for (_, first), n, length in zip(dims, shape, lengths, strict=True)]
+    return jnp.pad(values, widths) if any(w != (0, 0) for w in widths) else values
+
+
+def gradient_loads(derivative: ir.Program) -> tuple[ir.Load, ...]:
+    """The loads of captured arrays with a gradient: d score / d load n is result 2 + n of the derivative program."""
+    return tuple(typing.cast(ir.Load, derivative.steps[n]) for n in derivative.gradients)
+
+
+# ------------------------------------------------------------------- gradients that the dQ kernel writes
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectGradient:
+    """A captured array whose gradient the dQ kernel writes.
+
+    load_number   of the array's one load among `gradient_loads`
+    capture       number of the array among the score program's captures
+    dims          how the load indexes the array
+    dtype, shape  of the array
+    """
+
+    load_number: int
+    capture: int
+    dims: Dims
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    def has(self, axis: str) -> bool:
+        """Whether some dimension of the array is indexed by this axis."""
+        return any(axis == name for name, _ in self.dims)
+
+    def output_shape(self, plan: KernelPlan) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of what the kernel writes: [b, h, T', S'], b and h 1 where the array lacks that axis.
+
+        T' and S' are T and S rounded up to what TMA copies, or to whole tiles for the simulator, which clamps copies
+        that cross the end.
+        """
+        interpret = plan.options.interpret
+        unit = common.padded_len(1, True) if interpret else staging.PIECE[1] // self.item_bytes
+        leading = (plan.batch if self.has("b") else 1, plan.q_heads if self.has("h") else 1)
+        shape = (*leading, common.padded_len(plan.q_len, interpret), round_up(plan.kv_len, unit))
+        return shape, self.dtype
+
+    def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
+        """The `shape` (queries, keys) tile from (q0, kv0) for head (b, h) of the kernel's output."""
+        at = (b if self.has("b") else 0, h if self.has("h") else 0)
+        return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]
+
+    def gradient(self, plan: KernelPlan, values: jax.Array) -> jax.Array:
+        """The gradient in the shape of the captured array, from what the kernel wrote (`output_shape`)."""
+        return embedded(values[:, :, : plan.q_len, : plan.kv_len], self.dims, self.shape)
+
+
+def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int) -> DirectGradient | None:
+    """The direct gradient of a load, None where it cannot be one whatever the batch."""
+    loads = gradient_loads(derivative)
+    load, slope = loads[load_number], derivative.results[2 + load_number]
+    dims, array = axis_aligned_dims(load), derivative.captures[load.capture]
+    if dims is None or array.dtype not in staging.ITEM_SIZES or sum(o.capture == load.capture for o in loads) > 1:
+        return None
+    if isinstance(slope, ir.Lit) and slope.value == 0:
+        return None
+    needed = {"q", "kv"} | ({"h"} if plan.q_heads > 1 else set())
+    if not needed <= {axis for axis, _ in dims}:
+        return None
+    return DirectGradient(load_number, load.capture, dims, array.dtype, array.shape)
+
+
+# ------------------------------------------------------------------- the plan
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseBiasPlan:
+    """What the backward kernels of one call do with captured arrays that have an element for each (query, key).
+
+    staged            the load whose array is staged through shared memory (None: no array is)
+    staged_type       dtype of that array
+    direct_gradients  what the dQ kernel writes
+    batch_entries     how many batch entries one CTA of the dQ kernel takes, to sum gradients over them
+    """
+
+    staged: ir.Load | None = None
+    staged_type: str = "bfloat16"
+    direct_gradients: tuple[DirectGradient, ...] = ()
+    batch_entries: int = 1
+
+    @property
+    def types(self) -> DenseBiasTypes:
+        """What the kernels need to know to size their shared memory."""
+        staged = None if self.staged is None else self.staged_type
+        return DenseBiasTypes(staged, tuple(one.dtype for one in self.direct_gradients), self.batch_entries)
+
+
+def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, found: DirectGradient) -> int:
+    """How many batch entries a CTA must take to write `found` beside the direct gradients of `bias`; 0 if it cannot.
+
+    Entries can share a CTA if they have the same block lists and the same staged tile, and if their dQ accumulators fit.
+    """
+    entries = 1 if found.has("b") else plan.batch
+    if bias.direct_gradients and entries != bias.batch_entries:
+        return 0
+    if entries == 1:
+        return 1
+    same_lists = plan.blocks is None or plan.blocks.batch == 1
+    same_tile = bias.staged is None or not any("b" in ir.axes_of(a) for a in bias.staged.index)
+    return entries if same_lists and same_tile and entries * max(padded_dims(plan)) <= LARGEST_UNSPLIT_DIM else 0
+
+
+def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]) -> DenseBiasPlan:
+    """The staged array and as many direct gradients as fit the dQ kernel's shared memory.
+
+    Nothing above head dim 128, because the dQ kernel would spill 200 to 490 bytes a thread there.
+
+    plan     with extra features joined to the head dim
+    wanted   for each captured array of the score program: whether its gradient is asked for
+    """
+    if derivative is None or max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
+        return DenseBiasPlan()
+    load = staging.staged_load(derivative)
+    bias = DenseBiasPlan() if load is None else DenseBiasPlan(load, derivative.captures[load.capture].dtype)
+    for load_number, source in enumerate(gradient_loads(derivative)):
+        found = _direct_gradient(plan, derivative, load_number) if wanted[source.capture] else None
+        entries = 0 if found is None else _batch_entries(plan, bias, found)
+        if found is None or not entries:
+            continue
+        more = dataclasses.replace(bias, direct_gradients=(*bias.direct_gradients, found), batch_entries=entries)
+        bias = more if dq_fits(plan, more.types) else bias
+    return bias
+
+
+def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[jax.Array]) -> Captures[jax.Array]:
+    """The captures with the staged array padded to whole tiles for the simulator, which does not zero-fill past an end.
+
+    Unchanged on the device, where TMA fills with zeros.
+    """
+    if bias.staged is None or not plan.options.interpret:
+        return captures
+    arrays = list(captures.score)
+    array = arrays[bias.staged.capture]
+    least = (common.padded_len(plan.q_len, True), common.padded_len(plan.kv_len, True))
+    widths = [(0, max(0, n - have)) for n, have in zip(least, array.shape[-2:], strict=True)]
+    arrays[bias.staged.capture] = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + widths)
+    return captures._replace(score=tuple(arrays))

@@ -1,0 +1,188 @@
+"""Tiles of pair biases inside the backward kernels: staged tiles on their way in, gradient tiles on their way out.
+
+`Staging` copies tiles of the staged array into a ring in shared memory (in the copying warpgroup) and reads them there
+(in the computing warpgroups). `DirectGradientWriter` writes gradient tiles from the computing warpgroups of the dQ kernel.
+pair_bias.py decides which arrays are treated so.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import backward_sm90_common as common
+from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, StagedRing
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
+from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
+from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, DirectGradient
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitLists
+from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
+
+# ------------------------------------------------------------------- staged tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """How one kernel stages the array that `load` reads.
+
+    slots       tiles in the ring
+    shape       (queries, keys) of a tile
+    readers     computing warpgroups that read a tile, each an equal part of its queries
+    transposed  the kernel's score tile is [keys, queries]: each reader reads a part of the tile's keys, transposed
+    """
+
+    plan: KernelPlan
+    derivative: ir.Program
+    load: ir.Load
+    slots: int
+    shape: tuple[int, int]
+    readers: int
+    transposed: bool = False
+
+    def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
+        """The [query, key] matrix in global memory that head (b, h) reads."""
+        program = TileProgram(
+            self.derivative,
+            captures.score,
+            self.shape,
+            batch=b,
+            head=h,
+            results=(0,),
+            interpret=self.plan.options.interpret,
+        )
+        return captures.score[self.load.capture].at[program.scalars(self.load.index[:-2])]
+
+    def fetch(self, slot: Ref, source: Ref, q0: Scalar, kv0: Scalar, full: Ref) -> None:
+        """In the copying warpgroup: starts the copy of the tile at (q0, kv0) into a free slot; arrives at `full`."""
+        tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
+        plgpu.copy_gmem_to_smem(tile, slot, full)
+
+    def copy(self, ring: StagedRing[Ref], source: Ref, q0: Scalar, kv0: Scalar, number: Scalar) -> None:
+        """In the copying warpgroup: `fetch` for the tile with this running number, once its slot of the ring is free."""
+        slot = common.slot_of(number, self.slots)
+        when(number >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+        self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
+
+    def read_staged(self, tile: ColumnMath, slots: Ref, slot: Scalar, group: Scalar) -> ColumnMath:
+        """In computing warpgroup `group`: `tile` with the load's values read from this group's part of a full slot."""
+        size = self.shape[int(self.transposed)] // self.readers
+        own = pl.ds(group * size, size)
+        interpret = self.plan.options.interpret
+        if self.transposed:
+            value = memory.load_staged_transposed(slots.at[slot, :, own], interpret)
+        else:
+            value = memory.load_staged(slots.at[slot, own], interpret)
+        return tile.with_loaded(self.load, value)
+
+    def read_from_ring(
+        self, tile: ColumnMath, ring: StagedRing[Ref], number: Scalar, group: Scalar, first: bool, last: bool
+    ) -> ColumnMath:
+        """`read_staged` of the tile with this running number.
+
+        A warpgroup may read a tile several times, once for each batch entry: the `first` read waits until the slot is
+        full, the `last` one frees the slot.
+        """
+        slot = common.slot_of(number, self.slots)
+        if first:
+            plgpu.barrier_wait(ring.full.at[slot])
+        tile = self.read_staged(tile, ring.tiles, slot, group)
+        if last:
+            common.Products(self.plan.options.interpret).release(ring.free.at[slot])
+        return tile
+
+
+def staging_for(
+    plan: KernelPlan,
+    derivative: ir.Program | None,
+    bias: DenseBiasPlan,
+    slots: int,
+    shape: tuple[int, int],
+    readers: int,
+    transposed: bool = False,
+) -> Staging | None:
+    """The `Staging` of a kernel, None where no array is staged or there is no room for it (0 slots)."""
+    if bias.staged is None or derivative is None or not slots:
+        return None
+    return Staging(plan, derivative, bias.staged, slots, shape, readers, transposed)
+
+
+# ------------------------------------------------------------------- gradient tiles
+
+
+def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
+    """For each query block the key blocks that neither of its lists names, as a full list; all None without a block mask."""
+    blocks = plan.blocks
+    if blocks is None:
+        return VisitLists()
+    width = -(-plan.kv_len // blocks.block_kv)
+    visited = jnp.zeros((blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), width), jnp.bool_)
+    for num, index in ((lists.partial_num, lists.partial_index), (lists.full_num, lists.full_index)):
+        if num is None or index is None:
+            continue
+        named = jnp.where(jnp.arange(index.shape[-1]) < num[..., None], index, width)
+        b, h, row = (jnp.arange(n) for n in num.shape)
+        visited = visited.at[b[:, None, None, None], h[:, None, None], row[:, None], named].set(True, mode="drop")
+    index = jnp.sort(jnp.where(visited, width, jnp.arange(width, dtype=jnp.int32)), axis=-1)
+    return VisitLists(None, None, jnp.sum(~visited, axis=-1, dtype=jnp.int32), index)
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectGradientWriter:
+    """Writes gradient tiles from computing warpgroup `group` of the dQ kernel.
+
+    gradients  the direct gradients, and for each: `outputs`, its array in global memory, and `buffers`, one tile a
+               warpgroup in shared memory
+    b, h, q0   head and first query of this warpgroup's tiles
+    """
+
+    gradients: tuple[DirectGradient, ...]
+    tiles: DqTiles
+    outputs: tuple[Ref, ...]
+    buffers: tuple[Ref, ...]
+    group: Scalar
+    b: Scalar
+    h: Scalar
+    q0: Scalar
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(queries, keys) of a tile."""
+        return (self.tiles.rows, self.tiles.keys)
+
+    def write(self, values: tuple[jax.Array, ...], kv0: Scalar) -> None:
+        """Starts the copies of one tile of each gradient, for the keys from `kv0`."""
+        if self.gradients:
+            self._fill(values)
+            self._send(kv0)
+
+    def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
+        """Writes zeros to the key tiles that query tile `tile` skips (`skipped_blocks`)."""
+        if not self.gradients or skipped.full_num is None:
+            return
+        count = visits.counts(skipped, self.b, self.h, tile).unmasked
+
+        @when(count > 0)
+        def _() -> None:
+            zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), common.WGMMA)
+            self._fill((zero,) * len(self.gradients))
+            key_tile = lambda i: visits.tile(skipped, self.b, self.h, tile, i, False)
+            pl.loop(0, count)(lambda i: self._send(key_tile(i) * self.tiles.keys))
+
+    def _fill(self, values: tuple[jax.Array, ...]) -> None:
+        """Stores one tile of each gradient in the buffers, once the copies before have read them."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for one, smem, value in zip(self.gradients, self.buffers, values, strict=True):
+            smem.at[self.group][...] = value.astype(one.dtype)
+        plgpu.commit_smem()
+
+    def _send(self, kv0: Scalar) -> None:
+        """Starts the copies of the buffers to the keys from `kv0`."""
+        for one, smem, ref in zip(self.gradients, self.buffers, self.outputs, strict=True):
+            plgpu.copy_smem_to_gmem(smem.at[self.group], one.tile(ref, self.b, self.h, self.q0, kv0, self.shape))

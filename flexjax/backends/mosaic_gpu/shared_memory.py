@@ -1,0 +1,87 @@
+"""What a kernel keeps in the shared memory of its CTA, described once for the launch and for the choice of its tiles.
+
+Each kernel has a named tuple `Scratch` whose fields are made of the descriptions below. `kernel_parts.launch` allocates them in
+the order of the fields, and `scratch_bytes` adds them up, so that a tile that is chosen because it fits does fit.
+
+Nothing here imports Mosaic: tiles are also chosen where there is no GPU and an older jax.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a CTA may use on Hopper."""
+RESERVED = 1024
+"""Bytes that `scratch_bytes` adds for barriers, 8 bytes each, and for the alignment of small arrays."""
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+
+Part = typing.TypeVar("Part")
+"""What a field of a kernel's Inputs, Outputs or Scratch holds: a description or an array outside the kernel, a Ref inside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SwizzledTiles:
+    """Tiles as TMA writes and WGMMA reads them: `shape` [..., rows, columns] in pieces of 8 rows, swizzled.
+
+    shape     leading dimensions count slots or warpgroups
+    dtype     name of the dtype
+    swizzle   largest number of bytes to swizzle over: 128, 64 or 32; the largest that divides a row is taken
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    swizzle: int = 128
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainArray:
+    """An array in row-major order, which threads read and write by index."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """`count` mbarriers, each complete after `arrivals` arrivals; a count of None is one barrier that takes no index."""
+
+    count: int | None = None
+    arrivals: int = 1
+
+    bytes = 0  # part of RESERVED
+
+
+Description = SwizzledTiles | PlainArray | Barriers
+
+
+def scratch_bytes(scratch: tuple) -> int:
+    """Bytes of shared memory that a CTA needs for `scratch`, a tree of descriptions (None for what a kernel leaves out)."""
+    parts: list[Description] = jax.tree.leaves(scratch)
+    return sum(part.bytes for part in parts) + RESERVED
+
+
+def fits(scratch: tuple) -> bool:
+    """Whether a CTA has room for `scratch`."""
+    return scratch_bytes(scratch) <= SHARED_MEMORY
+
+
+def round_up(length: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `length`."""
+    return -(-length // unit) * unit
+
+
+def dtype_name(dtype: jax.typing.DTypeLike) -> str:
+    """The name by which descriptions and plans call a dtype, such as "bfloat16"."""
+    return jnp.dtype(dtype).name

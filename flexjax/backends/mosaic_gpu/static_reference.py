@@ -1,0 +1,33 @@
+"""Static softmax reference: where the bounds of the scores are known, exponentials need no running maximum.
+
+Softmax does not depend on the number m in p = 2^(s - m). Usually m is the running row maximum, so that no power overflows. Scores
+that stay within a known interval, such as those of a soft cap, need none: with m in the middle of the interval no power can
+overflow or vanish, and a kernel neither tracks maxima nor rescales its output.
+
+Decided from the plan alone. Nothing here imports Mosaic.
+"""
+
+import math
+
+from flexjax.analysis.bounds import bounds
+from flexjax.analysis.large_scores import may_be_large
+from flexjax.plan.kernel_plan import KernelPlan
+
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+MAX_DISTANCE = 80.0
+"""Largest distance of a score from the reference, in powers of two, that needs no running maximum. A sum over 2^20 keys then stays
+below 2^100, and its products with values between 2^-46 and 2^27 inside float32."""
+
+
+def static_reference(plan: KernelPlan) -> float | None:
+    """The middle of the score bounds, times log2(e); None where exponentials must follow the running maximum.
+
+    None for: scores without a score program, unknown or wide bounds, scores too large to scale, float16 (whose exponent is too short
+    for the probabilities), and plans whose result includes the maximum.
+    """
+    if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_large(plan.score):
+        return None
+    ((low, high),) = bounds(plan.score)
+    if not (high - low) / 2 * LOG2E <= MAX_DISTANCE:  # also where a bound is infinite or NaN
+        return None
+    return (low + high) / 2 * LOG2E

@@ -1,0 +1,282 @@
+"""The forward kernel's tile scheduler: which CTA computes which query tile, and which key tiles that visits.
+
+A work item is one query tile of one head of one batch entry. Work items are numbered in the order in which they should start:
+
+    without a block mask   head by head, query tiles ascending
+    with one               the rows of the mask with most visits first. With a persistent grid over all heads; otherwise within a
+                           few heads at a time, whose keys and values fit the L2 (`heads_at_once`)
+
+CTAs take work items in one of three ways:
+
+    one each               the grid has a CTA for each work item; the hardware starts them in order
+    persistent             as many CTAs as SMs; CTA p takes items p, 2 P - 1 - p, 2 P + p, ..., forth and back, so that sums of
+                           lengths even out
+    dynamic scheduler      as many CTAs as SMs; each takes its first item by its own number and all others from an atomic counter
+                           in global memory. The producer does so while the consumers still work on the item before, and passes
+                           the item on through a mailbox in shared memory (`put`, `get`)
+
+In the simulator the dynamic scheduler deals items out in turn; results do not depend on who computes what.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from flexjax.backends.mosaic_gpu import atomic_counter
+from flexjax.backends.mosaic_gpu.branch import cond
+from flexjax.backends.mosaic_gpu.forward_tiles import MAILBOX_WORDS, ForwardTile
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan
+
+L2_SHARE = 24e6
+"""Bytes of keys and values that stay in the L2 beside everything else."""
+COUNTER_RESULT = MAILBOX_WORDS - 1
+"""Word of the first mailbox through which one thread passes a number from the atomic counter to its warpgroup."""
+
+
+class WorkItem(typing.NamedTuple):
+    """One query tile and its visits; int32 scalars. A visit is a step of the kernel: one key tile.
+
+    b, h       batch entry and query head
+    q_tile     number of the query tile within the head
+    row        row of the block lists, counted over their batch entries and heads; 0 without lists
+    unmasked   visits that need no mask; they come first
+    full       visits of the full list: the unmasked ones, then those of a block that reaches past the last key
+    total      all visits
+    """
+
+    b: Scalar
+    h: Scalar
+    q_tile: Scalar
+    row: Scalar
+    unmasked: Scalar
+    full: Scalar
+    total: Scalar
+
+
+class MaskRows(typing.NamedTuple):
+    """The block mask as the scheduler reads it (arrays outside, Refs in the kernel).
+
+    order   rows of the mask, those with most visits first (`TileScheduler.order`); None without a block mask
+    lists   the lists in one dimension each (`flat`); None without a block mask
+    """
+
+    order: jax.Array | None
+    lists: BlockLists | None
+
+
+def flat(lists: BlockLists | None) -> BlockLists | None:
+    """The block lists with each array reshaped to one dimension."""
+    return None if lists is None else BlockLists(*(None if x is None else x.reshape(-1) for x in lists))
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScheduler:
+    """Assigns the work items of `plan` to CTAs, in tiles of `tile`."""
+
+    plan: KernelPlan
+    tile: ForwardTile
+
+    @property
+    def q_tiles(self) -> int:
+        """Query tiles of a head; they fill whole rows of the block mask, so some may lie wholly past the last query."""
+        whole = self.tile.block_q if self.plan.blocks is None else self.plan.blocks.block_q
+        return -(-self.plan.q_len // whole) * (whole // self.tile.block_q)
+
+    @property
+    def items(self) -> int:
+        """Work items of the whole call."""
+        return self.plan.batch * self.plan.q_heads * self.q_tiles
+
+    @property
+    def programs(self) -> int:
+        """CTAs of the grid."""
+        return (
+            min(self.items, self.tile.programs) if self.tile.persistent or self.tile.dynamic_scheduler else self.items
+        )
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads, counted over all batch entries, whose query tiles run side by side.
+
+        A persistent grid mixes all heads, so that the longest rows start first. Otherwise the next few heads start only when these are
+        done, so that the keys and values of those at work stay in the L2.
+        """
+        plan = self.plan
+        heads = plan.batch * plan.q_heads
+        if self.tile.persistent:
+            return heads
+        head_bytes = plan.kv_len * (self.tile.head_dim + self.tile.value_dim) * 2 / plan.group
+        return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= L2_SHARE))
+
+    def order(self, lists: BlockLists | None) -> jax.Array | None:
+        """[rows] int32: rows of the block mask, those with most visits first; None without a block mask.
+
+        Persistent grids sort the rows of the whole mask; otherwise each (batch entry, head) of the mask is sorted by itself.
+        Dimensions of size 1 that the call broadcasts are not expanded, so the sort is small.
+        """
+        if self.plan.blocks is None or lists is None:
+            return None
+        shape = (self.plan.blocks.batch, self.plan.blocks.heads, -(-self.plan.q_len // self.plan.blocks.block_q))
+        visits = jnp.zeros(shape, jnp.int32)  # a mask known to be empty has neither list
+        for number in (lists.partial_num, lists.full_num):
+            visits = visits if number is None else visits + number
+        if self.tile.persistent:
+            visits = visits.reshape(1, 1, -1)
+        return jnp.argsort(-visits, axis=-1, stable=True).astype(jnp.int32).reshape(-1)
+
+    # ----------------------------------------------------------------- a fixed share of the items
+
+    def number(self, turn: Scalar) -> Scalar:
+        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler."""
+        program = lax.axis_index("program")
+        if self.programs == self.items:
+            return program
+        back = i32(self.programs - 1) - program
+        return turn * self.programs + jnp.where(turn % 2 == 0, program, back)
+
+    def turns(self) -> Scalar:
+        """How many work items this CTA takes, without the dynamic scheduler."""
+        rounds, rest = divmod(self.items, self.programs)
+        if not rest:
+            return i32(rounds)
+        last = self.number(i32(rounds))
+        return i32(rounds) + jnp.where(last < self.items, i32(1), i32(0))
+
+    # ----------------------------------------------------------------- what an item is, and what it visits
+
+    def item(self, mask: MaskRows, number: Scalar) -> WorkItem:
+        """The work item with that number."""
+        plan, blocks = self.plan, self.plan.blocks
+        if blocks is None:
+            q_tile = lax.rem(number, i32(self.q_tiles))
+            head = lax.div(number, i32(self.q_tiles))
+            b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
+            total = i32(-(-plan.kv_len // self.tile.block_kv))
+            unmasked = i32(0) if plan.mask is not None else i32(plan.kv_len // self.tile.block_kv)
+            return WorkItem(b, h, q_tile, i32(0), unmasked, unmasked, total)
+        assert mask.lists is not None
+        inner = blocks.block_q // self.tile.block_q
+        rows = -(-plan.q_len // blocks.block_q)
+        b, h, q_tile, at = self._position_in_mask(mask, number)
+        per_block = i32(blocks.block_kv // self.tile.block_kv)
+        full = i32(0) if mask.lists.full_num is None else mask.lists.full_num[at]
+        partial = i32(0) if mask.lists.partial_num is None else mask.lists.partial_num[at]
+        if blocks.block_q * rows != plan.q_len and inner > 1:  # a query tile wholly past the last query visits nothing
+            inside = q_tile * self.tile.block_q < plan.q_len
+            full, partial = jnp.where(inside, full, 0), jnp.where(inside, partial, 0)
+        unmasked = full * per_block
+        past_end = -(-plan.kv_len // blocks.block_kv) * blocks.block_kv - plan.kv_len
+        if past_end and mask.lists.full_index is not None:
+            last = mask.lists.full_index[at * blocks.full + lax.max(full - 1, i32(0))]
+            overhangs = (full > 0) & (last == plan.kv_len // blocks.block_kv)
+            unmasked = unmasked - jnp.where(overhangs, i32(-(-past_end // self.tile.block_kv)), i32(0))
+        return WorkItem(b, h, q_tile, at, unmasked, full * per_block, (full + partial) * per_block)
+
+    def _position_in_mask(self, mask: MaskRows, number: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        """Of the work item with that number, under a block mask: batch entry, head, query tile, row of the lists."""
+        plan, blocks = self.plan, self.plan.blocks
+        assert blocks is not None
+        assert mask.order is not None
+        inner = blocks.block_q // self.tile.block_q
+        rows = -(-plan.q_len // blocks.block_q)
+        if self.tile.persistent:
+            batches, heads = (plan.batch if blocks.batch == 1 else 1), (plan.q_heads if blocks.heads == 1 else 1)
+            repeats = batches * heads * inner
+            entry = mask.order[lax.div(number, i32(repeats))]
+            rest = lax.rem(number, i32(repeats))
+            row = lax.rem(entry, i32(rows))
+            list_b = lax.div(entry, i32(rows * blocks.heads))
+            list_h = lax.rem(lax.div(entry, i32(rows)), i32(blocks.heads))
+            h = lax.rem(rest, i32(heads)) if blocks.heads == 1 else list_h
+            b = lax.rem(lax.div(rest, i32(heads)), i32(batches)) if blocks.batch == 1 else list_b
+            q_tile = row * inner + lax.div(rest, i32(heads * batches))
+        else:
+            together = self.heads_at_once
+            rest = lax.rem(number, i32(together * rows * inner))
+            head = lax.div(number, i32(together * rows * inner)) * together + lax.rem(rest, i32(together))
+            b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
+            list_b, list_h = (b if blocks.batch > 1 else i32(0)), (h if blocks.heads > 1 else i32(0))
+            rank = lax.div(rest, i32(together * inner))
+            row = mask.order[(list_b * blocks.heads + list_h) * rows + rank]
+            q_tile = row * inner + lax.rem(lax.div(rest, i32(together)), i32(inner))
+        return b, h, q_tile, (list_b * blocks.heads + list_h) * rows + row
+
+    def kv_start(self, mask: MaskRows, item: WorkItem, step: Scalar, in_full: bool | None = None) -> Scalar:
+        """First key of the tile that the item visits at `step`.
+
+        in_full   whether the step is in the full list (True) or the partial list (False), where the caller knows; a step outside of
+                  that list gives some key that may be read. None: unknown
+
+        With `reverse_kv` the unmasked tiles are visited from the last to the first: under a causal mask most biases by distance have their
+        largest scores at the last keys, and once the maximum is found the output is not rescaled again.
+        """
+        if self.tile.reverse_kv and in_full is not False:
+            back = item.unmasked - 1 - step
+            step = back if in_full else jnp.where(step < item.unmasked, back, step)
+        if self.plan.blocks is None:
+            return step * self.tile.block_kv
+        blocks, lists = self.plan.blocks, mask.lists
+        assert lists is not None
+        per_block = blocks.block_kv // self.tile.block_kv
+
+        def read(index: jax.Array | None, width: int, position: Scalar) -> Scalar:
+            """First key of the tile at that position of this row of a list; positions outside are moved inside."""
+            assert index is not None
+            block = position if per_block == 1 else lax.div(position, i32(per_block))
+            block = lax.min(lax.max(block, i32(0)), i32(width - 1))
+            start = index[item.row * width + block] * blocks.block_kv
+            return start if per_block == 1 else start + lax.rem(position, i32(per_block)) * self.tile.block_kv
+
+        if lists.full_index is None and lists.partial_index is None:
+            return step
+        if lists.partial_index is None or (in_full and lists.full_index is not None):
+            return read(lists.full_index, blocks.full, step)
+        if lists.full_index is None or in_full is False:
+            return read(lists.partial_index, blocks.partial, step - item.full)
+        return cond(
+            step < item.full,
+            lambda: read(lists.full_index, blocks.full, step),
+            lambda: read(lists.partial_index, blocks.partial, step - item.full),
+        )
+
+
+# ------------------------------------------------------------------- the dynamic scheduler
+
+
+def new_counter(programs: int) -> jax.Array:
+    """[1] int32: the number of the first work item that is not some CTA's first."""
+    return jnp.full((1,), programs, jnp.int32)
+
+
+def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int, interpret: bool) -> Scalar:
+    """Number of the producer's next work item after `number`; for one whole warpgroup.
+
+    counter   as `new_counter` made it, in global memory; None in the simulator
+    mailbox   one word of it passes the number from the thread that asks to the others
+    """
+    if interpret or counter is None:
+        return number + i32(programs)
+    return atomic_counter.take(counter.at[pl.ds(0, 1)], mailbox.at[pl.ds(COUNTER_RESULT, 1)])
+
+
+def put(mailbox: Ref, slot: Scalar, item: WorkItem | None) -> None:
+    """Writes the item to the mailbox of a query slot: word 0 says whether there is one, the item follows. None: no more items."""
+    first = slot * i32(MAILBOX_WORDS)
+    if item is None:
+        mailbox[first] = i32(0)
+        return
+    mailbox[first] = i32(1)
+    for n, value in enumerate(item):
+        mailbox[first + i32(1 + n)] = i32(value)
+
+
+def get(mailbox: Ref, slot: Scalar) -> tuple[Scalar, WorkItem]:
+    """(whether there is an item, the item) from the mailbox of a query slot."""
+    first = slot * i32(MAILBOX_WORDS)
+    found = [mailbox[first + i32(1 + n)] for n in range(len(WorkItem._fields))]
+    return mailbox[first] != 0, WorkItem(*found)
