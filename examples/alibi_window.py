@@ -1,4 +1,4 @@
-"""ALiBi in a sliding window: two ready-made pieces, one call, work in proportion to the window.
+"""ALiBi in a sliding window: a ready-made score mod and mask in one call, whose cost grows with the window alone.
 
 python examples/alibi_window.py
 """
@@ -19,7 +19,7 @@ def main(length: int = 4096, window: int = 256) -> dict[str, float]:
     )
     out = attend(q, k, v)
 
-    # the last query by hand: the `window` keys that end with its own, each penalised by its distance
+    # The formula written out for the last query: its `window` keys, each penalised by its distance.
     near = slice(length - window, length)
     distance = jnp.arange(window)[::-1]
     scores = jnp.einsum("hd,khd->hk", q[0, -1], k[0, near]) / dim**0.5

@@ -22,7 +22,7 @@ def main(length: int = 512, block: int = 32) -> dict[str, float]:
     )
     out = jax.jit(lambda q, k, v: flexjax.flex_attention(q, k, v, block_mask=block_mask))(q, k, v)
 
-    # what the third noised block sees, by hand: itself, and the clean copies of the first two
+    # The formula written out for the third noised block, which sees itself and the clean copies of the first two.
     at = slice(2 * block, 3 * block)
     seen = jnp.r_[2 * block : 3 * block, length : length + 2 * block]
     scores = jnp.einsum("qhd,khd->hqk", q[0, at], k[0, seen]) / dim**0.5

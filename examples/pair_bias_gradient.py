@@ -2,8 +2,8 @@
 
     score[b, h, q, kv] + bias[h, q, kv],   bias[h, q, kv] = <pair[q, kv], w[h]>
 
-The bias is an array that `score_mod` captures.  Its gradient comes back through the captured array and goes
-on to the pair representation and the weights; no probability matrix is stored on the way.
+The bias is an array that `score_mod` captures.  JAX differentiates through the captured array to the pair
+representation and the weights; no probability matrix is stored.
 
 python examples/pair_bias_gradient.py
 """
@@ -16,7 +16,10 @@ from flexjax import masks
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, pair: jax.Array, w: jax.Array, lengths: jax.Array) -> jax.Array:
-    """q, k, v [B, T, N, D]; pair [T, T, C]; w [C, N]; lengths [B], residues beyond them are padding."""
+    """Attention with the bias, [B, T, N, D].
+
+    q, k, v [B, T, N, D]; pair [T, T, C]; w [C, N]; lengths [B]: residues from there on are padding.
+    """
     bias = jnp.einsum("qkc,cn->nqk", pair, w)
 
     def add_bias(score, b, h, q, kv):
@@ -28,7 +31,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, pair: jax.Array, w: jax.Arr
 def attend_dense(
     q: jax.Array, k: jax.Array, v: jax.Array, pair: jax.Array, w: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """The same with all scores in memory."""
+    """`attend` with the whole score matrix in memory."""
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / q.shape[-1] ** 0.5 + jnp.einsum("qkc,cn->nqk", pair, w)
     inside = jnp.arange(k.shape[1]) < lengths[:, None]
     probs = jax.nn.softmax(jnp.where(inside[:, None, None], scores, -jnp.inf), axis=-1)
@@ -42,12 +45,12 @@ def main(length: int = 200) -> dict[str, float]:
     pair, w = jax.random.normal(keys[3], (length, length, C)), jax.random.normal(keys[4], (C, N))
     lengths = jnp.array([length, length * 3 // 5])
 
-    def slopes_of(attention):
+    def gradients_of(attention):
         loss = lambda pair, w, q, k, v: jnp.sum(attention(q, k, v, pair, w, lengths) ** 2)
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(pair, w, q, k, v)
 
-    slopes = [slopes_of(f) for f in (attend, attend_dense)]
-    errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*slopes, strict=True)]
+    gradients = [gradients_of(f) for f in (attend, attend_dense)]
+    errors = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*gradients, strict=True)]
     print(f"gradient of the pair representation {pair.shape}: relative error {errors[0]:.1e} to dense attention")
     print(f"gradient of the weights {w.shape}: relative error {errors[1]:.1e}")
     return dict(pair=errors[0], weights=errors[1])

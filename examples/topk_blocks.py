@@ -1,9 +1,9 @@
-"""Attention to the few most promising blocks, chosen by the data: lists of a static width, made under jit.
+"""Attention to the top-k blocks of keys, chosen by the data: block lists of a static width, made under jit.
 
-Each block of queries picks the `keep` blocks of keys whose mean key fits its mean query best, always with its
-own block among them (in the manner of MoBA, Lu et al., arXiv:2502.13189).  The choice is an array, so the
-block mask is built from it with `BlockMask.from_kv_blocks` inside the jitted function; its width is static,
-so nothing recompiles when the data chooses otherwise.
+Each block of queries picks the `keep` blocks of keys whose mean key has the largest product with its mean query,
+always its own block among them (as MoBA does, Lu et al., arXiv:2502.13189).  The choice is an array, from which
+`BlockMask.from_kv_blocks` builds the block mask inside the jitted function.  The width of its lists is static, so
+nothing recompiles when the data changes the choice.
 
 python examples/topk_blocks.py
 """
@@ -25,7 +25,7 @@ def chosen_blocks(q: jax.Array, k: jax.Array, block: int, keep: int) -> tuple[ja
     fit = jnp.where(there == here, jnp.inf, jnp.where(there < here, fit, -jnp.inf))
     values, indices = jax.lax.top_k(fit, keep)
     count = jnp.sum(values > -jnp.inf, axis=-1)
-    # the first `count` entries are the list; sorted, with those beyond it pushed to the end
+    # The first `count` entries are the list, ascending; the entries after it are arbitrary valid blocks.
     order = jnp.sort(jnp.where(values > -jnp.inf, indices, blocks), axis=-1)
     return count.astype(jnp.int32), jnp.minimum(order, blocks - 1).astype(jnp.int32)
 
@@ -41,7 +41,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, block: int, keep: int) -> j
 
 
 def attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, block: int, keep: int) -> jax.Array:
-    """The same with all scores in memory."""
+    """`attend` with the whole score matrix in memory."""
     count, indices = chosen_blocks(q, k, block, keep)
     blocks = q.shape[1] // block
     listed = jnp.arange(indices.shape[-1]) < count[..., None]
@@ -54,16 +54,16 @@ def attend_dense(q: jax.Array, k: jax.Array, v: jax.Array, block: int, keep: int
 def main(length: int = 1024, block: int = 64, keep: int = 4) -> dict[str, float]:
     q, k, v = (jax.random.normal(key, (2, length, 2, 32)) for key in jax.random.split(jax.random.key(0), 3))
 
-    def value_and_slope(attention):
+    def value_and_gradient(attention):
         total = lambda q, k, v: jnp.sum(attention(q, k, v, block, keep) ** 2)
         return jax.jit(jax.value_and_grad(total, argnums=2))(q, k, v)
 
-    (got, got_slope), (want, want_slope) = value_and_slope(attend), value_and_slope(attend_dense)
+    (got, got_gradient), (want, want_gradient) = value_and_gradient(attend), value_and_gradient(attend_dense)
     error = float(jnp.abs(got - want) / jnp.abs(want))
-    slope_error = float(jnp.abs(got_slope - want_slope).max() / jnp.abs(want_slope).max())
+    gradient_error = float(jnp.abs(got_gradient - want_gradient).max() / jnp.abs(want_gradient).max())
     print(f"each of {length // block} query blocks reads at most {keep} key blocks, chosen by the data")
-    print(f"relative error to dense attention: {error:.1e}, of the gradient of the values: {slope_error:.1e}")
-    return dict(error=error, slope=slope_error)
+    print(f"relative error to dense attention: {error:.1e}, of the gradient of the values: {gradient_error:.1e}")
+    return dict(error=error, slope=gradient_error)
 
 
 if __name__ == "__main__":

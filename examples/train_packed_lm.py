@@ -29,8 +29,8 @@ from flexjax import masks
 
 VOCABULARY = 256
 START = 0
-PADDING = -1  # segment id of what belongs to no document
-BIAS_UNIT = 10.0  # the bias moves by nats while weights move by hundredths: it takes larger steps
+PADDING = -1  # segment id of padding, which belongs to no document
+BIAS_UNIT = 10.0  # a useful bias is some nats, weights are some hundredths: this unit makes its learning rate larger
 Params = dict[str, Any]
 
 
@@ -74,7 +74,7 @@ def pack(files: list[bytes], length: int) -> Batch:
 
 
 def batches(packed: Batch, batch: int, seed: int) -> Iterator[Batch]:
-    """Endless: the rows in ever new orders."""
+    """Yields batches of rows for ever; every pass over the rows has a new random order."""
     rng = np.random.default_rng(seed)
     while True:
         order = rng.permutation(len(packed.tokens))
@@ -83,7 +83,7 @@ def batches(packed: Batch, batch: int, seed: int) -> Iterator[Batch]:
 
 
 def unigram_entropy(files: list[bytes]) -> float:
-    """Nats a byte, of a model that knows nothing but how frequent each byte is."""
+    """Entropy of the bytes in nats: the loss of a model that knows only how frequent each byte is."""
     counts = np.bincount(np.frombuffer(b"".join(files), np.uint8), minlength=VOCABULARY)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
@@ -96,7 +96,7 @@ def init(key: jax.Array, layers: int, width: int, heads: int, reach: int) -> Par
     """Parameters of a pre-norm transformer; layers are stacked along axis 0.
 
     distance  float32 [layers, heads, reach]: the learned bias by distance, in units of BIAS_UNIT; the last entry
-              is for all beyond.  It begins as ALiBi does, each head looking four times as far as the one before.
+              is for all larger distances.  It begins as ALiBi, with slopes that fall by a factor of four from head to head.
     """
     keys = iter(jax.random.split(key, 5))
 
@@ -172,25 +172,25 @@ def train_step(
     params: Params, adam: Adam, tokens: jax.Array, segments: jax.Array, rate: jax.Array
 ) -> tuple[Params, Adam, jax.Array]:
     """One Adam step with the gradient clipped to norm 1."""
-    value, slope = jax.value_and_grad(loss)(params, tokens, segments)
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(slope)))
-    slope = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), slope)
+    value, gradient = jax.value_and_grad(loss)(params, tokens, segments)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))
+    gradient = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), gradient)
     count = adam.count + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam.mean, slope)
-    square = jax.tree.map(lambda s, g: 0.98 * s + 0.02 * g * g, adam.square, slope)
-    grown = rate * jnp.sqrt(1 - 0.98**count) / (1 - 0.9**count)
-    params = jax.tree.map(lambda p, m, s: p - grown * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam.mean, gradient)
+    square = jax.tree.map(lambda s, g: 0.98 * s + 0.02 * g * g, adam.square, gradient)
+    corrected_rate = rate * jnp.sqrt(1 - 0.98**count) / (1 - 0.9**count)
+    params = jax.tree.map(lambda p, m, s: p - corrected_rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
     return params, Adam(mean, square, count), value
 
 
 class Progress:
-    """A bar on stderr: loss, tokens a second, time left; a line now and then where that is no terminal."""
+    """A progress bar on stderr with loss, tokens a second and time left; a line every ten seconds if stderr is no terminal."""
 
     def __init__(self, steps: int, seconds: float):
-        self.steps, self.seconds, self.began, self.told = steps, seconds, time.monotonic(), 0.0
+        self.steps, self.seconds, self.began, self.last_shown = steps, seconds, time.monotonic(), 0.0
 
     def share(self, step: int) -> float:
-        """0 to 1, by whichever of steps and seconds ends first."""
+        """The share of the run that is done, 0 to 1: the larger of the shares of its steps and of its seconds."""
         return min(1.0, max(step / self.steps, self.elapsed() / self.seconds))
 
     def elapsed(self) -> float:
@@ -199,9 +199,9 @@ class Progress:
     def show(self, step: int, value: float, tokens: int) -> None:
         terminal, now = sys.stderr.isatty(), self.elapsed()
         share = self.share(step)
-        if now - self.told < (0.2 if terminal else 10.0) and share < 1:
+        if now - self.last_shown < (0.2 if terminal else 10.0) and share < 1:
             return
-        self.told = now
+        self.last_shown = now
         filled = int(30 * share)
         left = now / max(share, 1e-9) * (1 - share)
         text = f"[{'#' * filled}{'.' * (30 - filled)}] step {step}  loss {value:.3f}  "
@@ -228,18 +228,18 @@ def train(args: argparse.Namespace, packed: Batch) -> tuple[Params, list[float],
 
 
 def leak(params: Params, batch: Batch) -> tuple[float, int]:
-    """Largest difference of the logits of a document packed and alone, and how many were compared."""
+    """(largest difference between a document's logits packed and alone, number of documents compared), at most 12 documents."""
     run = jax.jit(logits)
     packed = np.asarray(run(params, *map(jnp.asarray, batch)))
     worst, compared = 0.0, 0
     for row, (tokens, segments) in enumerate(zip(*batch, strict=True)):
         for document in range(segments.max() + 1):
-            place = np.flatnonzero(segments == document)
+            positions = np.flatnonzero(segments == document)
             alone = Batch(np.zeros_like(batch.tokens), np.full_like(batch.segments, PADDING))
-            alone.tokens[0, : len(place)] = tokens[place]
-            alone.segments[0, : len(place)] = 0
-            got = np.asarray(run(params, *map(jnp.asarray, alone)))[0, : len(place)]
-            worst, compared = max(worst, float(np.abs(got - packed[row, place]).max())), compared + 1
+            alone.tokens[0, : len(positions)] = tokens[positions]
+            alone.segments[0, : len(positions)] = 0
+            got = np.asarray(run(params, *map(jnp.asarray, alone)))[0, : len(positions)]
+            worst, compared = max(worst, float(np.abs(got - packed[row, positions]).max())), compared + 1
             if compared == 12:
                 return worst, compared
     return worst, compared
@@ -259,7 +259,7 @@ def held_out_loss(params: Params, packed: Batch, batch: int, number: int) -> flo
 
 
 def sample(params: Params, prompt: str, length: int, key: jax.Array, temperature: float = 0.6) -> str:
-    """`prompt` continued to `length` bytes, every byte drawn from the model."""
+    """`prompt` continued to `length` bytes, each sampled from the model at this temperature."""
     text = jnp.asarray([START, *prompt.encode()], jnp.int32)
     tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(text)].set(text)
     segments = jnp.zeros((1, length), jnp.int32)

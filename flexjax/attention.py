@@ -307,7 +307,7 @@ def _block_mask(
 def _layout(mask: BlockMask) -> BlockLayout:
     batch, heads = mask.kv_num_blocks.shape[:2]
     widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
-    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.listed)
+    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists)
 
 
 def _lists(mask: BlockMask) -> BlockLists:

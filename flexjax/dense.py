@@ -1,8 +1,7 @@
-"""The dense reference as a backend that runs from a plan.
+"""The dense reference as a backend: reference.py, run from a plan instead of the user's functions.
 
-An `implementation` sequence that names "reference" after a kernel reaches this backend when all earlier names refuse at
-lowering, where only the traced programs are left. The results are those of reference.py; the gradients are jax's own.
-The whole score matrix is held in memory at once.
+An `implementation` sequence may name "reference" after a kernel. If the kernel refuses at lowering, only the traced programs are
+left, and this backend runs them. Gradients are those of JAX. The whole score matrix is in memory at once.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ Array = jax.Array
 
 
 class DenseBackend:
-    """See backends/base.py."""
+    """The backend "reference" (see backends/base.py). It refuses no plan."""
 
     name = "reference"
 
@@ -89,6 +88,8 @@ class DenseBackend:
 
 
 def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callable[..., Array]:
+    """The score program as a score_mod of scalars, computed in the score dtype of the plan."""
+
     def score_mod(score: Array, *at: Array) -> Array:
         made = call_program(program, operands.score_captures, at, score.astype(plan.score_dtype))
         return made.astype(score.dtype)
@@ -97,12 +98,13 @@ def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callab
 
 
 def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
+    """bool, broadcastable to [B, N, T, S]: the block mask with its mask program; None without a mask."""
     mask = block_mask_of(plan, operands)
     return None if mask is None else mask.to_mask()
 
 
 def _dropout(plan: KernelPlan, operands: Operands) -> dict:
-    """Dropout arguments of reference_attention; the program's factors for probabilities are 0 or 1 / (1 - rate)."""
+    """Dropout arguments of reference_attention, from the program of multipliers 0 or 1 / (1 - rate); {} without dropout."""
     program = plan.dropout
     if program is None:
         return {}

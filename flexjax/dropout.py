@@ -1,8 +1,8 @@
-"""Dropout of attention probabilities from a key, as a program of positions.
+"""Dropout of attention probabilities: a program that says from a key which positions are kept.
 
-Whether (b, h, q, kv) is kept is a hash of the position and the key: nothing is stored, and the backward pass asks the same
-question again. Two words of the key seed a hash of (b, h); rows and columns are hashed apart and joined, so that only the last
-mixing runs for every element. The mixer is the 32-bit finaliser "lowbias32" (C. Wellons, Hash Prospector, 2018).
+Whether (b, h, q, kv) is kept is a hash of the position and the key, so nothing is stored and the backward pass computes the
+same hash again. Two words of the key seed a hash of (b, h); queries and keys are hashed separately and combined, so that only
+the last mixing runs for each entry. The mixing function is "lowbias32" (C. Wellons, Hash Prospector, 2018).
 """
 
 import jax
@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def mix(x: Array) -> Array:
-    """Scrambles uint32."""
+    """A bijection of uint32 that mixes all bits (lowbias32)."""
     x = x ^ (x >> jnp.uint32(16))
     x = x * jnp.uint32(0x7FEB352D)
     x = x ^ (x >> jnp.uint32(15))
@@ -26,11 +26,14 @@ def mix(x: Array) -> Array:
 
 
 def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-    """bool: whether the probability at a position survives. words: uint32 [2]."""
+    """bool: whether dropout keeps the probability at a position, with chance 1 - rate.
+
+    words   uint32 [2], from `key_words`; the indices are integers that broadcast together
+    """
     u = lambda i: jnp.asarray(i).astype(jnp.uint32)
-    program = mix(words[0] ^ mix(u(b) * jnp.uint32(0x9E3779B9) + u(h) + jnp.uint32(1)))
-    row = mix(program ^ mix(u(q_idx) + words[1]))
-    column = mix(program + mix(u(kv_idx) ^ jnp.uint32(0x85EBCA6B)))
+    head = mix(words[0] ^ mix(u(b) * jnp.uint32(0x9E3779B9) + u(h) + jnp.uint32(1)))
+    row = mix(head ^ mix(u(q_idx) + words[1]))
+    column = mix(head + mix(u(kv_idx) ^ jnp.uint32(0x85EBCA6B)))
     return mix(row ^ column) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
@@ -57,7 +60,7 @@ def dropout_program(rate: object, key: Array | None, sizes: Sizes, dtype: str = 
 
 
 def key_words(key: object) -> Array:
-    """uint32 [2] of a typed or raw key."""
+    """Two uint32 words [2] from one key, typed or raw. Raises ValueError for what is no single key."""
     if key is None:
         raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")
     if not isinstance(key, jax.Array | np.ndarray):
@@ -74,6 +77,6 @@ def key_words(key: object) -> Array:
 
 
 def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int]) -> Array:
-    """bool [B, N, T, S] of `kept` everywhere, for the dense reference."""
+    """bool [B, N, T, S]: `kept` at every position, for the dense reference."""
     at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
     return kept(words, float(rate), *at)

@@ -1,26 +1,30 @@
-"""How flexjax refuses: one place that writes the sentences.
+"""The errors and warnings of flexjax, and the form of their messages.
 
-ValueError           the caller gave something wrong. The message names the argument, what it got, what was expected and
-                     what to do.
-NotImplementedError  a backend cannot do this; the default dispatch goes on to one that can.
-FallbackWarning      the default dispatch went on, on a GPU or TPU, and a pass runs outside of the kernels.
+ValueError           the caller passed something wrong; the message names the argument, what it got, what was expected and
+                     what to do
+ModError             a ValueError about a score_mod, mask_mod or similar function
+NotImplementedError  a backend cannot run this call; the default dispatch then asks the next backend
+FallbackWarning      the default dispatch left the kernels of a GPU or TPU for a slower backend
 """
 
 
 class FallbackWarning(UserWarning):
-    """A call on a GPU or TPU left the kernels by itself: the message says which pass, why and what to do."""
+    """A pass of a call on a GPU or TPU runs outside of the kernels; the message says which pass, why and what to do."""
 
 
 def bad_argument(name: str, got: object, expected: str, todo: str) -> ValueError:
-    """ValueError in the house form: argument, got, expected, what to do."""
+    """The ValueError "`name` is got; expected expected. todo"."""
     return ValueError(f"`{name}` is {got}; expected {expected}. {todo}")
 
 
 class ModError(ValueError):
-    """A mod that cannot be traced or returns the wrong thing."""
+    """A user's function that cannot be traced or differentiated, or that returns the wrong type or shape."""
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Adds a note unless the error has it: an error that is raised while a call is lowered passes the door as well."""
+    """Adds a note to the error unless the error has that note.
+
+    An error of lowering passes two places that add the note: the lowering rule and flex_attention.
+    """
     if note and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -141,9 +141,9 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     run = dispatch.choose(call.plan, implementation, target)
     said = set(run.refusals)
     lines = [f"runs on: {run.backend.name}", *(f"  not {name}: {why}" for name, why in run.refusals)]
-    schedule = getattr(run.backend, "schedule", None)
-    if schedule is not None:
-        lines.append(f"  tiles: {schedule(run.plan, target)}")
+    tile_sizes = getattr(run.backend, "tile_sizes", None)
+    if tile_sizes is not None:
+        lines.append(f"  tiles: {tile_sizes(run.plan, target)}")
     score, operands = call.score, call.operands
     if score is not None and score.derivative is None:
         return "\n".join([*lines, f"backward pass: none. {score.why_not}"])

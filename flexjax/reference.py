@@ -1,8 +1,8 @@
-"""Dense attention written straight from the definition: the yardstick, not a fast path.
+"""Dense attention by its definition: what every backend is tested against, and a fallback that is not fast.
 
-It shares no code with the compiler.  The user's callables are evaluated on every entry by `jax.vmap`, the
-softmax is taken over whole rows, and all gradients are plain JAX's, so a disagreement with a backend is
-never a mistake made twice.  Memory grows with `q_len * kv_len`.
+It shares no code with the compiler, so that a mistake there cannot be here too.  The user's callables are evaluated
+on every entry by `jax.vmap`, the softmax is over whole rows, and all gradients are those of JAX.  Memory grows with
+`q_len * kv_len`.
 
     s[b, h, q, k] = score_mod(scale * <query[b, q, h], key[b, k, h // group]>, b, h, q, k)
     p             = softmax over k of where(mask, s, -inf), with one more column `sinks[h]` if given
@@ -80,7 +80,7 @@ def reference_attention(
 
 
 def _heads_first(x: jax.Array, already: bool) -> jax.Array:
-    """[B, T, N, D] -> [B, N, T, D], unless it is so `already`."""
+    """[B, T, N, D] -> [B, N, T, D]; unchanged if `already` [B, N, T, D]."""
     return x if already else jnp.swapaxes(x, 1, 2)
 
 
@@ -96,11 +96,12 @@ def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _indices(shape: tuple[int, ...]) -> list[jax.Array]:
+    """int32 0 .. n - 1 for each size of the shape."""
     return [jnp.arange(n, dtype=jnp.int32) for n in shape]
 
 
 def _mask_everywhere(mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """bool [B, N, T, S], or None where every entry is kept."""
+    """`mask` and `mask_mod` together as bool [B, N, T, S]; None if neither is given."""
     on = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
     if mask_mod is None:
         return on
@@ -115,7 +116,7 @@ def _mask_everywhere(mask_mod: MaskMod | None, mask: jax.Array | None, shape: tu
 
 
 def _over_entries(entry: Callable[..., jax.Array], leading: int) -> Callable[..., jax.Array]:
-    """Maps `entry(*arrays, b, h, q, kv)` over four index vectors; `leading` arrays are [B, N, T, S]."""
+    """Maps `entry(*arrays, b, h, q, kv)` over `leading` arrays [B, N, T, S] and four index vectors, to [B, N, T, S]."""
     for axis in (3, 2, 1, 0):
         entry = jax.vmap(entry, in_axes=(0,) * leading + tuple(0 if i == axis else None for i in range(4)))
     return entry
@@ -124,9 +125,9 @@ def _over_entries(entry: Callable[..., jax.Array], leading: int) -> Callable[...
 def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None) -> jax.Array:
     """`score_mod` on every kept entry, [B, N, T, S].
 
-    Masked entries are evaluated at the place of some kept entry.  A mod may be undefined where the mask is
-    off (a square root of a negative distance, a read of padding), and a zero cotangent times an infinite
-    derivative would be NaN there: such places must not be evaluated, masking the result is not enough.
+    Masked entries are evaluated with the score and the position of some kept entry.  At its own position a masked
+    entry may be undefined (a square root of a negative distance, a read of padding): its derivative may be infinite,
+    and times a zero cotangent that is NaN, so masking the result is not enough.
     """
 
     def entry(score: jax.Array, *at: jax.Array) -> jax.Array:
@@ -148,7 +149,7 @@ def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None) -> j
 
 @jax.custom_jvp
 def _below(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """scores - top; exactly 0 at the top, although a compiler may compute a score twice and round it only once."""
+    """scores - top, but exactly 0 where they are equal: a compiler may subtract from a score that it did not round."""
     return jnp.where(scores == top, 0.0, scores - top)
 
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def big_bird(
@@ -17,18 +17,18 @@ def big_bird(
     random_blocks: int = 3,
     seed: int = 0,
 ) -> MaskMod:
-    """mask = near | first | drawn, with `i = q_idx // block` and `j = kv_idx // block`:
+    """mask = near | first | random, with `i = q_idx // block` and `j = kv_idx // block`:
 
-        near  = abs(i - j) <= window_blocks // 2
-        first = (i < global_blocks) | (j < global_blocks)
-        drawn = j in table[i], `random_blocks` blocks that are neither near nor first
+        near   = abs(i - j) <= window_blocks // 2
+        first  = (i < global_blocks) | (j < global_blocks)
+        random = j in table[i], `random_blocks` blocks that are neither near nor first
 
     length:         int of at least 1: number of queries, and of keys.
     block:          int of at least 1: tokens in a block; the last one may be shorter.
     window_blocks:  odd int of at least 1: blocks in the window, the query's own included.
     global_blocks:  int of at least 0: blocks at the start that see, and are seen by, everyone.
-    random_blocks:  int of at least 0: blocks drawn for each block of queries, without repetition; where fewer
-                    are left to draw from, all of them.
+    random_blocks:  int of at least 0: random blocks of each block of queries, without repetition; all blocks
+                    that are left where there are fewer.
     seed:           int of at least 0: the same seed gives the same table, here `[blocks, random_blocks]`,
                     which the mask captures.  All heads and batch entries share it.
 
@@ -48,19 +48,19 @@ def big_bird(
         # # . . . # # #
         # # . . . . # #
     """
-    length = whole("big_bird", "length", length, 1, "It is the number of tokens.")
-    block = whole("big_bird", "block", block, 1, "It counts the tokens of a block.")
-    window_blocks = whole("big_bird", "window_blocks", window_blocks, 1, "It counts the query's own too.")
-    global_blocks = whole("big_bird", "global_blocks", global_blocks, 0, "Pass 0 for none.")
-    random_blocks = whole("big_bird", "random_blocks", random_blocks, 0, "Pass 0 for none.")
-    seed = whole("big_bird", "seed", seed, 0, "Any such number gives one fixed table.")
+    length = integer("big_bird", "length", length, 1, "It is the number of tokens.")
+    block = integer("big_bird", "block", block, 1, "It counts the tokens of a block.")
+    window_blocks = integer("big_bird", "window_blocks", window_blocks, 1, "It counts the query's own too.")
+    global_blocks = integer("big_bird", "global_blocks", global_blocks, 0, "Pass 0 for none.")
+    random_blocks = integer("big_bird", "random_blocks", random_blocks, 0, "Pass 0 for none.")
+    seed = integer("big_bird", "seed", seed, 0, "Any such number gives one fixed table.")
     if window_blocks % 2 == 0:
         raise ValueError(
             f"`big_bird`: `window_blocks` is {window_blocks}; expected an odd int. "
             "The window has the query's block in its middle."
         )
     reach = window_blocks // 2
-    table = jnp.asarray(_draw_blocks(-(-length // block), reach, global_blocks, random_blocks, seed))
+    table = jnp.asarray(_random_blocks(-(-length // block), reach, global_blocks, random_blocks, seed))
 
     @named(f"big_bird_{block}_{window_blocks}_{global_blocks}_{random_blocks}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -73,13 +73,13 @@ def big_bird(
     return mask_mod
 
 
-def _draw_blocks(blocks: int, reach: int, global_blocks: int, count: int, seed: int) -> np.ndarray:
-    """int32 `[blocks, count]`: the blocks drawn for each row; a row short of candidates repeats its own."""
+def _random_blocks(blocks: int, reach: int, global_blocks: int, count: int, seed: int) -> np.ndarray:
+    """int32 `[blocks, count]`: the random blocks of each row; a row with fewer candidates is filled with its own number."""
     rng = np.random.default_rng(seed)
     table = np.repeat(np.arange(blocks, dtype=np.int32)[:, None], count, axis=1)
     for row in range(global_blocks, blocks):
         window = range(max(row - reach, global_blocks), min(row + reach + 1, blocks))
-        left = blocks - global_blocks - len(window)
-        drawn = rng.choice(left, min(left, count), replace=False) + global_blocks
-        table[row, : len(drawn)] = np.where(drawn < window.start, drawn, drawn + len(window))
+        candidates = blocks - global_blocks - len(window)
+        chosen = rng.choice(candidates, min(candidates, count), replace=False) + global_blocks
+        table[row, : len(chosen)] = np.where(chosen < window.start, chosen, chosen + len(window))
     return table

@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flexjax.masks.check_arguments import sizes
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import positive_integers
+from flexjax.mod_tools.signatures import MaskMod, named
 
-Pair = tuple[int, int]
+Size2d = tuple[int, int]
 
 
-def natten_2d(canvas: Pair, kernel: Pair) -> MaskMod:
+def natten_2d(canvas: Size2d, kernel: Size2d) -> MaskMod:
     """mask = within(q_y, kv_y, height, kernel_y) & within(q_x, kv_x, width, kernel_x)
 
         within(q, kv, size, kernel) = start <= kv < start + kernel
@@ -52,7 +52,7 @@ def natten_2d(canvas: Pair, kernel: Pair) -> MaskMod:
     return mask_mod
 
 
-def natten_2d_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
+def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
     """mask = that of `natten_2d`, for tokens laid out tile by tile
 
         y = index // (tile_y * width) * tile_y + index % (tile_y * tile_x) // tile_x
@@ -89,7 +89,7 @@ def natten_2d_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
     """
     (height, width), (kernel_y, kernel_x) = _checked("natten_2d_tiled", canvas, kernel)
     advice = "Pass a pair such as (8, 8)."
-    tile_y, tile_x = sizes("natten_2d_tiled", "tile", tile, ("tile_y", "tile_x"), advice)
+    tile_y, tile_x = positive_integers("natten_2d_tiled", "tile", tile, ("tile_y", "tile_x"), advice)
     if height % tile_y or width % tile_x:
         raise ValueError(
             f"`natten_2d_tiled`: `tile` is {(tile_y, tile_x)}; expected a divisor of `canvas`, which is "
@@ -109,7 +109,7 @@ def natten_2d_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
     return mask_mod
 
 
-def natten_2d_morton(canvas: Pair, kernel: Pair) -> MaskMod:
+def natten_2d_morton(canvas: Size2d, kernel: Size2d) -> MaskMod:
     """mask = that of `natten_2d`, for tokens laid out along the Morton (Z-order) curve
 
         x = bits 0, 2, 4, .. of the index,  y = bits 1, 3, 5, .. of the index
@@ -162,14 +162,15 @@ def natten_2d_morton(canvas: Pair, kernel: Pair) -> MaskMod:
 
 
 def within(q: Array, kv: Array, size: int, kernel: int) -> Array:
-    """Whether `kv` is among the `kernel` points around `q`, on a line of `size` points that is not left."""
+    """Whether `kv` is among the `kernel` points around `q`, which are shifted to stay on a line of `size` points."""
     start = jnp.clip(q - kernel // 2, 0, size - kernel)
     return (kv >= start) & (kv - start < kernel)
 
 
-def _checked(call: str, canvas: Pair, kernel: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    sides = sizes(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
-    reach = sizes(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
+def _checked(call: str, canvas: Size2d, kernel: Size2d) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Canvas and kernel, if they are pairs of positive ints and the kernel fits the canvas; ValueError otherwise."""
+    sides = positive_integers(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
+    reach = positive_integers(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
     if any(k > s for k, s in zip(reach, sides, strict=True)):
         raise ValueError(
             f"`{call}`: `kernel` is {reach}; expected no more than `canvas`, which is {sides}. "

@@ -2,14 +2,14 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def strided(stride: int) -> MaskMod:
     """mask = (q_idx >= kv_idx) & ((q_idx - kv_idx < stride) | ((q_idx - kv_idx) % stride == 0))
 
-    stride:  int of at least 1: width of the local window and distance of the far keys.
+    stride:  int of at least 1: width of the local window, and distance between the keys before it that are seen.
 
     A query sees the last `stride` tokens, and every `stride`-th one before them.  On an image of width
     `stride` these are the row so far and the column above.
@@ -30,7 +30,9 @@ def strided(stride: int) -> MaskMod:
         # . . # # # # .
         . # . . # # # #
     """
-    stride = whole("strided", "stride", stride, 1, "It is the distance between the far keys of a query.")
+    stride = integer(
+        "strided", "stride", stride, 1, "It is the distance between the keys that a query sees beyond its window."
+    )
 
     @named(f"strided_{stride}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -65,8 +67,8 @@ def strided_fixed(stride: int, summary: int = 1) -> MaskMod:
         . . # . . # # .
         . . # . . # # #
     """
-    stride = whole("strided_fixed", "stride", stride, 1, "It counts the tokens of a block.")
-    summary = whole("strided_fixed", "summary", summary, 1, "It counts the tokens that end a block.")
+    stride = integer("strided_fixed", "stride", stride, 1, "It counts the tokens of a block.")
+    summary = integer("strided_fixed", "summary", summary, 1, "It counts the tokens that end a block.")
     if summary > stride:
         raise ValueError(
             f"`strided_fixed`: `summary` is {summary}; expected at most `stride`, which is {stride}. "

@@ -7,8 +7,9 @@ from jax import Array
 from jax.errors import TracerArrayConversionError
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import count, integers
-from flexjax.masks.mask_mod import MaskMod, named, of_token, pick
+from flexjax.mod_tools.array_reads import batched_value_at, value_at
+from flexjax.mod_tools.factory_arguments import integer_array, integer_or_vector
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
@@ -37,24 +38,25 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
         # # . # . . # #
     """
     advice = "Pass the parent of each node, -1 for a root."
-    above = integers("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice).astype(jnp.int32)
+    above = integer_array("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice).astype(jnp.int32)
     _check_order(parents)
-    before = count("tree", "context", context, "[B]", 0, "Pass the number of keys before the tree.")
+    before = integer_or_vector("tree", "context", context, "[B]", 0, "Pass the number of keys before the tree.")
     enter, leave = _intervals(above) if above.ndim == 1 else jax.vmap(_intervals)(above)
     last = above.shape[-1] - 1
 
     @named("tree")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        node = kv_idx - pick(before, b)
+        node = kv_idx - value_at(before, b)
         inside = jnp.clip(node, 0, last)
-        at = of_token(enter, b, q_idx)
-        is_above = (of_token(enter, b, inside) <= at) & (at < of_token(leave, b, inside))
+        at = batched_value_at(enter, b, q_idx)
+        is_above = (batched_value_at(enter, b, inside) <= at) & (at < batched_value_at(leave, b, inside))
         return (node < 0) | ((node <= last) & is_above)
 
     return mask_mod
 
 
 def _check_order(parents: ArrayLike) -> None:
+    """Raises ValueError if a parent does not come before its child. Traced arrays, whose values are not known, pass."""
     try:
         known = np.asarray(parents)
     except TracerArrayConversionError:
@@ -62,19 +64,19 @@ def _check_order(parents: ArrayLike) -> None:
     nodes = np.arange(known.shape[-1])
     wrong = np.argwhere((known < -1) | (known >= nodes))
     if wrong.size:
-        place = tuple(wrong[0].tolist())
-        which = ", ".join(map(str, place))
+        index = tuple(wrong[0].tolist())
+        which = ", ".join(map(str, index))
         raise ValueError(
-            f"`tree`: `parents[{which}]` is {known[place]}; expected -1 or an earlier node. "
+            f"`tree`: `parents[{which}]` is {known[index]}; expected -1 or an earlier node. "
             "Number the nodes so that each comes after its parent."
         )
 
 
 @jax.jit
 def _intervals(parents: Array) -> tuple[Array, Array]:
-    """`enter` and `leave`, int32 `[T]`: depth-first numbers of a subtree are `enter .. leave - 1`."""
+    """`enter` and `leave`, int32 `[T]`: the nodes of a subtree have the depth-first numbers `enter .. leave - 1`."""
     nodes = parents.shape[0]
-    above = jnp.where(parents < 0, nodes, parents)  # roots hang from one more node
+    above = jnp.where(parents < 0, nodes, parents)  # one more node is the parent of all roots
 
     def add_to_parent(i: Array, size: Array) -> Array:
         node = nodes - 1 - i
@@ -82,12 +84,12 @@ def _intervals(parents: Array) -> tuple[Array, Array]:
 
     size = jax.lax.fori_loop(0, nodes, add_to_parent, jnp.ones(nodes + 1, jnp.int32))
 
-    def place(node: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        enter, free = state  # free[n]: first number not yet given away below n
+    def number(node: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        enter, free = state  # free[n]: the first number below n that no node has yet
         start = free[above[node]]
         free = free.at[above[node]].add(size[node]).at[node].set(start + 1)
         return enter.at[node].set(start), free
 
     start = (jnp.zeros(nodes, jnp.int32), jnp.zeros(nodes + 1, jnp.int32))
-    enter, _ = jax.lax.fori_loop(0, nodes, place, start)
+    enter, _ = jax.lax.fori_loop(0, nodes, number, start)
     return enter, enter + size[:nodes]

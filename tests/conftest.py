@@ -56,6 +56,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun within {minutes:g} minutes")
 
 
+def is_slow(item: pytest.Item) -> bool:
+    """By its mark, or because its class (see tests/backends/conformance.py) leaves it to the slow run."""
+    names = getattr(getattr(item, "cls", None), "slow_tests", ())
+    return item.get_closest_marker("slow") is not None or getattr(item, "originalname", "") in names
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the slow tests unless `-m` or a full test name is given; `--slow` runs them alone."""
     if config.getoption("--minutes") is not None:
@@ -64,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("-m") or any("::" in arg for arg in config.args):
         return
     wanted = bool(config.getoption("--slow"))
-    chosen = [item for item in items if (item.get_closest_marker("slow") is not None) == wanted]
+    chosen = [item for item in items if is_slow(item) == wanted]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
 

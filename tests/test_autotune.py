@@ -21,6 +21,7 @@ from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends import target as targets
 from flexjax.plan import tuned
+from tests.marks import some_slow
 
 MODULE = importlib.import_module("flexjax.autotune")
 FORWARD, BACKWARD = tuned.PASSES["forward"], tuned.PASSES["backward"]
@@ -68,7 +69,7 @@ class Scripted:
 # ------------------------------------------------------------------- the real thing
 
 
-@pytest.mark.parametrize("mask_mod", [None, masks.causal], ids=["plain", "causal"])
+@pytest.mark.parametrize("mask_mod", some_slow([None, masks.causal], [masks.causal]), ids=["plain", "causal"])
 def test_it_times_every_candidate(cache: pathlib.Path, mask_mod: typing.Any) -> None:
     found = flexjax.autotune(*qkv(), mask_mod=mask_mod, seconds=300.0, progress=False)
     every = candidates(mask_mod=mask_mod)

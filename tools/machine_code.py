@@ -39,6 +39,9 @@ def canonical(module: typing.Any) -> tuple[str, str]:
     text = module.operation.get_asm(enable_debug_info=False)
     found = NAME.search(text)
     name = found[1] if found else "?"
+    text = re.sub(
+        r"mosaic_gpu\.dump_basename = \"[^\"]*\"", "", text
+    )  # the name and how many came before in the process
     text = re.sub(rf"@{name}(_mosaic_gpu)?\b", "@kernel", text)
     return name, re.sub(r"^module @\w+", "module @kernel", text, flags=re.MULTILINE)
 

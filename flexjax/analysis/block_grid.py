@@ -1,4 +1,4 @@
-"""The blocks of the attention matrix that are looked at."""
+"""The blocks of the attention matrix for which interval analysis is run, as arrays of their first and last positions."""
 
 import dataclasses
 
@@ -13,9 +13,14 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class BlockGrid:
-    """The blocks looked at: single positions `b` and `h`, first and last position of each query and key block (of at most
-    block_q and block_kv tokens). Arrays of four dims that broadcast to one number a block; no dim but the first has both b or h
-    and queries or keys."""
+    """Blocks of one batch entry, one head, a range of queries and a range of keys.
+
+    b, h              int32: the batch entry and the head of each block
+    q_first, q_last   int32: the first and the last query of each block, at most block_q of them
+    kv_first, kv_last int32: the first and the last key of each block, at most block_kv of them
+
+    The arrays have four dims and broadcast to one number a block. Only the first dim may hold both b or h and queries or keys.
+    """
 
     b: Array
     h: Array
@@ -27,6 +32,7 @@ class BlockGrid:
     block_kv: int
 
     def of(self, axis: int) -> Interval:
+        """The interval of an input of a program (B, H, Q or KV) in each block."""
         first = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_first, ir.KV: self.kv_first}[axis]
         last = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_last, ir.KV: self.kv_last}[axis]
         return Interval(first, last, True, True)
@@ -45,9 +51,12 @@ def block_grid(
 
 
 def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> BlockGrid:
-    """side x side blocks at each of `places` [n, 4] (b, h, q, kv in units of `side` blocks): [n, 1, side, side].
+    """Squares of side x side neighbouring blocks: a grid of [n, 1, side, side] blocks.
 
-    Blocks past the last one are the last one.
+    places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares
+    sizes    q_len, kv_len, block_q, block_kv
+
+    A block past the end of the matrix is replaced by the last block.
     """
     b, h, q, kv = (places[:, i].reshape(-1, 1, 1, 1) for i in range(4))
     within = jnp.arange(side, dtype=jnp.int32)
@@ -58,6 +67,7 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> B
 
 
 def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int]) -> BlockGrid:
+    """The grid of the blocks with these numbers (b, h, query block, key block); sizes: q_len, kv_len, block_q, block_kv."""
     b, h, q_blocks, kv_blocks = blocks
     q_len, kv_len, block_q, block_kv = sizes
     edges = lambda blocks, size, length: (blocks * size, jnp.minimum(blocks * size, length - size) + (size - 1))

@@ -1,11 +1,11 @@
-"""Between which numbers the results of a program lie, whatever the score and the captured arrays hold.
+"""The range of a program's results over the whole attention matrix, whatever the score and the captured arrays hold.
 
-A soft cap, `cap * tanh(score / cap)`, lies between -cap and cap; a kernel that knows it needs no running maximum. The bounds are
-numbers known while compiling, for the whole attention matrix; `intervals` bounds masks block by block. NaN passes through what
-is here, so a bounded result may be NaN.
+A soft cap, `cap * tanh(score / cap)`, lies within -cap..cap, so a kernel that knows the range needs no running maximum. The
+range consists of two Python floats known while compiling; intervals.py bounds masks block by block. A result may be NaN in
+spite of its range, because NaN passes through every operation.
 
-Only float32 values are followed: integers have the ranges that tracing gave them (none where they may wrap around), narrower
-floats and casts to integers none. An end past the largest float32 is infinite.
+Ranges are computed for float32 values only. Integers have the ranges of the trace (none where they may wrap around); narrower
+floats and integers cast from floats have none. An end past the largest float32 is infinite.
 """
 
 import math
@@ -16,10 +16,10 @@ from flexjax.ir.program import Atom, Lit, Op, Program, range_of_val
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
 LARGEST = 3.4028234663852886e38
-"""No float32 is larger; what may be rounds to infinity."""
-EXACT = ("neg", "abs", "max", "min", "select_n", "copy")
+"""The largest float32; a larger number rounds to infinity."""
+EXACT = ("neg", "abs", "max", "min", "select_n")
 ROUNDING = 2.0**-22
-"""What float32 and approximate instructions may make of a result, relative to it; a sum, relative to what is added."""
+"""Relative error of a result by float32 rounding and approximate instructions; of a sum, relative to its largest operand."""
 WITHIN: dict[str, Range] = {
     "tanh": (-1.0, 1.0),
     "erf": (-1.0, 1.0),
@@ -29,7 +29,7 @@ WITHIN: dict[str, Range] = {
     "logistic": (0.0, 1.0),
     "erfc": (0.0, 2.0),
 }
-"""Functions that are bounded whatever they are given."""
+"""Ranges of functions that are bounded for every operand."""
 
 
 def bounds(program: Program) -> tuple[Range, ...]:
@@ -52,6 +52,7 @@ def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
 
 
 def _number(atom: Lit) -> Range:
+    """The range of a literal."""
     value = float(atom.value)
     return ANYTHING if math.isnan(value) else (value, value)
 
@@ -74,10 +75,12 @@ def of_op(prim: str, given: Sequence[Range]) -> Range:
 
 
 def _moved(end: float, share: float, beside: float) -> float:
+    """A finite end plus `share` times the larger of its magnitude and `beside`."""
     return end + share * max(abs(end), beside) if math.isfinite(end) else end
 
 
 def _mul(a: Range, b: Range) -> Range:
+    """The range of a product; anything where an end is infinite, because 0 * inf is NaN."""
     if not all(map(math.isfinite, (*a, *b))):
         return ANYTHING  # 0 * inf
     ends = [x * y for x in a for y in b]
@@ -94,8 +97,8 @@ def _select(_: Range, *cases: Range) -> Range:
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
 
-def _rising(function: Callable[[float], float], least: float) -> Callable[[Range], Range]:
-    """The rule of a function that rises, from `least` on."""
+def _increasing(function: Callable[[float], float], least: float) -> Callable[[Range], Range]:
+    """The rule of a function that increases on [least, inf)."""
     return lambda a: (function(a[0]), function(a[1])) if least <= a[0] and math.isfinite(a[1]) else ANYTHING
 
 
@@ -110,8 +113,7 @@ RULES: dict[str, Callable[..., Range]] = {
     "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "select_n": _select,
     "convert_element_type": lambda a: a,
-    "copy": lambda a: a,
-    "sqrt": _rising(math.sqrt, 0.0),
-    "log": _rising(math.log, 1e-30),
-    "log1p": _rising(math.log1p, -0.5),
+    "sqrt": _increasing(math.sqrt, 0.0),
+    "log": _increasing(math.log, 1e-30),
+    "log1p": _increasing(math.log1p, -0.5),
 }

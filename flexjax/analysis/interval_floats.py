@@ -28,6 +28,7 @@ class NarrowType(typing.NamedTuple):
 
 @functools.cache
 def narrow_type(dtype: str) -> NarrowType:
+    """The properties of the floating type of that name."""
     info = jnp.finfo(jnp.dtype(dtype))
     with np.errstate(all="ignore"):
         infinity, zero = np.array([np.inf, -0.0], np.float32).astype(info.dtype).astype(np.float32)
@@ -59,8 +60,8 @@ def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
 
 
 def _largest(high: Array, kind: NarrowType) -> Array:
-    """Upper bound of what the numbers up to `high` round to, for an exponent range without limit."""
-    # An earlier rounding may have come first: to float32, or for the smallest types to float16 or bfloat16.
+    """Upper bound of the rounded values of all numbers up to `high`, if the type had no largest number."""
+    # The number may have been rounded once before: to float32, or for the smallest types to float16 or bfloat16.
     before = 2.0**-20 if kind.mantissa_bits >= 7 else 2.0**-8
     above = high * jnp.where(high > 0, 1 + before, 1 - before)
     rounded = (lax.reduce_precision(e, 8, kind.mantissa_bits) for e in (high, above))

@@ -1,4 +1,8 @@
-"""The smallest and the largest element that a block can read of a captured array."""
+"""The smallest and the largest element that each block can read of a captured array.
+
+Where one index varies within a block, a range query over precomputed minima and maxima of 2^k neighbours answers exactly. Where
+two indices vary, the same is done for rectangles. Otherwise the extremes of all elements that the load may reach are taken.
+"""
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +20,7 @@ Array = jax.Array
 
 
 def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
-    """Most neighbours that one block can reach along a dimension of that index."""
+    """The largest number of neighbouring elements that one block reads along a dimension of length `limit`."""
     linear = atom.linear if isinstance(atom, Val) else None
     if linear is None:
         return limit
@@ -26,19 +30,24 @@ def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
 def load_extremes(
     load: Load, index: list[Abstract], array: Array, grid: BlockGrid, points: Mapping[int, Array]
 ) -> Abstract:
-    """Smallest and largest element that the block can read."""
+    """What is known of a loaded element in each block: its smallest and largest value.
+
+    index    what is known of each index of the load
+    array    the captured array
+    points   values of b and h alone, one number in every block, by id
+    """
     dtype = load.out.dtype
     if any(isinstance(i, Truth) for i in index) or array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
         return unknown(dtype)
     spans = typing.cast(list[Interval], index)
-    # An index is at rest where it is one known number in every block; all others may move.
-    moving = [d for d, a in enumerate(load.index) if isinstance(a, Val) and a.id not in points]
-    if len(moving) > 1 or (
-        array.shape[moving[0]] > RANGE_TABLE_LIMIT
-        and _longest(load.index[moving[0]], grid, array.shape[moving[0]]) > 1 << 16
+    # An index that is a literal or one known number in every block is fixed; the others vary.
+    varying = [d for d, a in enumerate(load.index) if isinstance(a, Val) and a.id not in points]
+    if len(varying) > 1 or (
+        array.shape[varying[0]] > RANGE_TABLE_LIMIT
+        and _longest(load.index[varying[0]], grid, array.shape[varying[0]]) > 1 << 16
     ):
-        return _extremes_of_rows(load, spans, array, moving)
-    (dim,) = moving
+        return _extremes_of_rows(load, spans, array, varying)
+    (dim,) = varying
     rows = jnp.moveaxis(array, dim, -1)
     where = [i.low for d, i in enumerate(spans) if d != dim]
     span = spans[dim]
@@ -48,7 +57,7 @@ def load_extremes(
 
 
 RANGE_TABLE_LIMIT = 1 << 22
-"""Longest dimension for which tables of range minima are made (log2 of it as many copies)."""
+"""Longest dimension for which tables of range minima are made; they take log2(length) copies of the array."""
 TILE_TABLE_LIMIT = 1 << 26
 """Largest array, and largest intermediate, for which extremes of rectangles are computed."""
 
@@ -56,7 +65,7 @@ TILE_TABLE_LIMIT = 1 << 26
 def _range_extremes(
     rows: tuple[Array, Array], where: Sequence[Array], span: Interval, longest: int
 ) -> tuple[Array, Array]:
-    """(least of rows[0][where, low..high], greatest of rows[1][where, low..high]), of at most `longest` elements."""
+    """(least of rows[0][where, low..high], greatest of rows[1][where, low..high]); a range has at most `longest` elements."""
     n = rows[0].shape[-1]
     low, high = jnp.clip(span.low, 0, n - 1), jnp.clip(span.high, 0, n - 1)
     pick = lambda level, place: level.at[(*where, place)].get(mode="clip")
@@ -71,9 +80,11 @@ def _doubling(
     axis: int,
     longest: int,
 ) -> tuple[Array, Array]:
-    """(least, greatest) between low and high along an axis: round k holds the extremes of 2^k neighbours.
+    """(least, greatest) element between positions low and high along an axis, by a sparse table of doubling widths.
 
-    pick(level, places) reads a level. A loop, so that what has to be compiled does not grow with `longest`.
+    After round k, a level holds the extremes of 2^k neighbours at each position, and two overlapping windows of a level cover
+    a range. pick(level, positions) reads a level. The rounds are a loop, so that the compiled program does not grow with
+    `longest`.
     """
     found = tuple(pick(level, low) for level in rows)
     if longest <= 1:
@@ -100,20 +111,24 @@ def _doubling(
         shaped = lambda new: reached.reshape(reached.shape + (1,) * (new.ndim - reached.ndim))
         return levels, tuple(jnp.where(shaped(new), new, old) for new, old in zip(here, best, strict=True))
 
-    # the first round as it is: the state of the loop has the shapes that it keeps
+    # the first round is outside of the loop, because it broadcasts the state to the shapes that the loop keeps
     state = double(jnp.int32(0), (rows, found))
     return lax.fori_loop(jnp.int32(1), jnp.int32(rounds), double, state)[1]
 
 
-def _extremes_of_rows(load: Load, index: list[Interval], array: Array, moving: list[int]) -> Abstract:
-    """Several moving dimensions: block extremes where the load is a plain tile, else those of all that it may reach."""
+def _extremes_of_rows(load: Load, index: list[Interval], array: Array, varying: list[int]) -> Abstract:
+    """The extremes of a load of which several indices vary within a block.
+
+    Two varying indices over a small array: the exact extremes of each block's rectangle. Otherwise the extremes over the
+    whole of the varying dimensions.
+    """
     wide = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
-    fixed = [d for d in range(array.ndim) if d not in moving]
-    rows = wide.transpose(*fixed, *moving)
+    fixed = [d for d in range(array.ndim) if d not in varying]
+    rows = wide.transpose(*fixed, *varying)
     where = [index[d].low for d in fixed]
-    spans = [index[d] for d in moving]
+    spans = [index[d] for d in varying]
     starts = max(s.low.size for s in spans)
-    if len(moving) == 2 and array.size <= TILE_TABLE_LIMIT and starts * max(array.shape) <= TILE_TABLE_LIMIT:
+    if len(varying) == 2 and array.size <= TILE_TABLE_LIMIT and starts * max(array.shape) <= TILE_TABLE_LIMIT:
         ends = _rectangle_extremes(rows, where, spans)
         exact = flag_and(*(s.contiguous for s in spans))
         exact = flag_and(exact, independent([axes_of(a) for a in load.index]))
@@ -127,9 +142,9 @@ def _extremes_of_rows(load: Load, index: list[Interval], array: Array, moving: l
 
 
 def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Interval]) -> tuple[Array, Array]:
-    """Extremes of a rectangle of the last two dims: along one, kept at each span of it, then along the other.
+    """Extremes of a rectangle of the last two dims: first along the one for each of its ranges, then along the other.
 
-    The spans of a dimension depend on blocks of queries or keys alone, so the first step makes [..., spans, n] numbers.
+    The ranges of a dimension depend on query blocks or key blocks alone, so the first step has [..., ranges, n] results.
     """
     first, second = spans
     shape = jnp.broadcast_shapes(first.low.shape, first.high.shape)
@@ -143,6 +158,7 @@ def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Int
 
 
 def _of_ends(low: Array, high: Array, exact: Flag, dtype: str) -> Abstract:
+    """The interval, or for bools the truth, of a load with these extremes; `exact`: both extremes are read by some entry."""
     if dtype == "bool":
         can_true, can_false = high != 0, low == 0
         seen = jnp.zeros((1, 1, 1, 1), bool) if exact is False else exact

@@ -1,6 +1,7 @@
-"""Intervals of the results of operations, from those of the operands.
+"""The interval of an operation's result, from the intervals of its operands: one rule an operation, and rounding.
 
-A comparison of NaN ends, "anything", decides nothing. An integer that may have wrapped around gets the whole range of its type.
+Ends of NaN mean "anything", and no comparison with NaN is true, so such an interval decides nothing. An integer that may have
+wrapped around gets the whole range of its type. Comparisons and logic are in interval_truth.py.
 """
 
 import typing
@@ -12,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from flexjax.analysis.interval_floats import narrowed
-from flexjax.analysis.interval_values import Interval, Truth, flag_and, flag_or, unknown, wide_type, widened
+from flexjax.analysis.interval_values import Abstract, Interval, Truth, flag_and, flag_or, unknown, wide_type, widened
 from flexjax.ir import program as ir
 from flexjax.ir.program import Lit, Op, Val
 
@@ -21,14 +22,19 @@ Array = jax.Array
 INEXACT = frozenset(
     {"exp", "exp2", "log", "sqrt", "tanh", "log1p", "expm1", "cbrt", "atan", "sinh", "asinh", "logistic", "erf"}
 )
-"""Functions that implementations round in their own ways."""
+"""Functions whose results differ between devices by a few units in the last place."""
 
 KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "select_n"})
-"""Functions whose results a narrow type holds as it holds their operands."""
+"""Operations whose result a floating type narrower than float32 represents exactly if it represents the operands."""
 
 
-def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int]) -> Interval:
-    """The interval with room for other roundings, and NaN at both ends where a NaN can occur."""
+def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -> Interval:
+    """The interval of a floating result, widened for rounding, with NaN at both ends where a NaN can occur.
+
+    args      what is known of the operands
+    found     the interval by the operation's rule
+    products  ids of values that are products, which a compiler may fuse with an addition
+    """
     low, high, attained, _ = found
     if op.prim in INEXACT:
         eps = jnp.finfo(jnp.dtype(op.out.dtype)).eps.astype(low.dtype)
@@ -41,7 +47,7 @@ def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int])
         slack = jnp.where(jnp.isfinite(slack), slack, 0)
         low, high, attained = low - slack, high + slack, False
     power = abs(typing.cast(int, dict(op.params).get("y", 0)))
-    if power > 2:  # a product of several, rounded in an order that is not said
+    if power > 2:  # the order in which several factors are multiplied, and so the rounding, is not specified
         eps = power * float(jnp.finfo(jnp.dtype(op.out.dtype)).eps)
         low, high, attained = low - eps * jnp.abs(low), high + eps * jnp.abs(high), False
     if jnp.finfo(jnp.dtype(op.out.dtype)).bits < 32 and op.prim not in KEEPS_NARROW:
@@ -51,7 +57,7 @@ def rounded(op: Op, args: list[typing.Any], found: Interval, products: set[int])
     return Interval(jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high), attained)
 
 
-def _makes_nan(prim: str, args: list[typing.Any]) -> Array:
+def _makes_nan(prim: str, args: list[Abstract]) -> Array:
     """Blocks in which the operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf."""
     no = jnp.zeros((1, 1, 1, 1), bool)
     if prim not in ("add", "sub", "mul", "div") or not all(isinstance(a, Interval) for a in args):
@@ -68,10 +74,11 @@ def _makes_nan(prim: str, args: list[typing.Any]) -> Array:
 
 
 def size_of(term: Interval) -> Array:
+    """The largest magnitude in an interval, float32."""
     return jnp.maximum(jnp.abs(term.low.astype(jnp.float32)), jnp.abs(term.high.astype(jnp.float32)))
 
 
-def unless_wrapped(op: Op, args: list[typing.Any], found: Interval) -> Interval:
+def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
     """The interval, or all of the type where integer arithmetic may leave it."""
     dtype = jnp.dtype(op.out.dtype)
     if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
@@ -95,6 +102,7 @@ def unless_wrapped(op: Op, args: list[typing.Any], found: Interval) -> Interval:
 
 
 def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tuple[Array, Array]:
+    """(least, greatest) of f over the ends of two intervals."""
     values = [f(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
     low, high = values[0], values[0]
     for v in values[1:]:
@@ -128,6 +136,7 @@ def _square(op: Op, args: list[Interval]) -> Interval:
 
 
 def _power(x: Interval, y: int) -> Interval:
+    """The interval of x ** y for an integer y of at least 0."""
     a, b = lax.integer_pow(x.low, y), lax.integer_pow(x.high, y)
     if y % 2:
         return Interval(a, b, x.attained)
@@ -140,6 +149,7 @@ def _neg(op: Op, args: list[Interval]) -> Interval:
 
 
 def _abs(op: Op, args: list[Interval]) -> Interval:
+    """abs(x): from 0 in blocks where x may have either sign."""
     (x,) = args
     a, b = jnp.abs(x.low), jnp.abs(x.high)
     crosses = (x.low <= 0) & (x.high >= 0)
@@ -148,6 +158,8 @@ def _abs(op: Op, args: list[Interval]) -> Interval:
 
 
 def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
+    """The rule of `max` or `min`; `pick` is the function of two arrays."""
+
     def rule(op: Op, args: list[Interval]) -> Interval:
         x, y = args
         return Interval(
@@ -161,6 +173,8 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
 
 
 def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
+    """The rule of an increasing function of one operand."""
+
     def rule(op: Op, args: list[Interval]) -> Interval:
         (x,) = args
         return Interval(f(x.low), f(x.high), x.attained, flag_and(x.contiguous, keeps_contiguous))
@@ -169,6 +183,7 @@ def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Ca
 
 
 def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
+    """x // y: by the ends where y is positive or a negative literal; the whole range of the type where y may be negative otherwise."""
     x, y = args
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
         if jnp.iinfo(x.low.dtype).min == op.inputs[1].value:
@@ -189,29 +204,33 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
+    """x % y: by `_remainder`, with the signs of both exchanged where y is a negative literal."""
     x, y = args
     if isinstance(op.inputs[1], Lit) and -(2**30) < op.inputs[1].value < 0:  # x % -d is -((-x) % d)
-        turned = Interval(-x.high, -x.low, x.attained, x.contiguous)
-        found = _rest(turned, Interval(-y.high, -y.low))
+        negated = Interval(-x.high, -x.low, x.attained, x.contiguous)
+        found = _remainder(negated, Interval(-y.high, -y.low))
         info = jnp.iinfo(x.low.dtype)
         return widened(Interval(-found.high, -found.low, *found[2:]), x.low <= info.min)
-    return _rest(x, y)
+    return _remainder(x, y)
 
 
-def _rest(x: Interval, y: Interval) -> Interval:
-    """x % y where y is not negative; x % 0 is 0."""
+def _remainder(x: Interval, y: Interval) -> Interval:
+    """The interval of x % y where y is not negative; x % 0 is 0."""
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
     low = jnp.where(same, jnp.mod(x.low, modulus), 0)
     high = jnp.where(same, jnp.mod(x.high, modulus), jnp.maximum(y.high, 1) - 1)
-    # Within one period the ends are those of x; over a whole period of consecutive integers every rest occurs.
+    # Within one period the ends are those of x; over a whole period of consecutive integers every remainder occurs.
     width = x.high - x.low
-    whole = (y.low == y.high) & ((width < 0) | (width >= modulus - 1))  # width < 0: more than the type can say
+    whole = (y.low == y.high) & (
+        (width < 0) | (width >= modulus - 1)
+    )  # width < 0: the difference wrapped around, so it is larger than any modulus
     exact = flag_and(x.contiguous, same | whole)
     return widened(Interval(low, high, flag_or(exact, flag_and(x.attained, same)), exact), y.low < 0)
 
 
 def _div(op: Op, args: list[Interval]) -> Interval | None:
+    """x / y of floats: anything where y may be 0; None for integers, which are divided by floordiv."""
     x, y = args
     if jnp.issubdtype(x.low.dtype, jnp.integer):
         return None
@@ -225,7 +244,8 @@ def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
     return None if y < 0 else _power(args[0], y)
 
 
-def _convert(op: Op, args: list[typing.Any]) -> Interval | None:
+def _convert(op: Op, args: list[Abstract]) -> Interval | None:
+    """A conversion between bools, integers and floats; the whole range of an integer type where the value may not fit."""
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)
     if isinstance(x, Truth):
@@ -248,7 +268,7 @@ def _convert(op: Op, args: list[typing.Any]) -> Interval | None:
 
 
 def _fits(x: Interval, dtype: jnp.dtype) -> Array:
-    """Blocks whose integers are all of that type."""
+    """bool per block: whether all integers of the interval are representable in that type."""
     old, new = jnp.iinfo(x.low.dtype), jnp.iinfo(dtype)
     fits = jnp.ones((1, 1, 1, 1), bool)
     if new.min > old.min:
@@ -259,12 +279,15 @@ def _fits(x: Interval, dtype: jnp.dtype) -> Array:
 
 
 def range_known(atom: ir.Atom) -> bool:
+    """Whether the trace knows the range of an integer, so that it cannot have wrapped around."""
     return isinstance(atom, Lit) or atom.low is not None
 
 
-def _select(op: Op, args: list[typing.Any]) -> Interval | None:
-    predicate, *cases = args
-    if not all(isinstance(c, Interval) for c in cases):
+def _select(op: Op, args: list[Abstract]) -> Interval | None:
+    """The interval of the case that is selected, or the hull of all cases in blocks where the predicate is not known."""
+    predicate = args[0]
+    cases = [c for c in args[1:] if isinstance(c, Interval)]
+    if len(cases) < len(args) - 1:
         return None
     if isinstance(predicate, Truth) and len(cases) == 2:
         off, on = cases

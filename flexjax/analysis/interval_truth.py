@@ -1,6 +1,5 @@
-"""Truth of comparisons and of logic, from intervals and from truth."""
+"""The truth of comparisons, from the intervals of their operands, and of logic, from the truth of its operands."""
 
-import typing
 from collections.abc import Callable
 
 import jax
@@ -13,7 +12,10 @@ Array = jax.Array
 
 
 def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apart: bool) -> Truth:
-    """Where both ends of both sides occur independently, what can happen does."""
+    """The Truth of a comparison of x and y that can be true, and can be false, in the given blocks.
+
+    Where both operands attain their ends independently (`apart`), every outcome that can happen does happen somewhere.
+    """
     seen = flag_and(flag_and(x.attained, y.attained), apart)
     if seen is False:
         no = jnp.zeros((1, 1, 1, 1), bool)
@@ -31,6 +33,7 @@ def _le(x: Interval, y: Interval, apart: bool) -> Truth:
 
 
 def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
+    """x == y: certainly true somewhere only where both intervals attain a common number."""
     can_true = ~((x.high < y.low) | (y.high < x.low))
     can_false = ~((x.low == x.high) & (y.low == y.high) & (x.low == y.low))
     found = _witnessed(can_true, can_false, x, y, apart)
@@ -45,6 +48,7 @@ def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
 
 
 def negate(t: Truth) -> Truth:
+    """not t."""
     return Truth(t.can_false, t.can_true, t.sure_false, t.sure_true)
 
 
@@ -59,7 +63,7 @@ COMPARISONS: dict[str, Callable[[Interval, Interval, bool], Truth]] = {
 
 
 def both(a: Truth, b: Truth, apart: bool) -> Truth:
-    """a and b."""
+    """a and b; `apart` says that the operands share neither queries nor keys."""
     together = (a.sure_true & ~b.can_false) | (b.sure_true & ~a.can_false)
     if apart:
         together = together | (a.sure_true & b.sure_true)
@@ -67,30 +71,43 @@ def both(a: Truth, b: Truth, apart: bool) -> Truth:
 
 
 def either(a: Truth, b: Truth, apart: bool) -> Truth:
-    """a or b."""
+    """a or b; `apart` as for `both`."""
     return negate(both(negate(a), negate(b), apart))
 
 
-def logic(op: Op, args: list[typing.Any], apart: bool) -> Abstract:
+def _differ(a: Truth, b: Truth, apart: bool) -> Truth:
+    """a and not b, or b and not a."""
+    return either(both(a, negate(b), apart), both(negate(a), b, apart), False)
+
+
+LOGIC: dict[str, Callable[[Truth, Truth, bool], Truth]] = {
+    "and": both,
+    "or": either,
+    "xor": _differ,
+    "ne": _differ,
+    "eq": lambda a, b, apart: negate(_differ(a, b, apart)),
+    "not": lambda a, _, apart: negate(a),
+}
+"""By operation: the truth of a result of bools, from the truth of the operands; `not` gets its one operand twice.
+
+The last argument says whether the operands share neither queries nor keys (`independent` of interval_values.py).
+"""
+
+
+def logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
+    """The truth of a bool that the operation makes of bools, or of a number that is converted to a bool."""
     if op.prim == "convert_element_type":
         (x,) = args
         if isinstance(x, Truth):
             return x
         zero = jnp.zeros((1, 1, 1, 1), x.low.dtype)
         return negate(_eq(x, Interval(zero, zero, True, True), True))
-    if not all(isinstance(a, Truth) for a in args):
+    truths = [a for a in args if isinstance(a, Truth)]
+    if len(truths) < len(args):
         return unknown("bool")
-    if op.prim == "not":
-        return negate(args[0])
-    if op.prim == "and":
-        return both(args[0], args[1], apart)
-    if op.prim == "or":
-        return either(args[0], args[1], apart)
-    if op.prim in ("xor", "ne", "eq"):
-        x, y = args
-        differ = either(both(x, negate(y), apart), both(negate(x), y, apart), False)
-        return differ if op.prim != "eq" else negate(differ)
+    if op.prim in LOGIC:
+        return LOGIC[op.prim](truths[0], truths[-1], apart)
     if op.prim == "select_n" and len(args) == 3:
-        p, off, on = args
+        p, off, on = truths
         return either(both(p, on, False), both(negate(p), off, False), False)
     return unknown("bool")

@@ -1,7 +1,11 @@
-"""What is known of a value in each block of the attention matrix: an interval, or the truth of a bool.
+"""What is known of a value in each block of the attention matrix: an interval of a number, or the truth of a bool.
 
-Two facts about an interval carry the exactness, each known while tracing or per block (`Flag`). `attained`: both ends are
-values of some entry of the block. `contiguous`: so is every integer between them. NaN ends, always both, mean "anything".
+An interval has two flags, which decide whether conclusions are exact. Each is known while tracing or per block (`Flag`).
+
+    attained     both ends are values that some entry of the block has
+    contiguous   every integer between the ends is a value that some entry of the block has
+
+Ends of NaN (then both) mean that the value may be anything.
 """
 
 import typing
@@ -29,7 +33,11 @@ class Interval(typing.NamedTuple):
 
 
 class Truth(typing.NamedTuple):
-    """What is known of a bool in each block."""
+    """What is known of a bool in each block; the four arrays are bool and broadcast to one element a block.
+
+    can_true, can_false     False where no entry of the block is true (false)
+    sure_true, sure_false   True where some entry of the block is certainly true (false)
+    """
 
     can_true: Array
     can_false: Array
@@ -41,6 +49,7 @@ Abstract = Interval | Truth
 
 
 def unknown(dtype: str) -> Abstract:
+    """What is known of a value of that dtype when nothing else is known."""
     if dtype == "bool":
         yes, no = jnp.ones((1, 1, 1, 1), bool), jnp.zeros((1, 1, 1, 1), bool)
         return Truth(yes, yes, no, no)
@@ -53,11 +62,12 @@ def unknown(dtype: str) -> Abstract:
 
 
 def wide_type(dtype: str) -> jnp.dtype:
-    """Endpoints of narrow floats are kept in float32: comparisons of the same numbers, fewer surprises."""
+    """The dtype of the ends of intervals of a floating type: float32 for narrower types, which float32 represents exactly."""
     return jnp.dtype("float32") if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
 def of_literal(lit: Lit) -> Abstract:
+    """The interval or truth of a literal."""
     if lit.dtype == "bool":
         yes, no = jnp.full((1, 1, 1, 1), bool(lit.value)), jnp.full((1, 1, 1, 1), not lit.value)
         return Truth(yes, no, yes, no)
@@ -67,7 +77,7 @@ def of_literal(lit: Lit) -> Abstract:
 
 
 def widened(found: Interval, wraps: Array) -> Interval:
-    """The whole range of the type in blocks where the value may have left it."""
+    """`found`, but the whole range of the type in blocks of `wraps`, where the value may have wrapped around."""
     whole = typing.cast(Interval, unknown(found.low.dtype.name))
     stays = ~wraps
     return Interval(
@@ -79,6 +89,7 @@ def widened(found: Interval, wraps: Array) -> Interval:
 
 
 def is_nan(value: Array) -> Array:
+    """Where the value is NaN; nowhere for integers."""
     return jnp.isnan(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.zeros(value.shape, bool)
 
 
@@ -86,6 +97,7 @@ def is_nan(value: Array) -> Array:
 
 
 def flag_and(a: Flag, b: Flag) -> Flag:
+    """Both facts; a bool where that is known while tracing."""
     if isinstance(a, bool):
         return b if a else False
     if isinstance(b, bool):
@@ -94,6 +106,7 @@ def flag_and(a: Flag, b: Flag) -> Flag:
 
 
 def flag_or(a: Flag, b: Flag) -> Flag:
+    """Either fact; a bool where that is known while tracing."""
     if isinstance(a, bool):
         return True if a else b
     if isinstance(b, bool):
@@ -102,11 +115,12 @@ def flag_or(a: Flag, b: Flag) -> Flag:
 
 
 def _expanded(axes: Axes) -> Axes:
+    """The axes that vary within a block: q, kv and score."""
     return axes - {"delta", "b", "h"} | ({"q", "kv"} if "delta" in axes else frozenset())
 
 
 def independent(parts: Sequence[Axes]) -> bool:
-    """Whether the operands share neither queries nor keys, so that each takes its values whatever the others do."""
+    """Whether no two operands depend on queries, nor two on keys, so that every combination of their values occurs."""
     seen: set[str] = set()
     for axes in map(_expanded, parts):
         if seen & axes:

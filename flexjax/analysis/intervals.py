@@ -1,16 +1,15 @@
-"""Abstract evaluation of a mask program over blocks of the attention matrix.
+"""Interval analysis: decides for each block of the attention matrix whether a mask is true everywhere, nowhere or in places.
 
-Batch entries and heads are enumerated; queries and keys come in blocks. Each integer or float is an interval per block, each
-bool a `Truth`: can it be true, can it be false, and is it known to be true (false) somewhere. The analysis is sound: a block is
-called full or empty only where every entry is on or off. It is exact where the witnesses say so: `sure_true` and `sure_false`
-mark blocks that certainly hold both.
+Batch entries and heads are enumerated; queries and keys come in blocks. The mask program is evaluated once for all blocks, with
+an interval per block in place of each number and a `Truth` per block in place of each bool (interval_values.py). A value of b
+and h alone is one number per block and is computed by the operation itself.
 
-What is known of a value is in interval_values.py, what operations, comparisons and loads make of it in interval_rules.py,
-interval_truth.py and interval_loads.py. A value of b and h alone is computed as it is, by the operation itself.
+The analysis is sound: it calls a block full (empty) only if every entry is on (off). It is exact for a block that is full,
+empty, or certainly holds both an entry that is on and one that is off (`sure_true` and `sure_false`).
 
-Rounding: additions, products and quotients round the same way wherever they are computed, except that a compiler may keep
-more digits than the type has: of a product that is added to something, and of types narrower than float32. Functions such as
-exp differ by a few units in the last place. Both widen the interval, which then no longer claims that its ends occur.
+Rounding: every device rounds sums, products and quotients alike, with two exceptions, because a compiler may keep more digits
+than the type has: a product that is added to something (FMA), and types narrower than float32. Functions such as exp differ
+between devices by a few units in the last place. In these cases the interval is widened and its ends are not `attained`.
 
 Reference: Moore, Interval Analysis (1966); the idea of deciding attention blocks by it is flexjax's own.
 """
@@ -36,9 +35,9 @@ Array = jax.Array
 
 
 def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Truth:
-    """The mask's truth in each block of the grid."""
-    env: dict[int, typing.Any] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
-    # What b and h alone decide, as the program's own arithmetic has it: one value in every block.
+    """The truth of the mask program's result in each block of the grid; `captures` in the order of `program.captures`."""
+    env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
+    # Values of b and h alone, by id: one number in every block, computed by the program's own operations.
     points: dict[int, Array] = {i: typing.cast(Interval, env[i]).low for i in (ir.B, ir.H)}
     products: set[int] = set()
 
@@ -65,6 +64,7 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
 
 
 def as_truth(value: Abstract) -> Truth:
+    """The result of a mask program, which is a bool."""
     assert isinstance(value, Truth), "a mask program ends in a bool"
     return value
 
@@ -73,6 +73,7 @@ def as_truth(value: Abstract) -> Truth:
 
 
 def _point_literal(lit: Lit) -> Array:
+    """A literal as one number for all blocks."""
     return jnp.full((1, 1, 1, 1), lit.value, jnp.dtype(lit.dtype))
 
 
@@ -85,9 +86,11 @@ def _is_reproducible(step: Op | Load) -> bool:
 
 
 EXACT_FLOATS = frozenset({"max", "min", "neg", "abs", "select_n", "convert_element_type", "floor", "ceil", "sign"})
+"""Operations whose floating results need no rounding, so that every device computes the same bits."""
 
 
 def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array]) -> Array:
+    """The result of an operation or load whose operands are one known number in each block."""
     if isinstance(step, Op):
         return apply_op(step, jnp.broadcast_arrays(*args))
     array = jnp.asarray(captures[step.capture])
@@ -95,6 +98,7 @@ def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array
 
 
 def _of_point(value: Array, dtype: str) -> Abstract:
+    """The interval or truth of a value that is one known number in each block."""
     if dtype == "bool":
         return Truth(value, ~value, value, ~value)
     floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
@@ -105,7 +109,13 @@ def _of_point(value: Array, dtype: str) -> Abstract:
 # ------------------------------------------------------------------- operations
 
 
-def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], products: set[int]) -> Abstract:
+def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], products: set[int]) -> Abstract:
+    """What is known of an operation's result.
+
+    args      what is known of its operands
+    env       what is known of every earlier value, by id
+    products  ids of earlier products, which a compiler may fuse with an addition
+    """
     if op.out.linear is not None:
         exact = _linear(op.out, env)
         if exact is not None:
@@ -113,8 +123,9 @@ def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], pr
     if not all(_is_ordered(a.dtype) for a in (*op.inputs, op.out)):
         return unknown(op.out.dtype)
     apart = independent([axes_of(a) for a in op.inputs])
-    if op.prim in COMPARISONS and all(isinstance(a, Interval) for a in args):
-        return COMPARISONS[op.prim](args[0], args[1], apart)
+    intervals = [a for a in args if isinstance(a, Interval)]
+    if op.prim in COMPARISONS and len(intervals) == len(args):
+        return COMPARISONS[op.prim](intervals[0], intervals[1], apart)
     if op.out.dtype == "bool":
         return logic(op, args, apart)
     rule = RULES.get(op.prim)
@@ -133,26 +144,26 @@ def _operation(op: Op, args: list[typing.Any], env: Mapping[int, typing.Any], pr
 
 
 def _is_ordered(dtype: str) -> bool:
-    """Whether the rules hold for numbers of that type: real ones, with their negatives."""
+    """Whether the interval rules hold for numbers of that type: they must be real and signed (or integers or bools)."""
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
         return True
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and narrow_type(dtype).signed
 
 
 DEPENDENT_ENDS = frozenset({"add", "sub", "mul", "max", "min", "floordiv", "floormod"})
-"""Operations of several operands, whose ends occur only where the operands move independently."""
+"""Operations whose result attains its ends only if every combination of the operands' values occurs."""
 
 
-def _linear(val: Val, env: Mapping[int, typing.Any]) -> Interval | None:
-    """The exact interval of b*b + h*h + q*q + kv*kv + const + uniform terms."""
+def _linear(val: Val, env: Mapping[int, Abstract]) -> Interval | None:
+    """The exact interval of a value by its linear form in b, h, q and kv (`val.linear`); None where a term is not exact."""
     linear = val.linear
     assert linear is not None
-    terms = [(c, env[i]) for i, c in zip((1, 2, 3, 4), (linear.b, linear.h, linear.q, linear.kv), strict=True) if c]
-    for ident, coefficient in linear.uniform:
-        terms.append((coefficient, env[ident]))
-    if val.low is None or any(isinstance(t, Truth) or t.attained is not True for _, t in terms):
+    of_inputs = zip((ir.B, ir.H, ir.Q, ir.KV), (linear.b, linear.h, linear.q, linear.kv), strict=True)
+    found = [(c, env[i]) for i, c in (*((i, c) for i, c in of_inputs if c), *linear.uniform)]
+    terms = [(c, t) for c, t in found if isinstance(t, Interval) and t.attained is True]
+    if val.low is None or len(terms) < len(found):
         return None
-    # The whole fits the type, so partial sums may wrap around and come back.
+    # The total fits the type, so partial sums may wrap around: the total is right modulo 2^bits.
     low = high = jnp.full((1, 1, 1, 1), modular(linear.const, val.dtype))
     for coefficient, term in terms:
         ends = (term.low, term.high) if coefficient >= 0 else (term.high, term.low)

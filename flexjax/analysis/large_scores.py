@@ -1,12 +1,17 @@
-"""Whether the scores of a program may lie far out, beyond what a kernel can scale without a thought for rounding.
+"""Whether a program's scores may be too large to scale before the maximum is subtracted.
 
-A kernel likes to scale and shift a score in one operation, in powers of two. Where the score is -1e10, as an additive mask has it,
-that operation and the scaling of what it is relative to round apart by hundreds of powers of two; a row of which the mask leaves
-nothing is then NaN. What may be so large takes the difference first, for one more operation an element.
+Kernels fold scale and max-subtraction into one FMA: exp2(score * c - max * c). For a score of -1e10, as an additive mask has,
+the FMA and the separate product max * c round differently by hundreds, so exp2 overflows, and a fully masked row becomes NaN.
+A kernel whose scores may be large computes exp2((score - max) * c) instead, one more operation an element.
 
-Far are: literals from LARGE on; what is added or chosen from captured arrays, which may hold anything; what nothing is known of.
-Taken to be moderate are the score itself, what multiplies it (gates, temperatures, scales of keys), and numbers of a batch entry or
-a head that multiply something known: slopes along positions.
+A score may be large where one of these is added to it or selected:
+
+    a literal of magnitude LARGE or more
+    an element of a captured array, because arrays may hold anything
+    a value of unknown range
+
+Assumed to be moderate are the score that the mod is given, factors of the score (gates, temperatures, scales of keys), and
+factors that depend on b and h alone and multiply a value of known range wider than MASK_WIDTH (slopes along positions).
 """
 
 import functools
@@ -16,16 +21,21 @@ from flexjax.analysis.bounds import Range, of_op, range_of
 from flexjax.ir.program import SCORE, UNIFORM, Call, Lit, Op, Program, axes_of, walk_atoms
 
 LARGE = 2.0**22
-"""Float32 numbers from here on are a half apart or more."""
+"""From this magnitude on, neighbouring float32 numbers differ by 1/2 or more."""
 MODERATE_SCORE: Range = (-(2.0**10), 2.0**10)
+"""The range that the score which the mod is given is assumed to have."""
 MODERATE_FACTOR: Range = (-2.0, 2.0)
+"""The range that factors of the score and slopes are assumed to have."""
 MASK_WIDTH = 2.0
-"""What has no wider range, 0 to 1 or -1 to 1, says where to hide, and what multiplies it may be how much: no slope."""
+"""A range at most 2 wide (0 to 1, or -1 to 1) is treated as a 0/1 mask, so its multiplier may be the -1e10."""
 
 
 @functools.lru_cache(maxsize=512)
 def may_be_large(program: Program | None) -> bool:
-    """Whether a score that is finite may be as large as LARGE, either way. None: the identity, whose scores are moderate."""
+    """Whether a finite result of the score program may have magnitude LARGE or more.
+
+    None stands for the identity, whose scores are moderate.
+    """
     if program is None:
         return False
     if any(isinstance(atom, Lit) and _is_large(atom) for atom in walk_atoms(program)):
@@ -40,8 +50,10 @@ def may_be_large(program: Program | None) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def may_be_large_product(program: Program | None) -> bool:
-    """Whether a score may be far out and is a product, which a compiler may merge with what is subtracted from it: see
-    tile_math.exact_distance."""
+    """Whether scores may be large and the last operation is a product.
+
+    A compiler may fuse that product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents it.
+    """
     if program is None or not may_be_large(program):
         return False
     made = {out.id: step for step in program.steps for out in step.outs}
@@ -50,34 +62,37 @@ def may_be_large_product(program: Program | None) -> bool:
         step = made.get(atom.id)
         if not isinstance(step, Op):
             return step is not None and isinstance(step, Call)
-        if step.prim not in SAME_VALUE:
+        if step.prim not in SAME_MAGNITUDE:
             return step.prim in PRODUCTS
         atom = step.inputs[0]
     return False
 
 
 PRODUCTS = frozenset({"mul", "div", "square", "integer_pow"})
-SAME_VALUE = frozenset({"neg", "copy", "convert_element_type"})
+SAME_MAGNITUDE = frozenset({"neg", "convert_element_type"})
 
 
 def _is_large(atom: Lit) -> bool:
+    """Whether a literal is a finite float of magnitude LARGE or more."""
     value = atom.value
     return isinstance(value, float) and math.isfinite(value) and abs(value) >= LARGE
 
 
 def _of_step(step: Op, known: dict[int, Range]) -> Range:
+    """The range of a float32 operation's result."""
     given = [_read(step, place, known) for place in range(len(step.inputs))]
-    divides = step.prim == "div" and given[1] is MODERATE_FACTOR  # so is what it is a factor of
+    # a divisor that is assumed to be moderate is treated as a moderate factor
+    divides = step.prim == "div" and given[1] is MODERATE_FACTOR
     return of_op("mul" if divides else step.prim, given)
 
 
 def _read(step: Op, place: int, known: dict[int, Range]) -> Range:
-    """The range that the step takes its argument to have."""
+    """The range that the step's operand number `place` is known or assumed to have."""
     atom = step.inputs[place]
     found = range_of(atom, known)
     if _is_known(found):
         return found
-    if isinstance(atom, Lit):  # where infinity is added or chosen, the result is infinite, not far
+    if isinstance(atom, Lit):  # an infinite literal that is added or selected makes the score infinite, not large
         neutral = step.prim in ("add", "sub", "select_n") and not math.isnan(atom.value)
         return (0.0, 0.0) if neutral else found
     if step.prim not in ("mul", "div"):
@@ -90,4 +105,5 @@ def _read(step: Op, place: int, known: dict[int, Range]) -> Range:
 
 
 def _is_known(found: Range) -> bool:
+    """Whether both ends of a range are finite."""
     return all(map(math.isfinite, found))

@@ -1,8 +1,8 @@
-"""The numerics of flash attention on one tile, written once.
+"""The numerics of flash attention on one tile, shared by the backends.
 
-Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135) with three rules kept
-everywhere: a row in which nothing is on has output 0 and lse -inf; the sink is one more column without a value; a masked
-entry contributes exactly 0 to every sum, whatever its score was.
+Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135) with three rules: a row
+without any unmasked entry has output 0 and lse -inf; the sink is one more column without a value; a masked entry adds
+exactly 0 to every sum, whatever its score is. Scores are natural: their exponentials are to base e.
 """
 
 import jax
@@ -15,27 +15,31 @@ Array = jax.Array
 
 
 def finite_or_zero(maximum: Array) -> Array:
-    """The row maximum as something that may be subtracted: 0 where the row is empty so far."""
+    """The row maximum, with 0 in place of -inf (a row that is empty so far), so that it may be subtracted from -inf."""
     return jnp.where(jnp.isneginf(maximum), jnp.zeros_like(maximum), maximum)
 
 
 def exact_distance(scores: Array, reference: Array) -> Array:
-    """scores - reference, and 0 where they are equal, even where a compiler computes the score anew and does not round it.
+    """scores - reference, but exactly 0 where the two are equal.
 
-    A score that ends in a product is such a case: compilers merge the product with the subtraction. Beyond 1e9 what the rounding
-    took off is hundreds, and its exponential infinite or 0. Where a score is less, it is less by more than was taken off.
+    Compilers fuse a product and the subtraction after it into one operation that does not round the product. The difference
+    of a score and its own rounded value is then the rounding error: hundreds for scores beyond 1e9, whose exponential is
+    infinite or 0. A score below the reference is below it by more than that error, so it needs no correction.
     """
     nothing = reference - reference  # NaN for an infinite one
     return jnp.where(scores == reference, nothing, scores - reference)
 
 
 def large_distance(program: Program | None, scores: Array, reference: Array) -> Array:
-    """scores - reference in a kernel, of scores of `program` that may be far out (analysis/large_scores.py)."""
+    """scores - reference for scores of `program` that may be large (analysis/large_scores.py).
+
+    It is exact_distance where the score ends in a product, and the plain difference otherwise, which costs less.
+    """
     return exact_distance(scores, reference) if may_be_large_product(program) else scores - reference
 
 
 distance = jax.custom_jvp(exact_distance)
-"""exact_distance, with the derivative of the difference."""
+"""exact_distance with the derivative of scores - reference, for code that JAX differentiates."""
 
 
 @distance.defjvp
@@ -44,9 +48,10 @@ def _distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -
 
 
 def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Array, Array, Array]:
-    """(new maximum, new total, factor for what was accumulated, exponentials) of one more tile of scores.
+    """One step of the online softmax: (new maximum, new total, factor for the earlier sums, exponentials of the scores).
 
-    maximum, total [..., 1], scores [..., keys]; -inf where masked.
+    maximum, total   [..., 1]: row maximum and row sum before this tile
+    scores           [..., keys], -inf where masked
     """
     new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
     base = finite_or_zero(new)
@@ -56,7 +61,10 @@ def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Arr
 
 
 def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """(output, lse) of a row: accumulated / total, and the logarithm of the denominator, the sink included."""
+    """(output, lse) of a row: accumulated / total, and the logarithm of the softmax denominator; both count the sink.
+
+    maximum, total, lse [..., 1]; accumulated, output [..., E]; sinks: logits that broadcast to maximum, or None
+    """
     if sinks is not None:
         new = jnp.maximum(maximum, sinks)
         factor = jnp.exp(maximum - finite_or_zero(new))

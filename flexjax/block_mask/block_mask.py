@@ -1,7 +1,7 @@
-"""BlockMask: which blocks of the attention matrix a kernel visits, and which of them it must mask.
+"""BlockMask: which blocks of the attention matrix a kernel visits, and in which of them it must apply the mask.
 
-A pytree: its arrays may be traced, mapped over and passed through jit; the mask program (without its arrays), lengths and
-block size are static. Nothing in it has the size of the attention matrix.
+A BlockMask is a pytree. Its arrays may be traced, mapped over and passed through jit; the mask program (without its arrays),
+the lengths and the block size are static. No array of it has the size of the attention matrix.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ class BlockMask(Parts):
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The mask as a function (b, h, q_idx, kv_idx) -> bool, in the coordinates of this block mask.
+        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar, in the coordinates of this block mask.
 
-        Of a mask made from lists it looks them up, so that it says of each entry whether it is on.
+        For a mask made from lists, the function looks up the entry's block in the lists first.
         """
-        inside = self._inside_blocks
-        if not self.listed:
+        inside = self._within_partial_blocks
+        if not self.from_user_lists:
             return inside
         self._refuse_stack()
         partial, full = self._flags()
@@ -60,36 +60,39 @@ class BlockMask(Parts):
         return mask_mod
 
     @property
-    def _inside_blocks(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """What is on in the blocks of the first pair of lists, as a function (b, h, q_idx, kv_idx) -> bool."""
+    def _within_partial_blocks(self) -> Callable[[Array, Array, Array, Array], Array]:
+        """Which entries of the partial blocks are on, as a function (b, h, q_idx, kv_idx) -> bool."""
         if self.program is None:
             return lambda b, h, q_idx, kv_idx: jnp.asarray(True)
         return as_mask_mod(self.program, self.captures)
 
     def _flags(self) -> tuple[Array, Array]:
-        """bool [B, H, q_blocks, kv_blocks] each: the blocks of the first pair of lists, and of the second."""
+        """(partial, full): which blocks are partial and which are full, bool [B, H, q_blocks, kv_blocks] each."""
         columns = self.blocks[1]
         partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
         return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
 
     @property
     def q_num_blocks(self) -> Array:
-        """int32 [B, H, kv_blocks]: how many query blocks list a key block as partly on. Computed at each access, as are the next."""
+        """int32 [B, H, kv_blocks]: number of query blocks that list each key block as partial.
+
+        The four transposed lists (q_num_blocks, q_indices, full_q_num_blocks, full_q_indices) are computed at each access.
+        """
         return self._transposed(0)[0]
 
     @property
     def q_indices(self) -> Array:
-        """int32 [B, H, kv_blocks, width]: which query blocks, ascending; entries past the count mean nothing."""
+        """int32 [B, H, kv_blocks, width]: the numbers of those query blocks, ascending; entries past the count are ignored."""
         return self._transposed(0)[1]
 
     @property
     def full_q_num_blocks(self) -> Array:
-        """int32 [B, H, kv_blocks]: how many query blocks list a key block as on everywhere."""
+        """int32 [B, H, kv_blocks]: number of query blocks that list each key block as full."""
         return self._transposed(1)[0]
 
     @property
     def full_q_indices(self) -> Array:
-        """int32 [B, H, kv_blocks, width]: which query blocks, ascending."""
+        """int32 [B, H, kv_blocks, width]: the numbers of those query blocks, ascending; entries past the count are ignored."""
         return self._transposed(1)[1]
 
     def _transposed(self, pair: int) -> tuple[Array, Array]:
@@ -97,6 +100,7 @@ class BlockMask(Parts):
         return transpose.transposed(*lists, columns=self.blocks[1], width=self.q_widths[pair])
 
     def _refuse_stack(self) -> None:
+        """Raises ValueError for a stack of block masks, as vmap makes them."""
         stack = self.kv_num_blocks.shape[:-3]
         if stack:
             raise bad_argument(
@@ -113,11 +117,11 @@ class BlockMask(Parts):
         return (partial | full).astype(jnp.int32)
 
     def to_mask(self) -> Array:
-        """bool [B, H, q_len, kv_len]: the mask entry by entry, as kernels apply it. As large as it sounds: for tests."""
+        """bool [B, H, q_len, kv_len]: the mask of every entry, as kernels apply it. For tests, because it is the whole matrix."""
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
         q, kv = (jnp.arange(n, dtype=jnp.int32) for n in (q_len, kv_len))
-        entries = self._inside_blocks
+        entries = self._within_partial_blocks
         for axis in (3, 2, 1, 0):
             entries = jax.vmap(entries, in_axes=tuple(0 if i == axis else None for i in range(4)))
         on = entries(jnp.arange(b, dtype=jnp.int32), jnp.arange(h, dtype=jnp.int32), q, kv)
@@ -126,7 +130,7 @@ class BlockMask(Parts):
         return (spread(partial) & on) | spread(full)
 
     def sparsity(self) -> float:
-        """Percentage of blocks that are skipped, 0 to 100. Needs concrete arrays."""
+        """Percentage of blocks that are skipped, 0 to 100. Raises ValueError for traced lists."""
         if isinstance(self.kv_num_blocks, Tracer):
             raise bad_argument("block_mask", "traced", "concrete lists", "Count its blocks outside jit.")
         total = self.kv_num_blocks.size * self.blocks[1]
@@ -149,14 +153,19 @@ class BlockMask(Parts):
         q_len: int | None = None,
         kv_len: int | None = None,
     ) -> "BlockMask":
-        """A block mask from lists that you made: int32 [B, H, q_blocks] and [B, H, q_blocks, width] (see the fields).
+        """A block mask from your own lists.
 
-        The lists may be traced (data-dependent blocks of a static width) and need no order, but name no block twice.
-        `mask_mod` applies within the blocks of the first pair; None means all their entries are on. Without lengths, q_len is
-        q_blocks and kv_len (largest index + 1, which needs concrete lists) times the block size.
+        kv_num_blocks, kv_indices             int32 [B, H, q_blocks] and [B, H, q_blocks, width]: the key blocks of each query
+                                              block in which `mask_mod` applies
+        full_kv_num_blocks, full_kv_indices   the same for key blocks whose entries are all on; None for none
+        block_size                            tokens of a block, one number or (queries, keys)
+        mask_mod                              None: all entries of the blocks of the first pair are on
+        q_len, kv_len                         in tokens; by default q_blocks, and the largest block number + 1, times the block
+                                              size (the latter needs concrete lists)
 
-        Raises ValueError for shapes, dtypes, block numbers, counts or lengths that do not fit. Traced numbers cannot be checked:
-        a block number that is negative or past the last block is dropped, and a count is limited to 0..width.
+        The lists may be traced, need no order, and must not name a block twice. Raises ValueError for shapes, dtypes, block
+        numbers, counts or lengths that do not fit. Numbers in traced lists cannot be checked: a block number that is negative
+        or past the last block is dropped, and a count is limited to 0..width.
         """
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         return cls.of(build.from_lists(lists, block_size, mask_mod, q_len, kv_len))
@@ -164,11 +173,12 @@ class BlockMask(Parts):
     def __getitem__(self, index: object) -> "BlockMask":
         """Selects batch entries, heads and query blocks: `mask[b, h, q_blocks]`, ints, slices or 1-D int arrays.
 
-        An int keeps its axis with size 1. The mask_mod of the result is shifted, so that its query 0 is the first query
-        selected: what decoding and chunked prefill need. Query blocks selected out of order keep their own positions.
+        An int keeps its axis with size 1. Query 0 of the result is the first selected query, as decoding and chunked prefill
+        need, and the mask_mod of the result is shifted accordingly. The mask of a query stays the same if query blocks are
+        selected out of order.
         """
         self._refuse_stack()
-        return BlockMask.of(take(self, index, self._inside_blocks))
+        return BlockMask.of(take(self, index, self._within_partial_blocks))
 
     # ------------------------------------------------------------------ pictures
 
@@ -228,16 +238,16 @@ def create_block_mask(
     block_size: int | tuple[int, int] = 128,
     exact: bool | None = None,
 ) -> BlockMask:
-    """The blocks that `mask_mod(b, h, q_idx, kv_idx) -> bool` leaves to visit.
+    """The block mask of `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of int32 scalars.
 
-    batch, heads   None: the mask does not depend on it and is shared by all
-    q_len, kv_len  lengths in tokens, any (blocks may hang over the end)
+    batch, heads   None: the mask does not depend on b (h), and one mask serves all batch entries (heads)
+    q_len, kv_len  lengths in tokens, any; the last block may reach past the end
     block_size     tokens of a block, one number or (queries, keys)
-    exact          the analysis is sound but may call a full or empty block partial, which costs time and never correctness.
+    exact          the interval analysis may call a full or empty block partial, which costs time and never correctness.
                    True: evaluate such blocks entry by entry. None: do so where the captured arrays are known and the work is
                    small. False: never.
 
-    Costs O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and on captured arrays that are traced.
-    Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` or `h` when that is None.
+    Takes O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and with captured arrays that are traced.
+    Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` (`h`) where batch (heads) is None.
     """
     return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact))

@@ -1,7 +1,8 @@
-"""Making the parts of block masks: from a mask_mod, from lists, from classes.
+"""Makes block masks: from a mask_mod, from the user's lists, and from the classes of all blocks.
 
-A mask whose arrays are all known is classified in chunks and its lists are about as narrow as the widest row. One that
-depends on traced arrays is classified on device, inside the caller's jit, with lists as wide as a row has blocks.
+The blocks of a mask whose captured arrays are known are classified in chunks from the host, and the lists are about as wide as
+the longest row. A mask with traced captured arrays is classified on the device, inside the caller's jit, with lists as wide as
+the number of key blocks.
 """
 
 import typing
@@ -48,15 +49,20 @@ def from_mask_mod(
 def from_traced(
     traced: TracedMod, heads: tuple[int, int], sizes: tuple[int, int, int, int], exact: bool | None = None
 ) -> Parts:
-    """Block mask of a traced mask; sizes: q_len, kv_len, block_q, block_kv."""
+    """The block mask of a traced mask.
+
+    heads   (batch, heads) of the block mask
+    sizes   q_len, kv_len, block_q, block_kv
+    exact   see create_block_mask
+    """
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
         classify: Callable = compiled_traced(traced.program, heads, sizes, bool(exact))
         arrays = tuple(traced.arrays)
-        if (
-            split
-        ):  # every device makes the whole block mask: gathering the arrays once is less than what the partitioner does
-            arrays = tuple(map(_whole, arrays))
+        if split:
+            # Every device makes the whole block mask, because gathering the arrays once communicates less than the program
+            # that XLA's partitioner would make.
+            arrays = tuple(map(_unsplit, arrays))
             classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
         return from_classes(classify(arrays), traced.program, traced.arrays, sizes)
     with jax.ensure_compile_time_eval():
@@ -67,8 +73,8 @@ def from_traced(
     grid = ((*heads, rows), (*heads, columns))
     pairs = (partial, full)
     widths = [transpose.longest_row(places, grid[0]) for places in pairs]
-    q_widths = [transpose.longest_row(transpose.turned(places), grid[1]) for places in pairs]
-    if traced.arrays:  # the next call may have other values; without any, the lists are the same each time
+    q_widths = [transpose.longest_row(transpose.transposed_places(places), grid[1]) for places in pairs]
+    if traced.arrays:  # rounded up, because another call with other values of the arrays should have the same shapes
         widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval():
@@ -76,8 +82,8 @@ def from_traced(
     return parts_of(arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]))
 
 
-def _whole(x: Array) -> Array:
-    """The array, split over no explicit mesh axis."""
+def _unsplit(x: Array) -> Array:
+    """The array without a split over explicit mesh axes."""
     where = jax.typeof(x).sharding
     if all(part is None for part in where.spec):
         return x
@@ -87,7 +93,7 @@ def _whole(x: Array) -> Array:
 def from_classes(
     classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
 ) -> Parts:
-    """Block mask of int8 classes [B, H, q blocks, kv blocks], on device."""
+    """The block mask of int8 classes [B, H, q_blocks, kv_blocks] on the device."""
     rows = classes.shape[2]
     return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[:2], sizes[2:], (rows, rows))
 
@@ -150,10 +156,13 @@ def from_lists(
         traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len))
     arrays = (num, index, full_num, full_index)
     widths = transpose.q_widths(arrays, columns)
-    return parts_of(arrays, traced.arrays, traced.program, (q_len, kv_len), (block_q, block_kv), widths, listed=True)
+    return parts_of(
+        arrays, traced.arrays, traced.program, (q_len, kv_len), (block_q, block_kv), widths, from_user_lists=True
+    )
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
+    """A pair of lists as int32. Raises ValueError for shapes and dtypes that do not fit; `name` begins the arguments' names."""
     counts, blocks = (x if isinstance(x, Array) else np.asarray(x) for x in (num, index))
     for suffix, array, rank in (("num_blocks", counts, 3), ("indices", blocks, 4)):
         if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -174,7 +183,7 @@ def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
 
 
 def _as_int32(array: Array | np.ndarray) -> Array:
-    """The integers; what int32 does not hold stays out of range."""
+    """The integers as int32; those that int32 cannot represent are clipped, so they stay out of range."""
     ends = jnp.iinfo(jnp.int32)
     if jnp.iinfo(array.dtype).max > ends.max:
         array = array.clip(max(ends.min, jnp.iinfo(array.dtype).min), ends.max)
@@ -182,7 +191,7 @@ def _as_int32(array: Array | np.ndarray) -> Array:
 
 
 def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
-    """Traced lists without what is not a block: entries past the width or before 0, and block numbers that do not exist."""
+    """Traced lists without entries that name no block: those past the count, and numbers outside of 0..columns - 1."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     live &= (index >= 0) & (index < columns)
     order = jnp.argsort(~live, axis=-1, stable=True)
@@ -191,6 +200,7 @@ def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
+    """The number of keys that lists without kv_len are for: (largest block number + 1) * block_kv. Raises ValueError if traced."""
     if any(isinstance(x, Tracer) for x in lists):
         raise bad_argument(
             "kv_len", "None", "the number of keys, since the lists are traced", "Pass kv_len=key.shape[1]."
@@ -204,7 +214,7 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
-    """Block numbers in range, none twice."""
+    """Raises ValueError for counts or block numbers out of range, and for a block that is named twice in a row."""
     seen = []
     for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
         num, index = np.asarray(num), np.asarray(index)
@@ -252,12 +262,14 @@ def block_sizes(block_size: object) -> tuple[int, int]:
 
 
 def _length(name: str, value: object) -> int:
+    """An argument that must be a length in tokens. Raises ValueError otherwise."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
         raise bad_argument(name, repr(value), "a length in tokens, an int of at least 0", "Pass a static int.")
     return int(value)
 
 
 def _count(name: str, value: object) -> int | None:
+    """An argument that must be a positive number of batch entries or heads, or None. Raises ValueError otherwise."""
     if value is None:
         return None
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:

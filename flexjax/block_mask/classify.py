@@ -1,7 +1,8 @@
-"""The class of every block: empty, partial or full.
+"""The class of every block of a mask: empty, partial or full.
 
-Interval analysis decides most blocks for the price of one evaluation a block. Where it cannot tell whether a block is mixed,
-the block may be evaluated entry by entry, in bounded chunks, if the caller wants exactness and pays for it.
+Interval analysis (analysis/intervals.py) decides most blocks with one evaluation a block. A block that it cannot decide is
+uncertain. If the caller wants exactness, uncertain blocks are evaluated entry by entry, in bounded chunks; otherwise they
+count as partial.
 """
 
 import functools
@@ -27,26 +28,27 @@ CHUNK_BLOCKS = 1 << 22
 CHUNK_ENTRIES = 1 << 21
 """Mask entries evaluated at once by the exact check."""
 SIDE = 16
-"""Blocks along a side of the squares in which a large matrix is looked at first."""
+"""Blocks along a side of the squares in which a large matrix is classified first."""
 COARSE_FROM = 1 << 18
-"""Number of blocks of a large matrix."""
+"""Number of blocks above which a matrix is large."""
 TILES_AT_ONCE = 1 << 12
 """Squares of blocks classified at once."""
 UNSURE = 3
-"""Code of a block that the analysis calls partial for want of knowing better."""
+"""Code of an uncertain block, beside the classes EMPTY, PARTIAL and FULL."""
 EXACT_BUDGET = 1 << 27
-"""Mask entries that the exact check may evaluate without being asked: about a second on a CPU core."""
+"""Mask entries that the exact check may evaluate where `exact` is None: about a second on a CPU core."""
 
 Sizes = tuple[int, int, int, int]
 """q_len, kv_len, block_q, block_kv."""
 
 
 def blocks_along(length: int, block: int) -> int:
+    """The number of blocks that cover a length."""
     return -(-length // block)
 
 
 def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """(class, whether the class is certain) of blocks; an uncertain one is called partial."""
+    """(class int8, certain bool) of blocks from the truth of the mask in them; the class of an uncertain block is PARTIAL."""
     full, empty = ~truth.can_false, ~truth.can_true
     found = jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int8)
     certain = empty | full | (truth.sure_true & truth.sure_false)
@@ -63,7 +65,7 @@ def classify_rows(
 
 
 def codes_of(found: Array, certain: Array) -> Array:
-    """The class, or UNSURE."""
+    """The class of each block, or UNSURE for an uncertain one."""
     return jnp.where((found == PARTIAL) & ~certain, jnp.int8(UNSURE), found)
 
 
@@ -74,6 +76,8 @@ def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes) -> Ca
 
 @functools.lru_cache(maxsize=256)
 def _compiled_tiles(program: Program, sizes: Sizes) -> Callable:
+    """A compiled function from captures and places [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]."""
+
     def classify(captures: Sequence[Array], places: Array) -> Array:
         grid = block_tiles(places, SIDE, sizes)
         codes = codes_of(*classes_of(decide(program, captures, grid), (places.shape[0], 1, SIDE, SIDE)))
@@ -88,9 +92,10 @@ def _compiled_tiles(program: Program, sizes: Sizes) -> Callable:
 def classify_on_host(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial and of the full blocks, in order, for a mask whose arrays are known.
+    """Coordinates [n, 4] of the partial and of the full blocks, in ascending order, for a mask whose arrays are known.
 
-    exact: True checks every uncertain block, None those that fit the budget, False none.
+    heads   (batch, heads)
+    exact   True: evaluate every uncertain block entry by entry. None: do so if EXACT_BUDGET suffices for all. False: never
     """
     partial, full, unsure = _places(program, captures, heads, sizes)
     affordable = len(unsure) * sizes[2] * sizes[3] <= EXACT_BUDGET
@@ -104,9 +109,10 @@ def classify_on_host(
 def _places(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates of the partial, full and unsure blocks.
+    """Coordinates [n, 4] of the partial, full and uncertain blocks.
 
-    A large matrix is looked at in squares of SIDE blocks first: one that is full or empty says so for all its blocks.
+    A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty),
+    and only the blocks of the other squares are classified one by one.
     """
     counts = (blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3]))
     large = math.prod(heads) * math.prod(counts) > COARSE_FROM and max(counts) > SIDE
@@ -130,21 +136,25 @@ def _places(
 
 
 def _can_be_tiled(program: Program) -> bool:
-    """Whether all arrays are read along one dimension; the others need the rows and columns of a grid."""
+    """Whether each load varies along at most one dimension of its array.
+
+    The analysis of other loads needs all rows and columns of a grid at once, not squares.
+    """
     return all(sum(d != "uniform" for d in classify_load(load).dims) <= 1 for load in program.loads)
 
 
 def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
-    """The blocks of squares of SIDE blocks, but those past the last."""
+    """Coordinates [n, 4] of the blocks in squares of SIDE x SIDE blocks, without blocks past the end; counts: rows, columns."""
     row, column = (x.ravel() for x in np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"))
-    wide = lambda x: np.repeat(x, SIDE * SIDE)
+    repeated = lambda x: np.repeat(x, SIDE * SIDE)
     b, h, q, kv = squares.T
-    rows, columns = wide(q) * SIDE + np.tile(row, len(q)), wide(kv) * SIDE + np.tile(column, len(q))
+    rows, columns = repeated(q) * SIDE + np.tile(row, len(q)), repeated(kv) * SIDE + np.tile(column, len(q))
     inside = (rows < counts[0]) & (columns < counts[1])
-    return np.stack([wide(b), wide(h), rows, columns], 1)[inside].astype(np.int32)
+    return np.stack([repeated(b), repeated(h), rows, columns], 1)[inside].astype(np.int32)
 
 
 def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Several arrays of coordinates [n, 4] as one in ascending order."""
     places = np.concatenate(parts)
     return places[np.lexsort(places.T[::-1])]
 
@@ -152,7 +162,7 @@ def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 def _places_of_rows(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates of the partial, full and unsure blocks, from every block of so many rows at a time."""
+    """Coordinates [n, 4] of the partial, full and uncertain blocks; all blocks are classified, a chunk of rows at a time."""
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
     run = _compiled_rows(program, heads, sizes)
     at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
@@ -170,7 +180,7 @@ def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarra
     """Classes of the blocks at `places` [n, 4], by evaluating every entry."""
     run = _compiled_entries(program, sizes)
     at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
-    if len(places) <= at_once // 8:  # two shapes only: each is compiled
+    if len(places) <= at_once // 8:  # chunks have one of two shapes, because each shape is compiled
         at_once //= 8
     out = []
     for first in range(0, len(places), at_once):
@@ -204,14 +214,17 @@ def classes_of_entries(program: Program, captures: Sequence[Array], places: Arra
 
 @functools.lru_cache(maxsize=256)
 def compiled_traced(program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> Callable:
-    """classify_traced as one program, also where nothing around is jitted: inside shard_map each operation would be one."""
+    """classify_traced under jit: without it, inside shard_map, each operation would be compiled and run alone."""
     return jax.jit(lambda captures: classify_traced(program, captures, heads, sizes, exact))
 
 
 def classify_traced(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
 ) -> Array:
-    """int8 [batch, heads, q blocks, kv blocks] on device, inside jit."""
+    """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], on the device; captures may be traced.
+
+    exact   whether uncertain blocks are evaluated entry by entry
+    """
     rows = blocks_along(sizes[0], sizes[2])
     found, certain = classify_rows(program, captures, heads, sizes, jnp.arange(rows, dtype=jnp.int32))
     if not exact:

@@ -1,4 +1,4 @@
-"""The fields of a block mask: what build.py and slice.py make, and what a BlockMask is made of."""
+"""The fields of a block mask. build.py and slice.py make `Parts`, and BlockMask adds the methods of the user."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,26 +17,27 @@ ARRAY_FIELDS = (
     "captures",
 )
 BROADCAST = 1 << 20
-"""Stands for an unknown number of batch entries or heads while a mask shared by all is traced."""
-STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "listed")
+"""The number of batch entries or heads for which a mask that is shared by all of them is traced."""
+STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_user_lists")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no truth to compare by: two are equal if they are one
+@dataclasses.dataclass(frozen=True, eq=False)  # comparing arrays gives arrays, so equality is identity
 class Parts:
     """Block lists of a mask over [B, H, q_len, kv_len]; B and H are 1 where the mask does not depend on them.
 
-    kv_num_blocks        int32 [B, H, q_blocks]         how many key blocks of a query block are partly on
-    kv_indices           int32 [B, H, q_blocks, width]  which, ascending; entries past the count mean nothing
-    full_kv_num_blocks   int32 [B, H, q_blocks]         how many are on everywhere: the mask is not evaluated there
-    full_kv_indices      int32 [B, H, q_blocks, width]  which
+    A partial block has entries that are on and entries that are off; a full block has all entries on, and the mask is not
+    evaluated there. Blocks in neither list are empty: all entries are off.
+
+    kv_num_blocks        int32 [B, H, q_blocks]         number of partial key blocks of each query block
+    kv_indices           int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
+    full_kv_num_blocks   int32 [B, H, q_blocks]         number of full key blocks of each query block
+    full_kv_indices      int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
     captures             arrays that the mask program reads
-    program              the traced mask_mod, None if every entry of a listed block is on
+    program              the traced mask_mod, None if every entry of a block in the lists is on
     q_len, kv_len        lengths in tokens; the last block may hang over
     block_size           (queries, keys) of a block
-    q_widths             how many query blocks list the same key block at most, partly on and on everywhere
-    listed               the lists are the user's: what is on follows from them as well as from the program
-
-    Blocks in neither list are off.
+    q_widths             widths of the transposed lists: the most query blocks that list one key block as partial, and as full
+    from_user_lists      the lists are the user's, so that the program alone does not say which entries are on
     """
 
     kv_num_blocks: Array
@@ -49,7 +50,7 @@ class Parts:
     kv_len: int
     block_size: tuple[int, int]
     q_widths: tuple[int, int]
-    listed: bool = False
+    from_user_lists: bool = False
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -64,8 +65,8 @@ def parts_of(
     lengths: tuple[int, int],
     block_size: tuple[int, int],
     q_widths: tuple[int, int],
-    listed: bool = False,
+    from_user_lists: bool = False,
 ) -> Parts:
     """Parts from the four list arrays in the order of the fields; lengths: queries, keys."""
     num, index, full_num, full_index = lists
-    return Parts(num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, listed)
+    return Parts(num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists)

@@ -1,4 +1,4 @@
-"""Pictures of a block mask: text, HTML and matplotlib. They need concrete lists."""
+"""Pictures of a block mask as text, HTML and a matplotlib image. Traced lists raise ValueError."""
 
 import html as html_text
 import typing
@@ -15,7 +15,7 @@ COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 
 def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
-    """int8 [q blocks, kv blocks] of one batch entry and head."""
+    """The classes of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks]."""
     if isinstance(mask.kv_num_blocks, Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
     out = np.zeros(mask.blocks, np.int8)
@@ -30,7 +30,7 @@ def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
 
 
 def shrink(grid: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` rows and columns: a cell is full or empty if all its blocks are, else partial."""
+    """The classes in at most `most` rows and columns of cells: a cell is full (empty) if all its blocks are, else partial."""
     for axis in (0, 1):
         group = -(-grid.shape[axis] // most) if grid.shape[axis] else 1
         if group > 1:
@@ -41,7 +41,7 @@ def shrink(grid: np.ndarray, most: int) -> np.ndarray:
 
 
 def text(mask: Parts, title: str, width: int) -> str:
-    """All (b, h), each in a frame under a heading."""
+    """The picture of every (b, h), each in a frame under a heading, in characters of SHADES."""
     batches, heads = mask.kv_num_blocks.shape[:2]
     parts = [title]
     for b in range(batches):
@@ -66,7 +66,7 @@ def html(mask: Parts, title: str) -> str:
 
 
 def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> typing.Any:
-    """matplotlib image of one (batch, head); returns the Axes."""
+    """Draws one (batch, head) as a matplotlib image on `axes`, new ones if None; returns the Axes. Raises ImportError."""
     try:
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap

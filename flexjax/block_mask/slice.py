@@ -1,4 +1,4 @@
-"""Selecting part of a block mask, with a mask_mod that still answers for the right positions."""
+"""block_mask[b, h, q_blocks]: selects part of a block mask, and shifts its mask_mod to the positions of the selection."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,10 @@ Array = jax.Array
 
 
 def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
-    """See BlockMask.__getitem__; `mask_mod` is the mask's own, on scalars."""
+    """The selected part; see BlockMask.__getitem__.
+
+    mask_mod   which entries of the mask's partial blocks are on, a function of scalars
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:
         at = next(i for i, p in enumerate(parts) if p is Ellipsis)
@@ -34,10 +37,11 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     q_len = _queries(mask, picked[2])
     traced = _shifted(mask, picked, q_len, mask_mod)
     lengths, widths = (q_len, mask.kv_len), transpose.q_widths(lists, mask.blocks[1])
-    return parts_of(lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.listed)
+    return parts_of(lists, traced.arrays, traced.program, lengths, mask.block_size, widths, mask.from_user_lists)
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
+    """The selected rows of an index array [B, H, q_blocks, width]."""
     return x[np.ix_(*picked)]
 
 
@@ -63,7 +67,7 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
 
 
 def _queries(mask: Parts, blocks: np.ndarray) -> int:
-    """How many queries the selected blocks have; only the matrix's own last block may hang over, and only at the end."""
+    """The number of queries in the selected blocks. Raises ValueError where an incomplete last block comes before others."""
     size, last = mask.block_size[0], mask.blocks[0] - 1
     if len(blocks) and last in blocks[:-1] and mask.q_len % size:
         raise bad_argument(
@@ -77,7 +81,11 @@ def _queries(mask: Parts, blocks: np.ndarray) -> int:
 
 
 def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable) -> TracedMod:
-    """The mask in the coordinates of the selection."""
+    """The mask traced in the coordinates of the selection.
+
+    picked   the selected batch entries, heads and query blocks
+    inner    which entries are on, in the coordinates of `mask`
+    """
     if mask.program is None:
         return TracedMod(None, ())  # type: ignore[arg-type]
     batch, heads, blocks = (jnp.asarray(p, jnp.int32) for p in picked)

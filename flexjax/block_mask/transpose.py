@@ -1,7 +1,7 @@
-"""Between the class of every block and the lists that kernels walk.
+"""Conversions between the classes of all blocks and block lists, and from lists of key blocks to lists of query blocks.
 
-Lists are int32. `num` [batch, heads, rows] says how many entries of `index` [batch, heads, rows, width] count; they ascend,
-the rest are 0.
+A pair of lists is int32: `num` [batch, heads, rows] is the number of valid entries in each row of `index` [batch, heads, rows,
+width]. The valid entries ascend; the rest are 0. `places` are the same as coordinates [n, 4] (batch, head, row, column).
 """
 
 import functools
@@ -19,15 +19,16 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
-    """Widths of a pair of lists whose values may change: both 16, or the power of two that fits both, but never above `most`.
+    """Widths for a pair of lists whose values may change between calls: the power of two, from 16, that holds both.
 
-    The width is part of an array's shape, so each new one compiles again.
+    The widths never exceed `most`. They are rounded because the width is part of an array's shape, and a new shape is compiled
+    again.
     """
     return (min(most, max(16, 1 << (max(widths) - 1).bit_length())),) * len(widths)
 
 
 def lists_of(flags: Array) -> tuple[Array, Array]:
-    """(num, index) of the True columns of each row of bool [..., rows, columns]; traced, width = columns."""
+    """(num, index) of the True columns of each row of bool [..., rows, columns], on the device; the width is `columns`."""
     columns = flags.shape[-1]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)
     place = jnp.where(flags, count - 1, columns)
@@ -42,7 +43,7 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
 
 
 def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(num, index) from coordinates [n, 4] (batch, head, row, column), none of more than `width` a row. On the host."""
+    """(num, index) from coordinates [n, 4], at most `width` of them in a row, on the host; shape: batch, heads, rows."""
     b, h, row, columns = places.astype(np.int64).T
     rows = (b * shape[1] + h) * shape[2] + row
     last = int(columns.max()) + 1 if len(columns) else 1
@@ -56,7 +57,7 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int)
 
 
 def narrowed(lists: Sequence[Array]) -> list[Array]:
-    """Two pairs of lists without most of what lies past the longest rows, where they are known."""
+    """Two pairs of lists whose index arrays are cut to the longest rows, rounded up; traced lists stay as they are."""
     num, index, full_num, full_index = lists
     if any(isinstance(x, Tracer) for x in lists) or not num.size:
         return list(lists)
@@ -72,37 +73,40 @@ def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
     if not any(isinstance(x, Tracer) for x in lists):
         batch, heads = lists[0].shape[:2]
         pairs = [places_of_lists(np.asarray(n), np.asarray(i)) for n, i in (lists[:2], lists[2:])]
-        widths = rounded([longest_row(turned(places), (batch, heads, columns)) for places in pairs], rows)
+        widths = rounded([longest_row(transposed_places(places), (batch, heads, columns)) for places in pairs], rows)
     return tuple(w if x.shape[-1] else 0 for w, x in zip(widths, lists[1::2], strict=True))  # type: ignore[return-value]
 
 
-def turned(places: np.ndarray) -> np.ndarray:
-    """Coordinates with rows and columns exchanged."""
+def transposed_places(places: np.ndarray) -> np.ndarray:
+    """Coordinates [n, 4] with rows and columns exchanged."""
     return places[:, [0, 1, 3, 2]]
 
 
 def longest_row(places: np.ndarray, shape: tuple[int, int, int]) -> int:
-    """How many of the coordinates [n, 4] (batch, head, row, column) are in one row, at most."""
+    """The largest number of coordinates [n, 4] in one row; shape: batch, heads, rows."""
     b, h, row, _ = places.astype(np.int64).T
     return int(np.bincount((b * shape[1] + h) * shape[2] + row).max(initial=0))
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "width"))
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """The lists of rows for each column, int32 [..., columns] and [..., columns, width]; no column is in more than `width`."""
+    """The lists of rows of each column, int32 [..., columns] and [..., columns, width].
+
+    width   at least the largest number of rows that list one column
+    """
     back_num, back = lists_of(jnp.swapaxes(flags_of_lists(num, index, columns), -1, -2))
     return back_num, back[..., :width]
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Coordinates [n, 4] of the entries that count. On the host."""
+    """Coordinates [n, 4] of the valid entries of a pair of lists, on the host."""
     live = np.arange(index.shape[-1]) < num[..., None]
     where = np.argwhere(live)
     return np.concatenate([where[:, :3], index[live][:, None]], 1)
 
 
 def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
-    """bool [..., rows, columns] of the entries that count; traced."""
+    """bool [..., rows, columns], True at the valid entries of a pair of lists, on the device."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     place = jnp.where(live, index, columns)
     flat = place.reshape(math.prod(num.shape), place.shape[-1])

@@ -1,18 +1,20 @@
-"""Builds programs: hands out values, shares equal ones, folds what is known.
+"""Builds programs step by step: equal operations become one value, and operations with known results are folded.
 
-Three facts are tracked for each value while it is made. Its axes (what it depends on), its linear form (an affine function
-of b, h, q, kv, where it is one), and for integers its range over the whole attention matrix. The range is what lets
-`x[q - kv + c]` lose the wrap-around of negative indices and the clamp at the end, so that it is seen as a diagonal window.
+The builder tracks three facts about each value: its axes (what it depends on), its linear form (the affine function of b, h, q
+and kv that it is, if it is one), and for integers its range over the whole attention matrix. By its range, the index of
+`x[q - kv + c]` is known to be in bounds; the select for negative indices and the clamp then fold away, and the load is
+recognised as a diagonal window.
 """
 
 import dataclasses
-import typing
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from flexjax.ir import simplify
 from flexjax.ir.literals import evaluate_literals, literal
+from flexjax.ir.operations import COMMUTATIVE, COMPARISONS
 from flexjax.ir.program import (
     FIRST_FREE_ID,
     KV,
@@ -41,16 +43,17 @@ from flexjax.ir.ranges import (
     Range,
     compare_ranges,
     fits,
-    holds_coefficients,
     is_integer,
     modular,
     range_result,
+    represents_coefficients,
     whole_range_if_narrow,
 )
 from flexjax.ir.rewrite import rename_steps
 
 
 def linear_of(atom: Atom) -> Linear | None:
+    """The linear form of an integer atom; a value of b and h alone is a uniform term. None where there is no form."""
     if isinstance(atom, Lit):
         return Linear(const=int(atom.value)) if is_integer(atom.dtype) else None
     if atom.linear is not None:
@@ -61,7 +64,10 @@ def linear_of(atom: Atom) -> Linear | None:
 
 
 def mixed_axes(parts: Sequence[Axes]) -> Axes:
-    """Axes of a value computed from values of these axes; delta survives only without q and kv."""
+    """The axes of a value that is computed from values of these axes.
+
+    A mix of delta with q, kv or score depends on q and kv; the score depends on every index.
+    """
     union = frozenset().union(*parts)
     if "delta" in union and union & {"q", "kv", "score"}:
         union = (union - {"delta"}) | {"q", "kv"}
@@ -71,6 +77,7 @@ def mixed_axes(parts: Sequence[Axes]) -> Axes:
 
 
 def linear_axes(linear: Linear, by_id: Callable[[int], Axes]) -> Axes:
+    """The axes that an affine function depends on; `by_id` gives the axes of its uniform terms."""
     found = {name for name, c in (("b", linear.b), ("h", linear.h)) if c}
     for ident, _ in linear.uniform:
         found |= by_id(ident)
@@ -82,7 +89,12 @@ def linear_axes(linear: Linear, by_id: Callable[[int], Axes]) -> Axes:
 
 
 class Builder:
-    """Makes one program; equal operations on equal inputs are one value."""
+    """Makes one program; equal operations on equal inputs become one value.
+
+    inputs     the five input Vals
+    steps      the steps so far
+    captures   the type of each captured array so far
+    """
 
     def __init__(self, sizes: tuple[int, int, int, int], score_dtype: str):
         """sizes: batch, heads, q_len, kv_len. The ranges of b, h, q, kv follow from them."""
@@ -104,6 +116,7 @@ class Builder:
     # ------------------------------------------------------------------ making values
 
     def fresh(self, dtype: str, axes: Axes, linear: Linear | None = None, bounds: Range = None) -> Val:
+        """A new Val with the next free id."""
         low, high = bounds if bounds is not None else (None, None)
         val = Val(self._next, dtype, axes, linear, low, high)
         self._axes[val.id] = axes
@@ -111,12 +124,16 @@ class Builder:
         self._next += 1
         return val
 
-    def capture(self, shape: tuple[int, ...], dtype: typing.Any) -> int:
+    def capture(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+        """The number of a new captured array of that type."""
         self.captures.append(ArrayType(tuple(shape), jnp.dtype(dtype).name))
         return len(self.captures) - 1
 
-    def op(self, prim: str, inputs: Sequence[Atom], dtype: typing.Any, **params: object) -> Atom:
-        """The result of an elementwise primitive, folded where its operands tell."""
+    def op(self, prim: str, inputs: Sequence[Atom], dtype: DTypeLike, **params: object) -> Atom:
+        """The result of an operation of operations.py, folded where the operands determine it.
+
+        params   static parameters of the primitive; those that are None are dropped
+        """
         inputs = tuple(inputs)
         name = jnp.dtype(dtype).name
         folded = self._fold(prim, inputs, name, params)
@@ -134,10 +151,10 @@ class Builder:
                 # a value that may wrap around is neither bounded nor affine
                 bounds = None if not is_integer(name) else whole_range_if_narrow(name)
                 linear = None
-            if linear is not None and holds_coefficients(linear, name):
+            if linear is not None and represents_coefficients(linear, name):
                 less = linear_axes(linear, self._axes.__getitem__)
                 if not axes <= less and "delta" not in less - axes:
-                    # q and kv cancelled out, as in (q - kv) + kv: said again without them
+                    # q and kv cancelled out, as in (q - kv) + kv: the value is made again without them
                     self._known[key] = self._of_linear(linear, name)
                     return self._known[key]
                 axes = less
@@ -150,13 +167,13 @@ class Builder:
         return self._known[key]
 
     def unfolded(self, prim: str, atom: Atom) -> Atom:
-        """The result of an operation that means something to differentiation alone, kept as a step."""
+        """The result of an operation that leaves its operand as it is and matters to differentiation alone, as a step."""
         val = self.fresh(atom.dtype, axes_of(atom))
         self.steps.append(Op(prim, (atom,), val))
         return val
 
     def _of_linear(self, linear: Linear, dtype: str) -> Atom:
-        """The value of a linear form, made of nothing but its own terms."""
+        """The value of a linear form, computed from the inputs and values that its terms name."""
         inputs = ((B, linear.b), (H, linear.h), (Q, linear.q), (KV, linear.kv))
         total: Atom = literal(linear.const, dtype)
         for ident, coefficient in (*((i, c) for i, c in inputs if c), *linear.uniform):
@@ -168,7 +185,7 @@ class Builder:
         return total
 
     def load(self, capture: int, index: Sequence[Atom]) -> Atom:
-        """An element; the index must already be in bounds (see `clamped`)."""
+        """captures[capture][index]; the index must be in bounds (see `clamped`)."""
         key = ("load", capture, tuple(index))
         if key not in self._known:
             dtype = self.captures[capture].dtype
@@ -178,23 +195,30 @@ class Builder:
             self._known[key] = val
         return self._known[key]
 
+    def load_step(self, atom: Atom) -> Load:
+        """The Load whose result is `atom`."""
+        return next(s for s in self.steps if isinstance(s, Load) and s.out == atom)
+
     def clamped(self, index: Atom, limit: int) -> Atom:
-        """index limited to 0..limit, as int32; free where its range already says so."""
+        """The index limited to 0..limit, as int32; no operation where its range lies within."""
         low = self.op("max", (index, literal(0, index.dtype)), index.dtype)
         if limit > jnp.iinfo(jnp.dtype(index.dtype)).max:
             return self.convert(low, "int32")  # the type ends before the array does
         both = self.op("min", (low, literal(limit, index.dtype)), index.dtype)
         return self.convert(both, "int32")
 
-    def convert(self, atom: Atom, dtype: typing.Any) -> Atom:
+    def convert(self, atom: Atom, dtype: DTypeLike) -> Atom:
         return self.op("convert_element_type", (atom,), dtype, new_dtype=jnp.dtype(dtype).name)
 
     def select(self, predicate: Atom, on_true: Atom, on_false: Atom) -> Atom:
         return self.op("select_n", (predicate, on_false, on_true), on_true.dtype)
 
     def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
-        """The program of these results, without dead steps, values renumbered in order."""
-        # a load can have a derivative by a custom rule without being part of the value
+        """The program of these results, without dead steps and with values renumbered in order.
+
+        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a
+                    custom derivative rule may have a derivative by a load that the value does not read
+        """
         live = uses(tuple(self.steps), (*results, *(load.out for load in gradients)))
         kept = [s for s in self.steps if any(o.id in live for o in s.outs)]
         return _renumber(self.inputs, kept, tuple(results), tuple(self.captures), gradients)
@@ -202,6 +226,7 @@ class Builder:
     # ------------------------------------------------------------------ folding
 
     def _fold(self, prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Atom | None:
+        """The result of an operation where it needs no new step of that name, None where it does."""
         if prim == "convert_element_type" and inputs[0].dtype == dtype:
             return inputs[0]
         if all(isinstance(a, Lit) for a in inputs):
@@ -212,7 +237,7 @@ class Builder:
             truth = compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
             return None if truth is None else literal(truth, "bool")
         if prim == "select_n":
-            return _fold_select(inputs) or self._chosen_factor(inputs, dtype)
+            return _fold_select(inputs) or self._select_of_products(inputs, dtype)
         if prim in ("and", "or") and dtype == "bool":
             return _fold_logic(prim, inputs)
         if prim in ("max", "min"):
@@ -231,9 +256,11 @@ class Builder:
         return None
 
     def _definition(self, atom: Atom) -> Op | None:
+        """The Op that computes the atom, None for inputs, literals, loads and calls."""
         return self._ops.get(atom.id) if isinstance(atom, Val) else None
 
-    def _chosen_factor(self, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
+    def _select_of_products(self, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
+        """select(p, score * c, score * d) as score * select(p, c, d), None for any other select."""
         choice = simplify.choice_of_products(inputs, self._definition) if jnp.issubdtype(dtype, jnp.floating) else None
         if choice is None:
             return None
@@ -241,6 +268,7 @@ class Builder:
         return self.op("mul", (choice.score, factor), dtype)
 
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
+        """The result of a sum, product or division by identities such as x * 1 = x, None where none applies."""
         a, b = inputs
         if prim == "mul":
             for x, y in ((a, b), (b, a)):
@@ -272,11 +300,8 @@ class Builder:
         return None
 
 
-COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-
-
 def _fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
+    """The case of a select with a literal predicate or with equal cases."""
     predicate, *cases = inputs
     if isinstance(predicate, Lit):
         return cases[int(predicate.value)]
@@ -284,6 +309,7 @@ def _fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def _fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
+    """The result of `and` or `or` with a literal or with equal operands."""
     a, b = inputs
     for x, y in ((a, b), (b, a)):
         if isinstance(y, Lit):
@@ -293,6 +319,7 @@ def _fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
+    """The operand of `max` or `min` that is the result over the whole attention matrix, by the ranges."""
     a, b = inputs
     ra, rb = range_of(a), range_of(b)
     if ra is None or rb is None:
@@ -303,6 +330,7 @@ def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
+    """The linear form of an integer result, in exact arithmetic, None where it has none."""
     if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):
         return None
     forms = [f for f in map(linear_of, inputs) if f is not None]

@@ -1,7 +1,7 @@
-"""Programs on arrays: one walk over the steps, for any notion of what a tile is.
+"""Programs on tiles of the attention matrix: one walk over the steps for every backend, and the meaning of each operation.
 
-`evaluate` visits the steps in order. What a value looks like (a rank-4 array, a register tile, a vector in some layout) is
-the business of a `Tile`, which a backend supplies. `apply_op` is the meaning of every elementwise primitive as jax.lax.
+`evaluate` visits the steps in order. A `Tile`, which the backend supplies, decides the form of a value (a rank-4 array, a
+register tile, a vector in some layout). `apply_op` is the meaning of every operation in terms of jax.lax.
 """
 
 import typing
@@ -22,12 +22,12 @@ class Tile(typing.Protocol):
 
     input     the value of one of the five inputs over the region
     literal   a literal
-    spread    a value with axes `have` as an operand of a value with axes `want` (which contain them): a diagonal window
-              becomes a tile here
+    spread    a value with axes `have`, broadcast for use with axes `want`, which contain them; a diagonal window (axis
+              "delta") becomes a tile here
     diagonal  a value that is linear in q - kv (`val.linear`), given the values of its uniform terms by id
-    apply     an elementwise step on operands that were spread
-    load      a load; the index values are spread to the axes of the load
-    call      a whole jaxpr equation; returns the values of its results in order
+    apply     an Op on operands that were spread to the axes of its result
+    load      a Load on index values that were spread to the axes of its result
+    call      a Call; returns the values of its results in order
     """
 
     def input(self, val: Val) -> Array: ...
@@ -40,7 +40,7 @@ class Tile(typing.Protocol):
 
 
 def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -> list[Array]:
-    """The program's results over the tile, each spread to `want` (by default left at its own axes)."""
+    """The program's results over the tile, each spread to its entry of `want`; by default each has its own axes."""
     env: dict[int, Array] = {}
     spread: dict[tuple[int, Axes], Array] = {}
 
@@ -71,7 +71,7 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
 
 
 def _starts_diagonal(op: Op) -> bool:
-    """Whether the operation makes a function of q - kv out of operands that are not."""
+    """Whether the result is a function of q - kv while an operand depends on q or kv alone, as in q - kv itself."""
     return "delta" in op.out.axes and any(axes_of(a) & {"q", "kv"} for a in op.inputs)
 
 
@@ -79,11 +79,12 @@ def _starts_diagonal(op: Op) -> bool:
 
 
 def literal_array(lit: Lit) -> Array:
+    """The literal as an array without dimensions."""
     return jnp.asarray(lit.value, jnp.dtype(lit.dtype))
 
 
 def apply_op(op: Op, args: Sequence[Array]) -> Array:
-    """The step on arrays of one shape (scalars included)."""
+    """The operation's result, from operands that are arrays of one shape or scalars."""
     rule = SPECIAL.get(op.prim)
     if rule is not None:
         return rule(op, *args)
@@ -108,8 +109,9 @@ def _non_negative(atom: Atom) -> bool:
 def _division(op: Op, a: Array, b: Array) -> Array:
     """div, rem, floordiv and floormod of integers; lax.div and lax.rem of floats.
 
-    By 0, jax has -1 (all ones) for div, the numerator for rem, 0 for floormod; floordiv takes one from -1 unless the numerator is 0
-    or the type unsigned. No 0 reaches XLA: its constant folding divides by 0 on the processor, which ends the process.
+    Division of integers by 0 gives what jax gives: -1 (all bits set) for div, the numerator for rem, 0 for floormod; for floordiv
+    -2, or -1 where the numerator is 0 or the type unsigned. A divisor of 0 is replaced before it reaches XLA, whose constant
+    folding would divide by 0 on the processor and end the process.
     """
     name, remainder = op.prim, op.prim in ("rem", "floormod")
     if not jnp.issubdtype(a.dtype, jnp.integer):
@@ -130,9 +132,10 @@ def _division(op: Op, a: Array, b: Array) -> Array:
 
 
 def _convert(op: Op, x: Array) -> Array:
+    """The operand converted to the dtype of the result."""
     dtype = jnp.dtype(op.out.dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and jnp.issubdtype(dtype, jnp.floating):
-        x = lax.real(x)  # what the primitive does, of which the function of jax.lax warns
+        x = lax.real(x)  # the primitive drops the imaginary part; lax.convert_element_type would warn
     return lax.convert_element_type(x, dtype)
 
 

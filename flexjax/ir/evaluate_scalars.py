@@ -1,6 +1,6 @@
-"""Programs on scalars: a traced mod as the function that it was."""
+"""Programs on scalars: a traced mod evaluated at one position (b, h, q, kv), as the user's function was."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +14,62 @@ Array = jax.Array
 def call_program(
     program: Program, captures: Sequence[Array], indices: Sequence[Array], score: Array | None = None
 ) -> Array:
-    """The first result at (b, h, q, kv). A load outside its array reads the nearest element."""
-    env: dict[int, Array] = dict(zip(range(B, KV + 1), (jnp.asarray(i, jnp.int32) for i in indices), strict=True))
+    """The first result of the program at one position: a scalar.
+
+    captures   the captured arrays, in the order of `program.captures`; an index outside of an array is clipped
+    indices    the int32 scalars b, h, q, kv
+    score      the scalar score of a score_mod, None for a mask_mod
+    """
+    known: dict[int, Array] = dict(zip(range(B, KV + 1), (jnp.asarray(i, jnp.int32) for i in indices), strict=True))
     if score is not None:
-        env[INPUT_NAMES.index("score")] = score
+        known[INPUT_NAMES.index("score")] = score
+
+    def load(step: Load, index: list[Array]) -> Array:
+        return jnp.asarray(captures[step.capture]).at[tuple(index)].get(mode="clip")
+
+    return evaluate_scalars(program, known, load, captures.__getitem__)
+
+
+def evaluate_scalars(
+    program: Program,
+    known: Mapping[int, Array],
+    load: Callable[[Load, list[Array]], Array],
+    whole: Callable[[int], Array],
+) -> Array:
+    """The first result of the program, a scalar, from values that are known by id.
+
+    known   the inputs and any other values; a step whose results are all known is skipped
+    load    the element that a load reads, from the load and the scalars of its index
+    whole   the captured array of a number, for a Call that takes the whole array
+    """
+    env = dict(known)
 
     def read(atom: Atom) -> Array:
         return literal_array(atom) if isinstance(atom, Lit) else env[atom.id]
 
     for step in program.steps:
+        if all(out.id in env for out in step.outs):
+            continue
         if isinstance(step, Op):
             env[step.out.id] = apply_op(step, [read(a) for a in step.inputs])
         elif isinstance(step, Load):
-            env[step.out.id] = jnp.asarray(captures[step.capture]).at[tuple(map(read, step.index))].get(mode="clip")
+            env[step.out.id] = load(step, [read(a) for a in step.index])
         else:
             operands = [
-                captures[a] if isinstance(a, int) else jnp.stack([read(x) for x in a[1]]).reshape(a[0])
-                for a in step.arguments
+                whole(a) if isinstance(a, int) else _array_of(a[0], [read(x) for x in a[1]]) for a in step.arguments
             ]
             for (_, vals), out in zip(step.results, step.bind(*operands), strict=True):
                 env.update({v.id: out.ravel()[i] for i, v in enumerate(vals)})
     return read(program.results[0])
 
 
+def _array_of(shape: tuple[int, ...], scalars: Sequence[Array]) -> Array:
+    """An array of that shape from its elements in row-major order."""
+    return jnp.stack(scalars).reshape(shape) if shape else scalars[0]
+
+
 def as_mask_mod(program: Program, captures: Sequence[Array]) -> Callable[[Array, Array, Array, Array], Array]:
-    """The program as a mask_mod(b, h, q_idx, kv_idx)."""
+    """The program as a mask_mod: a function of the scalars (b, h, q_idx, kv_idx) that returns a bool scalar."""
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         return call_program(program, captures, (b, h, q_idx, kv_idx))

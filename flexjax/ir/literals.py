@@ -1,18 +1,18 @@
 """Literals of a program, and constant folding on operations whose operands are all literals."""
 
 import math
-import typing
 from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from flexjax.ir.program import Atom, Lit
 from flexjax.ir.ranges import fits, is_integer
 
 
-def literal(value: object, dtype: typing.Any) -> Lit:
-    """A literal of that dtype; the value is stored as the Python scalar the dtype holds."""
+def literal(value: object, dtype: DTypeLike) -> Lit:
+    """A literal of that dtype; its value is rounded to the dtype and stored as a Python scalar."""
     name = jnp.dtype(dtype).name
     with np.errstate(over="ignore"):
         array = np.asarray(value).astype(jnp.dtype(dtype))
@@ -32,7 +32,7 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
     conversions of a float literal are folded.
     """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
-        if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _is_held(inputs[0].value, dtype):
+        if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _converts_alike(inputs[0].value, dtype):
             return literal(inputs[0].value, dtype)
         return None
     values = [a.value for a in inputs if isinstance(a, Lit)]
@@ -47,7 +47,7 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
     return literal(result, dtype) if isinstance(result, bool) or fits((result, result), dtype) else None
 
 
-def _is_held(value: bool | int | float | complex, dtype: str) -> bool:
+def _converts_alike(value: bool | int | float | complex, dtype: str) -> bool:
     """Whether numpy converts the float to the type with the same result as every device."""
     if not is_integer(dtype):
         return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)

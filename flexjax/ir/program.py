@@ -1,4 +1,4 @@
-"""The traced mod: a small program over scalars that every backend reads.
+"""What a program is: the form of a traced mod that every backend reads.
 
 A `score_mod` or `mask_mod` becomes a `Program`: a flat list of operations on *scalars*, in order, with the captured
 arrays hoisted to operands. It is immutable and hashable without its arrays: two closures with the same operations and
@@ -19,7 +19,7 @@ is what tells a contiguous vector or tile from a gather.
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 AXES = ("b", "h", "q", "kv", "delta", "score")
 Axes = frozenset[str]
@@ -28,9 +28,9 @@ UNIFORM: Axes = frozenset({"b", "h"})
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """`b*b + h*h + q*q + kv*kv + const + sum(coefficient * uniform)`.
+    """An affine function of the indices: self.b * b + self.h * h + self.q * q + self.kv * kv + const + uniform terms.
 
-    `uniform` lists (id of a Val whose axes are within {b, h}, coefficient).
+    uniform   (id, coefficient) of each further term; the Val of that id depends on b and h alone
     """
 
     b: int = 0
@@ -55,6 +55,7 @@ class Linear:
         )
 
     def times(self, factor: int) -> "Linear":
+        """The form with every coefficient multiplied by `factor`."""
         if factor == 0:
             return Linear()
         terms = tuple((i, c * factor) for i, c in self.uniform)
@@ -65,7 +66,7 @@ class Linear:
 class Lit:
     """A literal scalar; `dtype` is a numpy dtype name ("bfloat16" included)."""
 
-    value: typing.Any  # bool, int, float or complex
+    value: typing.Any  # bool, int, float or complex, as dtype says
     dtype: str
 
     def __str__(self) -> str:
@@ -81,7 +82,13 @@ class Lit:
 
 @dataclasses.dataclass(frozen=True)
 class Val:
-    """A scalar computed in the program. `low` and `high` bound an integer over the whole attention matrix."""
+    """A scalar that the program is given or computes.
+
+    dtype       a numpy dtype name
+    axes        what the value depends on
+    linear      the affine function that an integer value is, None where it is not known to be one
+    low, high   inclusive bounds of an integer over the whole attention matrix, None where unknown
+    """
 
     id: int
     dtype: str
@@ -137,11 +144,13 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A whole jaxpr equation on scalars and small arrays of scalars (a while loop, for one).
+    """A whole jaxpr equation on scalars and small arrays of scalars, for example a while loop.
 
-    `arguments` are per operand: an int (that whole captured array) or (shape, atoms in row-major order).
-    `results` are (shape, vals in row-major order). `bind` runs the equation on arrays of those shapes. `inner` is the
-    body of a function with its own derivative rule (only before such functions are inlined).
+    name, text  the primitive, and its parameters as text for `Program.key`
+    arguments   per operand: the number of a captured array that is passed whole, or (shape, atoms in row-major order)
+    results     per result: (shape, vals in row-major order)
+    bind        runs the equation on arrays of the operands' shapes and returns the list of results
+    inner       the body of a function with its own derivative rule, None for all else and after such functions are inlined
     """
 
     name: str
@@ -149,7 +158,7 @@ class Call:
     arguments: tuple[int | tuple[tuple[int, ...], tuple[Atom, ...]], ...]
     results: tuple[tuple[tuple[int, ...], tuple[Val, ...]], ...]
     bind: Callable[..., list]
-    inner: typing.Any = None
+    inner: "CallBody | None" = None
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
@@ -158,6 +167,15 @@ class Call:
     @property
     def outs(self) -> tuple[Val, ...]:
         return tuple(v for _, vals in self.results for v in vals)
+
+
+class CallBody(typing.Protocol):
+    """A jaxpr with the values of its constants; only trace/ runs it."""
+
+    @property
+    def jaxpr(self) -> typing.Any: ...
+    @property
+    def consts(self) -> Sequence[typing.Any]: ...
 
 
 Step = Op | Load | Call
@@ -185,8 +203,8 @@ class Program:
     steps       operations in order; each uses only inputs and earlier results
     results     what it computes
     captures    type of each captured array it reads
-    gradients   for a program of derivatives: `results[2:]` are the derivatives with respect to these steps (indices into
-                `steps` of Loads); empty otherwise
+    gradients   for a program of derivatives: positions in `steps` of the Loads by which results[2:] are the derivatives;
+                empty otherwise
     """
 
     inputs: tuple[Val, ...]
@@ -197,7 +215,7 @@ class Program:
 
     @functools.cached_property
     def key(self) -> str:
-        """Text that two programs share exactly when they compute the same."""
+        """The program as text; programs are equal, and share compiled kernels, exactly if their texts are."""
         return program_text(self)
 
     def __eq__(self, other: object) -> bool:
@@ -232,6 +250,7 @@ class Program:
 
 
 def axes_of(atom: Atom) -> Axes:
+    """What the atom depends on; nothing for a literal."""
     return frozenset() if isinstance(atom, Lit) else atom.axes
 
 
@@ -248,6 +267,7 @@ def _param_text(params: tuple[tuple[str, object], ...]) -> str:
 
 
 def _step_text(step: Step) -> str:
+    """A step as one line of text."""
     outs = ", ".join(f"{o}:{o.dtype}" for o in step.outs)
     if isinstance(step, Op):
         return f"{outs} = {step.prim}{_param_text(step.params)} {' '.join(map(str, step.inputs))}"
@@ -258,6 +278,7 @@ def _step_text(step: Step) -> str:
 
 
 def program_text(program: Program) -> str:
+    """The program as text, one step a line; see Program.key."""
     head = ", ".join(f"{n}=%{v.id}:{v.dtype}" for n, v in zip(INPUT_NAMES, program.inputs, strict=True))
     ranges = ", ".join(f"{v.low}..{v.high}" for v in program.inputs[1:])
     captured = ", ".join(f"c{i}:{c}" for i, c in enumerate(program.captures))
@@ -269,21 +290,21 @@ def program_text(program: Program) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------- how a load walks its array
+# ------------------------------------------------------------------- load classes
 
 SCALAR, ROW, COLUMN, DIAGONAL, TILE = "scalar", "row", "column", "diagonal", "tile"
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadClass:
-    """How a load moves over a tile of the attention matrix.
+    """How the elements that a load reads are laid out over a tile of the attention matrix.
 
-    kind         "scalar": b and h alone decide; "row": a number for each query; "column": for each key; "diagonal": for
-                 each q - kv; "tile": for each (q, kv)
-    contiguous   neighbours in the tile are neighbours (step +1 or -1 in one dimension a tile axis) in the array: the load
-                 is a slice, or a window for a diagonal; otherwise it gathers
-    dims         per dimension of the array: "uniform", "q", "kv", "delta" (q - kv + ...), "-delta" (kv - q + ...) or
-                 "other"
+    kind         "scalar": one element for each (b, h); "row": one for each query; "column": one for each key; "diagonal":
+                 one for each q - kv; "tile": one for each (q, kv)
+    contiguous   whether neighbouring positions of the tile read neighbouring elements, each tile axis along one dimension
+                 of the array: the load is then a slice (a window for a diagonal), otherwise a gather
+    dims         per dimension of the array what its index is: "uniform" (of b and h alone), "q", "kv", "delta"
+                 (q - kv + ...), "-delta" (kv - q + ...) or "other"
     """
 
     kind: str
@@ -296,16 +317,18 @@ class LoadClass:
 
 
 def _dim_kind(atom: Atom) -> str:
+    """What an index is, as LoadClass.dims says it."""
     if not axes_of(atom) - UNIFORM:
         return "uniform"
     linear = atom.linear if isinstance(atom, Val) else None
     if linear is None:
         return "other"
-    walk = {(1, 0): "q", (0, 1): "kv", (1, -1): "delta", (-1, 1): "-delta"}
-    return walk.get((linear.q, linear.kv), "other")
+    names = {(1, 0): "q", (0, 1): "kv", (1, -1): "delta", (-1, 1): "-delta"}
+    return names.get((linear.q, linear.kv), "other")
 
 
 def classify_load(load: Load) -> LoadClass:
+    """The load class of a load, from the axes and the linear forms of its index."""
     dims = tuple(_dim_kind(a) for a in load.index)
     axes: Axes = frozenset().union(*(axes_of(a) for a in load.index)) - UNIFORM
     moving = [d for d in dims if d != "uniform"]
@@ -330,7 +353,7 @@ def classify_load(load: Load) -> LoadClass:
 
 
 def uses(steps: tuple[Step, ...], results: tuple[Atom, ...]) -> set[int]:
-    """Ids of the values that reach the results, walking the steps backwards."""
+    """Ids of the values that the results depend on, the results included."""
     live = {a.id for a in results if isinstance(a, Val)}
     for step in reversed(steps):
         if any(o.id in live for o in step.outs):
@@ -339,6 +362,7 @@ def uses(steps: tuple[Step, ...], results: tuple[Atom, ...]) -> set[int]:
 
 
 def walk_atoms(program: Program) -> Iterator[Atom]:
+    """Every operand of every step, then the results."""
     for step in program.steps:
         yield from step.inputs
     yield from program.results

@@ -1,4 +1,4 @@
-"""Ranges of integers over the whole attention matrix, as Python's integers: whether a result can have wrapped around is then known."""
+"""Ranges of integers over the whole attention matrix, in Python's unbounded integers, which show whether a result can wrap around."""
 
 from collections.abc import Sequence
 
@@ -15,6 +15,7 @@ def is_integer(dtype: str) -> bool:
 
 
 def fits(bounds: tuple[int, int], dtype: str) -> bool:
+    """Whether an integer type represents both bounds; True for other types."""
     if not is_integer(dtype):
         return True
     info = jnp.iinfo(jnp.dtype(dtype))
@@ -22,7 +23,7 @@ def fits(bounds: tuple[int, int], dtype: str) -> bool:
 
 
 def whole_range_if_narrow(dtype: str) -> Range:
-    """The range of a type of at most 16 bits, which says something; None for wider ones."""
+    """The range of an integer type of at most 16 bits; None for wider types, whose range would bound nothing in practice."""
     info = jnp.iinfo(jnp.dtype(dtype))
     return (int(info.min), int(info.max)) if info.bits <= 16 else None
 
@@ -35,18 +36,18 @@ def may_be(atom: Atom, value: int) -> bool:
 
 
 def quotient_may_overflow(numerator: Atom, divisor: Atom) -> bool:
-    """Whether the least integer of the type may be divided by -1, whose quotient the type does not hold."""
+    """Whether the least integer of the type may be divided by -1; the type cannot represent that quotient."""
     return may_be(divisor, -1) and may_be(numerator, int(jnp.iinfo(jnp.dtype(numerator.dtype)).min))
 
 
 def modular(value: int, dtype: str) -> np.ndarray:
-    """The integer modulo 2^bits, as the type holds it: sums and products with it wrap around to the right result."""
+    """The integer modulo 2^bits, in that type; sums and products with it are right modulo 2^bits."""
     bits = jnp.iinfo(jnp.dtype(dtype)).bits
     return np.array(value & ((1 << bits) - 1), np.uint64).astype(jnp.dtype(dtype))
 
 
-def holds_coefficients(linear: Linear, dtype: str) -> bool:
-    """Whether kernels can write each coefficient as a number of the type (unsigned ones: or its negative, half as large)."""
+def represents_coefficients(linear: Linear, dtype: str) -> bool:
+    """Whether the type represents every coefficient; an unsigned type also takes negatives down to half its range."""
     info = jnp.iinfo(jnp.dtype(dtype))
     low = min(int(info.min), -(1 << (info.bits - 1)))
     numbers = (linear.b, linear.h, linear.q, linear.kv, linear.const, *(c for _, c in linear.uniform))
@@ -54,6 +55,7 @@ def holds_coefficients(linear: Linear, dtype: str) -> bool:
 
 
 def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
+    """The result of a comparison of integers in these ranges, None where it may be either."""
     if a is None or b is None:
         return None
     if prim in ("gt", "ge"):
@@ -70,7 +72,7 @@ def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
 
 
 def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Range:
-    """Range of an integer result; `fits` then says whether it can have wrapped around."""
+    """The range of an integer result in exact arithmetic, None where unknown; `fits` says whether it can have wrapped around."""
     if not is_integer(dtype):
         return None
     if prim == "convert_element_type" and inputs[0].dtype == "bool":

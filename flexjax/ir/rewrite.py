@@ -1,4 +1,4 @@
-"""Programs made from programs by renaming values and leaving things out."""
+"""Programs with other names for their values, with fewer captures or with other results; no operation changes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from flexjax.ir.program import (
 
 
 def map_atoms(step: Step, change: Callable[[Atom], Atom], change_out: Callable[[Val], Val]) -> Step:
-    """The step with its operands and results replaced."""
+    """The step with `change` applied to its operands and `change_out` to its results."""
     if isinstance(step, Op):
         return dataclasses.replace(step, inputs=tuple(map(change, step.inputs)), out=change_out(step.out))
     if isinstance(step, Load):
@@ -51,13 +51,13 @@ def rename_steps(
 
 def select_captures(program: Program, used: Sequence[int]) -> Program:
     """The program with only the captures in `used`, renumbered in that order."""
-    place = {old: new for new, old in enumerate(used)}
+    number = {old: new for new, old in enumerate(used)}
 
     def move(step: Step) -> Step:
         if isinstance(step, Load):
-            return dataclasses.replace(step, capture=place[step.capture])
+            return dataclasses.replace(step, capture=number[step.capture])
         if isinstance(step, Call):
-            arguments = tuple(place[a] if isinstance(a, int) else a for a in step.arguments)
+            arguments = tuple(number[a] if isinstance(a, int) else a for a in step.arguments)
             return Call(step.name, step.text, arguments, step.results, step.bind, step.inner)
         return step
 
@@ -66,7 +66,7 @@ def select_captures(program: Program, used: Sequence[int]) -> Program:
 
 
 def with_results(program: Program, results: Sequence[Atom]) -> Program:
-    """The part of the program that computes `results`, some of its values."""
+    """The program whose results are these values of it, without the steps that they do not need."""
     live = uses(program.steps, tuple(results))
     steps = tuple(s for s in program.steps if any(o.id in live for o in s.outs))
     return Program(program.inputs, steps, tuple(results), program.captures)

@@ -1,10 +1,10 @@
-"""Scores that a mod multiplies by one of several numbers: the choice is made between the numbers, not between the products.
+"""Choices between multipliers: a select between products of the score becomes one product with a select between factors.
 
-    where(p, c * s, s)        is    s * where(p, c, 1)          to the bit: either way one product is rounded
-    (s * where(p, c, 1)) * where(p', c', 1)    is    s * (where(p, c, 1) * where(p', c', 1))    within a rounding
+    where(p, c * s, s)                       ->  s * where(p, c, 1)            the same bits: one product is rounded
+    (s * where(p, c, 1)) * where(p2, c2, 1)  ->  s * (where(p, c, 1) * where(p2, c2, 1))     within one rounding
 
-What depends on places alone repeats over a tile and is computed once for many of its elements (a checkerboard has two
-different factors); what depends on the score is computed for each.
+A factor that depends on positions alone repeats over a tile, so that kernels compute it once for many elements (a
+checkerboard has two different factors). Operations on the score run for each element.
 """
 
 import typing
@@ -12,13 +12,16 @@ from collections.abc import Callable
 
 from flexjax.ir.program import Atom, Lit, Op, Val, axes_of
 
-DEEPEST = 3  # products of products that are looked into
-LARGEST = 2.0**60  # of a product of factors, and the reciprocal of the smallest: no order of multiplying overflows
+DEEPEST = 3
+"""Nesting of products of factors up to which their magnitudes are bounded."""
+LARGEST = 2.0**60
+"""Bound of a product of factors and of its reciprocal, so that no order of multiplication overflows or underflows."""
 Definition = Callable[[Atom], Op | None]
+"""From an atom to the Op that computes it, None where no Op does."""
 
 
 class Choice(typing.NamedTuple):
-    """select_n(predicate, score * on_false, score * on_true)."""
+    """What select_n(predicate, score * on_false, score * on_true) consists of."""
 
     score: Val
     predicate: Atom
@@ -27,7 +30,7 @@ class Choice(typing.NamedTuple):
 
 
 def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choice | None:
-    """Of the operands of a select_n between floats, None where they are no products of one score."""
+    """The Choice that a select_n between floats makes, from its operands; None unless all cases are products of one score."""
     if len(inputs) != 3:
         return None
     (one, n), (other, m) = (_product(a, definition) for a in inputs[1:])
@@ -37,7 +40,7 @@ def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choi
 
 
 def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, Atom, Atom] | None:
-    """(score, factor, factor) of the operands of a product that is (score * factor) * factor, both chosen numbers."""
+    """(score, inner, outer) where the operands' product is (score * inner) * outer and both factors are choices of literals."""
     for outer, factor in (inputs, inputs[::-1]):
         op = definition(outer)
         size = _size(factor, definition)
@@ -53,7 +56,7 @@ def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, A
 
 
 def _number(atom: Atom) -> float | None:
-    """A literal factor, None where it is anything else or could make a product overflow."""
+    """The value of a literal factor, None for anything else and for values that could make a product overflow."""
     if not isinstance(atom, Lit) or isinstance(atom.value, (bool, complex)):
         return None
     value = float(atom.value)
@@ -61,6 +64,7 @@ def _number(atom: Atom) -> float | None:
 
 
 def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
+    """(x, c) where the atom is x * c with a literal c; (atom, 1.0) otherwise."""
     op = definition(atom)
     if op is not None and op.prim == "mul":
         for score, factor in (op.inputs, op.inputs[::-1]):
@@ -71,7 +75,7 @@ def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
 
 
 def _size(atom: Atom, definition: Definition, depth: int = DEEPEST) -> tuple[float, float] | None:
-    """(largest, smallest) magnitude of a choice of numbers or a product of such, None for anything else."""
+    """(largest, smallest) magnitude of a select between literals or of a product of such selects, None for anything else."""
     op = definition(atom)
     if op is None or "score" in axes_of(atom):
         return None

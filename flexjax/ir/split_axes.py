@@ -1,4 +1,4 @@
-"""Rewrites the programs of mods for a share of the batch and heads; mods still see the indices of the whole call."""
+"""The programs of mods for one device's share of the batch and heads; the mods still see the indices of the whole call."""
 
 import dataclasses
 import functools
@@ -6,8 +6,8 @@ import typing
 from collections.abc import Mapping, Sequence
 
 from flexjax.ir.builder import Builder
-from flexjax.ir.fold_vmap import append_call
-from flexjax.ir.program import SCORE, Atom, B, H, Lit, Load, Op, Program, Step, Val
+from flexjax.ir.program import SCORE, Atom, B, H, Load, Program, Step, Val
+from flexjax.ir.replay import replay
 
 AXIS_OF_INPUT = {B: "b", H: "h"}
 Dims = tuple[str | None, ...]
@@ -34,6 +34,7 @@ class Share:
         return {"b": self.batch // self.batch_shares, "h": self.heads // self.head_shares}
 
     def cuts(self, axis: str) -> bool:
+        """Whether a share has fewer entries along the axis ("b" or "h") than the whole."""
         return self.entries[axis] < self.wholes[axis]
 
 
@@ -58,20 +59,21 @@ def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[D
     if not programs:
         return ()
     found: list[list[str | None]] = []
-    for place, capture in enumerate(programs[0].captures):
-        loads = [load for p in programs for load in p.loads if load.capture == place]
-        whole = any(place in call.arguments for p in programs for call in p.calls)
+    for number, capture in enumerate(programs[0].captures):
+        loads = [load for p in programs for load in p.loads if load.capture == number]
+        whole = any(number in call.arguments for p in programs for call in p.calls)
         dims: list[str | None] = []
         for dim, size in enumerate(capture.shape):
             axes = {_plain_axis(load.index[dim]) for load in loads}
             axis = axes.pop() if len(axes) == 1 and not whole else None
-            taken = axis in dims  # table[h, h]: a mesh axis can split only one dimension
-            dims.append(axis if axis is not None and size == sizes[axis] and not taken else None)
+            split = axis in dims  # table[h, h]: a mesh axis can split only one dimension
+            dims.append(axis if axis is not None and size == sizes[axis] and not split else None)
         found.append(dims)
     return tuple(map(tuple, found))
 
 
 def _plain_axis(atom: Atom) -> str | None:
+    """ "b" or "h" where the atom is that input itself."""
     return AXIS_OF_INPUT.get(atom.id) if isinstance(atom, Val) else None
 
 
@@ -81,7 +83,7 @@ def share_of_program(programs: Sequence[Program], share: Share) -> SharePrograms
     starts = tuple(
         axis for axis in ("b", "h") if share.cuts(axis) and any(_reads_index(p, axis, dims) for p in programs)
     )
-    return SharePrograms(tuple(_rewritten(p, share, dims, starts) for p in programs), starts)
+    return SharePrograms(tuple(_program_of_share(p, share, dims, starts) for p in programs), starts)
 
 
 def _reads_index(program: Program, axis: str, dims: Sequence[Dims]) -> bool:
@@ -97,30 +99,29 @@ def _whole_indices(step: Step, dims: Sequence[Dims]) -> list[Atom]:
     return [atom for atom, dim in zip(step.index, dims[step.capture], strict=True) if dim is None]
 
 
-def _rewritten(program: Program, share: Share, dims: Sequence[Dims], starts: Sequence[str]) -> Program:
+def _program_of_share(program: Program, share: Share, dims: Sequence[Dims], starts: Sequence[str]) -> Program:
+    """The program for a share, whose captures are followed by the `starts` of the share along "b" or "h".
+
+    dims   for each capture the split of its dimensions, as split_dims returns it
+    """
     q_len, kv_len = ((v.high or 0) + 1 for v in program.inputs[3:])
     builder = Builder((share.entries["b"], share.entries["h"], q_len, kv_len), program.inputs[SCORE].dtype)
     for capture, of_dims in zip(program.captures, dims, strict=True):
         shape = (size if dim is None else share.entries[dim] for size, dim in zip(capture.shape, of_dims, strict=True))
         builder.capture(tuple(shape), capture.dtype)
-    env: dict[int, Atom] = {v.id: v for v in builder.inputs}
+    inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
     for axis in starts:
-        place = B if axis == "b" else H
+        ident = B if axis == "b" else H
         # clamped, so that the builder knows the range of b and h and loads keep their load class
         start = builder.clamped(
             builder.load(builder.capture((), "int32"), ()), share.wholes[axis] - share.entries[axis]
         )
-        env[place] = builder.op("add", (env[place], start), "int32")
-    new = lambda atom: atom if isinstance(atom, Lit) else env[atom.id]
-    loads: dict[int, Load] = {}
-    for place, step in enumerate(program.steps):
-        if isinstance(step, Op):
-            env[step.out.id] = builder.op(step.prim, [new(a) for a in step.inputs], step.out.dtype, **dict(step.params))
-        elif isinstance(step, Load):
-            own = zip(step.index, dims[step.capture], strict=True)
-            index = [new(a) if dim is None else a for a, dim in own]
-            env[step.out.id] = builder.load(step.capture, index)
-            loads[place] = next(s for s in builder.steps if isinstance(s, Load) and s.out == env[step.out.id])
-        else:
-            append_call(builder, step, new, env)
-    return builder.finish([new(r) for r in program.results], [loads[place] for place in program.gradients])
+        inputs[ident] = builder.op("add", (inputs[ident], start), "int32")
+
+    def load_index(load: Load, index: list[Atom]) -> list[Atom]:
+        """In a split dimension the share has its own entries only, so the index of the share stays."""
+        pairs = zip(load.index, index, dims[load.capture], strict=True)
+        return [new if dim is None else old for old, new, dim in pairs]
+
+    found = replay(program, builder, inputs, load_index)
+    return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])

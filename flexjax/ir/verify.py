@@ -1,8 +1,9 @@
-"""Which programs are legal, as a list of rules; run after every pass that makes one."""
+"""The rules that a legal program keeps; `check` runs after every pass that makes a program."""
 
 from collections.abc import Callable
 
 from flexjax.ir.builder import mixed_axes
+from flexjax.ir.operations import OPERATIONS, STOP_GRADIENT
 from flexjax.ir.program import AXES, Call, Lit, Op, Program, Val, axes_of
 from flexjax.ir.ranges import is_integer
 
@@ -12,6 +13,7 @@ class IllegalProgram(AssertionError):
 
 
 def _defined_before_use(program: Program) -> str | None:
+    """Every value is defined once, before it is used."""
     known = {v.id for v in program.inputs}
     for step in program.steps:
         for atom in step.inputs:
@@ -26,6 +28,7 @@ def _defined_before_use(program: Program) -> str | None:
 
 
 def _loads_fit_captures(program: Program) -> str | None:
+    """A load has one int32 index for each dimension of an existing capture, and the dtype of that capture."""
     for load in program.loads:
         if not 0 <= load.capture < len(program.captures):
             return f"load of capture {load.capture}, of {len(program.captures)}"
@@ -40,6 +43,7 @@ def _loads_fit_captures(program: Program) -> str | None:
 
 
 def _axes_cover_operands(program: Program) -> str | None:
+    """The axes of a result include those of its operands, unless its linear form shows that one cancelled out."""
     for step in program.steps:
         if isinstance(step, Call):
             continue
@@ -53,6 +57,7 @@ def _axes_cover_operands(program: Program) -> str | None:
 
 
 def _select_is_typed(program: Program) -> str | None:
+    """A select has a bool or integer predicate, and cases of the dtype of its result."""
     for step in program.steps:
         if isinstance(step, Op) and step.prim == "select_n":
             predicate, *cases = step.inputs
@@ -64,6 +69,7 @@ def _select_is_typed(program: Program) -> str | None:
 
 
 def _index_literals_in_bounds(program: Program) -> str | None:
+    """A literal index of a load is in bounds."""
     for load in program.loads:
         for atom, size in zip(load.index, program.captures[load.capture].shape, strict=True):
             if isinstance(atom, Lit) and not 0 <= int(atom.value) < max(size, 1):
@@ -71,7 +77,13 @@ def _index_literals_in_bounds(program: Program) -> str | None:
     return None
 
 
+def _operations_are_known(program: Program) -> str | None:
+    unknown = {s.prim for s in program.steps if isinstance(s, Op)} - OPERATIONS - {STOP_GRADIENT}
+    return f"operations {sorted(unknown)} are not in ir/operations.py" if unknown else None
+
+
 RULES: tuple[Callable[[Program], str | None], ...] = (
+    _operations_are_known,
     _defined_before_use,
     _loads_fit_captures,
     _axes_cover_operands,

@@ -20,7 +20,7 @@ class BlockLayout:
     `batch` and `heads` are 1 or those of the call. `partial` and `full` are the widths (last dim) of the two key lists of
     each query block; 0 where there is no such list. `partial_t` and `full_t` are the widths of the transposed lists (query
     blocks of each key block), which a backward pass that needs them makes itself: no key block is in more rows than that.
-    `from_user_lists`: the mask program does not know which blocks are listed, so that only the lists switch the others off.
+    `from_user_lists`: the lists are the user's, so that the mask program alone does not say which entries are on.
     """
 
     batch: int
@@ -40,14 +40,14 @@ class KernelPlan:
 
     scale        multiplies query . key (+ query_extra . key_extra) before the score program
     score        score_mod's program, None for the identity
-    mask         mask_mod's program, None where every listed element is on
-    dropout      program of what each probability is multiplied by (0 or 1 / (1 - rate)), None without dropout;
-                 softmax's denominator and lse are those without dropout
-    blocks       None: every block is visited and `mask` (if any) applies to all of them. Otherwise the lists in
-                 `Operands.lists` say what to visit; `mask` applies to the blocks of the partial list only
+    mask         mask_mod's program, None where every entry of the blocks in the lists is on
+    dropout      program of the factor of each probability, 0 or 1 / (1 - rate); None without dropout. The softmax denominator
+                 and lse are those without dropout
+    blocks       None: every block is visited and `mask` (if any) applies to all of them. Otherwise the blocks in
+                 `Operands.lists` are visited, and `mask` applies to those of the partial list only
     layout       of query, key, value, out ("BTNH" or "BNTH") and so of lse, max_scores ("BTN" or "BNT")
     extra_dim    R, 0 without extra features; key_extra has `extra_heads` heads
-    differentiable  asks the xla backend for loops that reverse mode can go through (for second order)
+    differentiable  asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
     """
 
     batch: int
@@ -77,10 +77,12 @@ class KernelPlan:
         return self.q_heads // self.kv_heads
 
     def covered(self, queries: int, keys: int) -> tuple[int, int]:
-        """Queries and keys that are visited together by tiles of so many: within a larger block of the mask, a tile may lie
-        wholly past an end that is no multiple of these."""
-        listed = (1, 1) if self.blocks is None else (self.blocks.block_q, self.blocks.block_kv)
-        return max(queries, listed[0]), max(keys, listed[1])
+        """(queries, keys) that kernels with tiles of that size visit together: those of a tile or of a larger mask block.
+
+        Where a length is no multiple of it, some tiles of the last mask block lie wholly past the end.
+        """
+        blocks = (1, 1) if self.blocks is None else (self.blocks.block_q, self.blocks.block_kv)
+        return max(queries, blocks[0]), max(keys, blocks[1])
 
     @property
     def score_dtype(self) -> str:
@@ -127,8 +129,8 @@ class Operands(typing.NamedTuple):
 class Results(typing.NamedTuple):
     """out [B,T,N,E] in the dtype of query; lse and max_scores [B,T,N] in the score dtype (BNT for BNTH).
 
-    lse is the natural logarithm of the softmax denominator, -inf where nothing is on; max_scores the largest score after
-    score_mod, -inf likewise, None unless the plan asks for it.
+    lse is the natural logarithm of the softmax denominator, -inf in a row whose entries are all masked. max_scores is the largest
+    score after score_mod, -inf in such a row, and None unless the plan asks for it.
     """
 
     out: jax.Array

@@ -4,8 +4,8 @@ Each new block covers some old blocks, wholly or in part. The new block is full 
 are empty, and partial otherwise. This takes O(blocks) work on the device, so the block lists may be traced. In a
 partial block the mask program decides each entry.
 
-For masks of create_block_mask the program alone is exact. The program of a mask made from a user's lists does not know
-the lists, so that program is extended: it first looks up the class of the old block.
+For masks of create_block_mask the program alone is exact. For a mask made from the user's lists the program is extended: it
+looks up the class of the entry's old block first.
 """
 
 import dataclasses
@@ -76,18 +76,22 @@ def _covered(length: int, old: int, new: int) -> np.ndarray:
 
 
 def _spread(x: Array, axis: int, places: np.ndarray) -> Array:
+    """x with its axis replaced by two: for each new block, the old blocks that it covers (`places`, from _covered)."""
     return jnp.take(x, places.reshape(-1), axis).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
 
 
 def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> tuple[int, int]:
-    """Upper bounds of the length of a row of the new partial and full lists.
+    """Upper bounds of the lengths of a row of the new partial and full lists.
 
-    Each entry of an old row yields at most as many entries as there are new blocks that overlap the old one.
+    partial, full   widths of the old lists
+    rows, columns   the old blocks that each new block covers, as _covered returns them
+
+    Each entry of an old row yields at most as many entries as there are new blocks that overlap its old block.
     """
-    _, meetings = np.unique(np.concatenate([np.unique(n) for n in columns] or [columns[:0, 0]]), return_counts=True)
-    meeting = int(meetings.max(initial=0))
+    _, overlaps = np.unique(np.concatenate([np.unique(n) for n in columns] or [columns[:0, 0]]), return_counts=True)
+    overlap = int(overlaps.max(initial=0))
     most = len(columns)
-    return min(most, rows.shape[1] * (partial + full) * meeting), min(most, full * meeting)
+    return min(most, rows.shape[1] * (partial + full) * overlap), min(most, full * overlap)
 
 
 def _classes(plan: KernelPlan, lists: BlockLists) -> Array:
@@ -103,7 +107,7 @@ def _classes(plan: KernelPlan, lists: BlockLists) -> Array:
     return classes
 
 
-# ------------------------------------------------------------------- lists that a user made
+# ------------------------------------------------------------------- masks from the user's lists
 
 
 def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
@@ -117,6 +121,11 @@ def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
 def _traced(
     program: Program | None, sizes: tuple[int, int, int, int], blocks: tuple[int, int, int, int]
 ) -> tuple[Program, tuple[int, ...]]:
+    """What _program_with_lists returns, cached by its static parts.
+
+    sizes    batch, heads, q_len, kv_len
+    blocks   batch, heads, block_q, block_kv of the old BlockLayout
+    """
     batch, heads, block_q, block_kv = blocks
     shape = (batch, heads, -(-sizes[2] // block_q), -(-sizes[3] // block_kv))
     given = () if program is None else program.captures

@@ -1,4 +1,4 @@
-"""The static side of a call: a plan, the derivative of its score_mod, and who may run it."""
+"""The static parameter of the JAX primitives of a call: the plan, the derivative of its score_mod, and the allowed backends."""
 
 import dataclasses
 import typing
@@ -14,7 +14,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What the primitives of autodiff.py carry as their parameter.
+    """The static parameter that the primitives of autodiff.py carry.
 
     derivative      score_mod's derivative program, None where there is no score_mod or it has none; then `why_not` says why
     implementation  names of backends in the order in which they are asked once the platform is known; None: the default order
@@ -33,11 +33,11 @@ class Problem:
         return jax.tree.unflatten(self.structure, flat)
 
     def arrange(self, flat: Sequence[object]) -> typing.Any:
-        """Other things, one for each array, in the places of the operands."""
+        """Objects given for each array, arranged as the fields of Operands are."""
         return jax.tree.unflatten(self.structure, flat)
 
     def differentiable(self) -> "Problem":
-        """The same with loops of known length, which reverse mode can cross; xla alone has them."""
+        """The problem with loops of known length, which jax differentiates in reverse mode; only xla has such loops."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, differentiable=True))
 
     def needed_derivative(self) -> Program | None:

@@ -1,4 +1,4 @@
-"""Tiles that were measured: the user's file, the tables that come with the package, and the lookup in both.
+"""Measured tile sizes: the user's file, the tables that come with the package, and the lookup in both.
 
 A file is JSON: {"format": 1, "entries": {digest: entry}}. A digest stands for the device kind, the backend, the plan without
 its tiles, and the versions of jax and flexjax; in the tables of the package, without the versions. An entry has
@@ -11,8 +11,8 @@ and in the tables of the package also "name" and "source". Two entries of one di
 wins over one that was cut off, then the newer measurement, then the faster.
 
 The user's file is `tuned.json` in FLEXJAX_CACHE_DIR, by default in `flexjax` of the user's cache directory; an empty
-FLEXJAX_CACHE_DIR means none. It is read once a process. Tiles are a matter of speed: a file that cannot be read is left
-alone, with a warning.
+FLEXJAX_CACHE_DIR means none. It is read once a process. A file that cannot be read is ignored with a warning, because tiles
+change the speed of a call and never its results.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ Entries = dict[str, dict[str, typing.Any]]
 
 
 def plan_text(plan: KernelPlan) -> str:
-    """Everything of a plan but its tiles; the same in every process."""
+    """The plan as text without its tile sizes; the same in every process."""
     options = plan.options
     fields = [f.name for f in dataclasses.fields(plan) if f.name != "options"]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
@@ -57,7 +57,7 @@ def plan_text(plan: KernelPlan) -> str:
 
 
 def summary(plan: KernelPlan) -> str:
-    """A plan in a line, for people."""
+    """The plan in one line, for people to read."""
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
         f"E={plan.value_dim} {plan.dtype} {plan.layout}",
@@ -71,12 +71,12 @@ def summary(plan: KernelPlan) -> str:
 
 
 def versions() -> tuple[str, str]:
-    """Of jax and of this package, whose door has the number (and is above this room, hence not imported)."""
+    """(version of jax, version of flexjax). The latter is read from sys.modules, because plan/ may not import the package."""
     return jax.__version__, sys.modules[__name__.partition(".")[0]].__version__
 
 
 def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | None) -> str:
-    """Name of a problem in a file. `of`: versions of jax and flexjax, None in the tables of the package."""
+    """The key of a plan in a file; `of` are the versions of jax and flexjax, None in the tables of the package."""
     text = "\n".join((device, backend, *(of or ()), plan_text(plan)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -85,7 +85,7 @@ def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | No
 
 
 def cache_file() -> pathlib.Path | None:
-    """The user's file, there or not; None where FLEXJAX_CACHE_DIR is empty."""
+    """The path of the user's file, which need not exist; None where FLEXJAX_CACHE_DIR is empty."""
     chosen = os.environ.get("FLEXJAX_CACHE_DIR")
     if chosen is not None:
         return pathlib.Path(chosen) / "tuned.json" if chosen else None
@@ -94,7 +94,7 @@ def cache_file() -> pathlib.Path | None:
 
 
 def read(path: str | os.PathLike[str]) -> Entries:
-    """The entries of a file. Raises OSError, or ValueError in a sentence for what is no such file."""
+    """The entries of a file. Raises OSError, or ValueError for a file that is not one of measured tiles."""
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     try:
         return _checked(json.loads(text))
@@ -103,10 +103,11 @@ def read(path: str | os.PathLike[str]) -> Entries:
 
 
 class _Wrong(Exception):
-    """What is wrong with the contents of a file."""
+    """The contents of a file are wrong; the message says what."""
 
 
-def _checked(found: typing.Any) -> Entries:
+def _checked(found: object) -> Entries:
+    """The entries of the contents of a file. Raises _Wrong for contents of another form."""
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("entries"), dict):
         raise _Wrong(f'expected {{"format": {FORMAT}, "entries": {{...}}}}')
     for key, entry in found["entries"].items():
@@ -119,6 +120,7 @@ def _checked(found: typing.Any) -> Entries:
 
 
 def _check_pass(key: str, name: str, made: typing.Any) -> None:
+    """Raises _Wrong unless `made` is a measurement of the pass `name` with known options."""
     tile = made.get("tile") if isinstance(made, dict) else None
     if not isinstance(tile, dict) or not set(tile) <= set(PASSES[name]):
         raise _Wrong(f"the {name} tile of entry {key} is {tile!r}, not options among {', '.join(PASSES[name])}")
@@ -130,7 +132,7 @@ def _check_pass(key: str, name: str, made: typing.Any) -> None:
 
 
 def joined(first: Entries, second: Entries) -> Entries:
-    """The entries of both; see the top of this file for those that both have."""
+    """The entries of both; the top of this file says how two entries of one digest are joined."""
     out = {key: dict(entry) for key, entry in first.items()}
     for key, entry in second.items():
         mine = out.setdefault(key, {})
@@ -145,14 +147,14 @@ def _rank(made: dict[str, typing.Any]) -> tuple[bool, str, float]:
 
 
 def write(path: str | os.PathLike[str], entries: Entries) -> None:
-    """Joins the entries to those of the file, which is made where it is not there, and forgets what was read before.
+    """Joins the entries to those of the file, which is created if missing; the next lookup reads the file again.
 
-    Several processes may write at once: they take turns, and a reader sees the file before or after a change. A file that
-    cannot be read is set aside under another name, with a warning.
+    A lock lets several processes write one after another, and the file is replaced at once, so that a reader sees it before
+    or after a change. A file that cannot be read is renamed, with a warning.
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(target):
+    with _locked(target):
         before: Entries = {}
         if target.exists():
             try:
@@ -176,8 +178,8 @@ def write(path: str | os.PathLike[str], entries: Entries) -> None:
 
 
 @contextlib.contextmanager
-def _turn(target: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of a file. Where the system has no such locks, the last of two writers wins."""
+def _locked(target: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of a file during the body. Without file locks in the system, the last of two writers wins."""
     try:
         import fcntl
     except ImportError:
@@ -189,10 +191,10 @@ def _turn(target: pathlib.Path) -> Iterator[None]:
 
 
 def merge(into: str | os.PathLike[str], *others: str | os.PathLike[str]) -> int:
-    """Joins the entries of other files to a file and returns how many it has then.
+    """Joins the entries of other files to a file and returns its number of entries.
 
-    For a problem that several have, each pass is taken from the search that was finished, then the newer, then the faster.
-    Raises ValueError, before anything is written, where one of them is no such file.
+    Where several files have an entry of one digest, each pass comes from the finished search, then the newer, then the faster.
+    Raises ValueError, before anything is written, for a file that is not one of measured tiles.
     """
     found = [read(path) for path in others]
     if pathlib.Path(into).exists():
@@ -207,13 +209,14 @@ _reads = 0
 
 
 def forget() -> None:
-    """Reads the user's file again at the next lookup."""
+    """Makes the next lookup read the user's file again."""
     global _reads
     _reads += 1
 
 
 @functools.lru_cache(maxsize=4)
 def _of_user(path: pathlib.Path | None, reads: int) -> Entries:
+    """The entries of the user's file, none with a warning where it cannot be read; `reads` invalidates the cache."""
     if path is None or not path.exists():
         return {}
     try:
@@ -232,7 +235,11 @@ def shipped(device: str) -> Entries:
 
 
 class Found(typing.NamedTuple):
-    """Options for the tile of each pass that was measured, and where each was found: "user", "package" or ""."""
+    """The measured tiles of a plan.
+
+    tiles              options of the passes that were measured
+    forward, backward  where the tile of the pass was found: "user", "package", or "" for nowhere
+    """
 
     tiles: dict[str, int]
     forward: str
@@ -240,11 +247,11 @@ class Found(typing.NamedTuple):
 
 
 def find(plan: KernelPlan, backend: str, device: str | None) -> Found:
-    """Measured tiles for the passes whose tile the options of the plan leave open; looked up once a plan.
+    """Measured tiles for the passes of which the plan's options set no tile; cached for each plan.
 
-    device      its kind; None where that is not known
+    device      the device kind, None where it is not known
 
-    First the user's file, then the tables of the package. Nothing for a kernel in the simulator.
+    The user's file is asked first, then the tables of the package. A kernel in the simulator has no measured tiles.
     """
     if plan.options.interpret or device is None:
         return Found({}, "", "")
@@ -252,12 +259,13 @@ def find(plan: KernelPlan, backend: str, device: str | None) -> Found:
 
 
 def state() -> tuple[pathlib.Path | None, int]:
-    """Changes where a lookup may find something else: the user's file, and how often it was written."""
+    """A value that changes whenever a lookup may find something else: the user's file and the number of times it was written."""
     return cache_file(), _reads
 
 
 @functools.lru_cache(maxsize=4096)
 def _find(plan: KernelPlan, backend: str, device: str, path: pathlib.Path | None, reads: int) -> Found:
+    """See `find`; path and reads are the `state` of the user's file."""
     places = (
         ("user", _of_user(path, reads), versions()),
         ("package", shipped(device), None),

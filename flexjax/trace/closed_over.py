@@ -1,11 +1,11 @@
-"""Arrays that a function with a derivative rule (custom_jvp, custom_vjp) closes over inside a mod.
+"""Arrays that a function with its own derivative rule (custom_jvp, custom_vjp) closes over inside a mod.
 
-jax passes these arrays to the function as its first operands, and the derivative rule has no derivative for them.
+jax passes these arrays to the function as its first operands, and the derivative rule has no derivative by them. They are
+bound to the function here, and a gradient by one of them raises ModError instead of being silently 0.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,31 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from flexjax.errors import ModError
-from flexjax.trace.atoms import Value, is_atoms
-from flexjax.trace.lazy_arrays import is_lazy
+from flexjax.trace.translation import Equation
+from flexjax.trace.values import Value, is_known
 
 
-def split_closed_over(eqn: Any, args: Sequence[Value]) -> tuple[dict[int, jax.Array], list[Value]]:
+def split_closed_over(eqn: Equation, args: Sequence[Value]) -> tuple[dict[int, jax.Array], list[Value]]:
     """(captured arrays among the closed-over operands, by operand number; all other operands).
 
     The derivative rule has no derivative for the captured arrays, so none of their elements becomes a variable of the
     derivative.
     """
     first = enumerate(args[: num_consts(eqn)])
-    arrays = {i: _constant(a) for i, a in first if not is_atoms(a) and not is_lazy(a)}
+    arrays = {i: _constant(a) for i, a in first if is_known(a)}
     return arrays, [a for i, a in enumerate(args) if i not in arrays]
 
 
-def num_consts(eqn: Any) -> int:
+def num_consts(eqn: Equation) -> int:
+    """How many of the equation's first operands the function closes over."""
     return eqn.params.get("num_consts", 0)
 
 
-def saying_why(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """`bind`, which raises a ModError where a custom_vjp function has no derivative for what it closes over."""
+def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """`bind` with another error: ModError in a sentence where jax raises CustomVJPException.
+
+    jax raises it where a custom_vjp function closes over a value that is differentiated.
+    """
 
     def run(*values: jax.Array) -> list[jax.Array]:
         try:
@@ -61,7 +65,10 @@ def _no_derivative(array: jax.Array) -> jax.Array:
     return array
 
 
-def _no_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+def _no_derivative_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array | SymbolicZero]
+) -> tuple[jax.Array, jax.Array | SymbolicZero]:
+    """The derivative rule of _no_derivative: raises ModError for a tangent that is not zero."""
     if not isinstance(tangents[0], SymbolicZero):
         array = f"a captured array of {primals[0].dtype.name}{list(primals[0].shape)}"
         raise ModError(
@@ -71,29 +78,31 @@ def _no_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple
     return primals[0], tangents[0]
 
 
-_no_derivative.defjvp(_no_derivative_jvp, symbolic_zeros=True)
+_no_derivative.defjvp(_no_derivative_jvp, symbolic_zeros=True)  # pyright: ignore[reportArgumentType] jax types tangents as arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scope:
-    """The parts of a jaxpr that `Lowering.run` reads."""
+class Body:
+    """The parts of a jaxpr that `Lowering.run` reads: see translation.Scope."""
 
-    constvars: Sequence[Any]
-    invars: Sequence[Any]
-    eqns: Sequence[Any]
-    outvars: Sequence[Any]
+    constvars: Sequence[object]
+    invars: Sequence[object]
+    eqns: Sequence[object]
+    outvars: Sequence[object]
 
 
 @dataclasses.dataclass(frozen=True)
-class _ClosedScope:
-    jaxpr: _Scope
-    consts: Sequence[Any]
+class ClosedBody:
+    """A Body with the values of its constants."""
+
+    jaxpr: Body
+    consts: Sequence[Value]
 
 
-def body_of(eqn: Any, closed_over: Mapping[int, jax.Array]) -> _ClosedScope:
+def body_of(eqn: Equation, closed_over: Mapping[int, jax.Array]) -> ClosedBody:
     """The function without its derivative rule, with the closed-over arrays among its constants."""
     closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
     jaxpr = closed.jaxpr
     constvars = [*jaxpr.constvars, *(jaxpr.invars[i] for i in closed_over)]
     invars = [v for i, v in enumerate(jaxpr.invars) if i not in closed_over]
-    return _ClosedScope(_Scope(constvars, invars, jaxpr.eqns, jaxpr.outvars), [*closed.consts, *closed_over.values()])
+    return ClosedBody(Body(constvars, invars, jaxpr.eqns, jaxpr.outvars), [*closed.consts, *closed_over.values()])

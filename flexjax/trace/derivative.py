@@ -1,101 +1,83 @@
-"""The derivative of a score mod, as a program on the same captured arrays.
+"""The derivatives of a score mod, as a program on the same captured arrays.
 
 s' = f(s, b, h, q, kv, l_1 .. l_n), where l_j are the elements that f loads. The program returned computes
 
     s',  ds'/ds,  ds'/dl_j for each load j of a floating array
 
-on scalars. A backend multiplies them by the cotangent of s' and sums each over the positions that read the same element.
-Index expressions are integers, so no derivative passes through them. Custom derivative rules are those of the user: f is
-replayed with them in place and differentiated by JAX.
+on scalars. A backend multiplies each by the cotangent of s' and sums the products over the positions that read the same
+element. Index expressions are integers and have no derivative. JAX differentiates f with the user's custom derivative rules in
+place; the resulting jaxpr is then lowered like that of a mod.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from flexjax.errors import ModError
 from flexjax.ir.builder import Builder
-from flexjax.ir.evaluate import apply_op, literal_array
-from flexjax.ir.program import SCORE, Atom, Call, Lit, Load, Op, Program
+from flexjax.ir.evaluate_scalars import evaluate_scalars
+from flexjax.ir.program import SCORE, Atom, Call, Load, Op, Program
+from flexjax.ir.replay import Replayed, append_call, replay
 from flexjax.ir.verify import check
-from flexjax.trace.atoms import MAX_UNROLL, object_array, scalar
 from flexjax.trace.lower_jaxpr import Lowering, cast_over, varying_axes
 from flexjax.trace.primitives import CUSTOM, LOOPS
+from flexjax.trace.values import MAX_UNROLL, object_array, scalar
 
 
 def custom_calls(program: Program) -> tuple[Call, ...]:
-    """The functions with a derivative rule of their own, which are still whole in the program."""
+    """The Calls of functions with a derivative rule of their own."""
     return tuple(call for call in program.calls if call.name in CUSTOM)
 
 
 def stops_gradients(program: Program) -> bool:
-    """Whether the program still says where no derivative passes."""
+    """Whether the program has a stop_gradient."""
     return any(isinstance(step, Op) and step.prim == "stop_gradient" for step in program.steps)
 
 
-def replay(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, dict[int, Atom], list[Load]]:
-    """A fresh builder with the steps of `source`, custom functions inlined.
+def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, Replayed]:
+    """Replays the steps of `source` in a fresh builder, with functions that have derivative rules of their own inlined.
 
-    Returns it, the new atom of each old value and the new Load steps of source's loads, in order.
+    Returns the lowering that has the builder, and what became of the old values and loads.
     """
     lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
     builder.captures = list(source.captures)
-    env: dict[int, Atom] = {v.id: v for v in builder.inputs}
-    loads: list[Load] = []
 
-    def new(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Lit) else env[atom.id]
-
-    for step in source.steps:
-        if isinstance(step, Op):
-            params = dict(step.params)
-            env[step.out.id] = builder.op(step.prim, [new(a) for a in step.inputs], step.out.dtype, **params)
-        elif isinstance(step, Load):
-            env[step.out.id] = builder.load(step.capture, [new(a) for a in step.index])
-            loads.append(next(s for s in builder.steps if isinstance(s, Load) and s.out == env[step.out.id]))
-        else:
-            for val, atom in zip(step.outs, _replay_call(lowering, step, new), strict=True):
-                env[val.id] = atom
-    return lowering, env, loads
-
-
-def _replay_call(lowering: Lowering, step: Call, new: Callable[[Atom], Atom]) -> list[Atom]:
-    arguments = [a if isinstance(a, int) else (a[0], tuple(map(new, a[1]))) for a in step.arguments]
-    if step.name in CUSTOM:
-        arrays = [object_array(a[1]).reshape(a[0]) for a in arguments if not isinstance(a, int)]
+    def call(step: Call, new: Callable[[Atom], Atom]) -> Sequence[Atom]:
+        if step.name not in CUSTOM:
+            return append_call(builder, step, new)
+        assert step.inner is not None
+        shaped = [(a[0], [new(x) for x in a[1]]) for a in step.arguments if not isinstance(a, int)]
+        arrays = [object_array(atoms).reshape(shape) for shape, atoms in shaped]
         outs = lowering.run(step.inner.jaxpr, step.inner.consts, arrays)
         return [atom for out in outs for atom in lowering.as_atoms(out).ravel()]
-    results = tuple(
-        (shape, tuple(lowering.builder.fresh(v.dtype, v.axes) for v in vals)) for shape, vals in step.results
-    )
-    lowering.builder.steps.append(Call(step.name, step.text, tuple(arguments), results, step.bind, step.inner))
-    return [v for _, vals in results for v in vals]
+
+    return lowering, replay(source, builder, {v.id: v for v in builder.inputs}, call=call)
 
 
 def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program with functions that have their own derivative rules replaced by their bodies: what is computed.
+    """The forward program: functions with derivative rules of their own are replaced by their bodies.
 
-    Arrays that such bodies captured are added to the program's; they are returned.
+    Returns also the arrays that such bodies captured; the program reads them after those of `source`.
     """
     if not custom_calls(source) and not stops_gradients(source):
         return source, ()
-    lowering, env, _ = replay(source, sizes)
-    results = [r if isinstance(r, Lit) else env[r.id] for r in source.results]
-    program = lowering.builder.finish(results)
+    lowering, found = replay_inlined(source, sizes)
+    program = lowering.builder.finish([found.new(r) for r in source.results])
     check(program)
     return program, tuple(lowering.arrays)
 
 
 def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program of s', ds'/ds and ds'/dl_j; `gradients` names the loads. Raises ModError where JAX cannot.
+    """The program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j.
 
-    Its captures are those of inline_custom(source) and arrays that derivative rules captured; all that source lacks are returned.
+    Returns also the arrays that it reads beyond those of `source`: those of inline_custom(source) and those that derivative
+    rules captured. Raises ModError where JAX cannot differentiate the mod.
     """
-    lowering, env, new_loads = replay(source, sizes)
+    lowering, found = replay_inlined(source, sizes)
     for call in source.calls:
-        if any(source_is_float(source, a) for a in call.arguments):
+        if any(is_float_capture(source, a) for a in call.arguments):
             raise ModError(_whole_array(call))
     loads = source.loads
     score_dtype = source.inputs[SCORE].dtype
@@ -103,10 +85,12 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
 
     def value(score: jax.Array, leaves: list[jax.Array], given: dict[int, jax.Array]) -> jax.Array:
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
-        return evaluate_scalars(source, known)
+        return evaluate_scalars(source, known, _unexpected_load, _no_whole_array)
 
-    # Inside shard_map: a cast within what is differentiated would have a sum over devices as its transpose.
-    over = frozenset().union(*(varying_axes(v.aval) for c in custom_calls(source) for v in c.inner.jaxpr.invars))
+    # Inside shard_map the operands are cast before jax.vjp: the transpose of a cast is a sum over devices.
+    over = frozenset().union(
+        *(varying_axes(v.aval) for c in custom_calls(source) if c.inner is not None for v in c.inner.jaxpr.invars)
+    )
 
     def both(inputs: list[jax.Array], loaded: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         inputs, loaded = ([cast_over(x, over) for x in xs] for xs in (inputs, loaded))
@@ -123,16 +107,17 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModError(_underivable(error)) from error
-    atoms = [*lowering.builder.inputs, *(env[l.out.id] for l in loads)]
+    atoms = [*lowering.builder.inputs, *(found.new(l.out) for l in loads)]
     outs = lowering.run(traced.jaxpr, traced.consts, [scalar(a) for a in atoms])
     flat = [lowering.builder.convert(lowering.as_atoms(o).item(), score_dtype) for o in outs]
+    new_loads = list(found.loads.values())
     program = lowering.builder.finish(flat, [new_loads[i] for i in diff])
     check(program)
     return program, tuple(lowering.arrays)
 
 
 def _underivable(error: Exception) -> str:
-    """What jax says of the mod's derivative, and what to do."""
+    """The message for a mod that JAX cannot differentiate: JAX's own and what to do."""
     return (
         f"`score_mod` cannot be differentiated: {str(error).rstrip('.')}. Stop the gradient before that operation with "
         "jax.lax.stop_gradient, or give the function a derivative rule with jax.custom_jvp."
@@ -140,6 +125,7 @@ def _underivable(error: Exception) -> str:
 
 
 def _whole_array(call: Call) -> str:
+    """The message for a Call that reads a whole floating array, which has no derivative here."""
     if call.name in LOOPS:
         return (
             "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
@@ -152,31 +138,14 @@ def _whole_array(call: Call) -> str:
     )
 
 
-def source_is_float(source: Program, argument: object) -> bool:
+def is_float_capture(source: Program, argument: object) -> bool:
+    """Whether an argument of a Call is a whole captured array of floats."""
     return isinstance(argument, int) and jnp.issubdtype(jnp.dtype(source.captures[argument].dtype), jnp.inexact)
 
 
-def evaluate_scalars(program: Program, known: dict[int, jax.Array]) -> jax.Array:
-    """The first result from given inputs and loads; index arithmetic is not needed and not done."""
-    env = dict(known)
-
-    def read(atom: Atom) -> jax.Array:
-        return literal_array(atom) if isinstance(atom, Lit) else env[atom.id]
-
-    for step in program.steps:
-        if isinstance(step, Load) or all(out.id in env for out in step.outs):
-            continue
-        if isinstance(step, Op):
-            env[step.out.id] = apply_op(step, [read(a) for a in step.inputs])
-            continue
-        if any(isinstance(a, int) for a in step.arguments):
-            raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")
-        operands = [_joined(a[0], [read(x) for x in a[1]]) for a in step.arguments if not isinstance(a, int)]
-        outs = step.bind(*operands)
-        for (_, vals), out in zip(step.results, outs, strict=True):
-            env.update({v.id: out.ravel()[i] for i, v in enumerate(vals)})
-    return read(program.results[0])
+def _unexpected_load(load: Load, index: list[jax.Array]) -> jax.Array:
+    raise AssertionError(f"the element of {load.out} is a variable of the derivative")
 
 
-def _joined(shape: tuple[int, ...], scalars: list[jax.Array]) -> jax.Array:
-    return jnp.stack(scalars).reshape(shape) if shape else scalars[0]
+def _no_whole_array(capture: int) -> jax.Array:
+    raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")

@@ -6,15 +6,15 @@ sizes, as in jax.
 """
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from flexjax.ir.builder import literal
 from flexjax.ir.program import Atom, Lit
-from flexjax.trace.atoms import MAX_ELEMENTS, Value, is_atoms
-from flexjax.trace.lazy_arrays import Index, Translation, element_of, is_lazy, literal_index
+from flexjax.trace.lazy_rules import element_of
+from flexjax.trace.translation import Equation, Rule, Translation
+from flexjax.trace.values import MAX_ELEMENTS, Index, Value, is_atoms, is_lazy, literal_index
 
 
 def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
@@ -22,7 +22,8 @@ def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
     return self.as_atoms(value) if is_lazy(value) and all(map(is_atoms, operands)) else value
 
 
-def dynamic_slice(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `dynamic_slice`: each start is clamped so that the slice lies within the array."""
     array, sizes = args[0], eqn.params["slice_sizes"]
     starts = [self.as_atoms(a).item() for a in args[1:]]
     starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]
@@ -35,7 +36,8 @@ def dynamic_slice(self: Translation, eqn: Any, args: list[Value]) -> list[Value]
     return [_of_atoms(self, self.lazy(sizes, array.dtype, make, too_large), [array])]
 
 
-def gather(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `gather`: each start is clamped; in mode "fill", an index out of bounds gives the fill value."""
     array, indices = args
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     aval = eqn.outvars[0].aval
@@ -63,7 +65,8 @@ def gather(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
     return [_of_atoms(self, self.lazy(aval.shape, aval.dtype, make, too_large), args)]
 
 
-def _fill_value(eqn: Any) -> Lit | None:
+def _fill_value(eqn: Equation) -> Lit | None:
+    """What a gather returns for an index out of bounds, by jax's defaults; None where indices are clamped."""
     mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -80,6 +83,7 @@ def _fill_value(eqn: Any) -> Lit | None:
 
 
 def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
+    """valid and 0 <= start <= limit, a bool atom."""
     low = self.builder.op("ge", (start, literal(0, start.dtype)), "bool")
     if limit > jnp.iinfo(jnp.dtype(start.dtype)).max:
         return self.builder.op("and", (valid, low), "bool")
@@ -88,4 +92,4 @@ def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
     return self.builder.op("and", (valid, both), "bool")
 
 
-INDEXING_RULES = {"dynamic_slice": dynamic_slice, "gather": gather}
+INDEXING_RULES: dict[str, Rule] = {"dynamic_slice": dynamic_slice, "gather": gather}

@@ -1,12 +1,13 @@
-"""numpy arrays that a mod captured, made operands where tracing needs it; arrays that explicit mesh axes split, made whole.
+"""Copies a user's function so that arrays that it captured can be indexed by tracers.
 
-`array[q_idx]` does not work where `array` is a numpy array and `q_idx` a tracer. So the function is copied with views of the
-numpy arrays that it reaches: through its closure, its globals, its defaults, the arguments of functools.partial, the attributes
-of an object that it is a method of, and through tuples, lists, dicts and functions found there. A view is numpy in all that numpy
-computes (int64 and float64 arithmetic, in-place functions, IndexError); it becomes a JAX array where it meets a tracer.
+numpy arrays. `array[q_idx]` fails where `array` is a numpy array and `q_idx` a tracer. The copy of the function has a View in
+place of each numpy array that the function reaches through its closure, its globals, its defaults, arguments of
+functools.partial, attributes of the object that it is a method of, and tuples, lists, dicts and functions found there. A View
+behaves as numpy in everything that numpy computes (int64 and float64 arithmetic, in-place functions, IndexError) and becomes a
+JAX array where it meets a tracer.
 
-JAX types say how explicit mesh axes split an array, and JAX refuses to index a dimension that is split by a number, as a mod
-does. So the copy reads whole arrays; where a mod reads just elements of one, the array that was captured is the operand.
+Arrays over explicit mesh axes. The type of such a JAX array says how mesh axes split it, and JAX refuses to index a split
+dimension by a number. The copy has an unsplit array in its place; a program that loads elements captures the original.
 """
 
 import contextlib
@@ -29,35 +30,35 @@ class View(np.ndarray):
 
     _operand: tuple[bytes, jax.Array] | None = None
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         traced = isinstance(index, Tracer) or (isinstance(index, tuple) and any(isinstance(i, Tracer) for i in index))
-        return self.__jax_array__()[index] if traced else super().__getitem__(index)
+        return self.__jax_array__()[index] if traced else super().__getitem__(index)  # type: ignore[index]
 
     def __jax_array__(self) -> jax.Array:
-        """The array that JAX makes of it; the same one as long as the numbers are the same."""
+        """The view as a JAX array; the same object as long as the numbers are the same."""
         content = self.tobytes()
         if self._operand is None or self._operand[0] != content:
             self._operand = (content, as_operand(self.view(np.ndarray)))
         return self._operand[1]
 
-    def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> Any:
-        """What numpy computes is numpy's: a scalar where it would be one."""
+    def __array_wrap__(self, array: np.ndarray, context: object = None, return_scalar: bool = False) -> Any:
+        """The result of a numpy function: a View, or a numpy scalar where numpy returns a scalar."""
         return array[()] if return_scalar else np.asarray(array).view(View)
 
 
 @contextlib.contextmanager
 def eager_without_mesh() -> Iterator[None]:
-    """As if no transformation and no mesh were around: what is jitted here is compiled whole and run at once.
+    """Runs the body eagerly, as if no transformation and no mesh were around it.
 
-    Under `ensure_compile_time_eval` each operation on known arrays would be compiled and run by itself, and inside shard_map
-    an array would be made for the manual mesh.
+    A function jitted in the body is compiled as a whole and run at once. Under jax.ensure_compile_time_eval, each operation
+    would be compiled and run alone, and inside shard_map an array would be made for the manual mesh.
     """
     with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
 
 
 def as_operand(array: np.ndarray) -> jax.Array:
-    """The array in JAX; raises ModError where that has no integers wide enough."""
+    """The numpy array as a JAX array. Raises ModError where JAX's integer type cannot represent its numbers."""
     with eager_without_mesh():
         made = jnp.asarray(array)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:
@@ -72,8 +73,10 @@ def as_operand(array: np.ndarray) -> jax.Array:
 
 
 def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
-    """The function on views of its numpy arrays and on whole JAX arrays, and of each array that was split over explicit mesh
-    axes, by the id of the whole one that took its place, the array itself. `mod` itself where there is nothing to replace."""
+    """The copy of the function, and the split arrays: the original by the id of the unsplit array that replaces it.
+
+    Returns `mod` itself where it reaches no array that has to be replaced.
+    """
     if not reaches_array(mod, set()):
         return mod, {}
     lift = Lift()
@@ -81,20 +84,22 @@ def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
 
 
 def is_array(value: object) -> bool:
+    """Whether the value is a numpy array of numbers or bools."""
     return isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, np.number))
 
 
 def is_split(value: object) -> bool:
-    """Whether the type of a JAX array says that explicit mesh axes split it; then JAX refuses many ways to index it."""
+    """Whether the type of a JAX array says that explicit mesh axes split it."""
     return isinstance(value, jax.Array) and any(part is not None for part in jax.typeof(value).sharding.spec)
 
 
 def is_replaced(value: object) -> bool:
+    """Whether the value is an array that the copy replaces."""
     return is_array(value) or is_split(value)
 
 
 def reaches_array(value: object, seen: set[int]) -> bool:
-    """Whether an array that is replaced is found by following `parts`."""
+    """Whether the value holds, directly or through `parts`, an array that has to be replaced; `seen` has ids already visited."""
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -102,7 +107,7 @@ def reaches_array(value: object, seen: set[int]) -> bool:
 
 
 def parts(value: object) -> Iterator[object]:
-    """What the value holds, as far as it can be replaced in a copy."""
+    """The values that a function, container or callable object holds and that a copy can replace."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -121,6 +126,7 @@ def parts(value: object) -> Iterator[object]:
 
 
 def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
+    """The contents of those cells of a closure that have one."""
     for cell in cells:
         try:
             yield cell.cell_contents
@@ -129,7 +135,7 @@ def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
 
 
 def attributes(value: object) -> dict[str, object]:
-    """What an object of a class written in Python holds, and the arrays of its class."""
+    """The attributes of an object of a class written in Python, and the arrays among the attributes of its class."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
     of_class = {n: v for c in reversed(type(value).__mro__) for n, v in vars(c).items() if is_array(v)}
@@ -137,7 +143,7 @@ def attributes(value: object) -> dict[str, object]:
 
 
 def is_plain_callable(value: object) -> bool:
-    """An object of a class written in Python with a __call__ of its own."""
+    """Whether the value is an object of a class written in Python that defines __call__."""
     return (
         not isinstance(value, type)
         and hasattr(value, "__dict__")
@@ -147,7 +153,7 @@ def is_plain_callable(value: object) -> bool:
 
 
 def names_used(function: types.FunctionType) -> dict[str, object]:
-    """Arrays, their containers and functions of the same file that the function's code, or code inside it, calls by name."""
+    """The globals that the function's code uses by name and that may hold arrays: arrays, containers, functions of its file."""
     found: dict[str, object] = {}
     codes = [function.__code__]
     while codes:
@@ -162,7 +168,7 @@ def names_used(function: types.FunctionType) -> dict[str, object]:
 
 
 class Lift:
-    """One copy; what is met twice (a function that calls itself, for one) is copied once."""
+    """Makes one copy of a function and of everything it holds; a value that is met twice is copied once."""
 
     def __init__(self) -> None:
         self._copies: dict[int, object] = {}
@@ -171,12 +177,13 @@ class Lift:
         self.split: dict[int, jax.Array] = {}
 
     def value(self, value: object) -> object:
+        """The copy of the value, or the value itself where it holds nothing that has to be replaced."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
             return self._keep(value, value.view(View))  # type: ignore[attr-defined]
         if is_split(value):
-            return self._whole(value)  # type: ignore[arg-type]
+            return self._unsplit(value)  # type: ignore[arg-type]
         if not reaches_array(value, set()):
             return value
         if isinstance(value, functools.partial):
@@ -198,18 +205,21 @@ class Lift:
             return table
         return self._callable_object(value)
 
-    def _whole(self, value: jax.Array) -> jax.Array:
+    def _unsplit(self, value: jax.Array) -> jax.Array:
+        """The array without a split over mesh axes; `split` keeps the original."""
         where = jax.sharding.NamedSharding(jax.typeof(value).sharding.mesh, jax.sharding.PartitionSpec())
         whole = self._keep(value, jax.sharding.reshard(value, where))
         self.split[id(whole)] = value
         return whole
 
     def _keep(self, old: object, fresh: object) -> Any:
+        """Records `fresh` as the copy of `old`, and keeps `old` alive because copies are found by its id."""
         self._copies[id(old)] = fresh
         self._alive.append(old)
         return fresh
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
+        """A copy of a Python function with copies of its closure, defaults and the globals that it uses."""
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)
         lifted_names = any(reaches_array(v, set()) for v in names.values())
@@ -231,7 +241,7 @@ class Lift:
         return fresh
 
     def _object(self, value: object) -> object:
-        """A copy with its arrays replaced, or itself where it has none."""
+        """A copy of an object with its arrays replaced, or the object itself where it holds none."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         held = attributes(value)
@@ -242,7 +252,7 @@ class Lift:
         return fresh
 
     def _callable_object(self, value: object) -> object:
-        """A copy with its arrays replaced, and a __call__ that sees them."""
+        """A copy of a callable object with its arrays replaced, bound to a copy of its __call__."""
         fresh = self._object(value)
         call = type(value).__call__
         lifted = self.value(call)

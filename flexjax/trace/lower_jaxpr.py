@@ -1,17 +1,17 @@
-"""From a scalar jaxpr to a program.
+"""Translates the jaxpr of a mod to a program of scalar operations.
 
-The jaxpr is interpreted once. A value that depends on nothing but captured arrays stays what it is, a JAX value, and is
-computed outside the kernel (so `bias.T[h, kv]` or `exp(table)[h]` cost nothing inside, and differentiate by themselves).
-Everything else is an array of atoms, or one whose elements are made when they are asked for (lazy_arrays.py): small vectors
-inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length are unrolled.
-What is left over becomes a `Call`.
+The jaxpr is interpreted once, equation by equation. A value that depends on captured arrays alone is a JAX value and is
+computed outside of the kernel, so `bias.T[h, kv]` or `exp(table)[h]` cost nothing inside, and JAX differentiates them.
+Every other value is an array of atoms or a lazy array (values.py). Small vectors inside a mod are unrolled into scalars, nested
+calls are inlined, branches become selects, loops of known length are unrolled. An equation that no rule covers becomes a
+`Call`, which only some backends run.
 """
 
 import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +19,13 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import core as jex_core
+from jax.typing import DTypeLike
 
 from flexjax.errors import ModError
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import Atom, Call, Lit, axes_of
-from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, is_atoms, map_elements, object_array, scalar
-from flexjax.trace.closed_over import body_of, saying_why, split_closed_over
-from flexjax.trace.lazy_arrays import (
-    LAZY_RULES,
-    Index,
-    LazyArray,
-    element_of,
-    is_lazy,
-    settled,
-    too_large_of,
-    whole_capture,
-)
+from flexjax.trace.closed_over import body_of, explain_custom_vjp, split_closed_over
+from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole_capture
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.primitives import (
     CALLBACKS,
@@ -47,10 +38,29 @@ from flexjax.trace.primitives import (
     LOOPS,
     SAME,
 )
+from flexjax.trace.translation import ClosedScope, Equation, Scope, Typed, Variable
+from flexjax.trace.values import (
+    MAX_ELEMENTS,
+    MAX_UNROLL,
+    Index,
+    LazyArray,
+    Value,
+    is_atoms,
+    is_known,
+    is_lazy,
+    map_elements,
+    object_array,
+    scalar,
+    settled,
+)
 
 
 class Lowering:
-    """State of one translation: the builder, and the arrays behind its captures."""
+    """The translation of one jaxpr: the builder of its program, and the arrays that the program's captures stand for.
+
+    builder   makes the program
+    arrays    the captured arrays, in the order of the builder's captures
+    """
 
     def __init__(
         self,
@@ -59,8 +69,11 @@ class Lowering:
         inline_constants: bool = False,
         split: Mapping[int, jax.Array] | None = None,
     ):
-        """keep_custom: functions with derivative rules stay whole; inline_constants: small known arrays become literals; split:
-        what to capture for an array, by its id."""
+        """
+        keep_custom       functions with derivative rules of their own stay whole, as Calls
+        inline_constants  elements of small known arrays become literals instead of loads
+        split             the array to capture instead of another, by the id of that other (see lift_numpy.py)
+        """
         self.builder = builder
         self.keep_custom = keep_custom
         self.inline_constants = inline_constants
@@ -73,7 +86,8 @@ class Lowering:
 
     # ------------------------------------------------------------------ the interpreter
 
-    def run(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+    def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        """The values of the jaxpr's results, from those of its constants and inputs."""
         env: dict[object, Value] = {}
 
         def read(var: object) -> Value:
@@ -85,12 +99,13 @@ class Lowering:
 
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
+        for eqn in cast(Sequence[Equation], jaxpr.eqns):
             outs = self.equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def equation(self, eqn: Any, args: list[Value]) -> list[Value]:
+    def equation(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
+        """The values of the equation's results. Raises ModError for a primitive that a mod may not use."""
         name = eqn.primitive.name
         if name in COLLECTIVES:
             raise ModError(
@@ -98,15 +113,15 @@ class Lowering:
             )
         if name in CALLBACKS:
             raise ModError(f"it calls back into Python (`{name}`); a mod must have no side effects.")
-        held = [a for a in args if not is_atoms(a)]
+        held = [a for a in args if not is_atoms(a)]  # JAX values and lazy arrays
         lazy = any(map(is_lazy, args))
         known = not lazy and all(not is_atoms(a) or (a.size == 1 and isinstance(a.item(), Lit)) for a in args)
         if held and not lazy and name in CASTS:
             return args
         if known and (held or any(v.aval.shape != () for v in eqn.outvars)):
-            outs = self.outside(eqn, args)
+            outs = self.compute_now(eqn, args)
             if name == "broadcast_in_dim" and not held:
-                self._repeated[id(outs[0])] = (args[0].item(), outs[0])
+                self._repeated[id(outs[0])] = (cast(np.ndarray, args[0]).item(), cast(jax.Array, outs[0]))
             return outs
         if name in SAME:
             return args
@@ -119,19 +134,19 @@ class Lowering:
         if name in CUSTOM and not self.keep_custom:
             closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
             return self.run(closed.jaxpr, closed.consts, args)
-        if lazy and name in LAZY_RULES:
-            return LAZY_RULES[name](self, eqn, args)
-        rule = RULES.get(name)
+        rule = LAZY_RULES.get(name) if lazy else None
+        rule = RULES.get(name) if rule is None else rule
         if rule is not None:
             outs = rule(self, eqn, args)
             if outs is not None:
                 return outs
         return self.call(eqn, args)
 
-    def outside(self, eqn: Any, args: list[Value]) -> list[Value]:
-        """Computes the equation now, in the caller's trace: it depends on captured arrays alone.
+    def compute_now(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
+        """The results of an equation that depends on captured arrays alone, computed outside of the kernel as JAX values.
 
-        Inside shard_map an equation on known arrays is part of that trace only where a jaxpr inside it has types that vary.
+        Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the equation part
+        of the caller's trace. Everything else is computed at once.
         """
         values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
@@ -144,10 +159,11 @@ class Lowering:
         with jax.ensure_compile_time_eval():
             return run(*values)
 
-    def run_branch(self, taken: Atom, closed: Any, args: Sequence[Value]) -> list[Value]:
-        """What a branch computes, which is used where `taken`; elsewhere no derivative passes into it.
+    def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
+        """The results of one branch of a cond, which the caller selects where the bool atom `taken` is True.
 
-        Its own would be one of zero times what the branch has there, which may be infinite: the square root of a negative number.
+        Where `taken` is False, no derivative enters the branch: it would be zero times the derivative of the branch, which is
+        NaN where that is infinite (the square root of a negative number).
         """
         if not self.keep_custom:
             return self.run(closed.jaxpr, closed.consts, args)
@@ -159,12 +175,13 @@ class Lowering:
         return outs
 
     def _where_taken(self, taken: Atom, atom: Atom) -> Atom:
-        """The same value, and its derivative where `taken`."""
+        """The atom, with a derivative only where `taken`; integers and literals have none anyway."""
         if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.floating):
             return atom
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 
-    def inline(self, eqn: Any, args: list[Value]) -> list[Value]:
+    def inline(self, eqn: Equation, args: list[Value]) -> list[Value]:
+        """The results of a nested function, from its body; integer `//` and `%` of jax.numpy become floordiv and floormod."""
         jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         if function is not None and not consts and is_jnp_function(function, jaxpr):
@@ -180,11 +197,14 @@ class Lowering:
     # ------------------------------------------------------------------ operands
 
     def as_atoms(self, value: Value) -> np.ndarray:
-        """The value as atoms: an array computed outside is captured and read element by element."""
-        if is_atoms(value):
-            return value
+        """The value as an array of atoms: a JAX value is captured and each of its elements loaded.
+
+        Raises ModError for more than MAX_ELEMENTS elements.
+        """
         if is_lazy(value):
             return value.atoms()
+        if not is_known(value):
+            return cast(np.ndarray, value)
         if value.size > MAX_ELEMENTS:
             raise ModError(whole_capture(value.shape))
         out = np.empty(value.shape, object)
@@ -194,11 +214,15 @@ class Lowering:
                 out[place] = literal(known[place], value.dtype)
             return out
         for place in np.ndindex(*value.shape):
-            out[place] = self.load(value, tuple(literal(i, "int32") for i in place))
+            out[place] = self.load(cast(jax.Array, value), tuple(literal(i, "int32") for i in place))
         return out
 
-    def lazy(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str) -> Value:
-        """An array of these elements, which belong to the branches that are being translated now."""
+    def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
+        """A LazyArray of these elements.
+
+        An element that is made later still belongs to the branches of `cond` that are being translated now, so that
+        `run_branch` limits its derivative.
+        """
         branches = list(self._branches)
 
         def make(index: Index) -> Atom:
@@ -211,16 +235,19 @@ class Lowering:
         return settled(LazyArray(shape, dtype, make, too_large))
 
     def map_values(
-        self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: Any
+        self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Value:
-        """`make` of the elements of values of this shape, or scalars: lazily where one of them is a captured array or lazy."""
+        """The array whose elements are `make` of the elements of `values`, which have this shape or one element.
+
+        The result is lazy where one of the values is a captured array or lazy.
+        """
         if all(is_atoms(v) or v.size == 1 for v in values):
             return map_elements(make, [self.as_atoms(v) for v in values], shape)
         of = lambda value, index: element_of(self, value, index if value.ndim else ())
         return self.lazy(shape, dtype, lambda i: make(*(of(v, i) for v in values)), too_large_of(values, shape))
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
-        """array[index], the index in bounds."""
+        """The atom array[index] of a captured array, for an index in bounds. Raises ModError for an array of random keys."""
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             parts = tuple(self.load(part, index) for part in self.complex_parts(array))
             return self.builder.op("complex", parts, array.dtype)
@@ -237,19 +264,21 @@ class Lowering:
         return element
 
     def complex_parts(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The real and the imaginary part, which are captured in the place of the array: derivatives are by real numbers."""
+        """The real and the imaginary part; both are captured instead of the array, because gradients are of real arrays."""
         if id(array) not in self._parts_of:
             with contextlib.nullcontext() if isinstance(array, Tracer) else jax.ensure_compile_time_eval():
                 self._parts_of[id(array)] = (array, (lax.real(array), lax.imag(array)))
         return self._parts_of[id(array)][1]
 
     def capture(self, value: jax.Array) -> int:
+        """The number of a captured array; the same array has the same number."""
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
             self.arrays.append(self._split.get(id(value), value))
         return self._capture_of[id(value)]
 
-    def elementwise(self, eqn: Any, args: list[Value]) -> Value:
+    def elementwise(self, eqn: Equation, args: list[Value]) -> Value:
+        """The result of an elementwise primitive: one operation of the program for each element."""
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
@@ -265,14 +294,17 @@ class Lowering:
         make = lambda *atoms: self.builder.op(prim, atoms, out.dtype, **params)
         return self.map_values(make, args, out.shape, out.dtype)
 
-    def call(self, eqn: Any, args: list[Value]) -> list[np.ndarray]:
-        """The equation as it is: for backends that can map a jaxpr over a tile."""
+    def call(self, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+        """Appends a Call that holds the whole equation; only backends that map a jaxpr over a tile run a Call.
+
+        Returns the results as arrays of atoms. A captured array that a loop reads, or one of more than MAX_UNROLL elements,
+        is an operand as a whole; all other operands are atoms. Raises ModError for a result of more than MAX_ELEMENTS.
+        """
         custom = eqn.primitive.name in CUSTOM
         closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)
         parts, axes = [], frozenset()
         for arg in args:
-            held = not is_atoms(arg) and not is_lazy(arg)
-            if held and arg.ndim > 0 and (eqn.primitive.name in LOOPS or arg.size > MAX_UNROLL):
+            if is_known(arg) and arg.ndim > 0 and (eqn.primitive.name in LOOPS or arg.size > MAX_UNROLL):
                 parts.append(self.capture(arg))
                 continue
             atoms = self.as_atoms(arg)
@@ -296,38 +328,40 @@ class Lowering:
             equation_text(eqn),
             tuple(parts),
             tuple(results),
-            saying_why(bind) if custom else bind,
+            explain_custom_vjp(bind) if custom else bind,
             inner,
         )
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
 
 
-def inner_jaxpr(eqn: Any) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
+def inner_jaxpr(eqn: Equation) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
     """The body of a call that is inlined, and its constants."""
-    closed = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
 
 
-def has_jaxpr(eqn: Any) -> bool:
+def has_jaxpr(eqn: Equation) -> bool:
+    """Whether a parameter of the equation is a jaxpr or a tuple with a jaxpr."""
     parts = [p for param in eqn.params.values() for p in (param if isinstance(param, tuple | list) else (param,))]
     return any(isinstance(p, jex_core.Jaxpr | jex_core.ClosedJaxpr) for p in parts)
 
 
-def varying_axes(aval: Any) -> frozenset[str]:
+def varying_axes(aval: object) -> frozenset[str]:
     """The mesh axes of shard_map over which an array of the type varies."""
     kind = getattr(aval, "mat", None)
     return frozenset() if kind is None else kind.varying
 
 
 def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The value, varying over those of the mesh axes that are axes of a shard_map around."""
+    """The value, cast to vary over those of the mesh axes that belong to a shard_map around this call."""
     missing = axes - varying_axes(jax.typeof(value))
     over = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis in missing)
     return jax.lax.pcast(value, over, to="varying") if over else value
 
 
 def _check_static(shape: tuple[int, ...]) -> None:
+    """Raises ModError for a shape with symbolic sizes, as jax.export makes them."""
     if any(not isinstance(n, int) for n in shape):
         raise ModError(
             f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
@@ -335,16 +369,20 @@ def _check_static(shape: tuple[int, ...]) -> None:
         )
 
 
-def aval_of(var: Any) -> Any:
-    """The type of a variable: jax declares less of it than there is."""
-    return var.aval
+def aval_of(var: object) -> Typed:
+    """The type of a variable, with the shape and dtype that jax's own declaration lacks."""
+    return cast(Variable, var).aval
 
 
-def equation_function(eqn: Any, closed_over: Mapping[int, jax.Array] | None = None) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its operands, or of those that are not given by their place.
+def equation_function(
+    eqn: Equation, closed_over: Mapping[int, jax.Array] | None = None
+) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its operands that returns the list of its results.
 
-    Inside shard_map these are cast to the types that they have in the jaxpr, since literals and what CASTS left as it was vary
-    over fewer mesh axes.
+    closed_over   operands that are already known, by operand number; the function does not take them
+
+    Inside shard_map the operands are cast to vary over the mesh axes that the jaxpr says, because literals, and values of
+    which a primitive of CASTS was skipped, vary over fewer.
     """
     known = closed_over or {}
     over = [varying_axes(v.aval) for v in eqn.invars]
@@ -359,22 +397,24 @@ def equation_function(eqn: Any, closed_over: Mapping[int, jax.Array] | None = No
     return run
 
 
-def equation_text(eqn: Any) -> str:
-    """Parameters as text; constants inside nested jaxprs count by their values."""
+def equation_text(eqn: Equation) -> str:
+    """The equation's parameters as text, followed by a digest of the values of all constants inside nested jaxprs."""
     digest = hashlib.sha256()
-    for const in nested_consts(eqn.params.values()):
+    for const in nested_consts(tuple(eqn.params.values())):
         digest.update(np.asarray(const).tobytes())
     return f"{ {k: str(v) for k, v in sorted(eqn.params.items())} } {digest.hexdigest()[:16]}"
 
 
-def nested_consts(params: Sequence[Any]) -> list[object]:
+def nested_consts(params: Sequence[object]) -> list[object]:
+    """The constants of every jaxpr among the parameters, and of the jaxprs inside those."""
     found: list[object] = []
     for param in params:
         if isinstance(param, tuple | list):
             found += nested_consts(param)
         elif hasattr(param, "consts") and hasattr(param, "jaxpr"):
-            found += list(param.consts)
-            for eqn in param.jaxpr.eqns:
+            closed = cast(ClosedScope, param)
+            found += list(closed.consts)
+            for eqn in cast(Sequence[Equation], closed.jaxpr.eqns):
                 found += nested_consts(tuple(eqn.params.values()))
     return found
 
@@ -385,7 +425,10 @@ PYTHON_DIVISION = {"remainder": jnp.remainder, "floor_divide": jnp.floor_divide}
 
 
 def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether a nested function of two integers that bears the name is that function of jax.numpy, word for word."""
+    """Whether the jaxpr of two integer operands equals, as text, the one that jax makes of `function` of jax.numpy.
+
+    A function of the user may have the same name and compute something else.
+    """
     avals = [aval_of(v) for v in jaxpr.invars]
     if len(avals) != 2 or not jnp.issubdtype(aval_of(jaxpr.outvars[0]).dtype, jnp.integer):
         return False

@@ -1,58 +1,38 @@
-"""What is not elementwise, by its primitive: small arrays are unrolled into atoms, branches become selects, loops are unrolled.
+"""Lowering rules of primitives that are not elementwise, by the name of the primitive.
 
-A rule takes the translation, the equation and its operands; None: the equation stays whole.
+Small arrays are unrolled into atoms, branches become selects, short loops are unrolled. A rule takes the translation, the
+equation and its operands, and returns the values of the results, or None where the equation must stay whole (a Call).
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
-from flexjax.ir.builder import Builder, literal
+from flexjax.ir.builder import literal
 from flexjax.ir.program import Atom
-from flexjax.trace.atoms import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
 from flexjax.trace.indexing import INDEXING_RULES
-from flexjax.trace.lazy_arrays import Index
 from flexjax.trace.lower_special import SPECIAL_RULES
-
-
-class Translation(Protocol):
-    """What the rules need of lower_jaxpr.Lowering."""
-
-    builder: Builder
-
-    def run(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]: ...
-
-    def as_atoms(self, value: Value) -> np.ndarray: ...
-
-    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom: ...
-
-    def lazy(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str) -> Value: ...
-
-    def map_values(
-        self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: Any
-    ) -> Value: ...
-
-    def run_branch(self, taken: Atom, closed: Any, args: Sequence[Value]) -> list[Value]: ...
-
+from flexjax.trace.translation import Equation, Params, Rule, Translation
+from flexjax.trace.values import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_atoms, map_elements
 
 # ------------------------------------------------------------------- shapes of small arrays
 
 
-def _structural(change: Callable[[np.ndarray, dict], np.ndarray]) -> Callable:
-    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _structural(change: Callable[[np.ndarray, Params], np.ndarray]) -> Rule:
+    """The rule of a primitive that rearranges elements: `change` maps (array of atoms, parameters) to the result."""
+
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
         return [change(self.as_atoms(args[0]), eqn.params)]
 
     return rule
 
 
-def _broadcast_in_dim(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `broadcast_in_dim` for an array of atoms."""
     atoms, shape = self.as_atoms(args[0]), eqn.params["shape"]
     if math.prod(shape) > MAX_ELEMENTS:
         raise ModError(f"it broadcasts to shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
@@ -62,30 +42,31 @@ def _broadcast_in_dim(self: Translation, eqn: Any, args: list[Value]) -> list[np
     return [np.broadcast_to(atoms.reshape(tuple(spread)), shape).copy()]
 
 
-def _slice(atoms: np.ndarray, params: dict) -> np.ndarray:
+def _slice(atoms: np.ndarray, params: Params) -> np.ndarray:
     strides = params["strides"] or (1,) * atoms.ndim
     places = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     return atoms[tuple(slice(*p) for p in places)]
 
 
-def _concatenate(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
     return [np.concatenate([self.as_atoms(a) for a in args], axis=eqn.params["dimension"])]
 
 
-def _split(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
     cuts = list(itertools.accumulate(eqn.params["sizes"]))[:-1]
     return np.split(self.as_atoms(args[0]), cuts, axis=eqn.params["axis"])
 
 
-def _stack(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
     return [np.stack([self.as_atoms(a) for a in args], axis=eqn.params["axis"])]
 
 
-def _unstack(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
     return [as_object(row) for row in np.moveaxis(self.as_atoms(args[0]), eqn.params["axis"], 0)]
 
 
-def _iota(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `iota`: literals that count along one dimension."""
     aval = eqn.outvars[0].aval
     out = np.empty(aval.shape, object)
     for place in np.ndindex(*aval.shape):
@@ -93,7 +74,8 @@ def _iota(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
     return [out]
 
 
-def _pad(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray] | None:
+def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
+    """The rule of `pad`; negative padding, which cuts the array, has no rule."""
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
@@ -111,8 +93,10 @@ def _pad(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray] | N
 # ------------------------------------------------------------------- reductions of small arrays
 
 
-def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Callable:
-    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
+    """The rule of a reduction of a small array by an operation; `unit` gives the result of no elements."""
+
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
         atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
         dtype = eqn.outvars[0].aval.dtype
         moved = np.moveaxis(atoms, axes, range(len(axes)))
@@ -128,8 +112,10 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Callable:
     return rule
 
 
-def _arg_reduction(prim: str) -> Callable:
-    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _arg_reduction(prim: str) -> Rule:
+    """The rule of argmax (prim "gt") and argmin ("lt") of a small array along one axis."""
+
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
         (axis,) = eqn.params["axes"]
         dtype = eqn.params["index_dtype"]
         rows = np.moveaxis(self.as_atoms(args[0]), axis, 0)
@@ -148,7 +134,7 @@ def _arg_reduction(prim: str) -> Callable:
 
 
 def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
-    """Whether the candidate takes the place of the best so far; of floats, the first NaN does for good."""
+    """A bool atom: whether the candidate replaces the best so far. A NaN replaces any number and is never replaced."""
     truth = lambda prim, *operands: self.builder.op(prim, operands, "bool")
     better = truth(prim, candidate, best)
     if not jnp.issubdtype(jnp.dtype(best.dtype), jnp.floating):
@@ -156,8 +142,10 @@ def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
     return truth("or", better, truth("and", truth("ne", candidate, candidate), truth("eq", best, best)))
 
 
-def _cumulative(prim: str) -> Callable:
-    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _cumulative(prim: str) -> Rule:
+    """The rule of a cumulative operation (cumsum and the like) of a small array along one axis."""
+
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
         atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
         dtype = eqn.outvars[0].aval.dtype
         order = range(1, len(atoms)) if not eqn.params["reverse"] else range(len(atoms) - 2, -1, -1)
@@ -170,7 +158,8 @@ def _cumulative(prim: str) -> Callable:
     return rule
 
 
-def _dot_general(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result."""
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     a, b = (self.as_atoms(x) for x in args)
     dtype = eqn.outvars[0].aval.dtype
@@ -184,7 +173,7 @@ def _dot_general(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndar
         left, right = rest[: len(free_a)], rest[len(free_a) :]
         total: Atom | None = None
         for inner in np.ndindex(*a.shape[a.ndim - nc :]):
-            pair: Any = (a[(*head, *left, *inner)], b[(*head, *right, *inner)])
+            pair: tuple[Atom, ...] = (a.item(*head, *left, *inner), b.item(*head, *right, *inner))
             product = self.builder.op("mul", tuple(self.builder.convert(x, dtype) for x in pair), dtype)
             total = product if total is None else self.builder.op("add", (total, product), dtype)
         out[place] = literal(0, dtype) if total is None else total
@@ -194,8 +183,8 @@ def _dot_general(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndar
 # ------------------------------------------------------------------- control flow
 
 
-def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
-    """All branches are computed and selected: they have no effects."""
+def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects."""
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
     not_ = lambda truth: self.builder.op("not", (truth,), "bool")
@@ -220,7 +209,7 @@ def _cond(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
     return outs
 
 
-def _scan_counts(params: dict) -> tuple[int, int]:
+def _scan_counts(params: Params) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried (jax 0.11 has trees where 0.10 had numbers)."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -228,15 +217,15 @@ def _scan_counts(params: dict) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def _scan(self: Translation, eqn: Any, args: list[Value]) -> list[Value] | None:
-    """A short loop, unrolled."""
+def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
+    """The rule of `scan`: a loop of at most MAX_UNROLL rounds is unrolled; a longer one stays whole."""
     p = eqn.params
     if p["length"] > MAX_UNROLL:
         return None
     n_const, n_carry = _scan_counts(p)
     consts, carry, xs = args[:n_const], args[n_const : n_const + n_carry], args[n_const + n_carry :]
     closed = p["jaxpr"]
-    rows: list[list[Value]] = [[] for _ in closed.jaxpr.outvars[n_carry:]]
+    rows: list[list[np.ndarray]] = [[] for _ in closed.jaxpr.outvars[n_carry:]]
     order = range(p["length"])
     for i in reversed(order) if p["reverse"] else order:
         row = [as_object(x[i]) if is_atoms(x) else x[i] for x in xs]
@@ -250,8 +239,8 @@ def _scan(self: Translation, eqn: Any, args: list[Value]) -> list[Value] | None:
     return [*carry, *stacked]
 
 
-def _one_minus_square(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
-    """1 - x * x, which newer jax has as a primitive, for the derivative of tanh."""
+def _one_minus_square(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `one_minus_square`, 1 - x * x, which newer jax uses in the derivative of tanh."""
     out = eqn.outvars[0].aval
     one = literal(1, out.dtype)
 
@@ -262,15 +251,15 @@ def _one_minus_square(self: Translation, eqn: Any, args: list[Value]) -> list[Va
     return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
 
 
-def _log2(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
-    """log(x) / log(2), which newer jax has as a primitive; it compiles it to this product too."""
+def _log2(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `log2`, a primitive of newer jax: log(x) * (1 / log(2)), as jax itself compiles it."""
     out = eqn.outvars[0].aval
     factor = literal(1 / math.log(2), out.dtype)
     make = lambda x: self.builder.op("mul", (self.builder.op("log", (x,), out.dtype), factor), out.dtype)
     return [map_elements(make, [self.as_atoms(args[0])], out.shape)]
 
 
-RULES: dict[str, Callable] = {
+RULES: dict[str, Rule] = {
     "log2": _log2,
     "one_minus_square": _one_minus_square,
     "broadcast_in_dim": _broadcast_in_dim,

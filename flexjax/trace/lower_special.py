@@ -4,32 +4,21 @@ The rules have the form of those in lower_rules.py.
 """
 
 import itertools
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
+from jax.typing import DTypeLike
 
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import Atom
-from flexjax.trace.atoms import Value, as_object, map_elements, scalar
-
-
-class Translation(Protocol):
-    """What the rules need of lower_jaxpr.Lowering."""
-
-    builder: Builder
-
-    def run(self, jaxpr: jex_core.Jaxpr, consts: list[Value], args: list[Value]) -> list[Value]: ...
-
-    def as_atoms(self, value: Value) -> np.ndarray: ...
-
+from flexjax.trace.translation import Equation, Rule, Translation
+from flexjax.trace.values import Value, as_object, map_elements, scalar
 
 # ------------------------------------------------------------------- reinterpreting bits
 
 
-def bits_of(dtype: Any) -> int | None:
+def bits_of(dtype: DTypeLike) -> int | None:
     """Bits of a number of the type; None for types whose bits shifts cannot separate (bool, complex)."""
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
@@ -37,14 +26,18 @@ def bits_of(dtype: Any) -> int | None:
     return int(jnp.finfo(kind).bits) if jnp.issubdtype(kind, jnp.floating) else None
 
 
-def _reinterpreted(builder: Builder, atom: Atom, dtype: Any) -> Atom:
+def _reinterpreted(builder: Builder, atom: Atom, dtype: DTypeLike) -> Atom:
     """The bits of the atom as a number of another type of the same width."""
     name = jnp.dtype(dtype).name
     return atom if atom.dtype == name else builder.op("bitcast_convert_type", (atom,), name, new_dtype=name)
 
 
-def _bitcast(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray] | None:
-    """Different widths use shifts: the last dimension counts the parts, the least significant first."""
+def _bitcast(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
+    """The rule of `bitcast_convert_type`.
+
+    Between types of different widths the parts of a number are separated and joined by shifts; the last dimension counts
+    the parts, the least significant first.
+    """
     atoms, out = self.as_atoms(args[0]), eqn.outvars[0].aval
     old, new = bits_of(eqn.invars[0].aval.dtype), bits_of(out.dtype)
     builder = self.builder
@@ -55,15 +48,17 @@ def _bitcast(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]
     small, large = (f"uint{min(old, new)}", f"uint{max(old, new)}")
 
     def part(atom: Atom, place: int) -> Atom:
+        """Part number `place` of a number of the wider type."""
         whole = _reinterpreted(builder, atom, large)
         moved = builder.op("shift_right_logical", (whole, literal(place * new, large)), large)
         return _reinterpreted(builder, builder.convert(moved, small), out.dtype)
 
     def joined(*parts: Atom) -> Atom:
+        """The number of the wider type that the parts make."""
         total: Atom = literal(0, large)
         for place, atom in enumerate(parts):
-            wide = builder.convert(_reinterpreted(builder, atom, small), large)
-            moved = builder.op("shift_left", (wide, literal(place * old, large)), large)
+            widened = builder.convert(_reinterpreted(builder, atom, small), large)
+            moved = builder.op("shift_left", (widened, literal(place * old, large)), large)
             total = builder.op("or", (total, moved), large)
         return _reinterpreted(builder, total, out.dtype)
 
@@ -76,7 +71,7 @@ def _bitcast(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]
 # ------------------------------------------------------------------- running sums of exponentials
 
 
-def _cumlogsumexp(self: Translation, eqn: Any, args: list[Value]) -> list[np.ndarray]:
+def _cumlogsumexp(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
     """A running jnp.logaddexp, with jnp.logaddexp's derivative rule."""
     atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
     kind = jax.ShapeDtypeStruct((), eqn.outvars[0].aval.dtype)
@@ -90,4 +85,4 @@ def _cumlogsumexp(self: Translation, eqn: Any, args: list[Value]) -> list[np.nda
     return [np.moveaxis(atoms, 0, eqn.params["axis"])]
 
 
-SPECIAL_RULES = {"bitcast_convert_type": _bitcast, "cumlogsumexp": _cumlogsumexp}
+SPECIAL_RULES: dict[str, Rule] = {"bitcast_convert_type": _bitcast, "cumlogsumexp": _cumlogsumexp}

@@ -1,4 +1,9 @@
-"""Which of jax's primitives a mod may use, and how each kind is treated."""
+"""The primitives of jax that a mod may use, by how lower_jaxpr.py treats each, and those that are refused by name.
+
+A primitive in none of these sets has a rule in lower_rules.py or becomes a Call.
+"""
+
+from flexjax.ir.operations import OPERATIONS
 
 COLLECTIVES = frozenset(
     [
@@ -17,9 +22,9 @@ COLLECTIVES = frozenset(
     ]
 )
 CASTS = frozenset(["pvary", "pcast"])
-"""Primitives that change over which mesh axes of shard_map an array varies, as far as its type says."""
+"""Primitives that change over which mesh axes of shard_map the type of an array varies, and not its elements."""
 SAME = frozenset(["optimization_barrier", "reshard"]) | CASTS
-"""Primitives that return their operands. On a mesh, `pvary` and `reshard` say where a value is; a scalar is everywhere."""
+"""Primitives that return their operands. `pvary` and `reshard` say where a value lies on a mesh; a scalar lies everywhere."""
 
 CALLBACKS = frozenset(
     ["pure_callback", "io_callback", "debug_callback", "debug_print", "outside_call", "infeed", "outfeed"]
@@ -38,95 +43,15 @@ INLINED = frozenset(
     ]
 )
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
+"""Functions with a derivative rule of their own."""
 
 LOOPS = frozenset(["while", "scan"])
-"""Primitives that read an element of an array many times: captured arrays are theirs whole, however small."""
+"""Primitives that read elements of an array repeatedly; a Call of one takes captured arrays whole, however small."""
 
-ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "clz",
-        "complex",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "igamma",
-        "igamma_grad_a",
-        "igammac",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "polygamma",
-        "population_count",
-        "pow",
-        "real",
-        "reduce_precision",
-        "regularized_incomplete_beta",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "zeta",
-        "add_any",
-        "mulhi",
-    ]
-)
+REWRITTEN = frozenset(["add_any", "clamp", "copy", "copy_p", "stop_gradient"])
+"""Elementwise primitives that become other operations of a program, or none."""
+ELEMENTWISE = (OPERATIONS - {"floordiv", "floormod", "bitcast_convert_type"}) | REWRITTEN
+"""Primitives that compute each element of their result from the same element of each operand."""
 
-# What an elementwise primitive keeps of its parameters: sharding and accuracy hints say nothing about a scalar.
 KEPT_PARAMS = frozenset({"y", "new_dtype", "rounding_method", "exponent_bits", "mantissa_bits"})
+"""Parameters of elementwise primitives that an Op keeps; hints about sharding and accuracy mean nothing for a scalar."""

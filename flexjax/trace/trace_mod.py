@@ -1,7 +1,8 @@
-"""From a user's function to a traced mod.
+"""Traces a user's function to a program and the arrays that the function captured.
 
-The function is called once, on scalar tracers. What it captured (arrays, tracers of an outer transformation, numpy arrays)
-comes out as operands; the rest is a `Program`. Why a function is refused is said here, in a sentence.
+The function is called once, on scalar tracers. The arrays that it captured (JAX arrays, tracers of an outer transformation, numpy
+arrays) become operands; everything else becomes a `Program`. A function that cannot be used raises ModError with the reason
+in a sentence.
 """
 
 import dataclasses
@@ -20,13 +21,13 @@ from flexjax.ir.builder import Builder
 from flexjax.ir.program import Atom, Program
 from flexjax.ir.rewrite import select_captures
 from flexjax.ir.verify import check
-from flexjax.trace.atoms import scalar
 from flexjax.trace.derivative import custom_calls, derivative_program, inline_custom
 from flexjax.trace.lift_numpy import as_operand, lift_numpy
 from flexjax.trace.lower_jaxpr import Lowering
+from flexjax.trace.values import scalar
 
 Sizes = tuple[int, int, int, int]
-"""batch, heads, q_len, kv_len: the matrix whose entries a mod is asked for."""
+"""(batch, heads, q_len, kv_len) of the attention matrix whose positions a mod is called for."""
 
 SCORE_ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
@@ -34,10 +35,12 @@ MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 
 @dataclasses.dataclass(frozen=True)
 class TracedMod:
-    """A program and the arrays it captured, in the order of `program.captures`.
+    """A traced function.
 
-    `derivative` (score mods only) computes the modified score and its derivatives, on the same arrays; where there is none,
-    `why_not` says so.
+    program      what the function computes
+    arrays       the captured arrays, in the order of `program.captures`
+    derivative   of a score_mod: the program of the new score and its derivatives, on the same arrays; None where it has none
+    why_not      why there is no derivative, as a sentence
     """
 
     program: Program
@@ -47,7 +50,7 @@ class TracedMod:
 
 
 def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float32") -> TracedMod:
-    """Traces `score_mod(score, b, h, q_idx, kv_idx)`; raises ModError (a ValueError) with the reason it is refused."""
+    """Traces `score_mod(score, b, h, q_idx, kv_idx) -> score`, with its derivative. Raises ModError for a bad function."""
     traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
     out = traced.closed.out_avals[0]
     if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -68,7 +71,7 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
 
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `mask_mod(b, h, q_idx, kv_idx)`; raises ModError (a ValueError) with the reason it is refused."""
+    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool`. Raises ModError for a bad function."""
     traced = _trace("mask_mod", mask_mod, MASK_ARGUMENTS)
     out = traced.closed.out_avals[0]
     if out.dtype != jnp.bool_:
@@ -91,7 +94,7 @@ WHOLE_ARRAY_IN_RULE = (
 
 
 class Traced(typing.NamedTuple):
-    """A jaxpr on scalars; some of its constants stand for arrays that are split over a mesh, `split` by the id of the constant."""
+    """A jaxpr on scalars. `split` maps the id of a constant to the array over a mesh that the constant stands for."""
 
     closed: jex_core.ClosedJaxpr
     split: dict[int, jax.Array]
@@ -110,7 +113,12 @@ def _lowered(
     score_dtype: str | None = None,
     keep_custom: bool = False,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program of a jaxpr on (score,) b, h, q, kv, and the arrays it reads; a score keeps the dtype that it has."""
+    """The program of a jaxpr on b, h, q, kv, and the arrays that the program reads.
+
+    name          of the user's argument, for errors
+    score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the result
+    keep_custom   whether functions with derivative rules of their own stay whole
+    """
     lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom, split=traced.split)
     closed = traced.closed
     inputs = lowering.builder.inputs[0 if score_dtype else 1 :]
@@ -125,7 +133,7 @@ def _lowered(
 
 
 def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The checked program and the captured arrays that its live steps read."""
+    """The program of this result, checked, and the captured arrays that it reads."""
     program = lowering.builder.finish([result])
     check(program)
     used = sorted(
@@ -136,7 +144,10 @@ def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array,
 
 
 def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[jax.Array, ...], str]:
-    """The derivative program and arrays it adds, or None and why there is none: a mod without one has a forward pass."""
+    """(derivative program, arrays that it reads beyond those of `source`, ""), or (None, (), why there is none).
+
+    A score_mod without a derivative still has a forward pass.
+    """
     try:
         # A custom rule is not part of the program's text, so such programs are not shared.
         make = derivative_program if custom_calls(source) else _cached_derivative
@@ -150,7 +161,7 @@ def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[ja
 
 @functools.lru_cache(maxsize=512)
 def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Traced on no mesh: calls on every mesh share it, and JAX writes the mesh it traces on into what it traces."""
+    """derivative_program without a mesh, because JAX writes the mesh into a jaxpr and calls on every mesh share the result."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return derivative_program(source, sizes)
 
@@ -159,6 +170,7 @@ def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[ja
 
 
 def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
+    """The jaxpr of the user's function on scalars. Raises ModError unless it is pure and returns one scalar."""
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.dtype(score_dtype))
@@ -194,7 +206,10 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
-    """The mod's jaxpr with its numpy arrays as operands, or as they are where the mod does not take views of them."""
+    """The mod's jaxpr, in which numpy arrays that it captured are operands.
+
+    Where the mod fails on views of its numpy arrays, it is traced with the arrays themselves.
+    """
     lifted, split = lift_numpy(mod)
     try:
         return Traced(jax.make_jaxpr(lifted)(*avals), split)

@@ -7,7 +7,7 @@ import pytest
 
 from flexjax.block_mask.classify import classify_rows
 from flexjax.trace.trace_mod import trace_mask_mod
-from tests.block_mask.random_masks import classes, dense
+from tests.cases.random_masks import classes, dense
 
 SIZES = (2, 3, 96, 130)
 BLOCKS = (16, 24)

@@ -62,11 +62,11 @@ TRIANGLES: dict[str, tuple[typing.Any, bool]] = {
 
 
 @pytest.mark.parametrize("name", TRIANGLES)
-def test_is_lower_triangle(name: str) -> None:
+def test_is_causal_like(name: str) -> None:
     mask_mod, triangle = TRIANGLES[name]
     mask = plan(mask_mod=mask_mod).mask
     assert mask is not None
-    assert patterns.is_lower_triangle(mask) is triangle
+    assert patterns.is_causal_like(mask) is triangle
 
 
 STEPS = jnp.arange(2)

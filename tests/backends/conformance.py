@@ -6,11 +6,10 @@ A backend's own test file subclasses `Conformance`, names the implementation and
         implementation = "mine"
         second_order = False
 
-Each case of `tests/cases.py` is run forward and through the gradient against the float64 oracle; then a few
-small problems go through every transformation of JAX.
+`TableConformance` runs each case of `tests/cases/calls.py` forward and through the gradient against the float64 oracle;
+`TransformationConformance` puts a few small problems through every transformation of JAX. `Conformance` is both.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -24,145 +23,40 @@ import pytest
 
 import flexjax
 from tests import oracle
-from tests.backends import large_scores
-from tests.cases import CASES, Case
+from tests.bound_case import Arrays, BoundCase, x64
+from tests.cases import CASES, Case, large_scores
 from tests.compare import assert_close
 
-Arrays = dict[str, Any]
+# The gradient pass runs the forward pass too and compares its results; these are run forward alone besides, outside the slow run.
+FORWARD_ALONE = frozenset({"plain", "no_keys", "no_queries", "one_query", "packed", "nothing", "bucket_bias", "sinks"})
 
 
-# The gradient pass runs the forward pass too; these are run forward alone besides, outside the slow run.
-# fmt: off
-FORWARD_ALONE = frozenset({
-    "plain", "no_keys", "one_query", "mqa", "window", "packed", "padded", "some_rows_off", "nothing",
-    "pair_bias", "relative_bias", "bucket_bias", "poison_root", "sinks", "extra", "softcap",
-})
-# fmt: on
+def _every_case(
+    everyday: frozenset[str] | None, extra_dtypes: tuple[str, ...], only_dtypes: tuple[str, ...] | None
+) -> list[Any]:
+    """(case, dtype): the dtypes that a row names, and beyond them `extra_dtypes`, in the slow run only.
 
-
-def _every_case(everyday: frozenset[str] | None, extra_dtypes: tuple[str, ...]) -> list[Any]:
-    """(case, dtype): the dtypes that a row names, and beyond them `extra_dtypes`, in the slow run only."""
+    With `only_dtypes` each case has those dtypes instead, the first of them outside the slow run.
+    """
     rows = []
     for case in CASES.values():
-        for dtype in dict.fromkeys((*case.dtypes, *extra_dtypes)):
-            slow = case.slow or dtype not in case.dtypes or (everyday is not None and case.name not in everyday)
+        dtypes, usual = (only_dtypes, only_dtypes[:1]) if only_dtypes else ((*case.dtypes, *extra_dtypes), case.dtypes)
+        for dtype in dict.fromkeys(dtypes):
+            slow = case.slow or dtype not in usual or (everyday is not None and case.name not in everyday)
             rows.append(pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=[pytest.mark.slow] if slow else []))
     return rows
 
 
-def _x64(dtype: str) -> contextlib.AbstractContextManager:
-    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A case in one dtype under one implementation, as functions of arrays.
-
-    Arrays are heads-first, [B, heads, length, ...], whatever the layout that is passed on.
-    """
-
-    case: Case
-    dtype: str
-    implementation: str
-
-    def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
-        """(inputs, learned captures, integer captures that travel as arguments)."""
-        inputs = {
-            name: jnp.asarray(x, "float32" if name == "sinks" else self.dtype)
-            for name, x in self.case.inputs().items()
-            if name not in ("w", "u")
-        }
-        captured = self.constants
-        learn = oracle.learned(self.case, captured)
-        rest = {name: x for name, x in captured.items() if name not in learn}
-        return inputs, learn, rest if self.case.traced else {}
-
-    @functools.cached_property
-    def constants(self) -> Arrays:
-        """Every captured array; float32 ones widened in the float64 runs that a row does not name itself."""
-        return {
-            name: jnp.asarray(x, "float64" if self.widens and x.dtype == "float32" else x.dtype)
-            for name, x in self.case.captured().items()
-        }
-
-    @property
-    def widens(self) -> bool:
-        """A mod that computes on a captured float32 array does so in float32, which float64 attention would show."""
-        return self.dtype == "float64" and self.dtype not in self.case.dtypes
-
-    @functools.cached_property
-    def block_mask(self) -> flexjax.BlockMask | None:
-        """Built once, outside of any jit, unless the case is traced."""
-        if self.case.block is None or self.case.traced:
-            return None
-        return self._build_block_mask(self.constants)
-
-    def _build_block_mask(self, captured: Arrays) -> flexjax.BlockMask:
-        B, N, _, T, S, _, _ = self.case.shape
-        block = self.case.block
-        assert block is not None
-        mask_mod = self.case.mods(captured)[1]
-        return flexjax.create_block_mask(
-            mask_mod, B if block.batch else None, N if block.heads else None, T, S, block_size=block.size
-        )
-
-    def attend(self, inputs: Arrays, learn: Arrays, rest: Arrays, value: jax.Array | None = None) -> Arrays:
-        """out [B, N, T, E], lse and max_scores [B, N, T]; `value` replaces that of the inputs."""
-        case = self.case
-        captured = {**self.constants, **rest, **learn}
-        score_mod, mask_mod = case.mods(captured)
-        options: Arrays = dict(score_mod=score_mod, scale=case.scale, layout=case.layout)
-        if case.block is None:
-            options["mask_mod"] = mask_mod
-        else:
-            options["block_mask"] = self._build_block_mask(captured) if case.traced else self.block_mask
-        if case.sinks:
-            options["sinks"] = inputs["sinks"]
-        if case.dropout:
-            options |= dict(dropout_rate=case.dropout, dropout_key=jax.random.key(11))
-        if case.extra:
-            options |= {name: self._turned(inputs[name]) for name in ("query_extra", "key_extra")}
-        out, aux = flexjax.flex_attention(
-            *(self._turned(x) for x in (inputs["q"], inputs["k"], inputs["v"] if value is None else value)),
-            return_aux=flexjax.AuxRequest(lse=True, max_scores=True),
-            implementation=self.implementation,
-            **options,
-        )
-        return {n: self._turned(x) for n, x in dict(out=out, lse=aux.lse, max_scores=aux.max_scores).items()}
-
-    def loss(self, inputs: Arrays, learn: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays]:
-        """`oracle.loss_value` of the results, and the results."""
-        weights = self.case.inputs()
-        results = self.attend(inputs, learn, rest)
-        lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0.0)
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        total = jnp.sum(results["out"].astype(wide) * weights["w"].astype(wide))
-        return total + jnp.sum(lse * weights["u"].astype(wide)), results
-
-    def keep(self) -> np.ndarray | None:
-        """bool [B, N, T, S]: what dropout keeps, read off the output for values that are unit vectors."""
-        if not self.case.dropout:
-            return None
-        B, N, M, _, S, _, _ = self.case.shape
-        units = jnp.broadcast_to(jnp.eye(S, dtype=self.dtype), (B, M, S, S))
-        probs = jax.jit(functools.partial(self.attend, value=units))(*self.arrays())["out"]
-        assert probs.shape[:2] == (B, N)
-        return np.asarray(probs != 0)
-
-    def _turned(self, x: jax.Array) -> jax.Array:
-        return jnp.swapaxes(x, 1, 2) if self.case.layout == "BTNH" else x
-
-
-class Conformance:
-    """The suite.  Class attributes say what a backend supports; a missing ability must raise, not mislead."""
+class TableConformance:
+    """The table of cases.  Class attributes say what a backend supports; a missing ability must raise, not mislead."""
 
     implementation: typing.ClassVar[str]
-    forward_mode = True  # jvp
-    second_order = True  # jvp of grad
-    export = True
     deterministic = True
+    jitted = True  # whether jax.jit may surround a call; otherwise the tests call eagerly
     everyday: frozenset[str] | None = None  # names of the cases outside the slow run; None: as the table says
+    everyday_forward: frozenset[str] = FORWARD_ALONE  # those of them that are run forward alone besides
     extra_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float64")  # for every case, in the slow run
+    only_dtypes: tuple[str, ...] | None = None  # for every case, whatever its row says
     roundings = 1  # of the gradient of a bfloat16 capture in float32 attention: one if it is summed in float32
     loosen = 1.0  # factor on the float32 tolerance, for hardware that multiplies in less
 
@@ -170,32 +64,33 @@ class Conformance:
         if "case" in metafunc.fixturenames:
             everyday = self.everyday
             if metafunc.function.__name__ == "test_values":
-                everyday = FORWARD_ALONE if everyday is None else FORWARD_ALONE & everyday
-            metafunc.parametrize(("case", "dtype"), _every_case(everyday, self.extra_dtypes))
+                everyday = self.everyday_forward if everyday is None else self.everyday_forward & everyday
+            metafunc.parametrize(("case", "dtype"), _every_case(everyday, self.extra_dtypes, self.only_dtypes))
 
     def refuses(self, case: Case, dtype: str) -> bool:
         """Whether this backend says that it cannot run the case; it must then raise NotImplementedError."""
         return False
 
-    # ------------------------------------------------------------------------- the table of cases
+    def _jit(self, function: Any) -> Any:
+        return jax.jit(function) if self.jitted else function
 
     def test_values(self, case: Case, dtype: str):
-        with _x64(dtype):
-            problem = Problem(case, dtype, self.implementation)
+        with x64(dtype):
+            problem = BoundCase(case, dtype, self.implementation)
             if self.refuses(case, dtype):
                 with pytest.raises(NotImplementedError):
                     problem.attend(*problem.arrays())
                 return
-            got = jax.jit(problem.attend)(*problem.arrays())
+            got = self._jit(problem.attend)(*problem.arrays())
             self._check_dtypes(got, problem)
             self._compare(got, problem)
 
     def test_gradients(self, case: Case, dtype: str):
-        with _x64(dtype):
-            problem = Problem(case, dtype, self.implementation)
+        with x64(dtype):
+            problem = BoundCase(case, dtype, self.implementation)
             if self.refuses(case, dtype):
                 pytest.skip("refused, as test_values checks")
-            step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
+            step = self._jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
             (d_inputs, d_learn), results = first = step(*problem.arrays())
             for name, arrays in (("inputs", problem.arrays()[0]), ("captures", problem.arrays()[1])):
                 for key, x in arrays.items():
@@ -207,19 +102,18 @@ class Conformance:
                 for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
                     assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), "two runs differ in their bits"
 
-    def _check_dtypes(self, got: Arrays, problem: Problem) -> None:
+    def _check_dtypes(self, got: Arrays, problem: BoundCase) -> None:
         wide = "float64" if problem.dtype == "float64" else "float32"
         assert got["out"].dtype == problem.dtype
         assert got["lse"].dtype == wide
         assert got["max_scores"].dtype == wide
 
-    def _compare(self, got: Arrays, problem: Problem) -> None:
+    def _compare(self, got: Arrays, problem: BoundCase) -> None:
         case, dtype = problem.case, problem.dtype
-        keep = problem.keep()
-        want = oracle.expected(case, keep)
         low = dtype not in ("float32", "float64")
         if low and case.dropout:
             return  # plain low precision attention knows no dropout; the wide dtypes check the entries
+        want = oracle.expected(case, problem.keep())
         plain = oracle.plain_low_precision(case, dtype) if low else {}
         narrow = {"d:" + n: str(c.dtype) for n, c in case.captures if c.dtype in ("bfloat16", "float16")}
         narrow |= {"d:sinks": "float32"} if dtype == "float64" else {}
@@ -235,21 +129,59 @@ class Conformance:
                 loosen=case.loosen * self.loosen if dtype == "float32" else 1.0,
             )
 
-    # ----------------------------------------------------------------------------- transformations
+
+class TransformationConformance:
+    """Small problems through every transformation of JAX."""
+
+    implementation: typing.ClassVar[str]
+    forward_mode = True  # jvp
+    second_order = True  # jvp of grad
+    export = True
+    jitted = True  # whether jax.jit may surround a call
+    small_dtype = "float32"  # of q, k and v in the small problems
+    slow_tests: frozenset[str] = frozenset()  # names of tests that are left to the slow run
+
+    def _small(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k and v of a small problem, [1, 20, 4 or 2, 8]."""
+        rng = np.random.default_rng(3)
+        q, k, v = (jnp.asarray(rng.standard_normal((1, 20, heads, 8)), self.small_dtype) for heads in (4, 2, 2))
+        return q, k, v
+
+    def _close(self, got: Any, want: Any, rtol: float, atol: float = 0.0) -> None:
+        """Two ways to compute the same. Below float32 each rounds its results once or twice: 4 units in the last place of the largest."""
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        if self.small_dtype != "float32":
+            rtol, atol = 0.0, 4 * float(jnp.finfo(self.small_dtype).eps) * np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
+
+    def _same_as_loop(self, mapped: Any, one: Any, arrays: tuple, in_axes: tuple | None = None) -> None:
+        """`mapped` over axis 0 (or `in_axes`) gives what `one` gives item by item."""
+        axes = in_axes or (0,) * len(arrays)
+        items = [
+            one(*(x if axis is None else jnp.take(x, i, axis) for x, axis in zip(arrays, axes, strict=True)))
+            for i in range(3)
+        ]
+        self._close(mapped(*arrays), jnp.stack(items), rtol=1e-5, atol=2e-6)
+
+    def refuses(self, case: Case, dtype: str) -> bool:
+        """As in TableConformance."""
+        return False
 
     def _attention(self, **options: Any):
         return functools.partial(flexjax.flex_attention, implementation=self.implementation, **options)
 
     def test_eager_equals_jit(self):
-        q, k, v = _small()
+        if not self.jitted:
+            pytest.skip("jax.jit may not surround a call")
+        q, k, v = self._small()
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
-        np.testing.assert_allclose(attend(q, k, v), jax.jit(attend)(q, k, v), rtol=1e-6, atol=1e-6)
+        self._close(attend(q, k, v), jax.jit(attend)(q, k, v), rtol=1e-6, atol=1e-6)
 
     def test_vmap_over_inputs(self):
-        q, k, v = (jnp.stack([x, x + 1, -x]) for x in _small())
+        q, k, v = (jnp.stack([x, x + 1, -x]) for x in self._small())
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
-        _same_as_loop(jax.vmap(attend), attend, (q, k, v))
-        _same_as_loop(
+        self._same_as_loop(jax.vmap(attend), attend, (q, k, v))
+        self._same_as_loop(
             jax.vmap(attend, in_axes=(1, None, 0)),
             attend,
             (jnp.swapaxes(q, 0, 1), k[0], v),
@@ -257,49 +189,49 @@ class Conformance:
         )
 
     def test_vmap_over_captures(self):
-        q, k, v = _small()
+        q, k, v = self._small()
         bias = jnp.stack([_bias(), 2 * _bias(), -_bias()])
         attend = lambda bias: self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v)
-        _same_as_loop(jax.vmap(attend), attend, (bias,))
+        self._same_as_loop(jax.vmap(attend), attend, (bias,))
         slope = lambda bias: jax.grad(lambda b: jnp.sum(attend(b) ** 2))(bias)
-        _same_as_loop(jax.vmap(slope), slope, (bias,))
+        self._same_as_loop(jax.vmap(slope), slope, (bias,))
 
     def test_vmap_over_captures_of_the_mask(self):
-        q, k, v = _small()
+        q, k, v = self._small()
         ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
         attend = lambda ids: self._attention(mask_mod=_document(ids))(q, k, v)
-        _same_as_loop(jax.vmap(attend), attend, (ids,))
+        self._same_as_loop(jax.vmap(attend), attend, (ids,))
 
     def test_vmap_over_block_masks(self):
-        q, k, v = _small()
+        q, k, v = self._small()
         ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
         build = lambda ids: flexjax.create_block_mask(_document(ids), None, None, 20, 20, block_size=8)
         attend = lambda block_mask: self._attention(block_mask=block_mask)(q, k, v)
         stacked = jax.vmap(build)(ids)
         want = jnp.stack([attend(build(one)) for one in ids])
-        np.testing.assert_allclose(jax.vmap(attend)(stacked), want, rtol=1e-5, atol=1e-6)
+        self._close(jax.vmap(attend)(stacked), want, rtol=1e-5, atol=1e-6)
 
     def test_gradient_of_vmap(self):
-        q, k, v = (jnp.stack([x, x + 1]) for x in _small())
+        q, k, v = (jnp.stack([x, x + 1]) for x in self._small())
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
         loss = lambda q, k, v: jnp.sum(attend(q, k, v) ** 2)
         slopes = jax.grad(lambda *x: jnp.sum(jax.vmap(loss)(*x)), argnums=(0, 1, 2))(q, k, v)
         for i in range(2):
             for got, want in zip(slopes, jax.grad(loss, argnums=(0, 1, 2))(q[i], k[i], v[i]), strict=True):
-                np.testing.assert_allclose(got[i], want, rtol=1e-4, atol=1e-5)
+                self._close(got[i], want, rtol=1e-4, atol=1e-5)
 
     def test_checkpoint(self):
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
         loss = lambda f: lambda q, k, v: jnp.sum(f(q, k, v) ** 2)
-        slopes = [jax.grad(loss(f), argnums=(0, 1, 2))(*_small()) for f in (attend, jax.checkpoint(attend))]
+        slopes = [jax.grad(loss(f), argnums=(0, 1, 2))(*self._small()) for f in (attend, jax.checkpoint(attend))]
         for got, want in zip(*slopes, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+            self._close(got, want, rtol=1e-5, atol=1e-6)
 
     def test_jvp(self):
         def loss(q, k, v, bias):
             return jnp.sum(self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v) ** 2)
 
-        primals = (*_small(), _bias())
+        primals = (*self._small(), _bias())
         tangents = tuple(x[::-1] * 0.5 for x in primals)
         if not self.forward_mode:
             with pytest.raises((NotImplementedError, TypeError)):
@@ -307,9 +239,9 @@ class Conformance:
             return
         value, slope = jax.jvp(loss, primals, tangents)
         gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*primals)
-        np.testing.assert_allclose(value, loss(*primals), rtol=1e-5)
+        self._close(value, loss(*primals), rtol=1e-5)
         want = sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True))
-        np.testing.assert_allclose(slope, want, rtol=1e-4)
+        self._close(slope, want, rtol=1e-4)
 
     def test_second_order(self):
         def loss(implementation, q, k, v, bias):
@@ -321,72 +253,74 @@ class Conformance:
 
         def hessian_times(implementation):
             slopes = jax.grad(functools.partial(loss, implementation), argnums=(0, 1, 2, 3))
-            primals = (*_small(), _bias())
+            primals = (*self._small(), _bias())
             return jax.jit(lambda *x: jax.jvp(slopes, x, tuple(y[::-1] for y in x))[1])(*primals)
 
+        if not self.jitted:
+            pytest.skip("jax.jit may not surround a call")
         if not self.second_order:
             with pytest.raises((NotImplementedError, TypeError)):
                 hessian_times(self.implementation)
             return
         for got, want in zip(hessian_times(self.implementation), hessian_times("reference"), strict=True):
             scale = float(jnp.abs(want).max())
-            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5 * scale)
+            self._close(got, want, rtol=2e-4, atol=2e-5 * scale)
 
     def test_reverse_over_reverse(self):
-        if not self.second_order:
-            pytest.skip("no second order")
-        q, k, v = _small()
+        if not (self.second_order and self.jitted):
+            pytest.skip("no second order, or not under jax.jit")
+        q, k, v = self._small()
         attend = lambda name, q: flexjax.flex_attention(q, k, v, mask_mod=_causal, implementation=name)
 
         def penalty(name, q):
             return jnp.sum(jax.grad(lambda q: jnp.sum(attend(name, q) ** 2))(q) ** 2)
 
         got, want = (jax.jit(jax.grad(functools.partial(penalty, n)))(q) for n in (self.implementation, "reference"))
-        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5 * float(jnp.abs(want).max()))
+        self._close(got, want, rtol=2e-4, atol=2e-5 * float(jnp.abs(want).max()))
 
     def test_export(self):
         if not self.export:
             pytest.skip("this backend does not export")
         attend = jax.jit(self._attention(score_mod=_biased(_bias()), mask_mod=_causal))
-        exported = jax.export.export(attend)(*_small())
+        exported = jax.export.export(attend)(*self._small())
         if importlib.util.find_spec("flatbuffers"):  # without it jax cannot write the program out
             exported = jax.export.deserialize(exported.serialize())
-        np.testing.assert_allclose(exported.call(*_small()), attend(*_small()), rtol=1e-6, atol=1e-6)
+        self._close(exported.call(*self._small()), attend(*self._small()), rtol=1e-6, atol=1e-6)
 
     def test_extra_features_equal_longer_heads(self):
         """Features side by side or apart; the default scale is that of D alone."""
-        q, k, v = _small()
+        q, k, v = self._small()
         more_q, more_k = jnp.sin(3 * q), jnp.cos(2 * k[:, :, :1])
         apart = self._attention(mask_mod=_causal)(q, k, v, query_extra=more_q, key_extra=more_k)
         side_by_side = (
             jnp.concatenate([q, more_q], -1),
             jnp.concatenate([k, jnp.repeat(more_k, 2, axis=2)], -1),
         )
-        np.testing.assert_allclose(
-            apart, self._attention(mask_mod=_causal, scale=8**-0.5)(*side_by_side, v), rtol=1e-5, atol=1e-6
-        )
+        self._close(apart, self._attention(mask_mod=_causal, scale=8**-0.5)(*side_by_side, v), rtol=1e-5, atol=1e-6)
 
     def test_zero_cotangent_gives_zero_gradients(self):
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
-        out, pull = jax.vjp(attend, *_small())
+        out, pull = jax.vjp(attend, *self._small())
         for g in pull(jnp.zeros_like(out)):
             np.testing.assert_array_equal(g, np.zeros_like(g))
 
     def test_block_mask_equals_mask_mod(self):
-        q, k, v = _small()
+        q, k, v = self._small()
         block_mask = flexjax.create_block_mask(_causal, None, None, 20, 20, block_size=(8, 16))
         got = self._attention(block_mask=block_mask)(q, k, v)
-        np.testing.assert_allclose(got, self._attention(mask_mod=_causal)(q, k, v), rtol=1e-5, atol=1e-6)
+        self._close(got, self._attention(mask_mod=_causal)(q, k, v), rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize(
         ("precise", "sinks", "gated"), [("float32", False, False), ("bfloat16", True, False), ("float32", False, True)]
     )
     def test_large_scores(self, precise: str, sinks: bool, gated: bool):
+        if self.small_dtype != "float32":
+            pytest.skip("the backend's own file has the dtypes that it takes")
         large_scores.check(self.implementation, precise, sinks, gated)
 
     def test_nan_shows(self):
         """In the row where it is, and nowhere else."""
-        q, k, v = _small()
+        q, k, v = self._small()
         mod = lambda s, b, h, q, k: jnp.where((q == 3) & (k == 5), jnp.nan, s)
         out, aux = self._attention(score_mod=mod, return_aux=flexjax.AuxRequest(lse=True))(q, k, v)
         rows = np.arange(q.shape[1]) == 3
@@ -397,10 +331,10 @@ class Conformance:
 
     def test_dropout_keeps_the_right_share(self):
         case = dataclasses.replace(CASES["dropout"], mask=None, name="dropout share")
-        keep = Problem(case, "float32", self.implementation).keep()
+        if self.refuses(case, "float32") or not self.jitted:
+            pytest.skip("no dropout in float32, or not under jax.jit")
+        keep = BoundCase(case, "float32", self.implementation).keep()
         assert keep is not None
-        if self.refuses(case, "float32"):
-            pytest.skip("no dropout")
         deviation = np.sqrt(case.dropout * (1 - case.dropout) / keep.size)
         assert abs(keep.mean() - (1 - case.dropout)) < 5 * deviation
         per_column = keep.mean(axis=(0, 1, 2))
@@ -408,19 +342,17 @@ class Conformance:
         assert len({row.tobytes() for row in keep.reshape(-1, keep.shape[-1])}) == keep[..., 0].size
 
     def test_dropout_follows_its_key(self):
-        q, k, v = _small()
+        q, k, v = self._small()
         attend = lambda seed: self._attention(dropout_rate=0.5, dropout_key=jax.random.key(seed))(q, k, v)
         np.testing.assert_array_equal(attend(1), attend(1))
         assert not np.array_equal(attend(1), attend(2))
 
 
-# ------------------------------------------------------------------------- a small problem, [1, 20, 2, 8]
+class Conformance(TableConformance, TransformationConformance):
+    """All of it."""
 
 
-def _small() -> tuple[jax.Array, jax.Array, jax.Array]:
-    rng = np.random.default_rng(3)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 20, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    return q, k, v
+# ------------------------------------------------------------------------- mods of the small problem
 
 
 def _bias() -> jax.Array:
@@ -439,17 +371,7 @@ def _document(ids: jax.Array):
     return lambda b, h, q, k: ids[q] == ids[k]
 
 
-def _is_single(problem: Problem, name: str) -> bool:
+def _is_single(problem: BoundCase, name: str) -> bool:
     """Whether a gradient stays single precision in float64 attention: its array is captured as float32."""
     captured = {"d:" + n for n, x in problem.constants.items() if x.dtype != "float64"}
     return name == "d:sinks" or name in captured
-
-
-def _same_as_loop(mapped, one, arrays: tuple, in_axes: tuple | None = None) -> None:
-    """`mapped` over axis 0 (or `in_axes`) gives what `one` gives item by item."""
-    axes = in_axes or (0,) * len(arrays)
-    items = [
-        one(*(x if axis is None else jnp.take(x, i, axis) for x, axis in zip(arrays, axes, strict=True)))
-        for i in range(3)
-    ]
-    np.testing.assert_allclose(mapped(*arrays), jnp.stack(items), rtol=1e-5, atol=2e-6)

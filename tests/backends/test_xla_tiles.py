@@ -12,12 +12,13 @@ import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.target import Target
-from flexjax.backends.xla.schedule import choose
-from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.backends.xla.region import Region
+from flexjax.backends.xla.tile import XlaTile
+from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.ir.evaluate import evaluate
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.trace.trace_mod import trace_mask_mod
-from tests.block_mask.random_masks import dense
+from tests.cases.random_masks import dense
 
 CPU = Target("cpu")
 LENGTHS = (300, 200)
@@ -36,8 +37,8 @@ def plan(mask: str, **tiles: int) -> KernelPlan:
 
 
 def tile(plan: KernelPlan, backward: bool) -> tuple[int, int]:
-    schedule = choose(plan, CPU, backward)
-    return schedule.block_q, schedule.block_kv * schedule.chunk
+    sizes = choose_tile_sizes(plan, CPU, backward)
+    return sizes.block_q, sizes.block_kv * sizes.chunk
 
 
 def value_and_slopes(mask: str, **tiles: int) -> Any:
@@ -102,7 +103,7 @@ def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
     options: Any = DEFAULTS | {"mask_mod": masks.causal_offset(jnp.asarray(100))}
     for tokens in (1, 5, 127):
         made = prepare(q[:, :tokens], k, v, **options).plan
-        assert choose(made, CPU).block_q == choose(made, CPU, backward=True).block_q == tokens
+        assert choose_tile_sizes(made, CPU).block_q == choose_tile_sizes(made, CPU, backward=True).block_q == tokens
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])

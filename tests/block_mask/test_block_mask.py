@@ -1,5 +1,6 @@
 """BlockMask as an object: dense forms, selection, lists made by hand, pictures, transformations, and its messages."""
 
+import functools
 import logging
 import re
 
@@ -12,8 +13,9 @@ import flexjax
 from flexjax import BlockMask, and_masks, create_block_mask, masks
 from flexjax.block_mask import transpose
 from flexjax.reference import reference_attention
-from tests.block_mask.random_masks import classes, dense
 from tests.block_mask.test_classify import classes_of
+from tests.cases.random_masks import classes, dense
+from tests.marks import some_slow
 
 SIZES = (2, 3, 70, 90)
 LENGTHS = jnp.asarray([40, 90])
@@ -30,7 +32,7 @@ def block_mask() -> BlockMask:
 
 
 def test_dense_forms(block_mask: BlockMask) -> None:
-    on = dense(mixed, SIZES)
+    on = dense_mixed()
     assert block_mask.shape == SIZES
     assert block_mask.blocks == (5, 3)
     np.testing.assert_array_equal(block_mask.to_mask(), on)
@@ -64,8 +66,10 @@ def test_lists_of_captured_arrays_have_rounded_widths() -> None:
     assert widths(make(jnp.asarray(20), (32, 64))) == [5, 5, 13, 13]
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0), (1, 1)])
-@pytest.mark.parametrize("exact", [None, True, False])
+EMPTY = [(lengths, exact) for lengths in ((0, 0), (0, 40), (40, 0), (1, 1)) for exact in (None, True, False)]
+
+
+@pytest.mark.parametrize(("lengths", "exact"), some_slow(EMPTY, EMPTY[::4] + EMPTY[-1:]))
 def test_lengths_of_nothing(lengths: tuple[int, int], exact: bool | None) -> None:
     make = lambda n: create_block_mask(lambda b, h, q, k: k < n[b], 2, None, *lengths, block_size=16, exact=exact)
     n = jnp.asarray([0, 1])
@@ -96,10 +100,22 @@ SELECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("index", SELECTIONS, ids=str)
+FEW = {1, 3, 5, 6, 9, 11, 12}
+"""Places in SELECTIONS of one of each kind."""
+
+
+@functools.cache
+def dense_mixed() -> np.ndarray:
+    return dense(mixed, SIZES)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(x, id=str(x), marks=[] if n in FEW else [pytest.mark.slow]) for n, x in enumerate(SELECTIONS)],
+)
 def test_selection_is_that_of_the_dense_mask(block_mask: BlockMask, index: object) -> None:
     taken = block_mask[index]
-    on = dense(mixed, SIZES)
+    on = dense_mixed()
     parts = index if isinstance(index, tuple) else (index,)
     if any(p is Ellipsis for p in parts):
         at = next(i for i, p in enumerate(parts) if p is Ellipsis)
@@ -117,7 +133,7 @@ def test_selection_is_that_of_the_dense_mask(block_mask: BlockMask, index: objec
 
 def test_selection_of_a_selection(block_mask: BlockMask) -> None:
     taken = block_mask[1:, [2, 1], 1:][0, 1, [2]]
-    np.testing.assert_array_equal(taken.to_mask(), dense(mixed, SIZES)[1:2, 1:2, 48:64])
+    np.testing.assert_array_equal(taken.to_mask(), dense_mixed()[1:2, 1:2, 48:64])
 
 
 def test_one_entry_repeated_keeps_what_it_was() -> None:

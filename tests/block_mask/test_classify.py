@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexjax import BlockMask, create_block_mask
-from tests.block_mask import random_masks
-from tests.block_mask.random_masks import BLOCKS, EXACT, SIZES, SOUND, build, classes, dense, trees
+from tests.cases import random_masks
+from tests.cases.random_masks import BLOCKS, EXACT, SIZES, SOUND, build, classes, dense, trees
 
 LEAVES = [(name, p) for name in {**EXACT, **SOUND} for p in (0, 7, 60)]
 

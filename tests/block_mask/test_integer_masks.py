@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexjax
-from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.backends.xla.region import Region
+from flexjax.backends.xla.tile import XlaTile
 from flexjax.ir.evaluate import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
-from tests.block_mask.random_masks import (
+from tests.block_mask.test_classify import check
+from tests.cases.random_masks import (
     INTEGER_PROGRAMS,
     SMALL_BLOCKS,
     SMALL_SIZES,
@@ -24,7 +26,6 @@ from tests.block_mask.random_masks import (
     build,
     dense,
 )
-from tests.block_mask.test_classify import check
 
 SEEDS = st.integers(0, 1000)
 LONG = settings().max_examples > 100
@@ -35,7 +36,7 @@ def mask_of(tree: tuple, sizes: tuple, seed: int) -> Callable:
     return build(tree, {name: jnp.asarray(a) for name, a in arrays.items()})
 
 
-@settings(max_examples=1000 if LONG else 5)
+@settings(max_examples=1000 if LONG else 3)
 @given(INTEGER_PROGRAMS, SMALL_SIZES, SMALL_BLOCKS, SEEDS, st.booleans())
 def test_blocks_are_sound(tree: tuple, sizes: tuple, blocks: tuple, seed: int, x64: bool) -> None:
     with jax.enable_x64(x64):
@@ -43,7 +44,7 @@ def test_blocks_are_sound(tree: tuple, sizes: tuple, blocks: tuple, seed: int, x
         check(tree, (max(sizes[0], 1), *sizes[1:]), blocks, seed, False, False, False)
 
 
-@settings(max_examples=1000 if LONG else 5)
+@settings(max_examples=1000 if LONG else 3)
 @given(INTEGER_PROGRAMS, SMALL_SIZES, SEEDS, st.booleans())
 def test_tiles_are_those_of_the_mod(tree: tuple, sizes: tuple, seed: int, x64: bool) -> None:
     """What the xla backend makes of the mask on a tile of two key blocks, past the end of the matrix too."""

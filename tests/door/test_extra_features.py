@@ -7,6 +7,7 @@ import pytest
 
 import flexjax
 from flexjax import masks
+from tests.marks import some_slow
 
 B, T, S, N, M, D, R = 2, 10, 14, 4, 2, 8, 5
 
@@ -27,8 +28,7 @@ def concatenated(
     return flexjax.flex_attention(q, k, per_head(v), scale=D**-0.5, **keywords)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("blocks", [128, 4])
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 4), (2, 128), (4, 4)])
 def test_values_and_gradients(heads: int, blocks: int) -> None:
     kx = draw(B, S, heads, R, seed=4)
     mask = flexjax.create_block_mask(masks.causal, None, None, T, S, block_size=blocks)
@@ -42,8 +42,15 @@ def test_values_and_gradients(heads: int, blocks: int) -> None:
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("n", "m", "k"), [(6, 3, 2), (6, 2, 3), (12, 4, 6), (12, 6, 2), (12, 1, 4)])
-@pytest.mark.parametrize("length", [10, 300])
+HEADS = ((6, 3, 2), (6, 2, 3), (12, 4, 6), (12, 6, 2), (12, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "k", "length"),
+    some_slow(
+        [(*n, t) for n in HEADS for t in (10, 300)], [*((*n, 10) for n in HEADS), (6, 2, 3, 300), (12, 4, 6, 300)]
+    ),
+)
 def test_heads_of_key_extra_that_do_not_share_with_those_of_key(n: int, m: int, k: int, length: int) -> None:
     """Query heads are cut so that no tile straddles the heads of either."""
     shapes = (n, D), (m, D), (m, D), (n, R), (k, R)

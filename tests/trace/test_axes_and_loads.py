@@ -8,9 +8,9 @@ from flexjax import masks, mods
 from flexjax.ir.builder import mixed_axes
 from flexjax.ir.program import axes_of, classify_load
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
+from tests.cases import odd_mods
 from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES
-from tests.trace import odd_mods
 
 SIZES = (2, 3, 23, 37)
 IDS = jnp.asarray(np.arange(40) // 7)

@@ -11,7 +11,7 @@ from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.program import Lit, Load, Program
 from flexjax.ir.rewrite import with_results
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
-from tests.trace import odd_mods
+from tests.cases import odd_mods
 
 SIZES = (2, 3, 9, 7)
 rng = np.random.default_rng(5)

@@ -1,7 +1,10 @@
 """A traced mod means what the function meant; captured arrays become operands; refusals say why, word for word."""
 
+import collections
 import functools
 import re
+import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,11 @@ from jax import lax
 from flexjax import and_masks, masks, mods
 from flexjax.errors import ModError
 from flexjax.ir.evaluate_scalars import call_program
+from flexjax.trace import lift_numpy
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_multiplier, trace_score_mod
+from tests.cases import odd_mods
 from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES
-from tests.trace import odd_mods
 
 SIZES = (2, 3, 9, 7)
 KEYS = jax.random.split(jax.random.key(0), 7)
@@ -202,11 +206,32 @@ def test_functions_that_call_themselves() -> None:
     assert not bool(call_program(traced.program, traced.arrays, (0, 0, 0, 7)))
 
 
-def test_many_layers_of_composition_are_traced_once_each() -> None:
-    mask = masks.causal
-    for _ in range(40):
-        mask = and_masks(mask, mask) if _ < 3 else and_masks(mask, masks.full)
+def test_many_layers_of_composition_are_traced_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer is called once, and copied once where an array is below it, also if two layers share it."""
+    calls, copies = collections.Counter(), collections.Counter()
+    copied = lift_numpy.Lift._function
+
+    def counted(lift: lift_numpy.Lift, function: types.FunctionType) -> types.FunctionType:
+        copies[id(function)] += 1
+        return copied(lift, function)
+
+    def layer(number: int, below: Callable) -> Callable:
+        def mask_mod(b, h, q, k):
+            calls[number] += 1
+            return below(b, h, q, k)
+
+        return mask_mod
+
+    monkeypatch.setattr(lift_numpy.Lift, "_function", counted)
+    ids = np.array([0, 0, 1, 1, 2, 2, 2, 3, 3])
+    mask = lambda b, h, q, k: ids[q] == ids[k]
+    mask = and_masks(mask, mask)
+    for number in range(40):
+        mask = and_masks(layer(number, mask), masks.full)
     trace_mask_mod(mask, SIZES)
+    assert calls == dict.fromkeys(range(40), 1)
+    assert len(copies) == 82  # the mask, what joins it with itself, and for each number a layer and what joins it
+    assert set(copies.values()) == {1}
 
 
 def test_derived_arrays_are_made_outside() -> None:

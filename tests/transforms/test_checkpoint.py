@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import checkpoint_policies as policies
 
-from tests.transforms.problems import PROBLEMS, launches, quick_jit
+from tests.cases.small import PROBLEMS, launches, quick_jit
 
 NAMED = policies.save_only_these_names("flexjax_out", "flexjax_lse")
 

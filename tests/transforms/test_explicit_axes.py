@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks, mods
-from tests.transforms.problems import quick_jit, some_slow
+from tests.cases.small import quick_jit
+from tests.marks import some_slow
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 
@@ -129,7 +130,7 @@ def _small(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Ar
     return flexjax.flex_attention(q, k, v, score_mod=mod)
 
 
-@pytest.mark.parametrize("name", ["heads", "tokens"])
+@pytest.mark.parametrize("name", some_slow(("heads", "tokens"), ("heads",)))
 def test_forward_mode_and_second_order(name: str) -> None:
     case = CASES[name]
 
@@ -235,8 +236,10 @@ def _known_and_nested(first: jax.Array, table: jax.Array) -> dict[str, Callable]
     return {"score_mod": score_mod}
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("make", [_slopes_from, _masked_from, _known_and_nested])
+MADE = [(make, check) for make in (_slopes_from, _masked_from, _known_and_nested) for check in (True, False)]
+
+
+@pytest.mark.parametrize(("make", "check"), some_slow(MADE, [*MADE[::2], MADE[-1]]))
 def test_mods_that_compute_with_the_place_of_a_device(make: Callable, check: bool) -> None:
     """Against the same calls one after the other, on the parts of one device."""
     arrays = CASES["heads"].arrays()

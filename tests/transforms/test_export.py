@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexjax import BlockMask, flex_attention
-from tests.transforms.problems import PROBLEMS, assert_same_to_rounding
+from tests.cases.small import PROBLEMS, assert_same_to_rounding
 
 
 @pytest.mark.parametrize("name", ["reads", "documents"])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import flexjax
-from tests.transforms.problems import PROBLEMS, direction, quick_jit, some_slow
+from tests.cases.small import PROBLEMS, direction, quick_jit
+from tests.marks import some_slow
 
 STEP = 1e-5
 

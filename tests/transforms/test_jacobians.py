@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.transforms.problems import PROBLEMS, launches, quick_jit
+from tests.cases.small import PROBLEMS, launches, quick_jit
 
 # the problem, the array, and one query of one head as the output
 # fmt: off

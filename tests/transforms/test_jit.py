@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import flexjax
-from tests.transforms.problems import PROBLEMS, assert_same_to_rounding, some_slow
+from tests.cases.small import PROBLEMS, assert_same_to_rounding
+from tests.marks import some_slow
 
 
 @pytest.mark.parametrize("name", some_slow(PROBLEMS, ("causal", "blocks", "reads", "dropout")))

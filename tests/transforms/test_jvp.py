@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.transforms.problems import PROBLEMS, assert_same_to_rounding, direction, dot, quick_jit, some_slow
+from tests.cases.small import PROBLEMS, assert_same_to_rounding, direction, dot, quick_jit
+from tests.marks import some_slow
 
 STEP = 1e-5
 

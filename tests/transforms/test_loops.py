@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.transforms.problems import PROBLEMS
+from tests.cases.small import PROBLEMS
 
 
 def test_layers_in_a_scan_are_the_layers_one_by_one() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import flexjax
-from tests.transforms.problems import PROBLEMS, Arrays, direction, dot, quick_jit, some_slow
+from tests.cases.small import PROBLEMS, Arrays, direction, dot, quick_jit
+from tests.marks import some_slow
 
 Loss = Callable[[Arrays], jax.Array]
 

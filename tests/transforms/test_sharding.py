@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks
-from tests.transforms.problems import PROBLEMS, Arrays
+from tests.cases.small import PROBLEMS, Arrays
+from tests.marks import some_slow
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 
@@ -44,8 +45,10 @@ def gradients(function: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), argnums=tuple(range(count))))
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("split", SPECS)
+CHECKED = some_slow([(s, c) for s in SPECS for c in (True, False)], [("batch", True), ("heads", False)])
+
+
+@pytest.mark.parametrize(("split", "check"), CHECKED)
 def test_shard_map(split: str, check: bool) -> None:
     """Sinks are shared by the batch and split with the heads; what is shared gets the sum of the gradients."""
     main = SPECS[split]
@@ -62,8 +65,7 @@ def _biased(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.A
     return flexjax.flex_attention(q, k, v, score_mod=mod, mask_mod=masks.causal)
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("split", ["batch", "heads"])
+@pytest.mark.parametrize(("split", "check"), CHECKED)
 def test_shard_map_of_captured_arrays(split: str, check: bool) -> None:
     q, k, v, _ = inputs()
     table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
@@ -115,8 +117,10 @@ def test_block_masks_made_inside_shard_map(where: str, context: bool, caplog: py
     assert 0 < len(compiled) <= 16, compiled
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("split", SPECS)
+KINDS = [(split, kind) for split in SPECS for kind in (AxisType.Explicit, AxisType.Auto)]
+
+
+@pytest.mark.parametrize(("split", "kind"), some_slow(KINDS, KINDS[:3]))
 def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
     """Under jit and eagerly; with explicit axes the result is split as query is."""
     q, k, v, sinks = inputs()

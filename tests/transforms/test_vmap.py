@@ -10,7 +10,7 @@ import pytest
 
 import flexjax
 from flexjax import masks
-from tests.transforms.problems import PROBLEMS, Arrays, N, S, T, launches, quick_jit
+from tests.cases.small import PROBLEMS, Arrays, N, S, T, launches, quick_jit
 
 COPIES = 3
 QKV = ("query", "key", "value")

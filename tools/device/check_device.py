@@ -3,8 +3,8 @@
 Not collected by pytest: it needs a Hopper GPU and minutes.  Tasks are shared out over processes, because compiling
 is what takes the time; a process that dies is replaced, and the task that it had in hand counts as failed.
 
-    conformance   the cases of `tests/cases.py`, results and gradients, bit for bit the same twice
-    far           scores that are far out (tests.backends.large_scores.py)
+    conformance   the cases of `tests/cases/calls.py`, results and gradients, bit for bit the same twice
+    far           scores that are far out (tests/cases/large_scores.py)
     golden        the cases of a folder of golden files (`--golden DIR`), where one is given
     soak          what time is left: random masks, mods, shapes and dtypes against dense float32 attention
 """
@@ -46,11 +46,12 @@ def _conform(case: Any, dtype: str) -> str:
     import jax
     import numpy as np
 
-    from tests.backends.conformance import Conformance, Problem
+    from tests.backends.conformance import Conformance
+    from tests.bound_case import BoundCase
 
     suite = Conformance()
     suite.implementation = IMPLEMENTATION
-    problem = Problem(case, dtype, IMPLEMENTATION)
+    problem = BoundCase(case, dtype, IMPLEMENTATION)
     step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
     arrays = problem.arrays()
     (d_inputs, d_learn), results = first = step(*arrays)
@@ -82,7 +83,7 @@ def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
 
 
 def far(dtype: str, sinks: str, gated: str) -> str:
-    from tests.backends import large_scores
+    from tests.cases import large_scores
 
     large_scores.check(IMPLEMENTATION, dtype, sinks == "sinks", gated == "gated")
     return "ok"

@@ -1,6 +1,6 @@
 """The kernels inside shard_map over all GPUs of a machine: `PYTHONPATH=. python3 tools/device/check_mesh.py`.
 
-Not collected by pytest: it needs two Hopper GPUs or more. The call of tests/backends/on_mesh.py, batch over the first axis of
+Not collected by pytest: it needs two Hopper GPUs or more. The call of tests/cases/on_mesh.py, batch over the first axis of
 the mesh and heads over the second, beside xla on one GPU; then the time of dense attention on one GPU and shared out.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import flexjax
-from tests.backends import on_mesh
+from tests.cases import on_mesh
 
 ALLOWED = 2e-2  # of the largest value, bfloat16
 

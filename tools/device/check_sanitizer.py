@@ -6,7 +6,7 @@ XLA's autotuning, which times many of those, is off.
 
     --tools NAMES     of memcheck, racecheck, synccheck, initcheck; default memcheck,racecheck
     --seconds N       for all; what has not ended then is ended, and wrong
-    --cases NAMES     of tests/cases.py, instead of one of every feature
+    --cases NAMES     of tests/cases/calls.py, instead of one of every feature
     --together N      processes at a time
     --logs FOLDER     where to write what was printed under a tool that found something
 """
@@ -46,7 +46,7 @@ FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 def run_cases(names: list[str]) -> None:
     import jax
 
-    from tests.backends.conformance import Problem
+    from tests.bound_case import BoundCase
     from tests.cases import CASES
 
     for name in names:
@@ -54,7 +54,7 @@ def run_cases(names: list[str]) -> None:
             if name in ONE_KERNEL:
                 jax.block_until_ready(one_kernel(name))
             else:
-                problem = Problem(CASES[name], "bfloat16", "mosaic_gpu")
+                problem = BoundCase(CASES[name], "bfloat16", "mosaic_gpu")
                 step = jax.jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
                 jax.block_until_ready(step(*problem.arrays()))
             print(f"ran {name}", flush=True)

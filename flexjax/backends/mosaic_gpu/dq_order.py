@@ -69,7 +69,7 @@ def is_full(plan: KernelPlan) -> bool:
 
 def is_triangle(plan: KernelPlan) -> bool:
     """Whether the mask is causal-like: the last visible key grows with the query."""
-    return plan.blocks is not None and plan.mask is not None and patterns.is_lower_triangle(plan.mask)
+    return plan.blocks is not None and plan.mask is not None and patterns.is_causal_like(plan.mask)
 
 
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:

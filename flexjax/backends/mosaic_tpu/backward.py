@@ -1,196 +1,126 @@
-"""The dq kernel, and with it every captured gradient that is not a column's.
+"""The backward pass: which kernels run, what XLA computes before and after them.
 
-Grid and orientation are those of the forward pass: all key tiles of a row of query tiles follow one another, queries stand
-on sublanes. Besides dq it accumulates, per captured read:
-
-    scalar, row   sums along the keys, [B, N, 1, T]; a scalar's are added up outside
-    diagonal      sums along diagonals, [B, N, 8, diagonals], in VMEM for as long as a head lasts (toeplitz_sums)
-    tile          the entries themselves, [B, N, T, S], block by block
+Before: delta = rowsum(dO * O), and lse in the form that the kernels read. Then one kernel for everything where the sums of dq
+fit VMEM, else a dq kernel and a dk/dv kernel. After: the gradients of captured arrays, of sinks, and of what
+layouts.fold folded. The dq kernel also runs wherever a captured array wants the gradient of a read that is no column's.
 """
-
-import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from flexjax.backends.mosaic_tpu import layouts, tile_programs, vmem
-from flexjax.backends.mosaic_tpu.backward_tile import tile_gradients
-from flexjax.backends.mosaic_tpu.feeds import Geometry, Operand
-from flexjax.backends.mosaic_tpu.forward import F32, NN, NT, dot, lane_sums, when_checked
-from flexjax.backends.mosaic_tpu.launch import Output, Refs, launch
-from flexjax.backends.mosaic_tpu.modded import Modded, Part, keep_rows
-from flexjax.backends.mosaic_tpu.tables import IDLE, Visit, make_order
-from flexjax.backends.mosaic_tpu.tile_programs import LANES
+from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends.mosaic_tpu import capture_gradients, layouts, vmem
+from flexjax.backends.mosaic_tpu.backward_dkv import dkv_kernel
+from flexjax.backends.mosaic_tpu.backward_dq import dq_kernel
+from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs
+from flexjax.backends.mosaic_tpu.geometry import TileGeometry
+from flexjax.backends.mosaic_tpu.list_shape import list_shape
+from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
 from flexjax.ir import program as ir
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What both backward kernels read beside the operands, laid for kernels.
-
-    lse is to base 2 (not where scores may be far out), +inf where nothing was on (so that exp2 gives 0); shift is
-    delta - d_lse; both [B, N, 1, T].
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    d_out: jax.Array
-    lse: jax.Array
-    shift: jax.Array
-
-
-def dq_kernel(
+def backward(
     plan: KernelPlan,
     operands: Operands,
-    saved: Saved,
+    results: Results,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    wanted: Wanted,
     derivative: Program | None,
-    wanted: dict[int, str],
-    want_query: bool,
-    tiles: vmem.Tiles,
     chip: vmem.Chip,
-) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """(dq laid as the query or None, {gradient number: sums}); `wanted` maps gradient numbers to load kinds."""
-    problem = layouts.problem_of(plan)
-    geometry = Geometry(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis=0)
-    order = make_order(plan, geometry, problem.group, False, operands.lists)
-    rows = [n for n, kind in wanted.items() if kind in (ir.SCALAR, ir.ROW)]
-    slants = [n for n, kind in wanted.items() if kind == ir.DIAGONAL]
-    spread = [n for n, kind in wanted.items() if kind == ir.TILE]
-    numbers = (*rows, *slants, *spread)
-    modded = Modded(
-        plan, geometry, order, operands, derivative, bound_q=bool(slants or spread), wanted_loads=bool(numbers)
-    )
-    group = np.int32(problem.group)
-    ragged_kv = plan.kv_len % tiles.kv != 0
+) -> Gradients:
+    """Cotangents of the wanted operands. d_out has the shape of out, d_lse that of lse (None: zero)."""
+    shapes = layouts.FoldedShapes.of(plan)
+    tiles = vmem.backward_tiles(plan, chip, derivative)
+    folded = layouts.fold(plan, operands)
+    delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
+    shift = delta if d_lse is None else delta - d_lse.astype(jnp.float32)
+    arrays = _kernel_arrays(plan, folded, results, d_out, shift)
+    call = BackwardCall(plan, operands, arrays, derivative, tiles, chip)
+    kinds = capture_gradients.wanted_load_kinds(derivative, wanted.score_captures)
+    columns = tuple(n for n, kind in kinds.items() if kind == ir.COLUMN)
+    others = {n: kind for n, kind in kinds.items() if kind != ir.COLUMN}
 
-    def at_query(*grid: jax.Array) -> tuple:
-        b, h, i, _ = order.where(*grid)
-        return b, h, i
-
-    def at_key(*grid: jax.Array) -> tuple:
-        b, h, _, j = order.where(*grid)
-        return b, lax.div(h, group) if problem.group > 1 else h, j
-
-    def at_line(*grid: jax.Array) -> tuple:
-        b, h, i, _ = order.where(*grid)
-        return b, h, np.int32(0), i
-
-    def at_head(*grid: jax.Array) -> tuple:
-        b, h, _, _ = order.where(*grid)
-        return b, h, np.int32(0), np.int32(0)
-
-    def part_of_tile(refs: Refs, visit: Visit, part: Part, checked: bool) -> None:
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, shift_ref = refs.inputs
-        _, _, col0, cols = part
-        keys, values = k_ref[col0 : col0 + cols, :], v_ref[col0 : col0 + cols, :]
-        qk = dot(q_ref[...], keys, NT)
-        dp = dot(d_out_ref[...], values, NT)
-        lse, shift = (ref[...].reshape(tiles.q, 1) for ref in (lse_ref, shift_ref))
-        grads = tile_gradients(modded, refs, visit, part, checked, qk, dp, lse, shift, numbers)
-        if want_query:
-            if checked and ragged_kv:
-                keys = keep_rows(keys, visit.j * np.int32(tiles.kv) + np.int32(col0), plan.kv_len)
-            acc = refs.scratch[0]
-            acc[...] += dot(grads.ds.astype(keys.dtype), keys, NN)
-        for place, n in enumerate(rows):
-            sums = refs.scratch[int(want_query) + place]
-            sums[...] += lane_sums(grads.loads[n])
-        outputs = refs.outputs[int(want_query) + len(rows) :]
-        for place, n in enumerate(slants):
-            band = tile_programs.toeplitz_sums(grads.loads[n], geometry.window, tiles.q + col0)
-            start = pl.multiple_of(geometry.window_start(visit.i, visit.j), LANES)
-            at = (slice(None), pl.ds(start, geometry.window))
-            outputs[place][at] += band
-        for place, n in enumerate(spread):
-            outputs[len(slants) + place][:, col0 : col0 + cols] = grads.loads[n]
-
-    def body(refs: Refs) -> None:
-        visit = order.visit(refs.tables)
-        outputs = refs.outputs[int(want_query) + len(rows) :]
-
-        @pl.when(visit.first)
-        def _() -> None:
-            for ref in refs.scratch:
-                ref[...] = jnp.zeros_like(ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
-
-        if slants:
-
-            @pl.when(visit.first & (visit.i == 0))
-            def _() -> None:
-                for place in range(len(slants)):
-                    outputs[place][...] = jnp.zeros_like(outputs[place])  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
-
-        if spread and IDLE in order.kinds:
-
-            @pl.when(visit.kind == IDLE)
-            def _() -> None:
-                for place in range(len(spread)):
-                    ref = outputs[len(slants) + place]
-                    ref[...] = jnp.zeros_like(ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
-
-        def all_parts(checked: bool) -> None:
-            for col0 in range(0, tiles.kv, tiles.part):
-                part_of_tile(refs, visit, (0, tiles.q, col0, min(tiles.part, tiles.kv - col0)), checked)
-
-        when_checked(visit, order.kinds, all_parts)
-
-        @pl.when(visit.last)
-        def _() -> None:
-            if want_query:
-                dq_ref = refs.outputs[0]
-                dq_ref[...] = (refs.scratch[0][...] * np.float32(plan.scale)).astype(dq_ref.dtype)
-            for place in range(len(rows)):
-                sums = jnp.sum(refs.scratch[int(want_query) + place][...], axis=1, keepdims=True)
-                refs.outputs[int(want_query) + place][...] = sums.reshape(1, tiles.q)
-
-    line_spec = pl.BlockSpec((None, None, 1, tiles.q), at_line)
-    line = (plan.batch, plan.q_heads, 1, plan.q_len)
-    outputs = [Output(problem.query.shape, plan.dtype, problem.query.spec(tiles.q, at_query))] if want_query else []
-    outputs += [Output(line, "float32", line_spec) for _ in rows]
-    slant = (plan.batch, plan.q_heads, tile_programs.SKEW, geometry.diagonals)
-    outputs += [Output(slant, "float32", pl.BlockSpec((None, None, *slant[2:]), at_head)) for _ in slants]
-    whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-    at_tile = lambda *grid: order.where(*grid)
-    tile_spec = pl.BlockSpec((None, None, tiles.q, tiles.kv), at_tile)
-    outputs += [Output(whole, "float32", tile_spec, zeroed=plan.blocks is not None) for _ in spread]
-    scratch = [pltpu.VMEM((tiles.q, problem.dim), F32)] if want_query else []
-    scratch += [pltpu.VMEM((tiles.q, LANES), F32) for _ in rows]
-    found = launch(
-        "flexjax_dq",
-        body,
-        order,
-        modded.feeds,
-        [],
-        [
-            Operand(saved.q, problem.query.spec(tiles.q, at_query)),
-            Operand(saved.k, problem.key.spec(tiles.kv, at_key)),
-            Operand(saved.v, problem.value.spec(tiles.kv, at_key)),
-            Operand(saved.d_out, problem.out.spec(tiles.q, at_query)),
-            Operand(saved.lse, line_spec),
-            Operand(saved.shift, line_spec),
-        ],
-        outputs,
-        scratch,
-        chip.vmem_limit,
-        plan.options.interpret,
-    )
-    dq = found.pop(0) if want_query else None
+    dq = dk = dv = None
     sums: dict[int, jax.Array] = {}
-    for n, array in zip(numbers, found, strict=True):
-        sums[n] = _unskewed(array, geometry) if n in slants else array
-    return dq, sums
+    want_query = wanted.query or wanted.query_extra
+    want_kv = wanted.key or wanted.key_extra or wanted.value
+    geometry = TileGeometry.of(plan, tiles, q_axis=1)
+    whole_heads = plan.blocks is None or list_shape(plan, geometry, shapes.group, True).launches_hold_heads
+    dq_in_dkv = want_query and want_kv and not others and whole_heads
+    dq_in_dkv = dq_in_dkv and vmem.dq_sums_fit(plan, tiles, derivative, chip)
+    if others or (want_query and not dq_in_dkv):
+        dq, sums = dq_kernel(call, others, want_query)
+    if want_kv or columns:
+        made = dkv_kernel(call, columns, want_kv, dq_in_dkv)
+        dq, dk, dv = made.dq if dq_in_dkv else dq, made.dk, made.dv
+        sums |= made.columns
+    captures = capture_gradients.gather_gradients(
+        plan, derivative, operands.score_captures, wanted.score_captures, sums
+    )
+    sinks = _sink_gradient(plan, operands, results, shift) if wanted.sinks and operands.sinks is not None else None
+    return _unfolded(plan, operands, wanted, (dq, dk, dv), sinks, captures)
 
 
-def _unskewed(array: jax.Array, geometry: Geometry) -> jax.Array:
-    """[B, N, 8, diagonals] -> [B, N, kv_len + q_len - 1]: the transpose of tile_programs.skewed."""
-    length = array.shape[-1]
-    total = sum(jnp.pad(array[:, :, r, r:], ((0, 0), (0, 0), (0, r)))[..., :length] for r in range(tile_programs.SKEW))
-    return geometry.unlay_diagonals(typing.cast(jax.Array, total))
+def _kernel_arrays(
+    plan: KernelPlan,
+    folded: tuple[jax.Array, jax.Array, jax.Array],
+    results: Results,
+    d_out: jax.Array,
+    shift: jax.Array,
+) -> BackwardInputs[jax.Array]:
+    """What the kernels read (see BackwardInputs). folded: what layouts.fold made; shift: delta - d_lse, shaped like lse."""
+    shapes = layouts.FoldedShapes.of(plan)
+    lse = results.lse.astype(jnp.float32)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if may_be_large(plan.score) else lse * jnp.float32(LOG2E))
+    return BackwardInputs(
+        *folded,
+        shapes.out.to_kernel(d_out.astype(plan.dtype)),
+        layouts.rows_to_kernel(lse, shapes.tokens_first),
+        layouts.rows_to_kernel(shift, shapes.tokens_first),
+    )
+
+
+def _sink_gradient(plan: KernelPlan, operands: Operands, results: Results, shift: jax.Array) -> jax.Array:
+    """Gradient of the sinks, [N]: a sink is one more score of each row with no value, so its ds is -p * (delta - d_lse)."""
+    assert operands.sinks is not None
+    heads_last = plan.layout == "BTNH"
+    sinks = operands.sinks.astype(jnp.float32)
+    lse = results.lse.astype(jnp.float32)
+    logits = sinks if heads_last else sinks[:, None]
+    p = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(logits - jnp.where(lse == -jnp.inf, 0.0, lse)))
+    return -jnp.sum(p * shift, (0, 1) if heads_last else (0, 2)).astype(operands.sinks.dtype)
+
+
+def _unfolded(
+    plan: KernelPlan,
+    operands: Operands,
+    wanted: Wanted,
+    folded: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
+    sinks: jax.Array | None,
+    captures: tuple[jax.Array | None, ...],
+) -> Gradients:
+    """The gradients of the operands from `folded`, those (dq, dk, dv) of what layouts.fold made of them."""
+    dq, dk, dv = folded
+    shapes = layouts.FoldedShapes.of(plan)
+    heads_dim = 2 if shapes.tokens_first else 1
+    features, extra = slice(0, plan.head_dim), slice(plan.head_dim, None)
+
+    def part(array: jax.Array | None, layout: layouts.HeadLayout, features: slice, heads: int) -> jax.Array | None:
+        if array is None:
+            return None
+        return layouts.sum_repeated_heads(layout.from_kernel(array)[..., features], heads, heads_dim)
+
+    value = part(dv, shapes.value, slice(None), plan.kv_heads) if wanted.value else None
+    has_extra = operands.query_extra is not None
+    return Gradients(
+        part(dq, shapes.query, features, plan.q_heads) if wanted.query else None,
+        part(dk, shapes.key, features, plan.kv_heads) if wanted.key else None,
+        value,
+        part(dq, shapes.query, extra, plan.q_heads) if has_extra and wanted.query_extra else None,
+        part(dk, shapes.key, extra, plan.extra_heads) if has_extra and wanted.key_extra else None,
+        sinks,
+        captures,
+    )

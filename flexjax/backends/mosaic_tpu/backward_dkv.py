@@ -1,200 +1,217 @@
-"""The dk/dv kernel, with dq where its sums fit VMEM, and the gradients of columns.
+"""The dk/dv kernel: dk, dv, the gradients of column reads, and dq too where its sums fit VMEM.
 
-    grid step = one visited tile; all query tiles (and heads of the group) of a key tile follow one another
+    grid step = one visited tile; all query tiles (and query heads of the group) of a key tile follow one another
 
-Keys stand on sublanes and queries lie on lanes here: p and ds come out transposed, as the two products need them, and what
-belongs to a query (lse, delta) is a line that broadcasts for free.
+Keys are the rows of a tile (sublanes) and queries its columns (lanes): p and ds come out transposed, as the products with dO
+and q need them, and lse and delta of the queries are lines along the lanes that broadcast for free.
 
-`with_query` makes this the whole backward pass: ds is there anyway, so dq costs one product more instead of a second kernel
-that computes scores, exp and dO . V again. The sums of dq, float32 for all queries of the group, stay in VMEM for as long as
-a key head lasts; vmem.fuses says for which lengths.
+With `with_query` this kernel is the whole backward pass: ds is there anyway, so dq costs one more product instead of a second
+kernel that computes scores, exponentials and dO . V again. The sums of dq, float32 for all queries of the group, stay in VMEM
+for a whole key head; vmem.dq_sums_fit says whether they fit.
 """
 
+import dataclasses
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flexjax.backends.mosaic_tpu import layouts, vmem
-from flexjax.backends.mosaic_tpu.backward import Saved
-from flexjax.backends.mosaic_tpu.backward_tile import tile_gradients
-from flexjax.backends.mosaic_tpu.feeds import Geometry, Operand
-from flexjax.backends.mosaic_tpu.forward import F32, NN, NT, dot, when_checked
-from flexjax.backends.mosaic_tpu.launch import Output, Refs, launch
-from flexjax.backends.mosaic_tpu.modded import Modded, Part, keep_rows
-from flexjax.backends.mosaic_tpu.tables import Visit, make_order
-from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.backends.mosaic_tpu import layouts
+from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs, StripProducts, strip_gradients
+from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
+from flexjax.backends.mosaic_tpu.geometry import TileGeometry
+from flexjax.backends.mosaic_tpu.hoisted_operands import ZERO
+from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
+from flexjax.backends.mosaic_tpu.tile_programs import Strip
+from flexjax.backends.mosaic_tpu.tile_scores import TileScores
+from flexjax.backends.mosaic_tpu.vector_ops import F32, NN, NT, TN, dot, fill, zero_rows_past_end
+from flexjax.backends.mosaic_tpu.visit_order import when_on
 
-ZERO = np.int32(0)
-TN = (((0,), (0,)), ((), ()))
+T = typing.TypeVar("T")
 
 
-def dkv_kernel(
-    plan: KernelPlan,
-    operands: Operands,
-    saved: Saved,
-    derivative: Program | None,
-    columns: tuple[int, ...],
-    want_kv: bool,
-    with_query: bool,
-    tiles: vmem.Tiles,
-    chip: vmem.Chip,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None, dict[int, jax.Array]]:
-    """(dq, dk, dv laid as query, key and value, or None; {gradient number: [B, N, S] sums of column reads})."""
-    problem = layouts.problem_of(plan)
-    geometry = Geometry(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis=1)
-    order = make_order(plan, geometry, problem.group, True, operands.lists)
-    ragged_q = plan.q_len % tiles.q != 0
-    modded = Modded(plan, geometry, order, operands, derivative, bound_q=ragged_q, wanted_loads=bool(columns))
-    group = np.int32(problem.group)
-    ragged_kv = plan.kv_len % tiles.kv != 0
-    first_sum = (2 if want_kv else 0) + int(with_query)
-    at_dq = first_sum - 1
-    head_layout = problem.query
+class DkvBuffers(typing.NamedTuple, typing.Generic[T]):
+    """The outputs of the kernel, and with the same names its float32 sums in VMEM; None for what is not wanted.
 
-    def at_query(*grid: jax.Array) -> tuple:
-        b, h, i, _ = order.where(*grid)
-        return b, h, i
+    dk, dv    of a key tile, [keys, D] and [keys, E]
+    dq        of all queries of the group of a key head
+    columns   sums of column reads over the queries, [group, 1, keys]
+    """
 
-    def at_key(*grid: jax.Array) -> tuple:
-        b, h, _, j = order.where(*grid)
-        return b, lax.div(h, group) if problem.group > 1 else h, j
+    dk: T | None
+    dv: T | None
+    dq: T | None
+    columns: tuple[T, ...]
 
-    def at_line(*grid: jax.Array) -> tuple:
-        b, h, i, _ = order.where(*grid)
-        return b, h, np.int32(0), i
 
-    def at_group(*grid: jax.Array) -> tuple:
-        b, m, _ = at_key(*grid)
-        return (b, ZERO, m) if head_layout.lanes else (b, m, ZERO, ZERO)
+Refs = KernelRefs[BackwardInputs[jax.Ref], DkvBuffers[jax.Ref], DkvBuffers[jax.Ref]]
 
-    def at_column(*grid: jax.Array) -> tuple:
-        b, m, j = at_key(*grid)
-        return b, m, np.int32(0), np.int32(0), j
 
-    def part_of_tile(refs: Refs, visit: Visit, part: Part, checked: bool) -> None:
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, shift_ref = refs.inputs
-        _, _, col0, cols = part
-        lanes = slice(col0, col0 + cols)
-        queries, d_out = q_ref[lanes, :], d_out_ref[lanes, :]
-        if checked and ragged_q:
-            start = visit.i * np.int32(tiles.q) + np.int32(col0)
-            queries, d_out = (keep_rows(x, start, plan.q_len) for x in (queries, d_out))
-        qk = dot(k_ref[...], queries, NT)
-        dp = dot(v_ref[...], d_out, NT)
-        grads = tile_gradients(
-            modded, refs, visit, part, checked, qk, dp, lse_ref[:, lanes], shift_ref[:, lanes], columns
-        )
-        if want_kv:
-            dk_acc, dv_acc = refs.scratch[:2]
-            dv_acc[...] += dot(grads.p.astype(d_out.dtype), d_out, NN)
-            dk_acc[...] += dot(grads.ds.astype(queries.dtype), queries, NN)
-        if with_query:
-            keys = k_ref[...]
-            if checked and ragged_kv:
-                keys = keep_rows(keys, visit.j * np.int32(tiles.kv), plan.kv_len)
-            rows: slice | pl.Slice = slice(col0, col0 + cols)
-            if geometry.q_tiles > 1:
-                start = visit.i * np.int32(tiles.q) + np.int32(col0)
-                rows = pl.ds(pl.multiple_of(start, math.gcd(tiles.q, col0)), cols)
-            dq_acc = refs.scratch[at_dq]
-            dq_acc[visit.member, rows, :] += dot(grads.ds.astype(keys.dtype), keys, TN)
-        for place, n in enumerate(columns):
-            sums = jnp.sum(grads.loads[n], axis=1, keepdims=True).reshape(1, tiles.kv)
-            ref = refs.scratch[first_sum + place]
-            ref[visit.member] += sums
+class DkvGradients(typing.NamedTuple):
+    """dq, dk, dv in the shapes of the folded query, key and value, or None; {gradient number: [B, N, S] sums}."""
 
-    def body(refs: Refs) -> None:
+    dq: jax.Array | None
+    dk: jax.Array | None
+    dv: jax.Array | None
+    columns: dict[int, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class DkvKernel:
+    """The body of the dk/dv kernel, with what is static about it. `columns`: numbers of the gradients of column reads."""
+
+    call: BackwardCall
+    scores: TileScores
+    shapes: layouts.FoldedShapes
+    columns: tuple[int, ...]
+
+    def __call__(self, refs: Refs) -> None:
+        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here."""
+        order, tiles, sums = self.scores.order, self.call.tiles, refs.scratch
         visit = order.visit(refs.tables)
 
         @pl.when(visit.first)
         def _() -> None:
-            for place, ref in enumerate(refs.scratch):
-                if not with_query or place != at_dq:
-                    ref[...] = jnp.zeros_like(ref)  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
+            for ref in jax.tree.leaves(sums._replace(dq=None)):
+                fill(ref, 0.0)
 
-        if with_query:
+        dq_sums = sums.dq
+        if dq_sums is not None:
 
-            @pl.when(visit.first & (visit.j == 0))
+            @pl.when(visit.first & (visit.kv_tile == 0))
             def _() -> None:
-                refs.scratch[at_dq][...] = jnp.zeros_like(refs.scratch[at_dq])  # pyright: ignore[reportArgumentType]  # a reference has a shape and a dtype
+                fill(dq_sums, 0.0)
 
-        def all_parts(checked: bool) -> None:
-            for col0 in range(0, tiles.q, tiles.part):
-                part_of_tile(refs, visit, (0, tiles.kv, col0, min(tiles.part, tiles.q - col0)), checked)
+        def every_strip(checked: bool) -> None:
+            for col0 in range(0, tiles.q, tiles.strip):
+                strip = Strip(tiles.kv, col0, min(tiles.strip, tiles.q - col0))
+                self.add_strip(KernelStep(refs, visit, strip, checked))
 
-        when_checked(visit, order.kinds, all_parts)
+        when_on(visit, order.kinds, every_strip)
 
         @pl.when(visit.last)
         def _() -> None:
-            if want_kv:
-                dk_ref, dv_ref = refs.outputs[:2]
-                dk_ref[...] = (refs.scratch[0][...] * np.float32(plan.scale)).astype(dk_ref.dtype)
-                dv_ref[...] = refs.scratch[1][...].astype(dv_ref.dtype)
-            for place in range(len(columns)):
-                refs.outputs[first_sum + place][...] = refs.scratch[first_sum + place][...]
+            self.write_key_tile(refs)
 
-        if with_query:
+        if dq_sums is not None:
 
-            @pl.when(visit.last & (visit.j == np.int32(geometry.kv_tiles - 1)))
+            @pl.when(visit.last & (visit.kv_tile == np.int32(order.geometry.kv_tiles - 1)))
             def _() -> None:
-                dq_ref = refs.outputs[at_dq]
-                for member in range(problem.group):
-                    dq = refs.scratch[at_dq][member, : plan.q_len, :] * np.float32(plan.scale)
-                    if head_layout.lanes:
-                        dq_ref[:, member * problem.dim : (member + 1) * problem.dim] = dq.astype(dq_ref.dtype)
-                    else:
-                        dq_ref[member] = dq.astype(dq_ref.dtype)
+                self.write_dq(refs)
 
-    line_spec = pl.BlockSpec((None, None, 1, tiles.q), at_line)
-    outputs = []
-    scratch = []
-    if want_kv:
-        outputs = [
-            Output(problem.key.shape, plan.dtype, problem.key.spec(tiles.kv, at_key)),
-            Output(problem.value.shape, plan.dtype, problem.value.spec(tiles.kv, at_key)),
-        ]
-        scratch = [pltpu.VMEM((tiles.kv, problem.dim), F32), pltpu.VMEM((tiles.kv, problem.value_dim), F32)]
-    if with_query:
-        group_block = (
-            (None, plan.q_len, problem.group * problem.dim)
-            if head_layout.lanes
-            else (None, problem.group, plan.q_len, problem.dim)
-        )
-        outputs.append(Output(head_layout.shape, plan.dtype, pl.BlockSpec(group_block, at_group)))
-        scratch.append(pltpu.VMEM((problem.group, geometry.q_tiles * tiles.q, problem.dim), F32))
-    shape = (plan.batch, problem.kv_heads, problem.group, 1, plan.kv_len)
-    column_spec = pl.BlockSpec((None, None, problem.group, 1, tiles.kv), at_column)
-    outputs += [Output(shape, "float32", column_spec) for _ in columns]
-    scratch += [pltpu.VMEM((problem.group, 1, tiles.kv), F32) for _ in columns]
-    found = launch(
-        "flexjax_dkv",
-        body,
+    def add_strip(self, step: KernelStep) -> None:
+        """Adds the strip's queries to the sums."""
+        refs: Refs = step.refs
+        plan, tiles, strip, visit = self.call.plan, self.call.tiles, step.strip, step.visit
+        inputs, sums, lanes = refs.inputs, refs.scratch, strip.columns
+        queries, d_out = inputs.query[lanes, :], inputs.d_out[lanes, :]
+        if step.checked and plan.q_len % tiles.q:
+            start = visit.q_tile * np.int32(tiles.q) + np.int32(strip.col0)
+            queries, d_out = (zero_rows_past_end(x, start, plan.q_len) for x in (queries, d_out))
+        qk = dot(inputs.key[...], queries, NT)
+        dp = dot(inputs.value[...], d_out, NT)
+        products = StripProducts(qk, dp, inputs.lse[:, lanes], inputs.shift[:, lanes])
+        grads = strip_gradients(self.scores, step, products, self.columns)
+        if sums.dk is not None and sums.dv is not None:
+            sums.dv[...] += dot(grads.p.astype(d_out.dtype), d_out, NN)
+            sums.dk[...] += dot(grads.ds.astype(queries.dtype), queries, NN)
+        if sums.dq is not None:
+            keys = inputs.key[...]
+            if step.checked and plan.kv_len % tiles.kv:
+                keys = zero_rows_past_end(keys, visit.kv_tile * np.int32(tiles.kv), plan.kv_len)
+            rows: slice | pl.Slice = strip.columns
+            if self.scores.order.geometry.q_tiles > 1:
+                start = visit.q_tile * np.int32(tiles.q) + np.int32(strip.col0)
+                rows = pl.ds(pl.multiple_of(start, math.gcd(tiles.q, strip.col0)), strip.cols)
+            sums.dq[visit.group_member, rows, :] += dot(grads.ds.astype(keys.dtype), keys, TN)
+        for n, ref in zip(self.columns, sums.columns, strict=True):
+            column = jnp.sum(grads.loads[n], axis=1, keepdims=True).reshape(1, tiles.kv)
+            ref[visit.group_member] += column
+
+    def write_key_tile(self, refs: Refs) -> None:
+        """Writes dk, dv and the column sums of a key tile."""
+        sums, out = refs.scratch, refs.outputs
+        if sums.dk is not None and sums.dv is not None:
+            assert out.dk is not None
+            assert out.dv is not None
+            out.dk[...] = (sums.dk[...] * np.float32(self.call.plan.scale)).astype(out.dk.dtype)
+            out.dv[...] = sums.dv[...].astype(out.dv.dtype)
+        for ref, column in zip(out.columns, sums.columns, strict=True):
+            ref[...] = column[...]
+
+    def write_dq(self, refs: Refs) -> None:
+        """Writes dq of all query heads of a key head."""
+        sums, out, dim = refs.scratch.dq, refs.outputs.dq, self.shapes.dim
+        assert sums is not None
+        assert out is not None
+        for member in range(self.shapes.group):
+            dq = sums[member, : self.call.plan.q_len, :] * np.float32(self.call.plan.scale)
+            if self.shapes.query.heads_in_lanes:
+                out[:, member * dim : (member + 1) * dim] = dq.astype(out.dtype)
+            else:
+                out[member] = dq.astype(out.dtype)
+
+
+def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with_query: bool) -> DkvGradients:
+    """dk and dv if `want_kv`, dq if `with_query`, and the sums of the column reads with these gradient numbers."""
+    plan, tiles = call.plan, call.tiles
+    shapes = layouts.FoldedShapes.of(plan)
+    geometry = TileGeometry.of(plan, tiles, q_axis=1)
+    order = make_order(plan, geometry, shapes.group, True, call.operands.lists)
+    scores = TileScores(
+        plan,
         order,
-        modded.feeds,
-        [],
-        [
-            Operand(saved.q, problem.query.spec(tiles.q, at_query)),
-            Operand(saved.k, problem.key.spec(tiles.kv, at_key)),
-            Operand(saved.v, problem.value.spec(tiles.kv, at_key)),
-            Operand(saved.d_out, problem.out.spec(tiles.q, at_query)),
-            Operand(saved.lse, line_spec),
-            Operand(saved.shift, line_spec),
-        ],
-        outputs,
-        scratch,
-        chip.vmem_limit,
-        plan.options.interpret,
+        call.operands,
+        call.derivative,
+        check_q_end=plan.q_len % tiles.q != 0,
+        wants_load_slopes=bool(columns),
     )
-    dk, dv = (found[0], found[1]) if want_kv else (None, None)
-    sums = {
-        n: array.reshape(plan.batch, plan.q_heads, plan.kv_len)
-        for n, array in zip(columns, found[first_sum:], strict=True)
-    }
-    dq = found[at_dq] if with_query else None
-    return dq, dk, dv, sums
+    maps = layouts.IndexMaps(order, shapes.group)
+    dk = Output(shapes.key.shape, plan.dtype, shapes.key.spec(tiles.kv, maps.key))
+    dv = Output(shapes.value.shape, plan.dtype, shapes.value.spec(tiles.kv, maps.key))
+    column_shape = (plan.batch, shapes.kv_heads, shapes.group, 1, plan.kv_len)
+    column = Output(column_shape, "float32", pl.BlockSpec((None, None, shapes.group, 1, tiles.kv), maps.key_column))
+    column_sums = pltpu.VMEM((shapes.group, 1, tiles.kv), F32)
+    dq_sums = pltpu.VMEM((shapes.group, geometry.q_tiles * tiles.q, shapes.dim), F32)
+    found = launch(
+        KernelCall(
+            "flexjax_dkv",
+            order,
+            scores.hoisted,
+            inputs=call.inputs(shapes, maps),
+            outputs=DkvBuffers(
+                dk if want_kv else None,
+                dv if want_kv else None,
+                _dq_output(plan.dtype, shapes, maps) if with_query else None,
+                (column,) * len(columns),
+            ),
+            scratch=DkvBuffers(
+                pltpu.VMEM((tiles.kv, shapes.dim), F32) if want_kv else None,
+                pltpu.VMEM((tiles.kv, shapes.value_dim), F32) if want_kv else None,
+                dq_sums if with_query else None,
+                (column_sums,) * len(columns),
+            ),
+            vmem_limit=call.chip.vmem_limit,
+            interpret=plan.options.interpret,
+        ),
+        DkvKernel(call, scores, shapes, columns),
+    )
+    made = typing.cast(DkvBuffers[jax.Array], found)
+    by_head = (x.reshape(plan.batch, plan.q_heads, plan.kv_len) for x in made.columns)
+    return DkvGradients(made.dq, made.dk, made.dv, dict(zip(columns, by_head, strict=True)))
+
+
+def _dq_output(dtype: str, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> Output:
+    """dq, with all queries of a key head's group in one block."""
+    in_lanes, group, dim = shapes.query.heads_in_lanes, shapes.group, shapes.dim
+    block = (None, shapes.q_len, group * dim) if in_lanes else (None, group, shapes.q_len, dim)
+
+    def at_group(*grid: jax.Array) -> tuple:
+        b, m, _ = maps.key(*grid)
+        return (b, ZERO, m) if in_lanes else (b, m, ZERO, ZERO)
+
+    return Output(shapes.query.shape, dtype, pl.BlockSpec(block, at_group))

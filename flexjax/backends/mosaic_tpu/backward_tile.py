@@ -1,86 +1,126 @@
-"""The mathematics of the backward pass on a part of a tile, the same for both of its kernels.
+"""The mathematics of the backward pass on a strip of a tile, the same for both of its kernels.
 
-    p   = exp(s' - lse)                       s', ds'/ds, ds'/dload_n from the derivative program
-    dsp = p * (r * (dO . V) - (delta - d_lse))      cotangent of s'; r is dropout's multiplier, delta = rowsum(dO * O)
-    ds  = dsp * ds'/ds                        cotangent of the scaled score
-    dload_n = dsp * ds'/dload_n               cotangent of each read of a captured array, per entry
+    p       = exp(s' - lse)                           s', ds'/ds and ds'/dload_n come from the derivative program
+    ds'     = p * (r * (dO . V) - (delta - d_lse))    cotangent of s'; r: dropout's multiplier, delta = rowsum(dO * O)
+    ds      = ds' * ds'/ds                            cotangent of the scaled score
+    dload_n = ds' * ds'/dload_n                       cotangent of each read of a captured array, for each entry
 
-Entries that are off are set to 0 after all products, whatever a mod made of them. Where nothing but finite numbers can turn
-up in them (no ragged end, and a program that cannot make others: tile_programs.stays_finite) one select before exp does.
+Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where they cannot hold anything but
+finite numbers (TileScores.finite_where_off), one select before the exponential does the same at less cost.
 """
 
 import dataclasses
-import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends import tile_math
-from flexjax.backends.mosaic_tpu.forward import LOG2E
-from flexjax.backends.mosaic_tpu.launch import Refs
-from flexjax.backends.mosaic_tpu.modded import Modded, Part
-from flexjax.backends.mosaic_tpu.tables import Visit
+from flexjax.backends.mosaic_tpu import layouts, vmem
+from flexjax.backends.mosaic_tpu.hoisted_operands import Operand
+from flexjax.backends.mosaic_tpu.launch import KernelStep
+from flexjax.backends.mosaic_tpu.tile_scores import TileScores
+from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
+from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+
+T = typing.TypeVar("T")
+
+
+class BackwardInputs(typing.NamedTuple, typing.Generic[T]):
+    """What both backward kernels read: query, key, value and d_out in the shapes of layouts.fold; float32 [B, N, 1, T]:
+
+    lse      to base 2 (natural where scores may be large), +inf in empty rows, so that their exponentials are 0
+    shift    delta - d_lse
+    """
+
+    query: T
+    key: T
+    value: T
+    d_out: T
+    lse: T
+    shift: T
+
+
+class BackwardCall(typing.NamedTuple):
+    """What both backward kernels are made from. `derivative`: the program of score_mod's derivatives; None: identity."""
+
+    plan: KernelPlan
+    operands: Operands
+    arrays: BackwardInputs[jax.Array]
+    derivative: Program | None
+    tiles: vmem.Tiles
+    chip: vmem.Chip
+
+    def inputs(self, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> BackwardInputs[Operand]:
+        """The arrays with their block specs."""
+        tiles, rows = self.tiles, maps.row_spec(self.tiles.q)
+        specs = BackwardInputs(
+            shapes.query.spec(tiles.q, maps.query),
+            shapes.key.spec(tiles.kv, maps.key),
+            shapes.value.spec(tiles.kv, maps.key),
+            shapes.out.spec(tiles.q, maps.query),
+            rows,
+            rows,
+        )
+        return BackwardInputs(*map(Operand, self.arrays, specs))
+
+
+class StripProducts(typing.NamedTuple):
+    """Of a strip: the products q . k and dO . v (rows, cols), and lse and shift of its queries, which broadcast to them."""
+
+    qk: jax.Array
+    dp: jax.Array
+    lse: jax.Array
+    shift: jax.Array
 
 
 @dataclasses.dataclass
-class TileGradients:
-    """Full-size float32 arrays of a part of a tile; `loads` has the wanted ones, by number of the gradient."""
+class StripGradients:
+    """float32 (rows, cols) of a strip: p (times dropout's multiplier), ds, and dload by number of the gradient."""
 
     p: jax.Array
     ds: jax.Array
     loads: dict[int, jax.Array]
 
 
-def tile_gradients(
-    modded: Modded,
-    refs: Refs,
-    visit: Visit,
-    part: Part,
-    checked: bool,
-    qk: jax.Array,
-    dp: jax.Array,
-    lse: jax.Array,
-    shift: jax.Array,
-    wanted: tuple[int, ...],
-) -> TileGradients:
-    """`qk` and `dp` are the raw products; `lse` (base 2, but not where scores may be far out) and `shift` = delta - d_lse broadcast
-    against them."""
-    plan = modded.plan
-    identity = modded.score is None
-    valid = modded.valid(refs, visit, part) if checked else None
-    early = valid if modded.gentle else None
-    valid = None if modded.gentle else valid
+def strip_gradients(
+    scores: TileScores, step: KernelStep, products: StripProducts, wanted: tuple[int, ...]
+) -> StripGradients:
+    """The gradients of a strip; `wanted` are the numbers of the gradients of captured reads."""
+    on = scores.on(step) if step.checked else None
+    on_before_exp = on if scores.finite_where_off else None
+    on_after_products = None if scores.finite_where_off else on
 
-    def on(values: jax.Array) -> jax.Array:
-        return values if valid is None else jnp.where(valid, values, 0.0)
+    def zero_where_off(values: jax.Array) -> jax.Array:
+        return values if on_after_products is None else jnp.where(on_after_products, values, 0.0)
 
-    results: list[jax.Array] = []
-    slope: jax.Array | None = None
-    if identity:
-        exponent = qk * np.float32(plan.scale * LOG2E) - lse
-    elif modded.separated is not None:
-        bias = modded.bias(refs, visit, part)
-        scale = modded.separated.scale
-        exponent = qk * np.float32(plan.scale * scale * LOG2E)
+    exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)
+    p = jnp.exp2(exponent if on_before_exp is None else jnp.where(on_before_exp, exponent, -jnp.inf))
+    multiplier = scores.dropout(step)
+    dp = products.dp if multiplier is None else products.dp * multiplier
+    d_score = p * (dp - products.shift)
+    ds = zero_where_off(d_score if slope is None else d_score * slope)
+    loads = {n: zero_where_off(jnp.broadcast_to(d_score * load_slopes[n], products.qk.shape)) for n in wanted}
+    return StripGradients(zero_where_off(p if multiplier is None else p * multiplier), ds, loads)
+
+
+def _exponent_and_slopes(
+    scores: TileScores, step: KernelStep, qk: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
+    """(s' - lse in base 2, ds'/ds or None for 1, ds'/dload of every gradient of the derivative program)."""
+    scale = scores.plan.scale
+    if scores.score is None:
+        return qk * np.float32(scale * LOG2E) - lse, None, []
+    if scores.separated is not None:
+        bias, c = scores.bias(step), scores.separated.scale
+        exponent = qk * np.float32(scale * c * LOG2E)
         exponent = exponent if bias.tile is None else exponent + bias.tile
-        exponent = exponent - (lse if bias.q_line is None else lse - bias.q_line)
-        slope = None if scale == 1.0 else jnp.float32(scale)
-    else:
-        score, slope, *results = modded.scores(refs, visit, part, qk * np.float32(plan.scale))
-        if modded.large:
-            exponent = tile_math.large_distance(plan.score, score, lse) * np.float32(LOG2E)
-        else:
-            exponent = score * np.float32(LOG2E) - lse
-    p = jnp.exp2(exponent if early is None else jnp.where(early, exponent, -jnp.inf))
-    r = modded.dropout(refs, visit, part)
-    if r is not None:
-        dp = dp * r
-    dsp = p * (dp - shift)
-    ds = on(dsp if slope is None else dsp * slope)
-    loads = {n: on(jnp.broadcast_to(dsp * results[n], qk.shape)) for n in wanted}
-    return TileGradients(on(p if r is None else p * r), ds, loads)
-
-
-def reduced(values: list[jax.Array]) -> jax.Array:
-    return functools.reduce(lambda a, b: a + b, values)
+        exponent = exponent - (lse if bias.row_term is None else lse - bias.row_term)
+        return exponent, None if c == 1.0 else jnp.float32(c), []
+    score, slope, *load_slopes = scores.scores(step, qk * np.float32(scale))
+    if scores.large:
+        distance = tile_math.large_distance(scores.plan.score, score, lse)
+        return distance * np.float32(LOG2E), slope, load_slopes
+    return score * np.float32(LOG2E) - lse, slope, load_slopes

@@ -1,8 +1,8 @@
-"""Integer division inside a TPU kernel, with jax's results where the hardware's are undefined.
+"""Integer division inside a TPU kernel, with jax's results where those of the hardware are undefined.
 
-Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows. The undefined
-cases are division by 0 and of the least integer by -1; each needs selects, which are emitted only if the ranges of the
-operands allow the case.
+Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows it. The undefined
+cases are division by 0 and division of the least integer by -1; each needs selects, which are emitted only if the ranges of
+the operands allow the case. Every rule takes the step and its operands, of shapes that broadcast together.
 """
 
 import typing
@@ -27,13 +27,17 @@ def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
 
 
 def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
+    """Least and greatest value of an integer atom, None where unknown."""
     if isinstance(atom, Lit):
         return int(typing.cast(int, atom.value)), int(typing.cast(int, atom.value))
     return atom.low, atom.high
 
 
 def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """The integer quotient. It may be wrong at positions past the end of the matrix, which are masked."""
+    """The int32 quotient x / y, rounded down if `floor`, else towards 0; undefined in the two cases named above.
+
+    It may also be wrong at positions past the end of the matrix, which lie outside the range of x; those are masked.
+    """
     by = op.inputs[1]
     low, high = _bounds(op.inputs[0])
     if isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
@@ -54,6 +58,7 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
 
 
 def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The remainder with the sign of y."""
     by = op.inputs[1]
     if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
         c = int(typing.cast(int, by.value))
@@ -86,9 +91,7 @@ def _unsafe_div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _defined(divide: Rule) -> Rule:
-    """The rule of an integer division, extended by jax's results where the hardware's are undefined: for division by 0,
-    and of the least integer by -1.
-    """
+    """The rule `divide`, with jax's results in the two cases in which the result of the hardware is undefined."""
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
         if op.out.dtype not in ("int32", "uint32"):
@@ -108,7 +111,7 @@ def _defined(divide: Rule) -> Rule:
 
 
 def _by_zero(op: Op, x: jax.Array) -> jax.Array:
-    """jax's result of division by 0."""
+    """jax's result of x divided by 0."""
     if op.prim == "rem":
         return x
     if op.prim == "floormod":

@@ -1,8 +1,9 @@
-"""One kernel launch from its parts: order of visits, feeds, inputs, outputs, scratch.
+"""Runs one kernel: assembles the pallas_call from an order of visits, hoisted operands, inputs, outputs and scratch.
 
-The prefetched arrays are, in this order: the order's own (rows, packed, bits), the two scalar tables of the feeds, and
-what the kernel adds (sinks). Where the lists were cut into chunks the launch sits in a loop and the outputs are passed
-through it in place.
+Inputs, outputs and scratch are named tuples of the kernel's own; the launch passes references to the kernel body in the same
+tuples. The scalar-prefetch arrays are, in this order: those of the order (rows, packed, bits), the two scalar tables of the
+hoisted operands, and what the kernel adds (sinks). Where the visit lists are cut into chunks, the pallas_call runs in a loop
+that passes the outputs through in place.
 """
 
 import dataclasses
@@ -15,8 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flexjax.backends.mosaic_tpu.feeds import Feeds, Operand
-from flexjax.backends.mosaic_tpu.tables import DenseOrder, ListedOrder
+from flexjax.backends.mosaic_tpu.hoisted_operands import HoistedOperands, Operand
+from flexjax.backends.mosaic_tpu.tile_programs import Strip
+from flexjax.backends.mosaic_tpu.visit_order import TileVisit, VisitOrder
+
+I = typing.TypeVar("I")
+O = typing.TypeVar("O")
+S = typing.TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,98 +36,131 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refs:
-    """What a kernel body gets."""
+class KernelCall:
+    """One kernel and its arrays. inputs, outputs and scratch are pytrees of Operand, Output and pltpu.VMEM.
+
+    prefetched   arrays that the kernel adds to the scalar prefetch
+    vmem_limit   bytes of VMEM that the compiler may use
+    interpret    whether to run in the simulator
+    """
+
+    name: str
+    order: VisitOrder
+    hoisted: HoistedOperands
+    inputs: object
+    outputs: object
+    scratch: object
+    vmem_limit: int
+    interpret: bool
+    prefetched: tuple[jax.Array, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRefs(typing.Generic[I, O, S]):
+    """The references that a kernel body gets.
+
+    tables       scalar-prefetch arrays of the order
+    scalars      the two tables of hoisted scalars
+    prefetched   the scalar-prefetch arrays that the kernel added
+    hoisted      hoisted operands in VMEM
+    inputs, outputs, scratch   the tuples of the KernelCall, of references
+    """
 
     tables: tuple[jax.Ref, ...]
     scalars: tuple[jax.Ref, ...]
-    extra: tuple[jax.Ref, ...]
-    inputs: tuple[jax.Ref, ...]
-    feeds: tuple[jax.Ref, ...]
-    outputs: tuple[jax.Ref, ...]
-    scratch: tuple[jax.Ref, ...]
+    prefetched: tuple[jax.Ref, ...]
+    hoisted: tuple[jax.Ref, ...]
+    inputs: I
+    outputs: O
+    scratch: S
 
 
-def prefetch_count(order: DenseOrder | ListedOrder, extra: int) -> int:
-    return order.prefetch + 2 + extra
+class KernelStep(typing.NamedTuple):
+    """A strip of the tile of one visit. `checked`: whether some of its entries may be off."""
+
+    refs: KernelRefs
+    visit: TileVisit
+    strip: Strip
+    checked: bool
 
 
-def launch(
-    name: str,
-    body: Callable[[Refs], None],
-    order: DenseOrder | ListedOrder,
-    feeds: Feeds,
-    extra: Sequence[jax.Array],
-    inputs: Sequence[Operand],
-    outputs: Sequence[Output],
-    scratch: Sequence[object],
-    vmem_limit: int,
-    interpret: bool,
-) -> list[jax.Array]:
-    """Runs the kernel over all visits and returns its outputs."""
-    count = prefetch_count(order, len(extra))
-    operands = [*inputs, *feeds.operands]
-    chunked = order.chunks > 1
-    passed = [n for n, o in enumerate(outputs) if chunked or o.zeroed]
+def prefetch_count_after_order(added: int) -> int:
+    """Scalar-prefetch arrays behind those of the order, where a kernel adds `added`: the hoisted tables come first."""
+    return 2 + added
+
+
+def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
+    """Runs the kernel over all visits; returns the arrays in the pytree of `call.outputs`."""
+    order, hoisted = call.order, call.hoisted
+    inputs, input_tree = jax.tree.flatten(call.inputs)
+    outputs, output_tree = jax.tree.flatten(call.outputs)
+    scratch, scratch_tree = jax.tree.flatten(call.scratch)
+    count = order.prefetched + prefetch_count_after_order(len(call.prefetched))
+    operands: list[Operand] = [*inputs, *hoisted.operands]
+    passed_through = [n for n, o in enumerate(outputs) if order.chunks > 1 or o.zeroed]
 
     def kernel(*refs: jax.Ref) -> None:
-        cuts = (
-            order.prefetch,
-            2,
-            len(extra),
-            len(inputs),
-            len(feeds.operands),
-            len(passed),
-            len(outputs),
-            len(scratch),
-        )
+        sizes = (order.prefetched, 2, len(call.prefetched), len(inputs), len(hoisted.operands), len(passed_through))
         parts, at = [], 0
-        for size in cuts:
+        for size in (*sizes, len(outputs), len(scratch)):
             parts.append(tuple(refs[at : at + size]))
             at += size
-        tables, scalars, added, given, fed, _, out, local = parts
-        body(Refs(tables, scalars, added, given, fed, out, local))
+        tables, scalars, added, given, hoisted_refs, _, out, local = parts
+        body(
+            KernelRefs(
+                tables,
+                scalars,
+                added,
+                hoisted_refs,
+                jax.tree.unflatten(input_tree, given),
+                jax.tree.unflatten(output_tree, out),
+                jax.tree.unflatten(scratch_tree, local),
+            )
+        )
 
-    def _held(output: Output) -> pl.BlockSpec:
-        # Where the simulator pads an output to whole blocks it must pad what it aliases alike.
-        return output.spec if interpret else pl.BlockSpec(memory_space=pl.ANY)
+    def alias_spec(output: Output) -> pl.BlockSpec:
+        # The simulator pads an output to whole blocks, and must pad the array that it aliases alike.
+        return output.spec if call.interpret else pl.BlockSpec(memory_space=pl.ANY)
 
     def run(chunk: jax.Array | int, before: Sequence[jax.Array]) -> list[jax.Array]:
-        tables, visits = order.tables(chunk)
-        grid = order.grid(visits)
-        call = pl.pallas_call(
+        tables, visits = order.prefetch_arrays(chunk)
+        pallas_call = pl.pallas_call(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=count,
-                grid=grid,
-                in_specs=[o.spec for o in operands] + [_held(outputs[n]) for n in passed],
+                grid=order.grid(visits),
+                in_specs=[o.spec for o in operands] + [alias_spec(outputs[n]) for n in passed_through],
                 out_specs=[o.spec for o in outputs],
-                scratch_shapes=typing.cast(list[typing.Any], list(scratch)),
+                scratch_shapes=scratch,
             ),
             out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype, manual_axis_type=varying) for o in outputs],
-            input_output_aliases={count + len(operands) + n: place for n, place in enumerate(passed)},
+            input_output_aliases={count + len(operands) + n: place for n, place in enumerate(passed_through)},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=typing.cast(typing.Any, order.semantics()), vmem_limit_bytes=vmem_limit
+                dimension_semantics=typing.cast(typing.Any, order.semantics()), vmem_limit_bytes=call.vmem_limit
             ),
-            name=name,
-            interpret=interpret,
+            name=call.name,
+            interpret=call.interpret,
         )
-        given = (*tables, *feeds.tables, *extra, *[o.array for o in operands], *[before[n] for n in passed])
-        return list(call(*(_as_varying(x, varying) for x in given)))
+        given = (*tables, *hoisted.scalar_tables, *call.prefetched, *[o.array for o in operands])
+        given = (*given, *[before[n] for n in passed_through])
+        return list(pallas_call(*(_as_varying(x, varying) for x in given)))
 
-    varying = _varying([*order.arrays, *feeds.tables, *extra, *[o.array for o in operands]])
-    start = [_as_varying(jnp.zeros(o.shape, o.dtype), varying) for o in outputs] if passed else []
-    if not chunked:
-        return run(0, start)
-    return list(lax.fori_loop(0, order.chunks, lambda chunk, held: run(chunk, held), start))
+    varying = _varying([*order.arrays, *hoisted.scalar_tables, *call.prefetched, *[o.array for o in operands]])
+    start = [_as_varying(jnp.zeros(o.shape, o.dtype), varying) for o in outputs] if passed_through else []
+    if order.chunks == 1:
+        found = run(0, start)
+    else:
+        found = list(lax.fori_loop(0, order.chunks, lambda chunk, before: run(chunk, before), start))
+    return jax.tree.unflatten(output_tree, found)
 
 
 def _varying(arrays: Sequence[jax.Array]) -> jax.sharding.ManualAxisType:
-    """The axes of a surrounding shard_map along which any of the arrays differs from shard to shard: so do all outputs."""
+    """The axes of a surrounding shard_map along which any of the arrays varies; all outputs then vary along them."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
     return jax.sharding.ManualAxisType(varying=frozenset().union(*axes))
 
 
 def _as_varying(array: jax.Array, varying: jax.sharding.ManualAxisType) -> jax.Array:
+    """The array, cast to vary along these axes of a surrounding shard_map."""
     missing = varying.varying - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array

@@ -1,9 +1,9 @@
-"""Operations of a traced program as they are written inside a TPU kernel.
+"""Runs one operation of a traced program inside a TPU kernel.
 
-Most are the operation of the same name. The rest are those that the TPU compiler lacks, or does slowly, rewritten:
-selects between booleans become and/or, division by constants becomes shifts or a multiplication where the range of the
-numerator allows it, and missing transcendental functions are put together from exp, log and erf.
-Arguments arrive as scalars, (rows, 1), (1, columns) or whole tiles; shapes are made equal here.
+Most are the jax.lax function of the same name (PLAIN). RULES rewrites those that the TPU compiler lacks or compiles badly:
+selects between booleans become and/or, divisions by constants become shifts or multiplications (integer_division.py), and
+missing transcendental functions are composed of exp, log, erf and arctan2.
+Operands are scalars, (rows, 1), (1, columns) or (rows, columns); `apply` broadcasts them to one shape.
 """
 
 import math
@@ -18,59 +18,26 @@ from jax import lax
 from flexjax.backends.mosaic_tpu.integer_division import Rule, broadcast, floordiv, floormod, int_div, rem
 from flexjax.ir.program import Call, Op
 
-# Same name, same meaning, known to compile on float32 and int32 tiles.
 PLAIN = frozenset(
-    [
-        "abs",
-        "add",
-        "sub",
-        "mul",
-        "neg",
-        "max",
-        "min",
-        "exp",
-        "exp2",
-        "log",
-        "log1p",
-        "tanh",
-        "logistic",
-        "sqrt",
-        "rsqrt",
-        "erf",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "floor",
-        "ceil",
-        "atan2",
-        "square",
-        "sign",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "is_finite",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "population_count",
-        "clz",
-        "rem",
-        "clamp",
-    ]
-)
+    {
+        "abs", "add", "sub", "mul", "neg", "max", "min", "exp", "exp2", "log", "log1p", "tanh", "logistic",
+        "sqrt", "rsqrt", "erf", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "atan2", "square", "sign",
+        "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "population_count", "clz", "rem", "clamp",
+    }
+)  # fmt: skip
+"""Primitives that a kernel writes as the function of jax.lax of the same name: they compile on float32 and int32 tiles."""
 
 KERNEL_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "int8", "uint8", "int16", "uint16"})
+"""dtypes that a value may have in a kernel."""
 ARITHMETIC_DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
+"""Those of them with arithmetic; the others must be converted first."""
 
 F32 = jnp.float32
 
 
 def refusal(op: Op) -> str | None:
-    """Why the operation cannot run on a tile; None if it can."""
+    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can."""
     name = op.prim
     for atom in (*op.inputs, op.out):
         dtype = atom.dtype
@@ -85,6 +52,7 @@ def refusal(op: Op) -> str | None:
 
 
 def apply(op: Op, args: Sequence[jax.Array]) -> jax.Array:
+    """The result of the operation on operands whose shapes broadcast together."""
     rule = RULES.get(op.prim)
     if rule is not None:
         return rule(op, *args)
@@ -92,7 +60,7 @@ def apply(op: Op, args: Sequence[jax.Array]) -> jax.Array:
 
 
 CALLS: dict[str, Callable[[jax.Array], jax.Array]] = {"one_minus_square": lambda x: (1.0 - x) * (1.0 + x)}
-"""Whole equations of one float scalar that have a form on tiles, by name."""
+"""Calls of one float scalar that a kernel can compute, by name."""
 
 
 def unary_call(step: Call) -> bool:
@@ -102,7 +70,7 @@ def unary_call(step: Call) -> bool:
 
 
 def cost(op: Op) -> int:
-    """Rough number of vector operations."""
+    """About how many vector operations the operation takes for each vector of elements."""
     if op.prim in ("floordiv", "floormod", "rem", "div"):
         return 8
     if op.prim in ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt", "log1p", "convert_element_type"):
@@ -111,32 +79,19 @@ def cost(op: Op) -> int:
 
 
 SLOW = frozenset(
-    [
-        "erf",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "atan2",
-        "pow",
-        "asin",
-        "acos",
-        "atan",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erfc",
-        "expm1",
-        "cbrt",
-    ]
-)
+    {
+        "erf", "erf_inv", "sin", "cos", "tan", "atan2", "pow", "asin", "acos", "atan", "asinh", "acosh",
+        "atanh", "erfc", "expm1", "cbrt",
+    }
+)  # fmt: skip
+"""Operations that take some twenty vector operations."""
 
 
 # ------------------------------------------------------------------- rewrites
 
 
 def _as_float(function: Callable[..., jax.Array]) -> Rule:
-    """Runs a float function in float32 whatever the float type."""
+    """The rule that runs a function of floats in float32 and returns the dtype of the operation."""
 
     def rule(op: Op, *args: jax.Array) -> jax.Array:
         wide = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
@@ -146,7 +101,7 @@ def _as_float(function: Callable[..., jax.Array]) -> Rule:
 
 
 def _expm1(x: jax.Array) -> jax.Array:
-    """exp(x) - 1 as tanh(x / 2) * (exp(x) + 1), which keeps its digits near 0; a polynomial where tanh would round."""
+    """exp(x) - 1; for |x| < 0.3 by its Taylor polynomial of degree 7, because the subtraction would cancel digits there."""
     small = jnp.abs(x) < 0.3
     y = jnp.where(small, x, 0.0)
     series = y * (1 + y / 2 * (1 + y / 3 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7))))))
@@ -154,6 +109,7 @@ def _expm1(x: jax.Array) -> jax.Array:
 
 
 def _cbrt(x: jax.Array) -> jax.Array:
+    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x."""
     size = jnp.abs(x)
     safe = jnp.where(size > 0, size, 1.0)
     root = jnp.exp(jnp.log(safe) * (1.0 / 3.0))
@@ -162,32 +118,32 @@ def _cbrt(x: jax.Array) -> jax.Array:
 
 
 def _sinh(x: jax.Array) -> jax.Array:
+    """sinh from e = expm1(|x|): (e + e / (e + 1)) / 2, which keeps digits near 0; exp(|x| - log 2) where e overflows."""
     e = _expm1(jnp.abs(x))
     half = 0.5 * (e + e / (e + 1.0))
     half = jnp.where(jnp.abs(x) > 80.0, jnp.exp(jnp.abs(x) - math.log(2.0)), half)
     return jnp.where(x < 0, -half, half)
 
 
-def _log1p(x: jax.Array) -> jax.Array:
-    return jnp.log1p(x)
-
-
 def _asinh(x: jax.Array) -> jax.Array:
+    """asinh as log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))) with the sign of x; log(2 |x|) where x^2 would overflow."""
     size = jnp.abs(x)
-    root = _log1p(size + size * size / (1.0 + jnp.sqrt(size * size + 1.0)))
+    root = jnp.log1p(size + size * size / (1.0 + jnp.sqrt(size * size + 1.0)))
     root = jnp.where(size > 1e9, jnp.log(size) + math.log(2.0), root)
     return jnp.where(x < 0, -root, root)
 
 
 def _acosh(x: jax.Array) -> jax.Array:
+    """acosh as log(x + sqrt((x - 1) (x + 1))); log(2 x) where the product would overflow."""
     return jnp.where(x > 1e9, jnp.log(x) + math.log(2.0), jnp.log(x + jnp.sqrt((x - 1.0) * (x + 1.0))))
 
 
 def _atanh(x: jax.Array) -> jax.Array:
-    return 0.5 * (_log1p(x) - _log1p(-x))
+    return 0.5 * (jnp.log1p(x) - jnp.log1p(-x))
 
 
 def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The division of numbers; bfloat16 is divided in float32."""
     if op.out.dtype in ("int32", "uint32"):
         return int_div(op, x, y)
     if op.out.dtype == "bfloat16":
@@ -196,6 +152,7 @@ def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
+    """select_n: the case whose number `which` holds; False is 0."""
     which, *cases = broadcast([which, *given])
     if op.inputs[0].dtype != "bool":
         chosen = cases[-1]
@@ -206,12 +163,14 @@ def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
 
 
 def _choose(dtype: str, which: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+    """`yes` where `which`, else `no`; for booleans by and/or, because Mosaic selects between no booleans."""
     if dtype == "bool":
         return (which & yes) | (~which & no)
     return jnp.where(which, yes, no)
 
 
 def _convert(op: Op, x: jax.Array) -> jax.Array:
+    """convert_element_type; booleans go through int32 and become != 0, the conversions that Mosaic has."""
     source, target = op.inputs[0].dtype, op.out.dtype
     x = jnp.asarray(x)
     if source == target:
@@ -224,6 +183,7 @@ def _convert(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A comparison; of booleans by and, or, xor and not."""
     x, y = broadcast([x, y])
     if op.inputs[0].dtype != "bool":
         return getattr(lax, op.prim)(x, y)
@@ -236,6 +196,7 @@ def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """max, min, add or mul; of booleans by and/or."""
     x, y = broadcast([x, y])
     if op.out.dtype != "bool":
         return getattr(lax, op.prim)(x, y)
@@ -247,12 +208,13 @@ def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """float ** float; the exponent may be an integer."""
+    """x ** y in float32, in the dtype of the operation; y may be an integer."""
     x, y = broadcast([x, y])
     return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(jnp.dtype(op.out.dtype))
 
 
 def _sign(op: Op, x: jax.Array) -> jax.Array:
+    """The sign of x, and 0 (or NaN) for 0 (or NaN)."""
     if op.out.dtype == "uint32":
         return (x != 0).astype(jnp.uint32)
     one = jnp.ones((), x.dtype)
@@ -279,6 +241,7 @@ def _clamp(op: Op, low: jax.Array, x: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _bitwise(function: Callable[..., jax.Array]) -> Rule:
+    """The rule that broadcasts the operands and applies the function."""
     return lambda op, *args: function(*broadcast(args))
 
 
@@ -300,7 +263,7 @@ RULES: dict[str, Rule] = {
     "erf": _as_float(lax.erf),
     "erf_inv": _as_float(lax.erf_inv),
     "logistic": _as_float(lax.logistic),
-    "log1p": _as_float(_log1p),
+    "log1p": _as_float(jnp.log1p),
     "div": _div,
     "rem": rem,
     "floordiv": floordiv,
@@ -322,3 +285,4 @@ RULES: dict[str, Rule] = {
     **{name: _bool_compare for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{name: _bool_arithmetic for name in ("max", "min", "add", "mul")},
 }
+"""Operations whose form in a kernel is not the jax.lax function of the same name: (step, *operands) -> result."""

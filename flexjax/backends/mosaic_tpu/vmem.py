@@ -1,15 +1,15 @@
-"""What a tile costs in VMEM on each chip, and the tiles that a plan gets.
+"""Chooses the tiles of a plan: a model of the VMEM that a tile takes, and the tiles to try on each chip.
 
-The compiler lets a kernel use `vmem_limit` bytes if asked. The model counts, per tile: input and output blocks twice
-(they are double buffered), scratch once, and the score-sized float32 temporaries that are alive together. It is meant to be
-a little high; tests compile the defaults for every chip.
+The compiler lets a kernel use up to `Chip.vmem_limit` bytes. The model counts, per tile: input and output blocks twice,
+because they are double buffered; scratch once; and the score-sized float32 temporaries that are alive together. It is meant
+to be a little high; tests compile the default tiles for every chip. Sizes of tiles are in tokens.
 """
 
 import dataclasses
 import math
 
-from flexjax.backends.mosaic_tpu import tile_programs
-from flexjax.backends.mosaic_tpu.tile_programs import LANES
+from flexjax.backends.mosaic_tpu import split_program
+from flexjax.backends.mosaic_tpu.vector_ops import LANES
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Memory of one core that a kernel may ask for, and how much of that tiles are planned into."""
+    """VMEM of one core. vmem_limit: bytes that a kernel may ask for; budget: bytes that the model may fill with a tile."""
 
     name: str
     vmem_limit: int
@@ -37,7 +37,7 @@ CHIPS = {
     "tpu7x": Chip("tpu7x", 56 * MIB),
 }
 UNKNOWN = Chip("unknown", 56 * MIB)
-"""Where nothing is known (the simulator): what every chip but v4 has."""
+"""For the simulator and unknown chips: the least VMEM that any chip but v4 has."""
 
 CHIP_OF_KIND = {
     "TPU v4": "v4",
@@ -50,11 +50,11 @@ CHIP_OF_KIND = {
     "TPU7": "tpu7x",
     "TPU7x": "tpu7x",
 }
-"""The names in CHIPS of jax's device kinds."""
+"""From jax's device kind to the name in CHIPS."""
 
 
 def chip_of(target: Target | None) -> Chip:
-    """The chip that is lowered for; without a target, the one that takes the most."""
+    """The chip of a target; without a target, the chip with the most VMEM, which refuses the least."""
     if target is None:
         return max(CHIPS.values(), key=lambda chip: chip.vmem_limit)
     return CHIPS.get(CHIP_OF_KIND.get(target.kind or "", ""), UNKNOWN)
@@ -62,26 +62,34 @@ def chip_of(target: Target | None) -> Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile of queries and keys, and the number of keys (forward, dq) or queries (dkv) worked on at a time."""
+    """Queries and keys of a tile, and the columns of a strip: keys in the forward and dq kernels, queries in the dk/dv kernel.
+
+    The scores of one strip are computed at a time.
+    """
 
     q: int
     kv: int
-    part: int
+    strip: int
 
 
 class NoTile(Exception):
-    """No tile suits; the message is a clause."""
+    """No tile fits; the message is a clause."""
 
 
-def _up(n: int, to: int) -> int:
+def round_up(n: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below n."""
     return -(-n // to) * to
 
 
-def fit(wanted: int, length: int, block: int | None, quantum: int) -> int:
-    """A tile near `wanted`: a multiple of `quantum` (or the whole length), commensurable with the mask's blocks."""
-    whole = length if block is None or length <= block else _up(length, block)
+def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
+    """Tokens of a tile along one dimension, near `wanted`.
+
+    A multiple of `quantum`, or the whole `length`; and a multiple or a divisor of `block`, the mask's block, unless the mask
+    has none (None) or a single one. Raises NoTile where no size up to 2048 is both.
+    """
+    whole = length if block is None or length <= block else round_up(length, block)
     if whole <= max(wanted, quantum):
-        return _single(length, block, quantum)
+        return _whole_length(length, block, quantum)
     if block is None:
         return max(quantum, wanted // quantum * quantum)
     step = math.lcm(block, quantum)
@@ -95,85 +103,87 @@ def fit(wanted: int, length: int, block: int | None, quantum: int) -> int:
     raise NoTile(f"blocks of {block} have no common tile with {quantum} lanes")
 
 
-def _single(length: int, block: int | None, quantum: int) -> int:
-    """One tile for the whole length: rounded up to the quantum, and to whole blocks where the mask has several."""
+def _whole_length(length: int, block: int | None, quantum: int) -> int:
+    """Size of one tile for the whole length: rounded up to the quantum, and to whole blocks where the mask has several."""
     if block is None or length <= block:
-        return _up(length, quantum) if length > quantum else length
-    return _up(length, math.lcm(block, quantum))
+        return round_up(length, quantum) if length > quantum else length
+    return round_up(length, math.lcm(block, quantum))
 
 
-def _sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, int]:
+def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, int]:
+    """(queries, keys) of a tile near the wanted sizes that goes with the plan's lengths and mask blocks."""
     blocks = plan.blocks
-    q = fit(wanted_q, plan.q_len, blocks.block_q if blocks else None, LANES)
-    kv = fit(wanted_kv, plan.kv_len, blocks.block_kv if blocks else None, LANES)
-    if blocks and kv > 32 * blocks.block_kv:  # the bit sets hold 32 blocks of keys
+    q = tile_size(wanted_q, plan.q_len, blocks.block_q if blocks else None, LANES)
+    kv = tile_size(wanted_kv, plan.kv_len, blocks.block_kv if blocks else None, LANES)
+    if blocks and kv > 32 * blocks.block_kv:  # a word of the bit sets holds 32 blocks of keys
         kv = 32 * blocks.block_kv
         if kv % LANES:
             raise NoTile(f"blocks of {blocks.block_kv} keys are too small for the bit sets of a tile")
     return q, kv
 
 
-def feed_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) -> int:
-    """VMEM of one copy of a program's operands for a tile."""
+def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) -> int:
+    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q x kv tokens."""
     if program is None:
         return 0
-    parts = tile_programs.split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    split = split_program.split_for(program, plan)
     total = 0
-    for feed in parts.feeds:
-        if feed.place == tile_programs.TILE:
+    for value in split.hoisted:
+        if value.axis_class == split_program.TILE:
             total += q * kv * 4
-        elif feed.place == tile_programs.DELTA:
+        elif value.axis_class == split_program.DELTA:
             total += 8 * (q + kv + LANES) * 4
-        elif feed.place != tile_programs.UNIFORM:
+        elif value.axis_class != split_program.UNIFORM:
             total += 8 * max(q, kv) * 4
-    return total + sum(8 * _up(tile_programs.table_size(program, load), LANES) * 4 for load in parts.gathers)
+    return total + sum(8 * round_up(split_program.table_size(program, load), LANES) * 4 for load in split.gathers)
 
 
 def temporaries(plan: KernelPlan, score: Program | None) -> int:
-    """Score-sized float32 arrays alive together in a part of a tile."""
+    """How many float32 arrays of the size of a strip's scores are alive together."""
     count = 4
     for program in (score, plan.mask, plan.dropout):
         if program is not None:
-            parts = tile_programs.split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-            count += 2 + min(6, len(parts.steps) // 4) + len(parts.of_place(tile_programs.DELTA))
+            split = split_program.split_for(program, plan)
+            count += 2 + min(6, len(split.steps) // 4) + len(split.hoisted_of(split_program.DELTA))
     return count
 
 
 def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
+    """Bytes of VMEM of the forward kernel."""
     item = 4 if plan.dtype == "float32" else 2
-    dim, value_dim = _up(plan.head_dim + plan.extra_dim, LANES), _up(plan.value_dim, LANES)
+    dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim
-    fed = sum(feed_bytes(p, plan, tiles.q, tiles.kv) for p in (plan.score, plan.mask, plan.dropout))
+    hoisted = sum(hoisted_bytes(p, plan, tiles.q, tiles.kv) for p in (plan.score, plan.mask, plan.dropout))
     scratch = tiles.q * (2 * LANES + value_dim) * 4
-    work = tiles.q * min(tiles.part, tiles.kv) * 4 * temporaries(plan, plan.score) + 2 * tiles.q * value_dim * 4
-    return 2 * (blocks * item + fed + 3 * 8 * tiles.q * 4) + scratch + work
+    work = tiles.q * min(tiles.strip, tiles.kv) * 4 * temporaries(plan, plan.score) + 2 * tiles.q * value_dim * 4
+    return 2 * (blocks * item + hoisted + 3 * 8 * tiles.q * 4) + scratch + work
 
 
 def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int:
-    """The larger of the dq and the dkv kernel."""
+    """Bytes of VMEM of the larger of the dq kernel and the dk/dv kernel (without dq); score: score_mod's derivative program."""
     item = 4 if plan.dtype == "float32" else 2
-    dim, value_dim = _up(plan.head_dim + plan.extra_dim, LANES), _up(plan.value_dim, LANES)
+    dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = (tiles.q + tiles.kv) * (dim + value_dim) + max(tiles.q * dim, tiles.kv * (dim + value_dim))
-    fed = sum(feed_bytes(p, plan, tiles.q, tiles.kv) for p in (score, plan.mask, plan.dropout))
+    hoisted = sum(hoisted_bytes(p, plan, tiles.q, tiles.kv) for p in (score, plan.mask, plan.dropout))
     scratch = max(tiles.q * dim, tiles.kv * (dim + value_dim)) * 4
-    part = max(tiles.q * min(tiles.part, tiles.kv), tiles.kv * min(tiles.part, tiles.q))
+    part = max(tiles.q * min(tiles.strip, tiles.kv), tiles.kv * min(tiles.strip, tiles.q))
     gradients = len(score.gradients) if score is not None else 0
     grads_out = gradients * (tiles.q * tiles.kv + 8 * (tiles.q + tiles.kv + LANES)) * 4
     work = part * 4 * (temporaries(plan, score) + 3) + max(tiles.q, tiles.kv) * (dim + value_dim) * 4
-    return 2 * (blocks * item + fed + grads_out + 2 * 8 * tiles.q * 4) + scratch + work
+    return 2 * (blocks * item + hoisted + grads_out + 2 * 8 * tiles.q * 4) + scratch + work
 
 
-def fuses(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
-    """Whether the sums of dq of a whole key head fit beside the dk/dv kernel."""
+def dq_sums_fit(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
+    """Whether the dk/dv kernel can hold the sums of dq of a whole key head too."""
     item = 4 if plan.dtype == "float32" else 2
     heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
-    rows = plan.q_heads // heads * _up(plan.q_len, tiles.q)
-    sums = rows * _up(plan.head_dim + plan.extra_dim, LANES) * (4 + 2 * item)
+    rows = plan.q_heads // heads * round_up(plan.q_len, tiles.q)
+    sums = rows * round_up(plan.head_dim + plan.extra_dim, LANES) * (4 + 2 * item)
     return backward_bytes(plan, tiles, score) + sums <= chip.budget
 
 
-Choice = tuple[int, int, int]
-"""Queries, keys, part."""
+TileChoice = tuple[int, int, int]
+"""Queries, keys and strip columns of a tile to try."""
 
 FORWARD_CHOICES = (
     (1024, 1024, 512),
@@ -193,49 +203,53 @@ BACKWARD_CHOICES = (
     (128, 256, 128),
     (128, 128, 128),
 )
-DENSE_FORWARD, WIDE_DENSE_FORWARD, DENSE_BACKWARD = (512, 4096, 1024), (2048, 2048, 2048), (1024, 2048, 512)
-"""Where every tile is visited and nothing is added: a larger one, for fewer grid steps; the second for WIDE_PARTS."""
-WIDE_PARTS = frozenset({"v6e", "tpu7x"})
-"""Chips whose matrix unit outruns the vector unit: the state of a row is touched once a tile, not once a part."""
+DENSE_FORWARD, WHOLE_TILE_DENSE_FORWARD, DENSE_BACKWARD = (512, 4096, 1024), (2048, 2048, 2048), (1024, 2048, 512)
+"""First choices where every tile is visited and no program runs: larger, for fewer grid steps."""
+WHOLE_TILE_CHIPS = frozenset({"v6e", "tpu7x"})
+"""Chips whose matrix unit outruns the vector unit. A strip is the whole tile there in the forward kernel, because the row
+maximum and row sum are then updated once a tile."""
 
 
-def _first(plan: KernelPlan) -> int:
-    """float32 products are six passes, unrolled: large tiles of them take the compiler minutes."""
-    return 1 if plan.dtype == "float32" else 0
-
-
-def _choices(plan: KernelPlan, dense: Choice, others: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    plain = plan.mask is None and plan.blocks is None and plan.score is None and plan.dropout is None
-    return (dense, *others) if plain and plan.dtype == "bfloat16" else others
+def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...], large: int) -> tuple[TileChoice, ...]:
+    """The tiles to try, best first. Of `others` the first `large` are left out for float32, because products of float32 are
+    six passes, unrolled: large tiles of them take the compiler minutes.
+    """
+    if plan.dtype == "float32":
+        return others[large:]
+    no_program = plan.mask is None and plan.blocks is None and plan.score is None and plan.dropout is None
+    return (dense, *others) if no_program and plan.dtype == "bfloat16" else others
 
 
 def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
-    """Tiles that fit, best first."""
+    """Tiles of the forward kernel that fit the chip, best first."""
     found: list[Tiles] = []
     options = plan.options
-    dense = WIDE_DENSE_FORWARD if chip.name in WIDE_PARTS else DENSE_FORWARD
-    for q, kv, part in _choices(plan, dense, FORWARD_CHOICES[_first(plan) :]):
-        if chip.name in WIDE_PARTS and part == 512 and kv <= 1024:
-            part = kv
-        sizes = _sizes(plan, options.block_q or q, options.block_kv or kv)
-        tiles = Tiles(*sizes, min(part, sizes[1]))
+    whole_tile = chip.name in WHOLE_TILE_CHIPS
+    dense = WHOLE_TILE_DENSE_FORWARD if whole_tile else DENSE_FORWARD
+    for q, kv, strip in _choices(plan, dense, FORWARD_CHOICES, large=1):
+        if whole_tile and strip == 512 and kv <= 1024:
+            strip = kv
+        sizes = _tile_sizes(plan, options.block_q or q, options.block_kv or kv)
+        tiles = Tiles(*sizes, min(strip, sizes[1]))
         if forward_bytes(plan, tiles) <= chip.budget and tiles not in found:
             found.append(tiles)
     return found
 
 
 def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
+    """Tiles of both backward kernels that fit the chip, best first; score: score_mod's derivative program."""
     found: list[Tiles] = []
     options = plan.options
-    for q, kv, part in _choices(plan, DENSE_BACKWARD, BACKWARD_CHOICES[2 * _first(plan) :]):
-        sizes = _sizes(plan, options.block_q_bwd or q, options.block_kv_bwd or kv)
-        tiles = Tiles(*sizes, min(part, *sizes))
+    for q, kv, strip in _choices(plan, DENSE_BACKWARD, BACKWARD_CHOICES, large=2):
+        sizes = _tile_sizes(plan, options.block_q_bwd or q, options.block_kv_bwd or kv)
+        tiles = Tiles(*sizes, min(strip, *sizes))
         if backward_bytes(plan, tiles, score) <= chip.budget and tiles not in found:
             found.append(tiles)
     return found
 
 
 def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
+    """The tile of the forward kernel. Raises NoTile."""
     found = forward_candidates(plan, chip)
     if not found:
         raise NoTile(f"no tile of it fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")
@@ -243,6 +257,7 @@ def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
 
 
 def backward_tiles(plan: KernelPlan, chip: Chip, score: Program | None) -> Tiles:
+    """The tile of both backward kernels. Raises NoTile."""
     found = backward_candidates(plan, chip, score)
     if not found:
         raise NoTile(f"no tile of its backward pass fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")

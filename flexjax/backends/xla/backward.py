@@ -1,12 +1,12 @@
-"""The backward pass in XLA: one sweep over the same tiles, recomputing the probabilities.
+"""The backward pass in XLA: one sweep over the tiles of the forward pass, which computes the probabilities again.
 
 With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), do and dlse the cotangents of out and lse:
 
-    delta = sum_e do * out                 per row
+    delta = sum_e do * out                 for each row
     dv    = (p r)^T do
     dp    = r (do v^T)
     ds'   = p (dp - delta + dlse)          cotangent of the modified score
-    ds    = ds' * ds'/ds, 0 where masked   the select comes after the product: a mod may be NaN there
+    ds    = ds' * ds'/ds, 0 where masked   the select comes after the product, because score_mod may be NaN there
     dq    = scale ds k,   dk = scale ds^T q
     dl_j  = ds' * ds'/dl_j                 summed over the entries that load the same element
     dsink = sum_rows exp(sink - lse) (dlse - delta)
@@ -20,14 +20,41 @@ from jax import lax
 
 from flexjax.backends import tile_math
 from flexjax.backends.target import Target
+from flexjax.backends.xla.block_loop import BlockVisit, TileRow, row_at, walk
 from flexjax.backends.xla.capture_gradients import CaptureGradients, add_at
 from flexjax.backends.xla.forward import join_rows
-from flexjax.backends.xla.problem import Problem, Scores, heads_first, pad_to
-from flexjax.backends.xla.schedule import Row, Visit, row_at, walk
-from flexjax.ir.program import Lit, Program
+from flexjax.backends.xla.tiled_operands import TiledOperands, heads_first, pad_to
+from flexjax.backends.xla.visit_scores import (
+    dropout_multiplier,
+    raw_scores,
+    times_partial,
+    visit_scores,
+    zero_where_off,
+)
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 
 Array = jax.Array
+
+
+class KeySums(typing.NamedTuple):
+    """Sums over all queries, which every tile row adds to; None for what is not wanted.
+
+    key, value, key_extra   [B, heads, padded_kv, D], [.., E] and [.., R]
+    captures                the buffers of CaptureGradients
+    """
+
+    key: Array | None
+    value: Array | None
+    key_extra: Array | None
+    captures: list[Array]
+
+
+class QuerySums(typing.NamedTuple):
+    """Sums over all keys of one tile row, [batch, heads, block_q, D] and [.., R]; None for what is not wanted."""
+
+    query: Array | None
+    query_extra: Array | None
 
 
 def backward(
@@ -42,146 +69,142 @@ def backward(
 ) -> Gradients:
     """Cotangents of the wanted operands. d_out has the shape of out, d_lse that of lse (None: zero)."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
-        return _zeros(operands, wanted, d_lse, plan)
-    problem = Problem(plan, operands, target, derivative, backward=True)
-    s = problem.schedule
-    wide = lambda x: heads_first(x, plan).astype(problem.compute)
+        return _empty_gradients(operands, wanted, d_lse, plan)
+    tiled = TiledOperands(plan, operands, target, derivative, backward=True)
+    sizes = tiled.sizes
+    wide = lambda x: heads_first(x, plan).astype(tiled.compute)
     delta = jnp.sum(wide(d_out) * wide(results.out), -1)
     if d_lse is not None:
         delta = delta - wide(d_lse)
     lse = wide(results.lse)
-    # An empty row got lse -inf, which no score depends on.
+    # The lse of an empty row is -inf, on which no score depends.
     delta = jnp.where(jnp.isneginf(lse), jnp.zeros_like(delta), delta)
-    row_data = RowData(problem.rows(d_out), *(pad_to(x, 2, s.padded_q)[..., None] for x in (delta, lse)))
-    captured = CaptureGradients(problem, derivative, wanted.score_captures)
+    per_row = RowArrays(tiled.rows(d_out), *(pad_to(x, 2, sizes.padded_q)[..., None] for x in (delta, lse)))
+    captured = CaptureGradients(tiled, derivative, wanted.score_captures)
+    sweep = BackwardSweep(tiled, per_row, captured, wanted, derivative)
 
-    def one_row(carry: tuple, step: Array) -> tuple[tuple, tuple]:
-        return _row(problem, row_data, row_at(plan, s, problem.lists, step), carry, captured, wanted, derivative)
+    def one_row(sums: KeySums, step: Array) -> tuple[KeySums, QuerySums]:
+        return sweep.add_row(row_at(plan, sizes, tiled.lists, step), sums)
 
-    columns = [
-        jnp.zeros(x.shape, problem.compute) if want else None
-        for x, want in (
-            (problem.key, wanted.key),
-            (problem.value, wanted.value),
-            (typing.cast(Array, problem.key_extra), wanted.key_extra),  # there where it is wanted
-        )
-    ]
-    carry = problem.as_operands_vary((*columns, captured.start()))
-    steps = jnp.arange(s.steps, dtype=jnp.int32)
-    if s.steps == 1:
-        carry, rows = one_row(carry, steps[0])
+    zero = lambda x, want: None if not want else jnp.zeros(typing.cast(Array, x).shape, tiled.compute)
+    sums = KeySums(
+        zero(tiled.key, wanted.key),
+        zero(tiled.value, wanted.value),
+        zero(tiled.key_extra, wanted.key_extra),
+        captured.start(),
+    )
+    sums = tiled.vary_like_operands(sums)
+    steps = jnp.arange(sizes.steps, dtype=jnp.int32)
+    if sizes.steps == 1:
+        sums, rows = one_row(sums, steps[0])
         rows = jax.tree.map(lambda x: x[None], rows)
     else:
-        carry, rows = lax.scan(one_row, carry, steps)
-    dk, dv, dkx, buffers = carry
-    dq, dqx = rows
+        sums, rows = lax.scan(one_row, sums, steps)
 
-    def rows_back(x: Array | None, like: Array | None) -> Array | None:
+    def in_layout(x: Array | None, like: Array | None, length: int) -> Array | None:
+        """A gradient [B, heads, padded tokens, D] in the layout, length and dtype of its operand."""
         if x is None:
             return None
         assert like is not None
-        return heads_first(join_rows(x, s)[:, :, : plan.q_len], plan).astype(like.dtype)
+        return heads_first(x[:, :, :length], plan).astype(like.dtype)
 
-    def columns_back(x: Array | None, like: Array | None) -> Array | None:
-        if x is None:
-            return None
-        assert like is not None
-        return heads_first(x[:, :, : plan.kv_len], plan).astype(like.dtype)
-
+    join = lambda x: None if x is None else join_rows(x, sizes)
     return Gradients(
-        rows_back(dq, operands.query),
-        columns_back(dk, operands.key),
-        columns_back(dv, operands.value),
-        rows_back(dqx, operands.query_extra),
-        columns_back(dkx, operands.key_extra),
-        _sinks(problem, delta, lse, operands) if wanted.sinks else None,
-        captured.finish(buffers),
+        in_layout(join(rows.query), operands.query, plan.q_len),
+        in_layout(sums.key, operands.key, plan.kv_len),
+        in_layout(sums.value, operands.value, plan.kv_len),
+        in_layout(join(rows.query_extra), operands.query_extra, plan.q_len),
+        in_layout(sums.key_extra, operands.key_extra, plan.kv_len),
+        _sink_gradient(tiled, delta, lse, operands) if wanted.sinks else None,
+        captured.finish(sums.captures),
     )
 
 
-class RowData:
+class RowArrays(typing.NamedTuple):
     """What the sweep reads of each row, padded: d_out [B, N, T, E], delta - dlse and lse [B, N, T, 1]."""
 
-    def __init__(self, d_out: Array, delta: Array, lse: Array):
-        self.d_out, self.delta, self.lse = d_out, delta, lse
+    d_out: Array
+    delta: Array
+    lse: Array
 
 
-def _row(
-    problem: Problem,
-    data: RowData,
-    row: Row,
-    carry: tuple,
-    captured: CaptureGradients,
-    wanted: Wanted,
-    derivative: Program | None,
-) -> tuple[tuple, tuple]:
-    plan, s = problem.plan, problem.schedule
-    q = problem.take_rows(problem.query, row)
-    qx = None if problem.query_extra is None else problem.take_rows(problem.query_extra, row)
-    do, delta, lse = (problem.take_rows(x, row) for x in (data.d_out, data.delta, data.lse))
-    scale = jnp.asarray(plan.scale, problem.compute)
-    need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
+class BackwardSweep(typing.NamedTuple):
+    """What is the same for all tile rows of a backward pass."""
 
-    def visit_tile(state: tuple, visit: Visit) -> tuple:
-        dq, dqx, dk, dv, dkx, buffers = state
-        raw = problem.raw_scores(row, visit, q, qx)
-        scores = problem.scores(row, visit, raw, derivative, bound_rows=True)
-        p = tile_math.probabilities(scores.modified, lse)
-        keep = problem.keep(row, visit)
-        if dv is not None:
-            dropped = p if keep is None else p * keep
-            dv = _add_columns(problem, dv, row, visit, dropped, do)
-        if not need_ds and not captured.slots:
-            return dq, dqx, dk, dv, dkx, buffers
-        dp = problem.query_times_key(do, problem.take_columns(problem.value, row, visit.blocks))
-        cotangent = p * ((dp if keep is None else dp * keep) - delta)
-        buffers = captured.add(buffers, row, visit, scores, cotangent)
-        ds = raw_cotangent(scores, cotangent) * scale
-        if dq is not None:
-            dq = dq + problem.weights_times_value(ds, problem.take_columns(problem.key, row, visit.blocks))
-        if dqx is not None:
-            assert problem.key_extra is not None
-            dqx = dqx + problem.weights_times_value(ds, problem.take_columns(problem.key_extra, row, visit.blocks))
-        dk = dk if dk is None else _add_columns(problem, dk, row, visit, ds, q)
-        dkx = dkx if dkx is None else _add_columns(problem, dkx, row, visit, ds, typing.cast(Array, qx))
-        return dq, dqx, dk, dv, dkx, buffers
+    tiled: TiledOperands
+    per_row: RowArrays
+    captured: CaptureGradients
+    wanted: Wanted
+    derivative: Program | None
 
-    zero = lambda dim, want: jnp.zeros((s.batch, s.heads, s.block_q, dim), problem.compute) if want else None
-    state = (zero(plan.head_dim, wanted.query), zero(plan.extra_dim, wanted.query_extra), *carry)
-    dq, dqx, *rest = walk(plan, s, row, visit_tile, problem.as_operands_vary(state))
-    return tuple(rest), (dq, dqx)
+    def add_row(self, row: TileRow, sums: KeySums) -> tuple[KeySums, QuerySums]:
+        """The sums with one tile row added, and the tile row's own sums."""
+        tiled, wanted = self.tiled, self.wanted
+        plan, sizes = tiled.plan, tiled.sizes
+        q = tiled.take_rows(tiled.query, row)
+        q_extra = None if tiled.query_extra is None else tiled.take_rows(tiled.query_extra, row)
+        do, delta, lse = (tiled.take_rows(x, row) for x in self.per_row)
+        scale = jnp.asarray(plan.scale, tiled.compute)
+        need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
+        def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
+            """Adds the gradients of one visit to both sums."""
+            (dq, dqx), (dk, dv, dkx, buffers) = state
+            raw = raw_scores(tiled, row, visit, q, q_extra)
+            scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)
+            p = tile_math.probabilities(scores.modified, lse)
+            multiplier = dropout_multiplier(tiled, row, visit)
+            if dv is not None:
+                dropped = p if multiplier is None else p * multiplier
+                dv = _add_columns(tiled, dv, row, visit, dropped, do)
+            if not need_ds and not self.captured.slots:
+                return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
+            dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit.blocks))
+            cotangent = p * ((dp if multiplier is None else dp * multiplier) - delta)
+            buffers = self.captured.add(buffers, row, visit, scores, cotangent)
+            d_raw = times_partial(cotangent, scores.partials[0]) if scores.partials else cotangent
+            ds = zero_where_off(scores, d_raw) * scale
+            if dq is not None:
+                dq = dq + tiled.weights_times_value(ds, tiled.take_columns(tiled.key, row, visit.blocks))
+            if dqx is not None:
+                assert tiled.key_extra is not None
+                dqx = dqx + tiled.weights_times_value(ds, tiled.take_columns(tiled.key_extra, row, visit.blocks))
+            dk = dk if dk is None else _add_columns(tiled, dk, row, visit, ds, q)
+            dkx = dkx if dkx is None else _add_columns(tiled, dkx, row, visit, ds, typing.cast(Array, q_extra))
+            return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
 
-def raw_cotangent(scores: Scores, cotangent: Array) -> Array:
-    """Cotangent of scale * q . k from that of the modified score."""
-    if scores.partials:
-        partial = scores.partials[0]
-        cotangent = cotangent * (partial.value if isinstance(partial, Lit) else partial)
-    if scores.on is None:
-        return cotangent
-    return jnp.where(scores.on, cotangent, jnp.zeros_like(cotangent))
+        shape = (sizes.batch, sizes.heads, sizes.block_q)
+        zero = lambda dim, want: jnp.zeros((*shape, dim), tiled.compute) if want else None
+        row_sums = QuerySums(zero(plan.head_dim, wanted.query), zero(plan.extra_dim, wanted.query_extra))
+        state = tiled.vary_like_operands((row_sums, sums))
+        row_sums, sums = walk(plan, sizes, row, visit_tile, state)
+        return sums, row_sums
 
 
-def _add_columns(problem: Problem, total: Array, row: Row, visit: Visit, weights: Array, rows: Array) -> Array:
-    """total [B, heads, padded_kv, D] plus weights^T rows at the key blocks of the visit."""
-    s = problem.schedule
-    m0, nm = problem.key_group(total.shape[1], row)
-    product = problem.weights_transposed_times(weights, rows, nm)
+def _add_columns(
+    tiled: TiledOperands, total: Array, row: TileRow, visit: BlockVisit, weights: Array, rows: Array
+) -> Array:
+    """total [B, heads, padded_kv, D] with weights^T rows added at the key blocks of the visit.
+
+    weights [batch, heads, block_q, keys] and rows [batch, heads, block_q, D] belong to the tile row.
+    """
+    m0, nm = tiled.key_group(total.shape[1], row)
+    product = tiled.weights_transposed_times(weights, rows, nm)
     for j, part in enumerate(jnp.split(product, visit.blocks.shape[0], 2)):
-        total = add_at(total, part, (row.b0, m0, visit.blocks[j] * s.block_kv, 0))
+        total = add_at(total, part, (row.b0, m0, visit.blocks[j] * tiled.sizes.block_kv, 0))
     return total
 
 
-def _sinks(problem: Problem, delta: Array, lse: Array, operands: Operands) -> Array:
-    """delta here is sum(do * out) - dlse, [B, N, T]."""
-    assert problem.sinks is not None
+def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
+    """Gradient of the sinks, [N]; delta here is sum(do * out) - dlse, [B, N, T]."""
+    assert tiled.sinks is not None
     assert operands.sinks is not None
-    weight = tile_math.probabilities(problem.sinks[None, :, None], lse)
+    weight = tile_math.probabilities(tiled.sinks[None, :, None], lse)
     return -(weight * delta).sum((0, 2)).astype(operands.sinks.dtype)
 
 
-def _zeros(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: KernelPlan) -> Gradients:
-    """Without keys only the sinks have a gradient, through lse."""
+def _empty_gradients(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: KernelPlan) -> Gradients:
+    """The gradients of a call without queries or keys: 0, but for the sinks, on which lse depends."""
     zero = lambda x, want: jnp.zeros_like(x) if want else None
     sinks = zero(operands.sinks, wanted.sinks)
     if sinks is not None and d_lse is not None:

@@ -1,4 +1,4 @@
-"""The forward pass in XLA: an online softmax over the visited tiles of each row. Extra memory is one tile."""
+"""The forward pass in XLA: an online softmax over the visited tiles of each tile row. Extra memory is that of one tile."""
 
 import jax
 import jax.numpy as jnp
@@ -6,77 +6,80 @@ from jax import lax
 
 from flexjax.backends import tile_math
 from flexjax.backends.target import Target
-from flexjax.backends.xla.problem import Problem, heads_first
-from flexjax.backends.xla.schedule import Row, Schedule, Visit, row_at, walk
+from flexjax.backends.xla.block_loop import BlockVisit, TileRow, row_at, walk
+from flexjax.backends.xla.tile_sizes import TileSizes
+from flexjax.backends.xla.tiled_operands import TiledOperands, heads_first
+from flexjax.backends.xla.visit_scores import dropout_multiplier, raw_scores, visit_scores
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 
 Array = jax.Array
 
 
 def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
-    """out, lse and, if the plan asks, max_scores (see Results)."""
+    """The forward pass of a plan: out, lse and, if the plan asks, max_scores (see Results)."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return empty_results(plan, operands)
-    problem = Problem(plan, operands, target)
-    schedule = problem.schedule
+    tiled = TiledOperands(plan, operands, target)
+    sizes = tiled.sizes
 
     def one_row(step: Array) -> tuple[Array, Array, Array]:
-        return _row(problem, row_at(plan, schedule, problem.lists, step))
+        return _row(tiled, row_at(plan, sizes, tiled.lists, step))
 
-    if schedule.steps == 1:
+    if sizes.steps == 1:
         out, lse, top = (x[None] for x in one_row(jnp.int32(0)))
     else:
-        out, lse, top = lax.map(one_row, jnp.arange(schedule.steps, dtype=jnp.int32))
-    out = heads_first(join_rows(out, schedule)[:, :, : plan.q_len], plan).astype(plan.dtype)
-    flat = lambda x: heads_first(join_rows(x, schedule)[:, :, : plan.q_len, 0], plan)
+        out, lse, top = lax.map(one_row, jnp.arange(sizes.steps, dtype=jnp.int32))
+    out = heads_first(join_rows(out, sizes)[:, :, : plan.q_len], plan).astype(plan.dtype)
+    flat = lambda x: heads_first(join_rows(x, sizes)[:, :, : plan.q_len, 0], plan)
     return Results(out, flat(lse), flat(top) if plan.max_scores else None)
 
 
-def _row(problem: Problem, row: Row) -> tuple[Array, Array, Array]:
-    """(out [b, n, q, E], lse [b, n, q, 1], max [b, n, q, 1]) of one row."""
-    plan, s = problem.plan, problem.schedule
-    q = problem.take_rows(problem.query, row)
-    qx = None if problem.query_extra is None else problem.take_rows(problem.query_extra, row)
+def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
+    """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row."""
+    plan, s = tiled.plan, tiled.sizes
+    q = tiled.take_rows(tiled.query, row)
+    qx = None if tiled.query_extra is None else tiled.take_rows(tiled.query_extra, row)
 
-    def visit_tile(state: tuple[Array, Array, Array], visit: Visit) -> tuple[Array, Array, Array]:
+    def visit_tile(state: tuple[Array, Array, Array], visit: BlockVisit) -> tuple[Array, Array, Array]:
+        """Adds one visit to (row maximum, row sum, accumulated output)."""
         maximum, total, accumulated = state
-        raw = problem.raw_scores(row, visit, q, qx)
-        scores = problem.scores(row, visit, raw, plan.score, bound_rows=False).modified
+        raw = raw_scores(tiled, row, visit, q, qx)
+        scores = visit_scores(tiled, row, visit, raw, plan.score, mask_q_end=False).modified
         maximum, total, factor, weights = tile_math.online_step(maximum, total, scores)
-        keep = problem.keep(row, visit)
-        weights = weights if keep is None else weights * keep
-        product = problem.weights_times_value(weights, problem.take_columns(problem.value, row, visit.blocks))
+        multiplier = dropout_multiplier(tiled, row, visit)
+        weights = weights if multiplier is None else weights * multiplier
+        product = tiled.weights_times_value(weights, tiled.take_columns(tiled.value, row, visit.blocks))
         return maximum, total, accumulated * factor + product
 
     shape = (s.batch, s.heads, s.block_q)
     start = (
-        jnp.full((*shape, 1), -jnp.inf, problem.compute),
-        jnp.zeros((*shape, 1), problem.compute),
-        jnp.zeros((*shape, plan.value_dim), problem.compute),
+        jnp.full((*shape, 1), -jnp.inf, tiled.compute),
+        jnp.zeros((*shape, 1), tiled.compute),
+        jnp.zeros((*shape, plan.value_dim), tiled.compute),
     )
-    maximum, total, accumulated = walk(plan, s, row, visit_tile, problem.as_operands_vary(start))
-    out, lse = tile_math.finalise(maximum, total, accumulated, row_sinks(problem, row))
+    maximum, total, accumulated = walk(plan, s, row, visit_tile, tiled.vary_like_operands(start))
+    out, lse = tile_math.finalise(maximum, total, accumulated, row_sinks(tiled, row))
     return out, lse, maximum
 
 
-def row_sinks(problem: Problem, row: Row) -> Array | None:
-    """The sinks of the row's heads as [1, heads, 1, 1]."""
-    if problem.sinks is None:
+def row_sinks(tiled: TiledOperands, row: TileRow) -> Array | None:
+    """The sinks of the tile row's heads, [1, heads, 1, 1]; None without sinks."""
+    if tiled.sinks is None:
         return None
-    return lax.dynamic_slice(problem.sinks, (row.h0,), (problem.schedule.heads,)).reshape(1, -1, 1, 1)
+    return lax.dynamic_slice(tiled.sinks, (row.h0,), (tiled.sizes.heads,)).reshape(1, -1, 1, 1)
 
 
-def join_rows(x: Array, schedule: Schedule) -> Array:
-    """[steps, batch, heads, block_q, ...] -> [B, N, padded_q, ...]."""
+def join_rows(x: Array, sizes: TileSizes) -> Array:
+    """Results of all tile rows, [steps, batch, heads, block_q, ...] -> [B, N, padded_q, ...]."""
     rest = x.shape[4:]
-    x = x.reshape(schedule.batch_groups, schedule.head_groups, schedule.rows, *x.shape[1:])
+    x = x.reshape(sizes.batch_groups, sizes.head_groups, sizes.rows, *x.shape[1:])
     x = jnp.moveaxis(x, (0, 3, 1, 4, 2, 5), range(6))
-    b, n = schedule.batch_groups * schedule.batch, schedule.head_groups * schedule.heads
-    return x.reshape(b, n, schedule.padded_q, *rest)
+    b, n = sizes.batch_groups * sizes.batch, sizes.head_groups * sizes.heads
+    return x.reshape(b, n, sizes.padded_q, *rest)
 
 
 def empty_results(plan: KernelPlan, operands: Operands) -> Results:
-    """Without queries or keys: outputs 0; lse the sink, or -inf."""
+    """The results of a call without queries or keys: outputs 0, lse the sink or -inf, max_scores -inf."""
     tokens = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     shape = (plan.batch, *tokens)
     lse = jnp.full(shape, -jnp.inf, plan.score_dtype)

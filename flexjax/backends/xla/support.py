@@ -1,4 +1,4 @@
-"""The xla backend: plain JAX, runs everywhere, takes every plan."""
+"""The xla backend: attention in plain JAX, which runs every plan on every platform."""
 
 import contextlib
 
@@ -8,19 +8,19 @@ from jax.interpreters import mlir
 from flexjax.backends.target import Target
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
-from flexjax.backends.xla.schedule import Schedule, choose, tile_candidates
 from flexjax.backends.xla.tangent import tangent
+from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes, tile_candidates
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 
 
 class XlaBackend:
-    """Blockwise attention as XLA loops (see backends/base.py). It alone has forward mode."""
+    """Blockwise attention as XLA loops (see backends/base.py). The only backend with forward mode (`tangent`)."""
 
     name = "xla"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        """Never: a tile of the options that does not suit its loops gives way to one that does (schedule.choose)."""
+        """None: it runs every plan, and cuts a tile of the options that does not fit (tile_sizes.choose_tile_sizes)."""
         return None
 
     def refuses_backward(
@@ -28,12 +28,12 @@ class XlaBackend:
     ) -> str | None:
         return None
 
-    def schedule(self, plan: KernelPlan, target: Target) -> Schedule:
-        """The tiles it will use in the forward pass."""
-        return choose(plan, target)
+    def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes:
+        """The tiles of the forward pass, for `explain`."""
+        return choose_tile_sizes(plan, target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Values for KernelOptions that are worth timing, the default's own first."""
+        """Tiles for autotuning, as KernelOptions, the default first."""
         return tile_candidates(plan, target)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
@@ -61,6 +61,7 @@ class XlaBackend:
         derivative: Program | None,
         target: Target,
     ) -> tuple[jax.Array, jax.Array]:
+        """(tangent of out, tangent of lse); `tangents` has None where an operand has no tangent."""
         return tangent(plan, operands, results, tangents, derivative, target)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:

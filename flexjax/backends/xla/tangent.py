@@ -1,7 +1,10 @@
-"""Forward mode in XLA: the tangents of out and lse by the same walk over tiles.
+"""Forward mode in XLA: the tangents of out and lse, by the same loops over tiles as the forward pass.
 
-ts' = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
-tout = sum p r (ts' v + tv) - out sum p ts'     tlse = sum p ts'      (the sink's term is in both sums over p ts')
+With t before the name of a tangent, s' the modified score, l_j the loads of captured arrays, r dropout's multiplier:
+
+    ts'  = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
+    tlse = sum p ts'                              the sink is one more term of this sum
+    tout = sum p r (ts' v + tv) - out tlse
 """
 
 import typing
@@ -12,11 +15,18 @@ from jax import lax
 
 from flexjax.backends import tile_math
 from flexjax.backends.target import Target
+from flexjax.backends.xla.block_loop import BlockVisit, TileRow, row_at, walk
 from flexjax.backends.xla.capture_gradients import tangent_of_loads
 from flexjax.backends.xla.forward import join_rows, row_sinks
-from flexjax.backends.xla.problem import Problem, heads_first, pad_to
-from flexjax.backends.xla.schedule import Row, Visit, row_at, walk
-from flexjax.ir.program import Lit, Program
+from flexjax.backends.xla.tiled_operands import TiledOperands, heads_first, pad_to
+from flexjax.backends.xla.visit_scores import (
+    dropout_multiplier,
+    raw_scores,
+    times_partial,
+    visit_scores,
+    zero_where_off,
+)
+from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results
 
 Array = jax.Array
@@ -30,16 +40,16 @@ def tangent(
     derivative: Program | None,
     target: Target,
 ) -> tuple[Array, Array]:
-    """(tangent of out, tangent of lse); `tangents` has None where an operand does not move."""
+    """(tangent of out, tangent of lse); `tangents` has None where an operand has no tangent."""
     if plan.batch * plan.q_len * plan.kv_len == 0:
         t_lse = jnp.zeros_like(results.lse)
         if tangents.sinks is not None:
             by_head = tangents.sinks.astype(t_lse.dtype)
             t_lse = t_lse + (by_head if plan.layout == "BTNH" else by_head[:, None])
         return jnp.zeros_like(results.out), t_lse
-    moving = Moving(Problem(plan, operands, target, derivative), tangents, derivative, results)
-    s = moving.problem.schedule
-    one_row = lambda step: _row(moving, row_at(plan, s, moving.problem.lists, step))
+    tiled_tangents = TiledTangents(TiledOperands(plan, operands, target, derivative), tangents, derivative, results)
+    s = tiled_tangents.tiled.sizes
+    one_row = lambda step: _row(tiled_tangents, row_at(plan, s, tiled_tangents.tiled.lists, step))
     if s.steps == 1:
         t_out, t_lse = (x[None] for x in one_row(jnp.int32(0)))
     else:
@@ -48,73 +58,78 @@ def tangent(
     return t_out, heads_first(join_rows(t_lse, s)[:, :, : plan.q_len, 0], plan)
 
 
-class Moving:
-    """A problem and the tangents of its operands, in tiles."""
+class TiledTangents:
+    """The tangents of the operands in tiles, beside the operands `tiled`; None where an operand has no tangent."""
 
-    def __init__(self, problem: Problem, tangents: Gradients, derivative: Program | None, results: Results):
+    def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
         maybe = lambda f, x: None if x is None else f(x)
-        wide = lambda x: heads_first(x, problem.plan).astype(problem.compute)
-        self.problem, self.derivative = problem, derivative
-        self.query, self.query_extra = (maybe(problem.rows, x) for x in (tangents.query, tangents.query_extra))
+        wide = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
+        self.tiled, self.derivative = tiled, derivative
+        self.query, self.query_extra = (maybe(tiled.rows, x) for x in (tangents.query, tangents.query_extra))
         self.key, self.value, self.key_extra = (
-            maybe(problem.columns, x) for x in (tangents.key, tangents.value, tangents.key_extra)
+            maybe(tiled.columns, x) for x in (tangents.key, tangents.value, tangents.key_extra)
         )
-        self.sinks = maybe(lambda x: x.astype(problem.compute), tangents.sinks)
+        self.sinks = maybe(lambda x: x.astype(tiled.compute), tangents.sinks)
         zeros = [
             jnp.zeros((), c.dtype) if t is None else t
-            for c, t in zip(problem.score_captures, tangents.score_captures, strict=True)
+            for c, t in zip(tiled.score_captures, tangents.score_captures, strict=True)
         ]
-        moved = [t is not None for t in tangents.score_captures]
-        filled = [z if m else c for z, m, c in zip(zeros, moved, problem.score_captures, strict=True)]
-        padded = problem.pad_score_captures(filled) if any(moved) else filled
-        self.captures = tuple(p if m else None for p, m in zip(padded, moved, strict=True))
-        self.lse = pad_to(wide(results.lse), 2, problem.schedule.padded_q)[..., None]
-        self.out = problem.rows(results.out).astype(problem.compute)
+        has_tangent = [t is not None for t in tangents.score_captures]
+        filled = [z if has else c for z, has, c in zip(zeros, has_tangent, tiled.score_captures, strict=True)]
+        padded = tiled.pad_score_captures(filled) if any(has_tangent) else filled
+        self.captures = tuple(p if has else None for p, has in zip(padded, has_tangent, strict=True))
+        self.lse = pad_to(wide(results.lse), 2, tiled.sizes.padded_q)[..., None]
+        self.out = tiled.rows(results.out).astype(tiled.compute)
 
 
-def _row(moving: Moving, row: Row) -> tuple[Array, Array]:
-    problem = moving.problem
-    plan, s = problem.plan, problem.schedule
-    take = lambda x: None if x is None else problem.take_rows(x, row)
-    q, qx, tq, tqx = map(take, (problem.query, problem.query_extra, moving.query, moving.query_extra))
-    lse, out = take(moving.lse), take(moving.out)
+def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
+    """(tangent of out [batch, heads, block_q, E], tangent of lse [batch, heads, block_q, 1]) of one tile row."""
+    tiled = tiled_tangents.tiled
+    plan, s = tiled.plan, tiled.sizes
+    take = lambda x: None if x is None else tiled.take_rows(x, row)
+    q, qx, tq, tqx = map(take, (tiled.query, tiled.query_extra, tiled_tangents.query, tiled_tangents.query_extra))
+    lse, out = take(tiled_tangents.lse), take(tiled_tangents.out)
     assert q is not None
     assert lse is not None
     assert out is not None
-    scale = jnp.asarray(plan.scale, problem.compute)
+    scale = jnp.asarray(plan.scale, tiled.compute)
 
-    def visit_tile(state: tuple[Array, Array], visit: Visit) -> tuple[Array, Array]:
-        weighted, moved = state
-        columns = lambda x: problem.take_columns(x, row, visit.blocks)
-        raw = problem.raw_scores(row, visit, q, qx)
-        scores = problem.scores(row, visit, raw, moving.derivative, bound_rows=True)
+    def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
+        """Adds one visit to (sum of p r (ts' v + tv), sum of p ts')."""
+        weighted, t_lse = state
+        columns = lambda x: tiled.take_columns(x, row, visit.blocks)
+        raw = raw_scores(tiled, row, visit, q, qx)
+        scores = visit_scores(tiled, row, visit, raw, tiled_tangents.derivative, mask_q_end=True)
         products = [
-            problem.query_times_key(a, columns(b))
-            for a, b in ((tq, problem.key), (q, moving.key), (tqx, problem.key_extra), (qx, moving.key_extra))
+            tiled.query_times_key(a, columns(b))
+            for a, b in (
+                (tq, tiled.key),
+                (q, tiled_tangents.key),
+                (tqx, tiled.key_extra),
+                (qx, tiled_tangents.key_extra),
+            )
             if a is not None and b is not None
         ]
         t_score = jnp.zeros_like(raw) if not products else sum(products) * scale
         if scores.partials:
-            partial = scores.partials[0]
-            t_score = t_score * (partial.value if isinstance(partial, Lit) else partial)
-        if moving.derivative is not None:
-            loads = tangent_of_loads(scores, moving.derivative, moving.captures)
+            t_score = times_partial(t_score, scores.partials[0])
+        if tiled_tangents.derivative is not None:
+            loads = tangent_of_loads(scores, tiled_tangents.derivative, tiled_tangents.captures)
             t_score = t_score if loads is None else t_score + loads
-        if scores.on is not None:
-            t_score = jnp.where(scores.on, t_score, jnp.zeros_like(t_score))
+        t_score = zero_where_off(scores, t_score)
         p = tile_math.probabilities(scores.modified, lse)
-        keep = problem.keep(row, visit)
-        dropped = p if keep is None else p * keep
-        weighted = weighted + problem.weights_times_value(dropped * t_score, columns(problem.value))
-        if moving.value is not None:
-            weighted = weighted + problem.weights_times_value(dropped, columns(moving.value))
-        return weighted, moved + (p * t_score).sum(-1, keepdims=True)
+        multiplier = dropout_multiplier(tiled, row, visit)
+        dropped = p if multiplier is None else p * multiplier
+        weighted = weighted + tiled.weights_times_value(dropped * t_score, columns(tiled.value))
+        if tiled_tangents.value is not None:
+            weighted = weighted + tiled.weights_times_value(dropped, columns(tiled_tangents.value))
+        return weighted, t_lse + (p * t_score).sum(-1, keepdims=True)
 
     shape = (s.batch, s.heads, s.block_q)
-    start = (jnp.zeros((*shape, plan.value_dim), problem.compute), jnp.zeros((*shape, 1), problem.compute))
-    weighted, moved = walk(plan, s, row, visit_tile, problem.as_operands_vary(start))
-    if moving.sinks is not None:
-        t_sink = lax.dynamic_slice(moving.sinks, (row.h0,), (s.heads,)).reshape(1, -1, 1, 1)
-        sinks = typing.cast(Array, row_sinks(problem, row))
-        moved = moved + tile_math.probabilities(sinks, lse) * t_sink
-    return weighted - out * moved, moved
+    start = (jnp.zeros((*shape, plan.value_dim), tiled.compute), jnp.zeros((*shape, 1), tiled.compute))
+    weighted, t_lse = walk(plan, s, row, visit_tile, tiled.vary_like_operands(start))
+    if tiled_tangents.sinks is not None:
+        t_sink = lax.dynamic_slice(tiled_tangents.sinks, (row.h0,), (s.heads,)).reshape(1, -1, 1, 1)
+        sinks = typing.cast(Array, row_sinks(tiled, row))
+        t_lse = t_lse + tile_math.probabilities(sinks, lse) * t_sink
+    return weighted - out * t_lse, t_lse

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 import flexjax
 from flexjax.types import KernelOptions
-from tests.backends import children, on_mesh
-from tests.backends.conformance import Problem
+from tests.backends import children
 from tests.backends.mosaic_gpu import compile_hopper
-from tests.cases import CASES
+from tests.bound_case import BoundCase
+from tests.cases import CASES, on_mesh
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}  # not those of conftest.py
 DTYPES = ("bfloat16", "float16")
@@ -68,7 +68,7 @@ def compile_entry(entry: str) -> None:
         compile_on_mesh(entry)
         return
     name, dtype = TABLE[entry]
-    problem = Problem(CASES[name], dtype, "mosaic_gpu")
+    problem = BoundCase(CASES[name], dtype, "mosaic_gpu")
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array) -> object:

@@ -92,7 +92,7 @@ NAMES = tuple(cases())
 
 def compile_cases(names: list[str]) -> None:
     from flexjax.backends.mosaic_gpu import forward_sm90, tiles
-    from tests.backends.mosaic_gpu.forward_problems import problem
+    from tests.cases.on_hopper import problem
 
     for name in names:
         case = cases()[name]

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import bounded_scores, forward_sm90, memory, tiles
 from flexjax.plan.kernel_plan import Results
-from tests.backends.mosaic_gpu.forward_problems import Problem, problem
+from tests.cases.on_hopper import Problem, problem
 
 RNG = np.random.default_rng(7)
 TABLE = jnp.asarray(RNG.normal(size=(4, 640)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Scores that are far out (tests.backends.large_scores.py) in the simulator."""
+"""Scores that are far out (tests/cases/large_scores.py) in the simulator."""
 
 import jax
 import pytest
@@ -7,7 +7,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
 import flexjax
-from tests.backends import large_scores
+from tests.cases import large_scores
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
-from tests.backends import children, on_mesh
-from tests.backends.conformance import Problem
-from tests.backends.mosaic_tpu.extremes import EXTREMES, Row, random_case
-from tests.cases import CASES, Case
+from tests.backends import children
+from tests.bound_case import BoundCase
+from tests.cases import CASES, Case, on_mesh
+from tests.cases.edges import EDGES, Row, random_case
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -73,7 +73,7 @@ def without_the_door(function: Callable, chip: str) -> Callable:
 
 def compile_case(case: Case, dtype: str, chip: str) -> str:
     """A case as the suite runs it, through the front door: results and all gradients. Returns the program."""
-    problem = Problem(case, dtype, "mosaic_tpu")
+    problem = BoundCase(case, dtype, "mosaic_tpu")
     leaves, tree = jax.tree.flatten(problem.arrays())
 
     def step(*flat: jax.Array):
@@ -183,11 +183,11 @@ RANDOM = 40
 
 def entries() -> list[str]:
     """Names of all calls: the table of cases in both dtypes, edges and random calls, the large ones, those on a mesh."""
-    return [*TABLE, *EXTREMES, *(f"random_{n}" for n in range(RANDOM)), *LARGE, *ON_MESH]
+    return [*TABLE, *EDGES, *(f"random_{n}" for n in range(RANDOM)), *LARGE, *ON_MESH]
 
 
 def row_of(entry: str) -> Row:
-    found = TABLE.get(entry) or EXTREMES.get(entry)
+    found = TABLE.get(entry) or EDGES.get(entry)
     return found or random_case(int(entry.removeprefix("random_")))
 
 

@@ -23,7 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from flexjax.backends.mosaic_tpu import backward, backward_dkv, forward, support, tables, vmem
+from flexjax.backends.mosaic_tpu import (
+    backward_dkv,
+    backward_dq,
+    block_sparse_order,
+    forward,
+    list_shape,
+    support,
+    visit_order,
+    vmem,
+)
 from flexjax.plan.kernel_plan import BlockLists, Operands, Results, Wanted
 from tests.backends.mosaic_tpu import aot
 
@@ -73,36 +82,36 @@ def estimate(chip: str, heads: int, what: str) -> dict[str, int] | None:
         return found if child.returncode == 0 else None
 
 
-class CausalTwin(tables.ListedOrder):
+class CausalTwin(block_sparse_order.BlockSparseOrder):
     """The tiles on and below the diagonal of a square, one after another as in the lists, counted without them."""
 
-    prefetch = 0
+    prefetched = 0
     chunks = 1
 
-    def __init__(self, plan, geometry, group, by_keys, lists):
-        self.geometry, self.group, self.by_keys = geometry, group, by_keys
+    def __init__(self, plan, geometry, group, key_major, lists):
+        self.geometry, self.group, self.key_major = geometry, group, key_major
         assert geometry.block_q == geometry.block_kv
-        self.kinds = frozenset({tables.IDLE, tables.FULL, tables.PARTIAL, tables.EDGE})
-        self.ragged = False
-        self.shape = tables.list_shape(plan, geometry, group, by_keys)
+        self.kinds = frozenset({visit_order.IDLE, visit_order.FULL, visit_order.PARTIAL, visit_order.EDGE})
+        self.overhang = False
+        self.shape = list_shape.list_shape(plan, geometry, group, key_major)
         self.sub_blocks, self.words = self.shape.sub_blocks, self.shape.words
-        self.rows_a_word = 32 // self.sub_blocks[1]
+        self.block_rows_per_word = 32 // self.sub_blocks[1]
         self.block_sizes = (128, 128)
         self.list_heads = self.list_batch = 1
 
-    def tables(self, chunk):
+    def prefetch_arrays(self, chunk):
         return (), None
 
-    def grid(self, count):
+    def grid(self, visits_at_run_time):
         g = self.geometry
         visits = g.q_tiles * (g.q_tiles + 1) // 2
-        grid = (g.batch, g.heads // (self.group if self.by_keys else 1), visits)
-        return (*grid, self.group) if self.by_keys else grid
+        grid = (g.batch, g.heads // (self.group if self.key_major else 1), visits)
+        return (*grid, self.group) if self.key_major else grid
 
     def _row_and_place(self, v):
         """Which row of tiles visit v is in, and its number there: comparisons alone, which the simulation follows."""
         n = self.geometry.q_tiles
-        lengths = range(n, 0, -1) if self.by_keys else range(1, n + 1)
+        lengths = range(n, 0, -1) if self.key_major else range(1, n + 1)
         starts = np.concatenate([[0], np.cumsum(list(lengths))])[:-1]
         row, start = jnp.int32(0), jnp.int32(0)
         for number, first in enumerate(starts[1:], 1):
@@ -110,20 +119,22 @@ class CausalTwin(tables.ListedOrder):
             start = jnp.where(v >= np.int32(first), np.int32(first), start)
         return row, v - start
 
-    def where(self, *ids):
+    def tile_at(self, *ids):
         row, place = self._row_and_place(ids[2])
-        if self.by_keys:
+        if self.key_major:
             return ids[0], ids[1] * np.int32(self.group) + ids[3], row + place, row
         return ids[0], ids[1], row, place
 
     def visit(self, refs):
-        ids = [pl.program_id(n) for n in range(4 if self.by_keys else 3)]
-        b, h, i, j = self.where(*ids)
+        ids = [pl.program_id(n) for n in range(4 if self.key_major else 3)]
+        b, h, i, j = self.tile_at(*ids)
         row, place = self._row_and_place(ids[2])
-        kind = jnp.where(i == j, np.int32(tables.PARTIAL), np.int32(tables.FULL))
+        kind = jnp.where(i == j, np.int32(visit_order.PARTIAL), np.int32(visit_order.FULL))
         words = tuple((i * 7 + j * 13 + n) * 77777 for n in range(2 * self.words))
-        end = np.int32(self.geometry.q_tiles - 1) - row if self.by_keys else row
-        return tables.Visit(b, h, i, j, place == 0, place == end, kind, words, ids[3] if self.by_keys else np.int32(0))
+        end = np.int32(self.geometry.q_tiles - 1) - row if self.key_major else row
+        return visit_order.TileVisit(
+            b, h, i, j, place == 0, place == end, kind, words, ids[3] if self.key_major else np.int32(0)
+        )
 
 
 def ours(chip: str, heads: int, what: str) -> None:
@@ -139,12 +150,12 @@ def ours(chip: str, heads: int, what: str) -> None:
         vmem.backward_tiles = lambda *_: tiles
     launch = forward.launch
 
-    def launch_without_tables(title, body, order, feeds, *rest):
+    def launch_without_tables(call, body):
         # A computed table may be placed where the simulation cannot follow; its values do not matter to it.
-        feeds.tables = (jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, 1), jnp.int32))
-        return launch(title, body, order, feeds, *rest)
+        call.hoisted.scalar_tables = (jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, 1), jnp.int32))
+        return launch(call, body)
 
-    for module in (forward, backward, backward_dkv):
+    for module in (forward, backward_dq, backward_dkv):
         module.launch = launch_without_tables
         if mask is not None:
             module.make_order = CausalTwin

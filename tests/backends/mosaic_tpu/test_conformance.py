@@ -8,9 +8,29 @@ import flexjax
 from tests.backends.conformance import Conformance
 from tests.cases import Case
 
+# Rows in which the kernels do something of their own. The others differ in what happens before the kernels, which the xla
+# backend's run of every row covers, or are in test_kernels.py.
+# fmt: off
+EVERYDAY = frozenset({
+    "plain", "no_keys", "no_queries", "one_query", "seven", "narrower_values", "dim_17",
+    "large_logits", "custom_rule", "rows_minus_inf", "window", "packed", "zero_lengths", "some_rows_off", "distant_past",
+    "nothing", "flagged_keys", "by_batch_and_head", "zero_divisors", "batch_head_scale", "row_bias",
+    "one_array_read_twice", "pair_bias", "head_pair_bias", "pair_bias_and_transpose", "relative_bias", "index_out_of_range",
+    "bucket_bias", "indirect_row", "modular_table", "bf16_bias", "coordinates", "poison_root", "poison_bias", "sinks",
+    "dropout", "extra", "extra_groups", "lse_only",
+})
+# fmt: on
+
 
 class TestMosaicTpu(Conformance):
     implementation = "mosaic_tpu"
+    everyday = EVERYDAY
+    everyday_forward = frozenset({"no_keys", "no_queries", "one_query", "packed", "sinks"})
+    # what happens before a kernel is called (folding a mapped axis), or on the xla backend
+    slow_tests = frozenset({
+        "test_vmap_over_inputs", "test_vmap_over_captures_of_the_mask", "test_checkpoint", "test_jvp", "test_second_order",
+        "test_reverse_over_reverse", "test_dropout_follows_its_key",
+    })  # fmt: skip
 
     def refuses(self, case: Case, dtype: str) -> bool:
         return dtype not in ("float32", "bfloat16") or 0 in case.shape

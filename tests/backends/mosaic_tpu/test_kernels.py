@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import typing
@@ -17,15 +18,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_tpu import tables, vmem
+from flexjax.backends.mosaic_tpu import list_shape, visit_order, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.types import KernelOptions
 from tests import oracle
-from tests.backends import on_mesh
 from tests.backends.mosaic_tpu import plans
-from tests.cases import CASES
+from tests.cases import CASES, on_mesh
 from tests.compare import assert_close
+from tests.marks import some_slow
 
 BACKEND = MosaicTpuBackend()
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -41,24 +42,35 @@ def check(name: str, options: KernelOptions, backward: bool = True) -> None:
         assert_close(key, np.asarray(array), want[key], dtype="float32", loosen=case.loosen)
 
 
-@pytest.mark.parametrize("name", ["window", "packed", "by_batch_and_head", "holes", "indirect_pair"])
+@pytest.mark.parametrize(
+    "name",
+    some_slow(("window", "packed", "by_batch_and_head", "holes", "indirect_pair"), ("window", "by_batch_and_head")),
+)
 def test_lists_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch):
     """Lists that do not fit SMEM run in several launches that write one output."""
-    monkeypatch.setattr(tables, "TABLE_BYTES", 64)
+    monkeypatch.setattr(list_shape, "TABLE_BYTES", 64)
     check(name, KernelOptions(interpret=True, block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128))
 
 
-@pytest.mark.parametrize("name", ["length_300", "window", "distance_bias", "long_query", "gqa3", "prefix"])
-@pytest.mark.parametrize("tile", [(128, 128), (256, 128), (128, 256)])
-def test_several_tiles(name: str, tile: tuple[int, int]):
-    q, kv = tile
+# each case with one of the tiles; the product with --slow
+ONCE = (
+    ("length_300", 128, 128), ("window", 256, 128), ("distance_bias", 128, 256), ("long_query", 128, 128),
+    ("gqa3", 256, 128), ("prefix", 128, 256),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "q", "kv"),
+    some_slow([(name, *tile) for name, *_ in ONCE for tile in ((128, 128), (256, 128), (128, 256))], ONCE),
+)
+def test_several_tiles(name: str, q: int, kv: int):
     check(name, KernelOptions(interpret=True, block_q=q, block_kv=kv, block_q_bwd=q, block_kv_bwd=kv))
 
 
 @pytest.mark.parametrize("name", ["length_300", "column_bias", "mqa"])
 def test_dq_alone(name: str, monkeypatch: pytest.MonkeyPatch):
     """Where the sums of dq do not fit, it has its own kernel."""
-    monkeypatch.setattr(vmem, "fuses", lambda *_: False)
+    monkeypatch.setattr(vmem, "dq_sums_fit", lambda *_: False)
     check(name, KernelOptions(interpret=True, block_q_bwd=128, block_kv_bwd=128))
 
 
@@ -86,14 +98,10 @@ def found_races(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
 SMALL_TILES = KernelOptions(block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["window", "mqa", "relative_bias", "column_bias"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("by_batch_and_head", "pair_bias", "sinks", "bucket_bias")
-    ],
-)
+RACING = ("window", "mqa", "column_bias", "relative_bias", "by_batch_and_head", "pair_bias", "sinks", "bucket_bias")
+
+
+@pytest.mark.parametrize("name", some_slow(RACING, RACING[:3]))
 def test_simulator_finds_no_race(name: str, found_races: Callable[[], list[bool]]):
     """On two cores, which share the parallel dimensions of the grid."""
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
@@ -105,7 +113,9 @@ def test_simulator_finds_no_race(name: str, found_races: Callable[[], list[bool]
 
 def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypatch: pytest.MonkeyPatch):
     """Visits of one row on two cores at a time write the same block, and the simulator says so."""
-    monkeypatch.setattr(tables.DenseOrder, "semantics", lambda order: ("parallel",) * (5 if order.by_keys else 4))
+    monkeypatch.setattr(
+        visit_order.DenseOrder, "semantics", lambda order: ("parallel",) * (5 if order.key_major else 4)
+    )
     case = dataclasses.replace(CASES["plain"], name="race", shape=(1, 1, 1, 128, 256, 16, 16))
     problem = plans.problem_of(case, "float32", SMALL_TILES)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
@@ -115,9 +125,9 @@ def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypat
 
 def test_inside_shard_map():
     """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma, and by explicit axes."""
-    flags = "--xla_force_host_platform_device_count=4"
+    flags = re.sub("device_count=[0-9]+", "device_count=4", os.environ["XLA_FLAGS"])  # see conftest.py
     child = subprocess.run(
-        [sys.executable, "-m", "tests.backends.on_mesh"],
+        [sys.executable, "-m", "tests.cases.on_mesh"],
         cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]

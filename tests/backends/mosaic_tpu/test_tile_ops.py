@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from flexjax.backends.mosaic_tpu import outside, tile_ops, tile_programs
+from flexjax.backends.mosaic_tpu import diagonals, tile_ops
+from flexjax.ir.evaluate import apply_op
 from flexjax.ir.program import Lit, Op, Val
 
 AXES = frozenset({"q", "kv"})
@@ -37,7 +38,7 @@ def test_integer_division(prim: str, by: int, low: int | None):
     x = INTS if low is None else np.arange(0, 100000, 37, dtype=np.int32)
     top = None if low is None else 100000
     op = Op(prim, (Val(10, "int32", AXES, None, low, top), Lit(by, "int32")), Val(11, "int32", AXES))
-    want = outside.apply_op(op, [jnp.asarray(x), jnp.full_like(x, by)])
+    want = apply_op(op, [jnp.asarray(x), jnp.full_like(x, by)])
     np.testing.assert_array_equal(tile_ops.apply(op, [jnp.asarray(x), np.int32(by)]), want)
 
 
@@ -81,15 +82,15 @@ def test_select_between_booleans():
 @pytest.mark.parametrize(("rows", "cols"), [(5, 128), (64, 256), (136, 128)])
 def test_diagonals_spread_and_summed(rows: int, cols: int, monkeypatch: pytest.MonkeyPatch):
     """toeplitz and its transpose, against a gather and a scatter; the kernel's roll is jnp's outside of one."""
-    monkeypatch.setattr(tile_programs.pltpu, "roll", jnp.roll)
+    monkeypatch.setattr(diagonals.pltpu, "roll", jnp.roll)
     rng = np.random.default_rng(0)
     width = -(-(rows + cols) // 128) * 128
     values = jnp.asarray(rng.standard_normal(width), jnp.float32)
     i, j = np.indices((rows, cols))
-    spread = tile_programs.toeplitz(tile_programs.skewed(values), rows, cols, rows)
+    spread = diagonals.toeplitz(diagonals.skewed(values), rows, cols, rows)
     np.testing.assert_array_equal(spread, values[rows + j - i])
     tile = jnp.asarray(rng.standard_normal((rows, cols)), jnp.float32)
-    sums = tile_programs.toeplitz_sums(tile, width, rows)
+    sums = diagonals.toeplitz_sums(tile, width, rows)
     flat = sum(np.pad(np.asarray(sums)[r, r:], (0, r)) for r in range(8))
     want = np.zeros(width)
     np.add.at(want, rows + j - i, np.asarray(tile, np.float64))

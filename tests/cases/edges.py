@@ -1,6 +1,6 @@
 """Calls at the edges of what a tile can be, to be compiled and not run: head dims, lengths, groups, dtypes, options.
 
-They are rows like those of tests/cases.py, with the dtype. `random_case` draws more of them: every option of a call at
+They are rows like those of tests/cases/calls.py, with the dtype. `random_case` draws more of them: every option of a call at
 once, in sizes that the table does not have.
 """
 
@@ -19,7 +19,7 @@ def _square(dim: int, value_dim: int, length: int = 2048, heads: tuple[int, int]
     return (1, *heads, length, length, dim, value_dim)
 
 
-EXTREMES: dict[str, Row] = dict(
+EDGES: dict[str, Row] = dict(
     [
         *(_plain(f"dim_{d}", _square(d, d)) for d in (8, 16, 80, 96, 192, 256, 320, 512, 1024)),
         *(_plain(f"dim_{d}_causal_float32", _square(d, d), "float32", mask="causal") for d in (8, 80, 256, 512, 1024)),
@@ -54,7 +54,7 @@ BLOCKS = (16, 32, 64, 128, 256, 512, (64, 128), (128, 16), (32, 256), (1024, 128
 
 
 def random_case(seed: int) -> Row:
-    """A call with random sizes and options, its mods among those of tests/case_mods.py."""
+    """A call with random sizes and options, its mods among those of tests/cases/mods.py."""
     rng = np.random.default_rng(seed)
     pick = lambda values: values[int(rng.integers(len(values)))]
     batch, kv_heads, group = pick((1, 1, 2, 3)), pick((1, 2, 3)), pick((1, 1, 2, 4, 7, 8, 16))

@@ -1,6 +1,6 @@
 """The kernels inside shard_map over a mesh of four devices.
 
-    python -m tests.backends.on_mesh      prints how far each result of mosaic_tpu is from that of xla on one device
+    python -m tests.cases.on_mesh      prints how far each result of mosaic_tpu is from that of xla on one device
 
 Runs as a child process with XLA_FLAGS=--xla_force_host_platform_device_count=4; the two aot.py compile the same call for TPUs
 and for GPUs.

@@ -1,103 +1,25 @@
-"""Arrays inside a mod whose elements are computed on demand.
+"""Lowering rules of primitives that rearrange elements (reshape, transpose, concatenate), for operands that are lazy arrays.
 
-Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need one load for each element of the
-row, and most of these elements are never used. A `LazyArray` is a shape and a function from an index to an atom:
-`x[b][q_idx]` asks the LazyArray for one element, and the program has one load, `x[b, q_idx]`. Operations that rearrange
-elements (reshape, transpose, concatenate) and elementwise operations (exp, select) return another LazyArray. Operations
-that need all elements, such as a sum, ask for each of them with `atoms`.
+The result is a LazyArray too: an index of the result is mapped to an index of the operand, and no element is made before
+somebody asks for it. Operations that need all elements, such as a sum, are in lower_rules.py and ask for each of them.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
-import jax
 import numpy as np
 
-from flexjax.errors import ModError
-from flexjax.ir.builder import Builder, literal
+from flexjax.ir.builder import literal
 from flexjax.ir.program import Atom, Lit
-from flexjax.trace.atoms import MAX_ELEMENTS, Value, as_object, is_atoms
-
-Index = tuple[Atom, ...]
-"""An int32 atom for each dimension, within bounds."""
-
-
-class LazyArray:
-    """An array whose elements are computed by index, each at most once for the same index.
-
-    shape      its dimensions
-    dtype      of its elements
-    element    computes the element at an index
-    too_large  the error where more than MAX_ELEMENTS elements are all needed: a sentence that starts with "it"
-    """
-
-    def __init__(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str):
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.too_large = too_large
-        self._element = element
-        self._made: dict[Index, Atom] = {}
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def element(self, index: Sequence[Atom]) -> Atom:
-        index = tuple(index)
-        if index not in self._made:
-            self._made[index] = self._element(index)
-        return self._made[index]
-
-    def atoms(self) -> np.ndarray:
-        """Every element, as an object array."""
-        if self.size > MAX_ELEMENTS:
-            raise ModError(self.too_large)
-        out = np.empty(self.shape, object)
-        for place in np.ndindex(*self.shape):
-            out[place] = self.element(literal_index(place))
-        return out
-
-    def __getitem__(self, row: int) -> Value:
-        """A row along the first dimension."""
-        first = literal(row, "int32")
-        return settled(LazyArray(self.shape[1:], self.dtype, lambda i: self.element((first, *i)), self.too_large))
-
-
-def settled(array: LazyArray) -> Value:
-    """The atoms of an array of at most one element, because nothing is gained by waiting; other arrays unchanged."""
-    return array.atoms() if array.size <= 1 else array
-
-
-def is_lazy(value: Value) -> bool:
-    return isinstance(value, LazyArray)
-
-
-def literal_index(place: Sequence[int]) -> Index:
-    return tuple(literal(i, "int32") for i in place)
-
-
-class Translation(Protocol):
-    """What the rules need of lower_jaxpr.Lowering."""
-
-    builder: Builder
-
-    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom: ...
-
-    def as_atoms(self, value: Value) -> np.ndarray: ...
-
-    def lazy(self, shape: Sequence[int], dtype: Any, element: Callable[[Index], Atom], too_large: str) -> Value: ...
+from flexjax.trace.translation import Equation, Params, Rule, Translation
+from flexjax.trace.values import MAX_ELEMENTS, Index, Value, as_object, is_atoms, is_known, is_lazy
 
 
 def element_of(self: Translation, value: Value, index: Sequence[Atom]) -> Atom:
     """value[index], for an index within bounds."""
-    if is_lazy(value):
-        return value.element(index)
-    return _pick(self, value, list(index)) if is_atoms(value) else self.load(value, index)
+    if is_known(value):
+        return self.load(value, index)
+    return value.element(index) if is_lazy(value) else _pick(self, as_object(value), list(index))
 
 
 def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
@@ -115,6 +37,7 @@ def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
 
 
 def whole_capture(shape: Sequence[int]) -> str:
+    """The error message for a captured array of that shape of which all elements are needed at each position."""
     return (
         f"it uses a whole captured array of shape {tuple(shape)} at each position; index it with b, h, q_idx or kv_idx, or "
         "reduce it outside the mod."
@@ -141,17 +64,17 @@ def _add(self: Translation, atom: Atom, number: int) -> Atom:
     return self.builder.op("add", (atom, literal(number, "int32")), "int32")
 
 
-def _scaled(self: Translation, atom: Atom, factor: int) -> Atom:
+def _times(self: Translation, atom: Atom, factor: int) -> Atom:
     return self.builder.op("mul", (atom, literal(factor, "int32")), "int32")
 
 
-def _moved(place: Callable[[Any, tuple[int, ...]], Place]) -> Callable:
+def _moved(place: Callable[[Params, tuple[int, ...]], Place]) -> Rule:
     """The rule of a primitive that rearranges elements.
 
     place   from the equation's parameters and the shape of the operand to a Place
     """
 
-    def rule(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+    def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
         (array,), aval = args[:1], eqn.outvars[0].aval
         where = place(eqn.params, tuple(array.shape))
         make = lambda index: element_of(self, array, where(self, index))
@@ -160,7 +83,8 @@ def _moved(place: Callable[[Any, tuple[int, ...]], Place]) -> Callable:
     return rule
 
 
-def _squeeze(params: Any, shape: tuple[int, ...]) -> Place:
+def _squeeze(params: Params, shape: tuple[int, ...]) -> Place:
+    """Index map of `squeeze`: an index of the operand has 0 in each dimension that the result lacks."""
     gone = {d % len(shape) for d in params["dimensions"]}
 
     def place(self: Translation, index: Index) -> list[Atom]:
@@ -170,40 +94,43 @@ def _squeeze(params: Any, shape: tuple[int, ...]) -> Place:
     return place
 
 
-def _expand_dims(params: Any, shape: tuple[int, ...]) -> Place:
+def _expand_dims(params: Params, shape: tuple[int, ...]) -> Place:
     new = {d % (len(shape) + len(params["dimensions"])) for d in params["dimensions"]}
     return lambda self, index: [i for d, i in enumerate(index) if d not in new]
 
 
-def _transpose(params: Any, shape: tuple[int, ...]) -> Place:
+def _transpose(params: Params, shape: tuple[int, ...]) -> Place:
     order = tuple(params["permutation"])
     return lambda self, index: [index[order.index(d)] for d in range(len(shape))]
 
 
-def _reverse(params: Any, shape: tuple[int, ...]) -> Place:
-    turned = set(params["dimensions"])
+def _reverse(params: Params, shape: tuple[int, ...]) -> Place:
+    """Index map of `rev`: index i of a reversed dimension of length n becomes n - 1 - i."""
+    reversed_dims = set(params["dimensions"])
 
     def place(self: Translation, index: Index) -> list[Atom]:
         back = lambda i, n: self.builder.op("sub", (literal(n - 1, "int32"), i), "int32")
-        return [back(i, n) if d in turned else i for d, (i, n) in enumerate(zip(index, shape, strict=True))]
+        return [back(i, n) if d in reversed_dims else i for d, (i, n) in enumerate(zip(index, shape, strict=True))]
 
     return place
 
 
-def _slice(params: Any, shape: tuple[int, ...]) -> Place:
+def _slice(params: Params, shape: tuple[int, ...]) -> Place:
+    """Index map of `slice`: index i becomes start + i * stride."""
     strides = params["strides"] or (1,) * len(shape)
     starts = params["start_indices"]
     return lambda self, index: [
-        _add(self, _scaled(self, i, step), start) for i, step, start in zip(index, strides, starts, strict=True)
+        _add(self, _times(self, i, step), start) for i, step, start in zip(index, strides, starts, strict=True)
     ]
 
 
-def _broadcast(params: Any, shape: tuple[int, ...]) -> Place:
+def _broadcast(params: Params, shape: tuple[int, ...]) -> Place:
     dims = params["broadcast_dimensions"]
     return lambda self, index: [literal(0, "int32") if n == 1 else index[d] for d, n in zip(dims, shape, strict=True)]
 
 
-def _reshape(params: Any, shape: tuple[int, ...]) -> Place:
+def _reshape(params: Params, shape: tuple[int, ...]) -> Place:
+    """Index map of `reshape`: within each group of matching dimensions, the index is flattened and split anew."""
     groups = _matching_groups(shape, tuple(params["new_sizes"]))
 
     def place(self: Translation, index: Index) -> list[Atom]:
@@ -211,7 +138,7 @@ def _reshape(params: Any, shape: tuple[int, ...]) -> Place:
         for old, new in groups:
             flat: Atom = literal(0, "int32")
             for d in new:
-                flat = self.builder.op("add", (_scaled(self, flat, params["new_sizes"][d]), index[d]), "int32")
+                flat = self.builder.op("add", (_times(self, flat, params["new_sizes"][d]), index[d]), "int32")
             for d in reversed(old[1:]):
                 size = literal(shape[d], "int32")
                 out[d] = self.builder.op("floormod", (flat, size), "int32")
@@ -241,7 +168,8 @@ def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[l
     return groups
 
 
-def _split(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `split`: each result is a slice of the operand along one axis."""
     array, axis = args[0], eqn.params["axis"]
     outs, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
@@ -254,7 +182,8 @@ def _split(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
     return outs
 
 
-def _concatenate(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `concatenate`: selects by index between the operands, each read at a clamped index."""
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
     parts = [a for a in args if a.shape[axis]]
 
@@ -273,7 +202,8 @@ def _concatenate(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
     return [self.lazy(aval.shape, aval.dtype, make, too_large_of(args, aval.shape))]
 
 
-def _stack(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `stack`: the index along the new axis selects the operand."""
     axis, aval = eqn.params["axis"], eqn.outvars[0].aval
 
     def make(index: Index) -> Atom:
@@ -284,6 +214,7 @@ def _stack(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
 
 
 def _one_of(self: Translation, which: Atom, makes: Sequence[Callable[[], Atom]]) -> Atom:
+    """The atom that makes[which] makes; all are made and selected from where `which` is known only in the kernel."""
     if isinstance(which, Lit):
         return makes[int(which.value)]()
     atoms = np.empty(len(makes), object)
@@ -292,7 +223,8 @@ def _one_of(self: Translation, which: Atom, makes: Sequence[Callable[[], Atom]])
     return _pick(self, atoms, [which])
 
 
-def _unstack(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
+def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+    """The rule of `unstack`: each result is the operand at one index along an axis."""
     array, axis = args[0], eqn.params["axis"]
     outs = []
     for row, var in enumerate(eqn.outvars):
@@ -304,7 +236,7 @@ def _unstack(self: Translation, eqn: Any, args: list[Value]) -> list[Value]:
     return outs
 
 
-LAZY_RULES: dict[str, Callable[..., list[Value]]] = {
+LAZY_RULES: dict[str, Rule] = {
     "broadcast_in_dim": _moved(_broadcast),
     "concatenate": _concatenate,
     "expand_dims": _moved(_expand_dims),

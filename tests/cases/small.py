@@ -1,14 +1,13 @@
-"""A small table of attention problems as functions of their floating arrays; each file here is a transformation over it."""
+"""Small calls as functions of their floating arrays; each file of tests/transforms is a transformation over this table."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import flexjax
 from flexjax import masks
@@ -20,7 +19,7 @@ B, N, M, T, S, D = 2, 4, 2, 9, 11, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class SmallCall:
     """Attention as a function of named floating arrays.
 
     shapes     of the arrays beside query, key and value
@@ -85,19 +84,19 @@ def _bump(score: Array, b: Array, h: Array, q: Array, kv: Array) -> Array:
 
 # fmt: off
 TABLE = (
-    Problem("plain", lambda a: {}),
-    Problem("causal", lambda a: dict(mask_mod=masks.causal)),
-    Problem("blocks", lambda a: dict(block_mask=flexjax.create_block_mask(masks.causal, None, None, T, S, block_size=4))),
-    Problem("reads", lambda a: dict(score_mod=_reads(a), mask_mod=masks.causal),
+    SmallCall("plain", lambda a: {}),
+    SmallCall("causal", lambda a: dict(mask_mod=masks.causal)),
+    SmallCall("blocks", lambda a: dict(block_mask=flexjax.create_block_mask(masks.causal, None, None, T, S, block_size=4))),
+    SmallCall("reads", lambda a: dict(score_mod=_reads(a), mask_mod=masks.causal),
             (("row", (T,)), ("column", (S,)), ("diagonal", (T + S - 1,)), ("gate", (N,)), ("pair", (N, T, S)))),
-    Problem("documents", lambda a: dict(block_mask=_documents(), score_mod=_bump)),
-    Problem("sinks", lambda a: dict(sinks=a["sinks"], mask_mod=_late), (("sinks", (N,)),)),
-    Problem("empty_rows", lambda a: dict(mask_mod=_late, score_mod=_bump)),
-    Problem("dropout", lambda a: dict(dropout_rate=0.4, dropout_key=jax.random.key(7), mask_mod=masks.causal)),
-    Problem("extra", lambda a: dict(query_extra=a["query_extra"], key_extra=a["key_extra"], score_mod=_bump),
+    SmallCall("documents", lambda a: dict(block_mask=_documents(), score_mod=_bump)),
+    SmallCall("sinks", lambda a: dict(sinks=a["sinks"], mask_mod=_late), (("sinks", (N,)),)),
+    SmallCall("empty_rows", lambda a: dict(mask_mod=_late, score_mod=_bump)),
+    SmallCall("dropout", lambda a: dict(dropout_rate=0.4, dropout_key=jax.random.key(7), mask_mod=masks.causal)),
+    SmallCall("extra", lambda a: dict(query_extra=a["query_extra"], key_extra=a["key_extra"], score_mod=_bump),
             (("query_extra", (B, T, N, 3)), ("key_extra", (B, S, 1, 3)))),
-    Problem("bnth", lambda a: dict(layout="BNTH", mask_mod=masks.causal, sinks=a["sinks"]), (("sinks", (N,)),)),
-    Problem("wide_value", lambda a: dict(scale=a["scale"], score_mod=_bump), (("scale", ()),), heads=6, value_dim=7),
+    SmallCall("bnth", lambda a: dict(layout="BNTH", mask_mod=masks.causal, sinks=a["sinks"]), (("sinks", (N,)),)),
+    SmallCall("wide_value", lambda a: dict(scale=a["scale"], score_mod=_bump), (("scale", ()),), heads=6, value_dim=7),
 )
 # fmt: on
 PROBLEMS = {problem.name: problem for problem in TABLE}
@@ -138,9 +137,3 @@ def launches(jaxpr: Any, inside: str = "") -> list[str]:
 quick_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 )
-
-
-def some_slow(names: Iterable[str], everyday: Iterable[str]) -> list[Any]:
-    """Parameters of which all but the everyday ones are left to the slow run."""
-    chosen = set(everyday)
-    return [pytest.param(n, marks=[] if n in chosen else [pytest.mark.slow]) for n in names]

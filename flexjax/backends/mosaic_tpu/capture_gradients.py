@@ -1,8 +1,8 @@
-"""From what the kernels summed to the gradient of each captured array.
+"""Turns the sums of the backward kernels into the gradient of each captured array.
 
-A read's cotangents arrive summed over everything its index does not depend on inside a head. What remains is to add them
-up over batch and heads where the index does not depend on those, and to put them where the index points: addition at an
-index, once per distinct position, which XLA does in a fixed order.
+The kernels sum the cotangents of a read over everything inside a head on which its index does not depend. This file adds
+those sums over batch and heads where the index does not depend on them, and scatter-adds them where the index points,
+once for each distinct position, which XLA does in a fixed order.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from flexjax.backends.mosaic_tpu import outside
+from flexjax.backends.mosaic_tpu import hoisted
 from flexjax.ir import program as ir
 from flexjax.ir.program import Load, Program
 from flexjax.plan.kernel_plan import KernelPlan
 
 
 def load_of(derivative: Program, number: int) -> Load:
-    """The read that gradient `number` belongs to."""
+    """The read with respect to which result `2 + number` of the derivative program is the derivative."""
     step = derivative.steps[derivative.gradients[number]]
     assert isinstance(step, Load)
     return step
 
 
-def kinds_wanted(derivative: Program | None, wanted: Sequence[bool]) -> dict[int, str]:
-    """{gradient number: how its load walks the array} of the arrays that want one."""
+def wanted_load_kinds(derivative: Program | None, wanted: Sequence[bool]) -> dict[int, str]:
+    """{gradient number: kind of its read (scalar, row, column, diagonal, tile)} of the captured arrays that are `wanted`."""
     if derivative is None:
         return {}
     found = {}
@@ -42,7 +42,10 @@ def gather_gradients(
     wanted: Sequence[bool],
     sums: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of every captured array that wants one, in its dtype."""
+    """The gradient of every wanted captured array in its shape and dtype, None for the others.
+
+    `sums` maps gradient numbers to the float32 sums of the kernels, as `_scattered` takes them.
+    """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]
     for number, values in sorted(sums.items()):
         assert derivative is not None
@@ -56,24 +59,28 @@ def gather_gradients(
 def _scattered(
     plan: KernelPlan, derivative: Program, captures: Sequence[jax.Array], load: Load, values: jax.Array
 ) -> jax.Array:
-    """The values, of rank 3 or 4 with batch and heads in front, added up where the load reads."""
+    """`values` scatter-added at the positions that the load reads, in the shape of its captured array.
+
+    By kind of the load, values are: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending
+    q - kv, tile [B, N, T, S].
+    """
     kind = ir.classify_load(load).kind
     batch, heads, q_len, kv_len = plan.batch, plan.q_heads, plan.q_len, plan.kv_len
     if kind == ir.SCALAR:
-        values, grid = values.sum((2, 3), keepdims=True), outside.whole_grid(batch, heads, 1, 1)
+        values, grid = values.sum((2, 3), keepdims=True), hoisted.whole_grid(batch, heads, 1, 1)
     elif kind == ir.ROW:
-        values, grid = jnp.swapaxes(values, 2, 3), outside.whole_grid(batch, heads, q_len, 1)
+        values, grid = jnp.swapaxes(values, 2, 3), hoisted.whole_grid(batch, heads, q_len, 1)
     elif kind == ir.COLUMN:
-        values, grid = values[:, :, None, :], outside.whole_grid(batch, heads, 1, kv_len)
+        values, grid = values[:, :, None, :], hoisted.whole_grid(batch, heads, 1, kv_len)
     elif kind == ir.DIAGONAL:
-        values, grid = values[..., None], outside.diagonal_grid(batch, heads, q_len, kv_len)
+        values, grid = values[..., None], hoisted.diagonal_grid(batch, heads, q_len, kv_len)
     else:
-        grid = outside.whole_grid(batch, heads, q_len, kv_len)
+        grid = hoisted.whole_grid(batch, heads, q_len, kv_len)
     used = frozenset().union(*(ir.axes_of(a) for a in load.index))
     values = values.sum(tuple(d for d, name in ((0, "b"), (1, "h")) if name not in used), keepdims=True)
     shape = captures[load.capture].shape
     if not shape:
         return values.sum()
-    index = outside.evaluate(derivative, captures, grid, load.index)
+    index = hoisted.evaluate(derivative, captures, grid, load.index)
     index = [jnp.broadcast_to(i[: values.shape[0], : values.shape[1]], values.shape) for i in index]
     return jnp.zeros(shape, jnp.float32).at[tuple(index)].add(values)

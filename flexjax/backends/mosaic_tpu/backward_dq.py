@@ -1,0 +1,195 @@
+"""The dq kernel: dq, and the gradients of captured reads that are not one number for each key.
+
+Grid and orientation are those of the forward kernel: all key tiles of a row of query tiles follow one another, and queries
+are the rows of a tile. Besides dq the kernel sums, for each captured read of kind
+
+    scalar, row   d_load along the keys, [B, N, 1, T]; XLA then adds up a scalar's
+    diagonal      d_load along the diagonals, [B, N, 8, diagonals], kept in VMEM for a whole head (diagonals.toeplitz_sums)
+    tile          nothing: it writes d_load itself, [B, N, T, S], block by block
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flexjax.backends.mosaic_tpu import diagonals, layouts
+from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs, StripProducts, strip_gradients
+from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
+from flexjax.backends.mosaic_tpu.geometry import TileGeometry
+from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
+from flexjax.backends.mosaic_tpu.tile_programs import Strip
+from flexjax.backends.mosaic_tpu.tile_scores import TileScores
+from flexjax.backends.mosaic_tpu.vector_ops import F32, LANES, NN, NT, dot, fill, lane_sums, zero_rows_past_end
+from flexjax.backends.mosaic_tpu.visit_order import IDLE, when_on
+from flexjax.ir import program as ir
+
+T = typing.TypeVar("T")
+
+
+class DqOutputs(typing.NamedTuple, typing.Generic[T]):
+    """dq (None if not wanted), and the sums of captured reads by kind: row sums, diagonal sums, tiles."""
+
+    dq: T | None
+    rows: tuple[T, ...]
+    diagonals: tuple[T, ...]
+    tiles: tuple[T, ...]
+
+
+class DqScratch(typing.NamedTuple, typing.Generic[T]):
+    """float32 sums of a row: dq before scaling [queries, D], partial row sums of captured reads [queries, 128]."""
+
+    dq: T | None
+    rows: tuple[T, ...]
+
+
+Refs = KernelRefs[BackwardInputs[jax.Ref], DqOutputs[jax.Ref], DqScratch[jax.Ref]]
+
+
+class LoadNumbers(typing.NamedTuple):
+    """Numbers of the wanted gradients of captured reads, by how the kernel sums them."""
+
+    rows: tuple[int, ...]
+    diagonals: tuple[int, ...]
+    tiles: tuple[int, ...]
+
+    @classmethod
+    def of(cls, wanted: dict[int, str]) -> "LoadNumbers":
+        """`wanted` maps gradient numbers to kinds of reads."""
+        of_kind = lambda *kinds: tuple(n for n, kind in wanted.items() if kind in kinds)
+        return cls(of_kind(ir.SCALAR, ir.ROW), of_kind(ir.DIAGONAL), of_kind(ir.TILE))
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (*self.rows, *self.diagonals, *self.tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class DqKernel:
+    """The body of the dq kernel, with what is static about it."""
+
+    call: BackwardCall
+    scores: TileScores
+    numbers: LoadNumbers
+
+    def __call__(self, refs: Refs) -> None:
+        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here."""
+        order, tiles = self.scores.order, self.call.tiles
+        visit = order.visit(refs.tables)
+
+        @pl.when(visit.first)
+        def _() -> None:
+            for ref in jax.tree.leaves(refs.scratch):
+                fill(ref, 0.0)
+
+        if refs.outputs.diagonals:
+
+            @pl.when(visit.first & (visit.q_tile == 0))
+            def _() -> None:
+                for ref in refs.outputs.diagonals:
+                    fill(ref, 0.0)
+
+        if refs.outputs.tiles and IDLE in order.kinds:
+
+            @pl.when(visit.kind == IDLE)
+            def _() -> None:
+                for ref in refs.outputs.tiles:
+                    fill(ref, 0.0)
+
+        def every_strip(checked: bool) -> None:
+            for col0 in range(0, tiles.kv, tiles.strip):
+                strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
+                self.add_strip(KernelStep(refs, visit, strip, checked))
+
+        when_on(visit, order.kinds, every_strip)
+
+        @pl.when(visit.last)
+        def _() -> None:
+            dq, out = refs.scratch.dq, refs.outputs.dq
+            if dq is not None and out is not None:
+                out[...] = (dq[...] * np.float32(self.call.plan.scale)).astype(out.dtype)
+            for sums, ref in zip(refs.scratch.rows, refs.outputs.rows, strict=True):
+                ref[...] = jnp.sum(sums[...], axis=1, keepdims=True).reshape(1, tiles.q)
+
+    def add_strip(self, step: KernelStep) -> None:
+        """Adds the strip's keys to the sums of the row, and to the diagonals and tiles of captured reads."""
+        refs: Refs = step.refs
+        plan, tiles, strip, geometry = self.call.plan, self.call.tiles, step.strip, self.scores.order.geometry
+        inputs = refs.inputs
+        keys, values = inputs.key[strip.columns, :], inputs.value[strip.columns, :]
+        qk = dot(inputs.query[...], keys, NT)
+        dp = dot(inputs.d_out[...], values, NT)
+        lse, shift = (ref[...].reshape(tiles.q, 1) for ref in (inputs.lse, inputs.shift))
+        grads = strip_gradients(self.scores, step, StripProducts(qk, dp, lse, shift), self.numbers.all)
+        if refs.scratch.dq is not None:
+            if step.checked and plan.kv_len % tiles.kv:
+                start = step.visit.kv_tile * np.int32(tiles.kv) + np.int32(strip.col0)
+                keys = zero_rows_past_end(keys, start, plan.kv_len)
+            refs.scratch.dq[...] += dot(grads.ds.astype(keys.dtype), keys, NN)
+        for n, sums in zip(self.numbers.rows, refs.scratch.rows, strict=True):
+            sums[...] += lane_sums(grads.loads[n])
+        for n, ref in zip(self.numbers.diagonals, refs.outputs.diagonals, strict=True):
+            window = diagonals.toeplitz_sums(grads.loads[n], geometry.window, tiles.q + strip.col0)
+            start = pl.multiple_of(geometry.window_start(step.visit.q_tile, step.visit.kv_tile), LANES)
+            ref[(slice(None), pl.ds(start, geometry.window))] += window
+        for n, ref in zip(self.numbers.tiles, refs.outputs.tiles, strict=True):
+            ref[:, strip.columns] = grads.loads[n]
+
+
+def dq_kernel(
+    call: BackwardCall, wanted: dict[int, str], want_query: bool
+) -> tuple[jax.Array | None, dict[int, jax.Array]]:
+    """(dq in the shape of the folded query, or None; {gradient number: sums}) for the gradients in `wanted`, by kind of read.
+
+    The sums are as capture_gradients.gather_gradients takes them.
+    """
+    plan, tiles = call.plan, call.tiles
+    shapes = layouts.FoldedShapes.of(plan)
+    geometry = TileGeometry.of(plan, tiles, q_axis=0)
+    order = make_order(plan, geometry, shapes.group, False, call.operands.lists)
+    numbers = LoadNumbers.of(wanted)
+    scores = TileScores(
+        plan,
+        order,
+        call.operands,
+        call.derivative,
+        check_q_end=bool(numbers.diagonals or numbers.tiles),
+        wants_load_slopes=bool(numbers.all),
+    )
+    maps = layouts.IndexMaps(order, shapes.group)
+    batch_and_heads = (plan.batch, plan.q_heads)
+    dq = Output(shapes.query.shape, plan.dtype, shapes.query.spec(tiles.q, maps.query))
+    row = Output((*batch_and_heads, 1, plan.q_len), "float32", maps.row_spec(tiles.q))
+    window = (diagonals.SKEW, geometry.diagonals)
+    diagonal = Output((*batch_and_heads, *window), "float32", pl.BlockSpec((None, None, *window), maps.head))
+    tile_spec = pl.BlockSpec((None, None, tiles.q, tiles.kv), maps.tile)
+    tile = Output((*batch_and_heads, plan.q_len, plan.kv_len), "float32", tile_spec, zeroed=plan.blocks is not None)
+    found = launch(
+        KernelCall(
+            "flexjax_dq",
+            order,
+            scores.hoisted,
+            inputs=call.inputs(shapes, maps),
+            outputs=DqOutputs(
+                dq if want_query else None,
+                (row,) * len(numbers.rows),
+                (diagonal,) * len(numbers.diagonals),
+                (tile,) * len(numbers.tiles),
+            ),
+            scratch=DqScratch(
+                pltpu.VMEM((tiles.q, shapes.dim), F32) if want_query else None,
+                tuple(pltpu.VMEM((tiles.q, LANES), F32) for _ in numbers.rows),
+            ),
+            vmem_limit=call.chip.vmem_limit,
+            interpret=plan.options.interpret,
+        ),
+        DqKernel(call, scores, numbers),
+    )
+    made = typing.cast(DqOutputs[jax.Array], found)
+    along = tuple(geometry.unpad_diagonals(diagonals.unskewed_sums(x)) for x in made.diagonals)
+    sums = dict(zip(numbers.all, (*made.rows, *along, *made.tiles), strict=True))
+    return made.dq, sums

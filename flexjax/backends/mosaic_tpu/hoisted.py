@@ -1,0 +1,83 @@
+"""Evaluates hoisted values: the part of a program that XLA computes once, over whole axes, before a kernel starts.
+
+A value that does not depend on the score is hoisted where the kernel has no cheap form for it: anything of b and h alone,
+reads of captured arrays along one axis or along the diagonals, and general gathers. Every operation of JAX works here.
+Each value is an array [b, h, q, kv] of size 1 along the axes that it does not depend on. hoisted_operands.py passes these
+arrays to the kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.ir import evaluate as ir_evaluate
+from flexjax.ir import program as ir
+from flexjax.ir.evaluate_rank4 import diagonal_value, map_call
+from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Val
+from flexjax.ir.rewrite import with_results
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Positions at which values are evaluated: four int32 arrays of rank 4 that broadcast together."""
+
+    b: jax.Array
+    h: jax.Array
+    q: jax.Array
+    kv: jax.Array
+
+
+def _positions(size: int, dim: int) -> jax.Array:
+    """0 .. size - 1 along dimension `dim` of a rank-4 array."""
+    shape = [1, 1, 1, 1]
+    shape[dim] = size
+    return jnp.arange(size, dtype=jnp.int32).reshape(shape)
+
+
+def whole_grid(batch: int, heads: int, q_len: int, kv_len: int) -> Grid:
+    """Every position of the attention matrix."""
+    return Grid(_positions(batch, 0), _positions(heads, 1), _positions(q_len, 2), _positions(kv_len, 3))
+
+
+def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int) -> Grid:
+    """One position on each diagonal, along dimension 2, by ascending q - kv from 1 - kv_len."""
+    delta = jnp.arange(1 - kv_len, q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
+    return Grid(_positions(batch, 0), _positions(heads, 1), jnp.maximum(delta, 0), jnp.maximum(-delta, 0))
+
+
+def evaluate(program: Program, captures: Sequence[jax.Array], grid: Grid, wanted: Sequence[Atom]) -> list[jax.Array]:
+    """The wanted atoms of the program at the positions of the grid, each of rank 4; none may depend on the score."""
+    return ir_evaluate.evaluate(with_results(program, wanted), GridTile(grid, captures))
+
+
+class GridTile:
+    """The region of a grid, on which ir/evaluate.py evaluates a program (see its `Tile`)."""
+
+    def __init__(self, grid: Grid, captures: Sequence[jax.Array]):
+        self.captures = captures
+        self.inputs = {ir.B: grid.b, ir.H: grid.h, ir.Q: grid.q, ir.KV: grid.kv}
+
+    def input(self, val: Val) -> jax.Array:
+        return self.inputs[val.id]
+
+    def literal(self, lit: Lit) -> jax.Array:
+        return ir_evaluate.literal_array(lit).reshape(1, 1, 1, 1)
+
+    def spread(self, value: jax.Array, have: Axes, want: Axes) -> jax.Array:
+        return value
+
+    def diagonal(self, val: Val, uniform: Mapping[int, jax.Array]) -> jax.Array:
+        differences = self.inputs[ir.Q] - self.inputs[ir.KV]
+        return diagonal_value(val, differences, self.inputs.__getitem__, uniform)
+
+    def apply(self, op: Op, args: Sequence[jax.Array]) -> jax.Array:
+        return ir_evaluate.apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
+
+    def load(self, load: Load, index: Sequence[jax.Array]) -> jax.Array:
+        array = self.captures[load.capture]
+        return array[tuple(jnp.broadcast_arrays(*index))] if index else array.reshape(1, 1, 1, 1)
+
+    def call(self, call: Call, read: Callable[[Atom], jax.Array]) -> Sequence[jax.Array]:
+        return map_call(call, self.captures, read)

@@ -1,0 +1,60 @@
+"""Static sizes of the visit lists of a kernel: how many tile rows, how long, and how many launches they need.
+
+A *tile row* is a run of the order (see visit_order.py): a row of tiles, or a column of tiles in a key-major order.
+"""
+
+import dataclasses
+
+from flexjax.backends.mosaic_tpu.geometry import TileGeometry
+from flexjax.plan.kernel_plan import KernelPlan
+
+TABLE_BYTES = 640 << 10
+"""SMEM that the lists of one launch may take, of 1 MiB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListShape:
+    """Sizes of the lists.
+
+    sub_blocks           mask blocks in a tile, (along q, along kv)
+    words                int32 words of each of a tile's two bit sets; 0 where a tile lies inside one mask block
+    rows                 tile rows in all
+    longest_row          the most tiles that one tile row can visit
+    rows_per_launch      tile rows of one launch
+    launches_hold_heads  whether no head is split between launches
+    """
+
+    sub_blocks: tuple[int, int]
+    words: int
+    rows: int
+    longest_row: int
+    rows_per_launch: int
+    launches_hold_heads: bool
+
+    @property
+    def launches(self) -> int:
+        return -(-self.rows // self.rows_per_launch)
+
+
+def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:
+    """The sizes of a kernel's lists, from the widths of the block lists. A list entry takes 8 bytes and its bit sets."""
+    blocks, g = plan.blocks, geometry
+    assert blocks is not None
+    r, c = max(1, g.block_q // blocks.block_q), max(1, g.block_kv // blocks.block_kv)
+    words = 0 if r * c == 1 else -(-r // max(1, 32 // c))
+    members = group if key_major and blocks.heads > 1 else 1
+    if key_major:
+        rows_per_head, columns = g.kv_tiles, g.q_tiles * members
+        visited = c * (blocks.partial_t + blocks.full_t) * max(1, blocks.block_q // g.block_q) * members
+    else:
+        rows_per_head, columns = g.q_tiles, g.kv_tiles
+        visited = r * (blocks.partial + blocks.full) * max(1, blocks.block_kv // g.block_kv)
+    rows = blocks.batch * blocks.heads // members * rows_per_head
+    longest_row = min(columns, max(1, visited))
+    # All rows if they fit; else whole heads if one fits, because sums over a head must end in one launch.
+    fit = max(1, TABLE_BYTES // (4 * (2 + 2 * words) * longest_row))
+    if fit >= rows:
+        fit = rows
+    elif fit >= rows_per_head:
+        fit = fit // rows_per_head * rows_per_head
+    return ListShape((r, c), words, rows, longest_row, fit, fit % rows_per_head == 0)

@@ -1,0 +1,269 @@
+"""Splits a traced program between XLA and a kernel: decides for each value who computes it.
+
+The kernel computes what needs the score, and cheap arithmetic of positions. XLA computes everything else once, before the
+kernel starts (hoisted.py), and the kernel gets it as an operand (hoisted_operands.py). How a hoisted value reaches the
+kernel follows from the axes on which it depends:
+
+    axis class   depends on                 hoisted as
+    uniform      b, h                       a scalar in SMEM
+    q            q (b, h)                   a row of the tile
+    kv           kv (b, h)                  a column of the tile
+    delta        q - kv (b, h)              a window of the diagonals, which the kernel spreads over the tile (diagonals.py)
+    tile         q and kv, not the score    a block: of the captured array itself where the read is a plain slice, otherwise
+                                            of an array that XLA evaluates
+    score        the score                  never: the kernel computes it, or the program is refused
+
+A read of a small table (at most SMALL_TABLE elements) at an index that only the kernel knows is a gather in the kernel.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+
+import jax.numpy as jnp
+
+from flexjax.backends.mosaic_tpu import tile_ops
+from flexjax.ir import program as ir
+from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Step, Val
+from flexjax.plan.kernel_plan import KernelPlan
+
+SMALL_TABLE = 1024
+"""Elements of the largest captured array from which a kernel gathers."""
+DELTA_COST = 6
+"""Vector operations on q - kv above which a hoisted window of the diagonals is cheaper than computing in the kernel."""
+DENSE_LIMIT = 4 << 30
+"""Bytes of the largest array that XLA evaluates for each (q, kv)."""
+
+UNIFORM, ROW, COLUMN, DELTA, TILE, SCORE = "uniform", "q", "kv", "delta", "tile", "score"
+
+
+class Unsupported(Exception):
+    """Why a program cannot run on this backend, as a clause that follows 'because'."""
+
+
+def axis_class(axes: Axes) -> str:
+    """The row of the table above to which a value with these axes belongs."""
+    if "score" in axes:
+        return SCORE
+    moving = axes - ir.UNIFORM
+    if not moving:
+        return UNIFORM
+    if len(moving) == 1:
+        (name,) = moving
+        return {"q": ROW, "kv": COLUMN, "delta": DELTA}[name]
+    return TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class HoistedValue:
+    """A value that the kernel gets as an operand.
+
+    direct_load   the load whose captured array is itself the operand, block by block; None where XLA evaluates the value
+    """
+
+    val: Val
+    axis_class: str
+    direct_load: Load | None = None
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the operand: float32 for floats, int32 for the rest; blocks of a captured array keep their dtype."""
+        if self.direct_load is not None:
+            return self.val.dtype
+        return "float32" if self.val.dtype in ("float32", "bfloat16") else "int32"
+
+    def leading_sizes(self, batch: int, heads: int) -> tuple[int, int]:
+        """Sizes of the operand along b and h: 1 where the value does not depend on them."""
+        return (batch if "b" in self.val.axes else 1, heads if "h" in self.val.axes else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitProgram:
+    """A program after the split.
+
+    hoisted   the values that the kernel gets as operands
+    steps     the steps that the kernel runs, in order
+    results   the results of the program
+    gathers   the loads among `steps`, each a gather from a small table
+    """
+
+    program: Program
+    hoisted: tuple[HoistedValue, ...]
+    steps: tuple[Step, ...]
+    results: tuple[Atom, ...]
+    gathers: tuple[Load, ...]
+
+    def hoisted_of(self, *classes: str) -> tuple[HoistedValue, ...]:
+        """The hoisted values of these axis classes."""
+        return tuple(v for v in self.hoisted if v.axis_class in classes)
+
+
+@functools.lru_cache(maxsize=512)
+def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> SplitProgram:
+    """The program split for a call of these sizes. Raises Unsupported where the kernel cannot do its share."""
+    made_by = {o.id: s for s in program.steps for o in s.outs}
+    costs = _costs(program)
+    hoisted: dict[int, HoistedValue] = {}
+    in_kernel: set[int] = set()
+    pending = [a for a in program.results if isinstance(a, Val)]
+    while pending:
+        val = pending.pop()
+        if val.id < ir.FIRST_FREE_ID or val.id in hoisted or val.id in in_kernel:
+            continue
+        step = made_by[val.id]
+        direct = step if isinstance(step, Load) and _is_direct(program, step, q_len, kv_len) else None
+        if direct is None and not costs[val.id].cheaper_hoisted(val) and _runs_in_kernel(program, step, val):
+            in_kernel.add(val.id)
+            pending += [a for a in step.inputs if isinstance(a, Val)]
+            continue
+        value = HoistedValue(val, axis_class(val.axes), direct)
+        _check_hoisted(value, batch, heads, q_len * kv_len)
+        hoisted[val.id] = value
+
+    steps = tuple(s for s in program.steps if any(o.id in in_kernel for o in s.outs))
+    loads = tuple(s for s in steps if isinstance(s, Load))
+    return SplitProgram(program, tuple(hoisted.values()), steps, program.results, loads)
+
+
+def split_for(program: Program, plan: KernelPlan) -> SplitProgram:
+    """`split` for the sizes of a plan."""
+    return split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+
+
+class _Cost(typing.NamedTuple):
+    """What it takes to compute a value from the values of other axis classes.
+
+    no_kernel_form   whether some step on the way has no form in a kernel
+    operations       vector operations of all steps on the way
+    """
+
+    no_kernel_form: bool
+    operations: int
+
+    def cheaper_hoisted(self, val: Val) -> bool:
+        """Whether to hoist `val` even if the kernel could compute it."""
+        kind = axis_class(val.axes)
+        if kind == DELTA:
+            return self.no_kernel_form or self.operations > DELTA_COST
+        return kind == UNIFORM or (kind in (ROW, COLUMN) and self.no_kernel_form)
+
+
+def _costs(program: Program) -> dict[int, _Cost]:
+    """The cost of every value, by id."""
+    costs: dict[int, _Cost] = {}
+    for step in program.steps:
+        for out in step.outs:
+            kind = axis_class(out.axes)
+            same = [
+                costs[a.id] for a in step.inputs if isinstance(a, Val) and a.id in costs and axis_class(a.axes) == kind
+            ]
+            no_form = not _has_kernel_form(step)
+            if kind in (ROW, COLUMN, DELTA):
+                no_form = no_form or any(c.no_kernel_form for c in same)
+            own = tile_ops.cost(step) if isinstance(step, Op) else 1
+            costs[out.id] = _Cost(no_form, own + sum(c.operations for c in same))
+    return costs
+
+
+def _has_kernel_form(step: Step) -> bool:
+    if isinstance(step, Call):
+        return tile_ops.unary_call(step)
+    return isinstance(step, Op) and tile_ops.refusal(step) is None
+
+
+def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
+    """Whether the kernel computes `val`, which `step` makes. Raises Unsupported if only the kernel could and it cannot."""
+    kind = axis_class(val.axes)
+    if isinstance(step, Load):
+        capture = program.captures[step.capture]
+        small = 0 < table_size(program, step) <= SMALL_TABLE
+        if small and val.dtype in ("float32", "int32", "bfloat16", "bool") and kind in (TILE, SCORE):
+            return True
+        reason = (
+            f"it reads a captured array of {capture} at an index computed from the score; a TPU kernel gathers "
+            f"only from tables of up to {SMALL_TABLE} elements"
+        )
+    elif isinstance(step, Call):
+        if tile_ops.unary_call(step):
+            return True
+        reason = f"it runs `{step.name}` on the score, which could not be unrolled"
+    else:
+        reason = tile_ops.refusal(step)
+        if reason is None:
+            return True
+    if kind == SCORE:
+        raise Unsupported(reason)
+    return False
+
+
+def _check_hoisted(value: HoistedValue, batch: int, heads: int, entries: int) -> None:
+    """Raises Unsupported if a kernel cannot read the dtype of the value, or XLA would evaluate too large an array."""
+    val = value.val
+    if value.axis_class == TILE and value.direct_load is None:
+        size = math.prod(value.leading_sizes(batch, heads)) * entries * 4
+        if size > DENSE_LIMIT:
+            raise Unsupported(
+                f"it needs a value computed outside the kernel for each (q, kv): {size / 2**30:.1f} GiB, more than "
+                f"{DENSE_LIMIT >> 30} GiB"
+            )
+    if val.dtype not in tile_ops.KERNEL_DTYPES:
+        raise Unsupported(f"it uses a value of type {val.dtype} for each {value.axis_class} position")
+
+
+def table_size(program: Program, load: Load) -> int:
+    """Elements of the captured array that the load reads."""
+    return math.prod(program.captures[load.capture].shape)
+
+
+def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
+    """Whether the load is `capture[uniform..., q, kv]`, so that blocks of the captured array itself are the operand."""
+    kind = ir.classify_load(load)
+    capture = program.captures[load.capture]
+    if kind.kind != ir.TILE or kind.dims[-2:] != ("q", "kv") or capture.dtype not in ("float32", "bfloat16", "int32"):
+        return False
+    if any(d != "uniform" for d in kind.dims[:-2]) or capture.shape[-2] < q_len or capture.shape[-1] < kv_len:
+        return False
+    for atom in load.index[-2:]:
+        linear = atom.linear if isinstance(atom, Val) else None
+        if linear is None or linear.const or linear.uniform or linear.b or linear.h:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------- finite programs
+
+FINITE_OPS = frozenset(
+    {
+        "add", "sub", "neg", "abs", "max", "min", "tanh", "logistic", "select_n", "convert_element_type", "eq",
+        "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "floor", "ceil", "round", "sign", "copy",
+        "clamp", "erf", "floordiv", "floormod",
+    }
+)  # fmt: skip
+"""Operations whose results are finite for finite operands (sums of two moderate numbers included)."""
+
+
+def stays_finite(program: Program) -> bool:
+    """Whether every result is finite wherever the score is, judged by the operations alone."""
+    finite: set[int] = set(range(ir.FIRST_FREE_ID))
+
+    def is_finite(atom: Atom) -> bool:
+        return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in finite
+
+    def keeps_finite(step: Step) -> bool:
+        """Whether the step's results are finite if its operands are; values of b and h alone count as finite."""
+        if isinstance(step, Call):
+            return step.name in tile_ops.CALLS
+        if isinstance(step, Load):
+            return False
+        if axis_class(step.out.axes) == UNIFORM or not jnp.issubdtype(jnp.dtype(step.out.dtype), jnp.floating):
+            return True
+        if step.prim == "mul":
+            return not all("score" in ir.axes_of(a) for a in step.inputs)
+        by_number = step.prim == "div" and isinstance(step.inputs[1], Lit) and step.inputs[1].value != 0
+        return step.prim in FINITE_OPS or by_number
+
+    for step in program.steps:
+        if keeps_finite(step) and all(map(is_finite, step.inputs)):
+            finite |= {o.id for o in step.outs}
+    return all(map(is_finite, program.results))

@@ -1,0 +1,143 @@
+"""The programs of a call on a strip of a tile: scores after score_mod, which entries are on, and dropout's multipliers."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends.mosaic_tpu import split_program
+from flexjax.backends.mosaic_tpu.affine_bias import StripBias, separate_bias, strip_bias
+from flexjax.backends.mosaic_tpu.block_sparse_order import BlockSparseOrder
+from flexjax.backends.mosaic_tpu.hoisted_operands import HoistedOperands
+from flexjax.backends.mosaic_tpu.launch import KernelStep, prefetch_count_after_order
+from flexjax.backends.mosaic_tpu.split_program import SplitProgram, split_for
+from flexjax.backends.mosaic_tpu.tile_programs import StripView, evaluate_strip
+from flexjax.backends.mosaic_tpu.visit_order import EDGE, VisitOrder
+from flexjax.ir.program import Lit, Program
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+
+SCORE, MASK, DROPOUT = range(3)
+"""The programs of a kernel."""
+
+
+@dataclasses.dataclass
+class TileScores:
+    """The programs of one kernel, with their hoisted operands.
+
+    score              score_mod's program, or the program of its derivatives; None: identity
+    added_prefetch     scalar-prefetch arrays that the kernel adds
+    check_q_end        whether entries of queries past the end must be off too (a forward kernel just does not write them)
+    wants_load_slopes  whether the kernel needs the derivatives with respect to captured reads
+
+    Set from these:
+
+    large      scores may be too large to scale before the row maximum is subtracted (analysis/large_scores.py)
+    separated  the score as c * s + bias where it has that form, the kernel needs nothing else of the program, and it is not
+               large; a kernel then calls `bias` in place of `scores`
+    hoisted    operands of the kernel
+    """
+
+    plan: KernelPlan
+    order: VisitOrder
+    operands: Operands
+    score: Program | None
+    added_prefetch: int = 0
+    check_q_end: bool = False
+    wants_load_slopes: bool = False
+
+    def __post_init__(self) -> None:
+        self.large = may_be_large(self.plan.score)
+        self.separated = None if self.score is None or self.large else separate_bias(self.score)
+        if self.separated is not None and not self._needs_only_bias():
+            self.separated = None
+        score = self.score if self.separated is None else self.separated.program
+        programs = {
+            SCORE: (score, self.operands.score_captures),
+            MASK: (self.plan.mask, self.operands.mask_captures),
+            DROPOUT: (self.plan.dropout, self.operands.dropout_captures),
+        }
+        self._number: dict[int, int] = {}
+        self._split: list[SplitProgram] = []
+        with_captures: list[tuple[SplitProgram, Sequence[jax.Array]]] = []
+        for which, (program, captures) in programs.items():
+            if program is not None:
+                self._number[which] = len(self._split)
+                self._split.append(split_for(program, self.plan))
+                with_captures.append((self._split[-1], captures))
+        scalars_from_end = prefetch_count_after_order(self.added_prefetch)
+        self.hoisted = HoistedOperands(self.order.geometry, with_captures, self.order.tile_at, scalars_from_end)
+
+    def _needs_only_bias(self) -> bool:
+        """Whether the kernel needs only the score of the program: its derivative, if any, is the constant c."""
+        assert self.score is not None
+        assert self.separated is not None
+        if len(self.score.results) == 1:
+            return True
+        slope = self.score.results[1]
+        return (
+            not self.wants_load_slopes
+            and isinstance(slope, Lit)
+            and float(typing.cast(float, slope.value)) == self.separated.scale
+        )
+
+    @functools.cached_property
+    def finite_where_off(self) -> bool:
+        """Whether entries that are off hold finite numbers in every product, so that p = 0 makes each product 0."""
+        finite = self.score is None or split_program.stays_finite(self.score)
+        return not self.order.overhang and finite and self.plan.dropout is None
+
+    def _view(self, number: int, step: KernelStep) -> StripView:
+        refs = step.refs
+        return self.hoisted.view(number, refs.scalars, refs.hoisted, step.visit.position, step.strip)
+
+    def _evaluate(self, which: int, step: KernelStep, score: jax.Array | None = None) -> list[jax.Array] | None:
+        """Results of a program on the strip; None if the call has no such program."""
+        number = self._number.get(which)
+        return None if number is None else evaluate_strip(self._split[number], self._view(number, step), score)
+
+    def bias(self, step: KernelStep) -> StripBias:
+        """For a separated score: the bias on the strip."""
+        assert self.separated is not None
+        values = self._evaluate(SCORE, step)
+        assert values is not None
+        return strip_bias(self.separated, values, self._view(self._number[SCORE], step))
+
+    def scores(self, step: KernelStep, score: jax.Array) -> list[jax.Array]:
+        """Results of the score program for the scaled scores: [s'], or [s', ds'/ds, ds'/dload...]; s' float32 (rows, cols)."""
+        results = self._evaluate(SCORE, step, score)
+        if results is None:
+            return [score]
+        return [jnp.broadcast_to(results[0].astype(jnp.float32), score.shape), *results[1:]]
+
+    def dropout(self, step: KernelStep) -> jax.Array | None:
+        """float32 multiplier of each probability, 0 or 1 / (1 - rate); None without dropout."""
+        results = self._evaluate(DROPOUT, step)
+        return None if results is None else results[0].astype(jnp.float32)
+
+    def on(self, step: KernelStep) -> jax.Array | None:
+        """bool (rows, cols): which entries of the strip count, for a step that is checked; None if all of them do."""
+        g = self.order.geometry
+        conditions = []
+        masked = self._evaluate(MASK, step)
+        bits = self.order.block_bits(step.visit, step.strip) if isinstance(self.order, BlockSparseOrder) else None
+        if masked is not None and bits is None and EDGE in self.order.kinds and self.order.overhang:
+            masked = [masked[0] | (step.visit.kind == np.int32(EDGE))]
+        if bits is not None:
+            on, full = bits
+            conditions.append(on if masked is None else on & (full | masked[0]))
+        elif masked is not None:
+            conditions.append(masked[0])
+        view = self._view(0, step)
+        if g.kv_len % g.block_kv:
+            conditions.append(view.kv < np.int32(g.kv_len))
+        if self.check_q_end and g.q_len % g.block_q:
+            conditions.append(view.q < np.int32(g.q_len))
+        if not conditions:
+            return None
+        conditions = [jnp.broadcast_to(c, (step.strip.rows, step.strip.cols)) for c in conditions]
+        return functools.reduce(lambda x, y: x & y, conditions)

@@ -1,0 +1,64 @@
+"""Matrix products, lane reductions and fills as the kernels use them, in the forms that Mosaic compiles well."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LANES = 128
+"""Lanes of a vector register."""
+LOG2E = math.log2(math.e)
+F32 = jnp.float32
+
+Contraction = tuple[tuple[tuple[int], tuple[int]], tuple[tuple[()], tuple[()]]]
+NT: Contraction = (((1,), (1,)), ((), ()))
+"""a . b^T"""
+NN: Contraction = (((1,), (0,)), ((), ()))
+"""a . b"""
+TN: Contraction = (((0,), (0,)), ((), ()))
+"""a^T . b"""
+
+
+def dot(a: jax.Array, b: jax.Array, contraction: Contraction) -> jax.Array:
+    """The product of two matrices, summed in float32; float32 operands are not rounded to bfloat16."""
+    if contraction == NT and b.shape[0] == 1 and b.dtype != F32:
+        # Mosaic makes a product with one row a product of vectors, and gets its types wrong below float32.
+        return dot(a, jnp.broadcast_to(b, (8, b.shape[1])), NT)[:, :1]
+    precision = lax.Precision.HIGHEST if a.dtype == F32 else None
+    return lax.dot_general(a, b, contraction, preferred_element_type=F32, precision=precision)
+
+
+def lane_sums(values: jax.Array) -> jax.Array:
+    """(rows, columns) -> (rows, 128): lane l sums the columns l, l + 128, l + 256, ... of each row."""
+    rows, cols = values.shape
+    total = None
+    for start in range(0, cols, LANES):
+        piece = values[:, start : start + LANES]
+        if piece.shape[1] < LANES:
+            piece = jnp.concatenate([piece, jnp.zeros((rows, LANES - piece.shape[1]), values.dtype)], axis=1)
+        total = piece if total is None else total + piece
+    assert total is not None
+    return total
+
+
+def repeat_lanes(state: jax.Array, cols: int) -> jax.Array:
+    """(rows, 128), all lanes of a row equal -> (rows, cols)."""
+    if cols <= LANES:
+        return state[:, :cols]
+    return jnp.tile(state, (1, -(-cols // LANES)))[:, :cols]
+
+
+def fill(ref: jax.Ref, value: float) -> None:
+    """Sets every element of a reference."""
+    ref[...] = jnp.full(ref.shape, value, ref.dtype)
+
+
+def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """A block whose first row has position `start`, with 0 in the rows from position `length` on.
+
+    Such rows lie past the end of the array, where a block may hold anything, NaN included.
+    """
+    row = start + lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
+    return jnp.where(row < np.int32(length), values, jnp.zeros((), values.dtype))

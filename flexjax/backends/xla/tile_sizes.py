@@ -1,0 +1,139 @@
+"""Chooses the tiles of the xla backend: how many heads, batch entries, queries and keys one step of its loops computes.
+
+Sizes are in tokens, heads and batch entries. On a CPU a tile of scores, with its companions, fits the second-level cache.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from flexjax.backends.target import Target
+from flexjax.plan.kernel_plan import KernelPlan
+
+CPU_TILE = 1 << 18
+"""Scores of a tile on a CPU, over all its heads and batch entries, without a block mask."""
+CPU_LISTED_TILE = 1 << 16
+"""The same where the key blocks come from a block mask's lists."""
+CPU_CHUNK = 1 << 14
+"""Scores up to which a CPU takes several key blocks of a list at a time. More blocks at a time must be copied together from
+separate places, and the last step of a row also computes blocks that are not there. Blocks of 128 one by one take 0.4 to 0.9 of
+the time of four at a time."""
+ACCELERATOR_TILE = 1 << 24
+"""Scores of a tile on other platforms."""
+MAX_CHUNK = 8
+"""The most key blocks of a list that are taken at a time, unless the options ask for more."""
+DENSE_BLOCK, ACCELERATOR_DENSE_BLOCK = 256, 512
+"""Queries of a tile without a block mask, on a CPU and elsewhere; it has twice as many keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """Sizes of the tiles of one pass. The scores of a tile are [batch, heads, block_q, chunk * block_kv].
+
+    chunk                      key blocks that are taken at a time
+    rows, columns              query blocks and key blocks of the attention matrix
+    batch_groups, head_groups  groups of `batch` entries and of `heads` heads
+    """
+
+    batch: int
+    heads: int
+    block_q: int
+    block_kv: int
+    chunk: int
+    rows: int
+    columns: int
+    batch_groups: int
+    head_groups: int
+
+    @property
+    def padded_q(self) -> int:
+        return self.rows * self.block_q
+
+    @property
+    def padded_kv(self) -> int:
+        return self.columns * self.block_kv
+
+    @property
+    def steps(self) -> int:
+        """Rows of tiles in all: one for each query block of each group of heads and batch entries."""
+        return self.batch_groups * self.head_groups * self.rows
+
+
+def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) -> TileSizes:
+    """The tiles of a pass: as many heads, batch entries and key blocks as fit the scores that the platform allows a tile.
+
+    A tile that the options ask for is cut to the sequence lengths and, under a block mask, to whole blocks of the mask.
+    """
+    options = plan.options
+    asked_q = options.block_q_bwd if backward else options.block_q
+    asked_kv = options.block_kv_bwd if backward else options.block_kv
+    on_cpu = target.platform == "cpu"
+    listed = plan.blocks is not None
+    budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
+    if plan.blocks is None:
+        dense = DENSE_BLOCK if on_cpu else ACCELERATOR_DENSE_BLOCK
+        block_q = min(asked_q or even_block(plan.q_len, dense), max(plan.q_len, 1))
+        block_kv = min(asked_kv or even_block(plan.kv_len, 2 * dense), max(plan.kv_len, 1))
+        lists_batch = lists_heads = widest = 1
+    else:
+        # A call with fewer queries than a block, as in decoding, computes those queries alone.
+        block_q, block_kv = min(plan.blocks.block_q, max(plan.q_len, 1)), plan.blocks.block_kv
+        lists_batch, lists_heads = plan.blocks.batch, plan.blocks.heads
+        widest = max(plan.blocks.partial, plan.blocks.full, 1)
+        if lists_heads == 1 and lists_batch == 1:
+            widest = min(widest, -(-plan.kv_len // block_kv))
+    area = block_q * block_kv
+    groups = (plan.group, plan.q_heads // plan.extra_heads) if plan.extra_heads else (plan.group,)
+    heads = 1 if lists_heads > 1 else largest_divisor(plan.q_heads, budget // area, groups)
+    batch = 1
+    if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads:
+        batch = largest_divisor(plan.batch, budget // (area * heads))
+    most = CPU_CHUNK if on_cpu else budget
+    chunk = max(1, min(most // (area * heads * batch), widest, MAX_CHUNK)) if listed else 1
+    if listed and asked_kv:
+        chunk = max(1, min(asked_kv // block_kv, -(-plan.kv_len // block_kv)))
+    return TileSizes(
+        batch,
+        heads,
+        block_q,
+        block_kv,
+        chunk,
+        -(-plan.q_len // block_q),
+        -(-plan.kv_len // block_kv),
+        plan.batch // batch,
+        plan.q_heads // heads,
+    )
+
+
+def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:
+    """Tiles for autotuning, as KernelOptions, the default first; both passes of a candidate have the same tile.
+
+    With a block mask, candidates differ in how many key blocks are taken at a time; else they are squares and 1 x 2 oblongs.
+    """
+    default = choose_tile_sizes(plan, target)
+    width = default.chunk * default.block_kv
+    if plan.blocks is not None:
+        chunks = [d for d in (1, 2, 4, 8, 16) if d <= default.columns]
+        shapes = [(default.block_q, d * default.block_kv) for d in chunks]
+    else:
+        sides = [side for side in (64, 128, 256, 512, 1024) if side < 2 * max(plan.q_len, plan.kv_len, 32)]
+        shapes = [(even_block(plan.q_len, q), even_block(plan.kv_len, kv)) for q in sides for kv in (q, 2 * q)]
+    return [
+        {"block_q": q, "block_kv": kv, "block_q_bwd": q, "block_kv_bwd": kv}
+        for q, kv in dict.fromkeys([(default.block_q, width), *shapes])
+    ]
+
+
+def even_block(length: int, most: int) -> int:
+    """The size of blocks that cut `length` into equal parts, as few as possible, none larger than `most`."""
+    parts = max(1, -(-length // most))
+    return max(1, -(-length // parts))
+
+
+def largest_divisor(number: int, most: int, groups: Sequence[int] = ()) -> int:
+    """The largest divisor of `number` that is at most `most` (1 if there is none).
+
+    For each size in `groups` (query heads of one key head, query heads of one head of key_extra) the divisor is a multiple or
+    a divisor of the size, so that a tile has whole groups or lies within one.
+    """
+    fit = [d for d in range(1, number + 1) if number % d == 0 and all(d % g == 0 or g % d == 0 for g in groups)]
+    return max([d for d in fit if d <= max(most, 1)], default=1)

@@ -1,0 +1,186 @@
+"""The operands of one pass laid out for tiles: padded to whole blocks, sliced by tile, multiplied head group by head group.
+
+Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. Entries past an end are
+masked, by a mask that exists only where a block reaches past it. Keys and values that are read only once (a forward pass
+of one row of tiles, as in decoding) keep their layout and dtype, because copying a cache costs as much as reading it.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.backends.target import Target
+from flexjax.backends.xla.block_loop import TileRow
+from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes
+from flexjax.backends.xla.tile_slices import slice_plan
+from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+
+Array = jax.Array
+Tree = TypeVar("Tree")
+
+
+def heads_first(x: Array, plan: KernelPlan) -> Array:
+    """An array in the plan's layout, [B, T, N, ...] or [B, N, T, ...], as [B, N, T, ...]; its own inverse."""
+    return jnp.swapaxes(x, 1, 2) if plan.layout == "BTNH" else x
+
+
+def int32s(numbers: Sequence[Array | int]) -> list[Array]:
+    """Starts of a slice, all int32, whatever jax's default int is."""
+    return [jnp.asarray(n, jnp.int32) for n in numbers]
+
+
+def pad_to(x: Array, axis: int, size: int) -> Array:
+    """`x` with zeros appended along `axis` up to `size`."""
+    short = size - x.shape[axis]
+    if short == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, short)
+    return jnp.pad(x, widths, constant_values=0.0)
+
+
+def pad_captures(program: Program | None, arrays: Sequence[Array], sizes: TileSizes) -> tuple[Array, ...]:
+    """The captured arrays, padded where a tile that the program reads as a slice reaches past their end."""
+    grown = list(arrays)
+    if program is None:
+        return tuple(grown)
+    for load in program.loads:
+        plan = slice_plan(load)
+        if plan is not None:
+            more = plan.padding(program.captures[load.capture], sizes.padded_q, sizes.padded_kv)
+            have = [g - s for g, s in zip(grown[load.capture].shape, program.captures[load.capture].shape, strict=True)]
+            rest = [(0, max(0, high - h)) for (_, high), h in zip(more, have, strict=True)]
+            if any(high for _, high in rest):
+                grown[load.capture] = jnp.pad(grown[load.capture], rest)
+    return tuple(grown)
+
+
+class TiledOperands:
+    """The operands of one pass in tiles.
+
+    sizes            sizes of the tiles
+    compute          dtype of scores and sums
+    operand_dtype    dtype of the operands of products: low precision only where the platform has units for it
+    read_once        whether keys and values are left in their own layout and dtype, with their heads on `key_heads_axis`
+    score_programs   score_mod's program and that of its derivatives (either may be None); both read `score_captures`
+    overhang_q, overhang_kv   whether the last query block or key block reaches past the end
+    """
+
+    def __init__(
+        self,
+        plan: KernelPlan,
+        operands: Operands,
+        target: Target,
+        derivative: Program | None = None,
+        *,
+        backward: bool = False,
+    ):
+        self.plan = plan
+        self.sizes = choose_tile_sizes(plan, target, backward)
+        self.compute = jnp.dtype(plan.score_dtype)
+        # A CPU has no low-precision units: widening once beats widening in every product.
+        narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
+        self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
+        sizes = self.sizes
+        self.read_once = sizes.rows == 1 and not backward
+        self.key_heads_axis = 2 if self.read_once and plan.layout == "BTNH" else 1
+        self.query = self.rows(operands.query)
+        self.key = self.columns(operands.key)
+        self.value = self.columns(operands.value)
+        self.query_extra = None if operands.query_extra is None else self.rows(operands.query_extra)
+        self.key_extra = None if operands.key_extra is None else self.columns(operands.key_extra)
+        self.sinks = None if operands.sinks is None else operands.sinks.astype(self.compute)
+        self.lists = operands.lists
+        self.score_programs = (plan.score, derivative)
+        self.score_captures = self.pad_score_captures(operands.score_captures)
+        self.mask_captures = pad_captures(plan.mask, operands.mask_captures, sizes)
+        self.dropout_captures = operands.dropout_captures
+        self.overhang_q = sizes.padded_q != plan.q_len
+        self.overhang_kv = sizes.padded_kv != plan.kv_len
+
+    def vary_like_operands(self, carry: Tree) -> Tree:
+        """Inside shard_map: the carry of a loop, cast to vary over the mesh axes over which the operands vary.
+
+        A loop must return the type with which it starts. JAX checks that only where it differentiates the loop.
+        """
+        over = jax.typeof(self.query).mat.varying
+
+        def cast(x: Array) -> Array:
+            missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(cast, carry)
+
+    # ------------------------------------------------------------------ layout
+
+    def pad_score_captures(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """score_mod's captured arrays, or tangents of them, padded for every program that reads them (see pad_captures)."""
+        for program in self.score_programs:
+            arrays = pad_captures(program, arrays, self.sizes)
+        return tuple(arrays)
+
+    def rows(self, x: Array) -> Array:
+        """An operand with an entry for each query, as [B, N, padded_q, D]."""
+        return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_q).astype(self.operand_dtype)
+
+    def columns(self, x: Array) -> Array:
+        """An operand with an entry for each key, as [B, heads, padded_kv, D]; only padded where it is read once."""
+        if self.read_once:
+            return pad_to(x, 3 - self.key_heads_axis, self.sizes.padded_kv)
+        return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_kv).astype(self.operand_dtype)
+
+    def take_rows(self, x: Array, row: TileRow) -> Array:
+        """The part [batch, heads, block_q, ...] of an array [B, N, padded_q, ...] that belongs to the tile row."""
+        s = self.sizes
+        rest = (0,) * (x.ndim - 3)
+        start = (row.b0, row.h0, row.q_block * s.block_q, *rest)
+        return lax.dynamic_slice(x, int32s(start), (s.batch, s.heads, s.block_q, *x.shape[3:]))
+
+    def key_group(self, heads: int, row: TileRow) -> tuple[Array | int, int]:
+        """(first head, how many) of an operand with `heads` key heads that the query heads of the tile row read."""
+        group = self.plan.q_heads // heads
+        return row.h0 // group, max(1, self.sizes.heads // group)
+
+    def take_columns(self, x: Array, row: TileRow, blocks: Array) -> Array:
+        """The part [batch, key heads, chunk * block_kv, D], at these key blocks, of an array that `columns` made."""
+        s, heads = self.sizes, self.key_heads_axis
+        m0, nm = self.key_group(x.shape[heads], row)
+
+        def part(first: Array) -> Array:
+            start, size = [row.b0, m0, first, 0], [s.batch, nm, s.block_kv, x.shape[3]]
+            if heads == 2:
+                start[1:3], size[1:3] = start[2:0:-1], size[2:0:-1]
+            found = lax.dynamic_slice(x, int32s(start), size).astype(self.operand_dtype)
+            return jnp.swapaxes(found, 1, 2) if heads == 2 else found
+
+        parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
+
+    # ------------------------------------------------------------------ products over grouped heads
+
+    def query_times_key(self, q: Array, k: Array) -> Array:
+        """[b, heads, q, D] . [b, key heads, k, D] -> [b, heads, q, k]."""
+        return self._grouped("bmxd,bmkd->bmxk", q, k)
+
+    def weights_times_value(self, w: Array, v: Array) -> Array:
+        """[b, heads, q, k] . [b, key heads, k, E] -> [b, heads, q, E]."""
+        return self._grouped("bmxk,bmke->bmxe", w.astype(self.operand_dtype), v)
+
+    def weights_transposed_times(self, w: Array, rows: Array, key_heads: int) -> Array:
+        """[b, heads, q, k], [b, heads, q, E] -> [b, key heads, k, E], summed over the heads of a group."""
+        b, n, q, _ = w.shape
+        fold = lambda x: x.reshape(b, key_heads, n // key_heads * q, x.shape[-1])
+        w, rows = fold(w.astype(self.operand_dtype)), fold(rows)
+        return jnp.einsum("bmxk,bmxe->bmke", w, rows, preferred_element_type=self.compute)
+
+    def _grouped(self, formula: str, rows: Array, columns: Array) -> Array:
+        """The product by an einsum formula in which the query heads of a key head, and their queries, are one dimension x."""
+        b, n, q, _ = rows.shape
+        m = columns.shape[1]
+        folded = rows.reshape(b, m, n // m * q, rows.shape[-1])
+        out = jnp.einsum(formula, folded, columns, preferred_element_type=self.compute)
+        return out.reshape(b, n, q, out.shape[-1])

@@ -1,0 +1,130 @@
+"""The scores of the tiles of one visit: products, score_mod or its derivatives, mask and dropout.
+
+A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.backends.xla.block_loop import BlockVisit, TileRow, region_of
+from flexjax.backends.xla.tile import Region, XlaTile
+from flexjax.backends.xla.tiled_operands import TiledOperands
+from flexjax.ir.evaluate import evaluate
+from flexjax.ir.program import KV, Lit, Program, Q
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitScores:
+    """The scores of one visit, all [batch, heads, block_q, keys].
+
+    raw       scale * q . k, what score_mod gets
+    modified  after score_mod, -inf where `on` is False
+    on        which entries count; None: all
+    partials  of a derivative program: the derivatives of `modified` with respect to the raw score, then to each load
+    tile      the region, with the index of each load
+    """
+
+    raw: Array
+    modified: Array
+    on: Array | None
+    partials: tuple[Array | Lit, ...]
+    tile: XlaTile
+
+
+def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, q_extra: Array | None) -> Array:
+    """scale * (q . k + query_extra . key_extra); q and q_extra are the queries of the tile row."""
+    total = tiled.query_times_key(q, tiled.take_columns(tiled.key, row, visit.blocks))
+    if q_extra is not None:
+        assert tiled.key_extra is not None
+        total = total + tiled.query_times_key(q_extra, tiled.take_columns(tiled.key_extra, row, visit.blocks))
+    return total * jnp.asarray(tiled.plan.scale, tiled.compute)
+
+
+def visit_scores(
+    tiled: TiledOperands, row: TileRow, visit: BlockVisit, raw: Array, program: Program | None, mask_q_end: bool
+) -> VisitScores:
+    """Applies a score program (score_mod's or that of its derivatives; None: identity) and the mask to the raw scores.
+
+    mask_q_end   whether queries past the end must be off; a forward pass just does not return them
+    """
+    region = region_of(tiled.sizes, row, visit.blocks)
+    on = _on(tiled, region, visit, mask_q_end)
+    tile = XlaTile(region, tiled.score_captures, raw, guard=on if tiled.plan.differentiable else None)
+    results: Sequence[Array | Lit] = [raw]
+    if program is not None:
+        full = program.inputs[0].axes
+        want = [
+            full,
+            *(full if isinstance(r, Lit) else r.axes | {"q", "kv"} - {"delta"} for r in program.results[1:]),
+        ]
+        want = [frozenset(w) - {"delta"} for w in want]
+        values = evaluate(program, tile, want)
+        results = [r if isinstance(r, Lit) else v for r, v in zip(program.results, values, strict=True)]
+        results = [results[0], *(r if isinstance(r, Lit) else _partial(tiled, r, on) for r in results[1:])]
+        results[0] = jnp.broadcast_to(values[0].astype(tiled.compute), raw.shape)
+    modified = typing.cast(Array, results[0])
+    if on is not None:
+        modified = jnp.where(on, modified, jnp.asarray(-jnp.inf, tiled.compute))
+    return VisitScores(raw, modified, on, tuple(results[1:]), tile)
+
+
+def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
+    """A derivative in the dtype of the scores; 0 where masked, if it is to be differentiated again."""
+    partial = partial.astype(tiled.compute)
+    if on is None or not tiled.plan.differentiable:
+        return partial
+    return jnp.where(on, partial, jnp.zeros_like(partial))
+
+
+def _on(tiled: TiledOperands, region: Region, visit: BlockVisit, mask_q_end: bool) -> Array | None:
+    """bool of rank 4, 1 along axes that do not matter: which entries of a visit count; None: all."""
+    plan = tiled.plan
+    parts: list[Array] = []
+    if plan.mask is not None and (visit.valid is not None or plan.blocks is None):
+        mask = _mask(tiled, region)
+        if visit.whole is not None:
+            mask = mask | jnp.repeat(visit.whole, region.bk)[None, None, None, :]
+        parts.append(mask)
+    if visit.valid is not None:
+        parts.append(jnp.repeat(visit.valid, region.bk)[None, None, None, :])
+    if tiled.overhang_kv:
+        parts.append(region.index(KV) < plan.kv_len)
+    if tiled.overhang_q and mask_q_end:
+        parts.append(region.index(Q) < plan.q_len)
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def _mask(tiled: TiledOperands, region: Region) -> Array:
+    """The mask program over a region: bool of rank 4, 1 along axes on which the mask does not depend."""
+    program = tiled.plan.mask
+    assert program is not None
+    want = program.axes - {"delta"} | ({"q", "kv"} if "delta" in program.axes else set())
+    (mask,) = evaluate(program, XlaTile(region, tiled.mask_captures), [want])
+    return jnp.reshape(mask, (1,) * (4 - mask.ndim) + mask.shape)
+
+
+def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) -> Array | None:
+    """What dropout multiplies each probability of a visit by, 0 or 1 / (1 - rate); None without dropout."""
+    program = tiled.plan.dropout
+    if program is None:
+        return None
+    tile = XlaTile(region_of(tiled.sizes, row, visit.blocks), tiled.dropout_captures)
+    (multiplier,) = evaluate(program, tile, [frozenset({"b", "h", "q", "kv"})])
+    return multiplier.astype(tiled.compute)
+
+
+def times_partial(cotangent: Array, partial: Array | Lit) -> Array:
+    """A cotangent or tangent of the score times one of VisitScores.partials."""
+    return cotangent * (partial.value if isinstance(partial, Lit) else partial)
+
+
+def zero_where_off(scores: VisitScores, values: Array) -> Array:
+    """0 in the entries that do not count. After products, because 0 times the NaN of a masked entry is NaN."""
+    return values if scores.on is None else jnp.where(scores.on, values, jnp.zeros_like(values))

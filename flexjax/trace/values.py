@@ -1,0 +1,144 @@
+"""The values of a mod while it is translated to a program.
+
+A value is one of three things:
+
+    jax.Array         depends on captured arrays alone; it is computed outside of the kernel
+    array of atoms    a numpy object array of program atoms: a scalar, or a small vector that is unrolled into scalars
+    LazyArray         an array whose elements become atoms when they are asked for
+
+Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need one load for each element of the row,
+and most of these elements are never used. The LazyArray has a shape and a function from an index to an atom: `x[b][q_idx]`
+asks for one element, and the program has one load, `x[b, q_idx]`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeGuard, cast
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from flexjax.errors import ModError
+from flexjax.ir.builder import literal
+from flexjax.ir.program import Atom
+
+MAX_ELEMENTS = 1024
+"""Largest small array that is unrolled into scalars."""
+MAX_UNROLL = 64
+"""Longest loop that is unrolled, and largest array handed whole to a function with a derivative rule of its own."""
+
+Index = tuple[Atom, ...]
+"""An int32 atom for each dimension, within bounds."""
+
+
+class LazyArray:
+    """An array whose elements are computed by index, each at most once for the same index.
+
+    shape      its dimensions
+    dtype      of its elements
+    element    computes the element at an index
+    too_large  the error where more than MAX_ELEMENTS elements are all needed: a sentence that starts with "it"
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str):
+        self.shape = tuple(shape)
+        self.dtype = cast(np.dtype, dtype)
+        self.too_large = too_large
+        self._element = element
+        self._made: dict[Index, Atom] = {}
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def element(self, index: Sequence[Atom]) -> Atom:
+        """The atom at an index within bounds."""
+        index = tuple(index)
+        if index not in self._made:
+            self._made[index] = self._element(index)
+        return self._made[index]
+
+    def atoms(self) -> np.ndarray:
+        """Every element, as an object array; raises ModError for more than MAX_ELEMENTS."""
+        if self.size > MAX_ELEMENTS:
+            raise ModError(self.too_large)
+        out = np.empty(self.shape, object)
+        for place in np.ndindex(*self.shape):
+            out[place] = self.element(literal_index(place))
+        return out
+
+    def __getitem__(self, row: int) -> "Value":
+        """A row along the first dimension."""
+        first = literal(row, "int32")
+        return settled(LazyArray(self.shape[1:], self.dtype, lambda i: self.element((first, *i)), self.too_large))
+
+
+Value: TypeAlias = jax.Array | np.ndarray | LazyArray
+"""A value of the mod; see the top of this file."""
+
+
+def is_atoms(value: Value) -> TypeGuard[np.ndarray]:
+    """Whether the value is an array of atoms."""
+    return isinstance(value, np.ndarray) and value.dtype == object
+
+
+def is_lazy(value: Value) -> TypeGuard[LazyArray]:
+    """Whether the value is a LazyArray."""
+    return isinstance(value, LazyArray)
+
+
+def is_known(value: Value) -> TypeGuard[jax.Array]:
+    """Whether the value depends on captured arrays alone, so that it is computed outside of the kernel."""
+    return not is_atoms(value) and not is_lazy(value)
+
+
+def settled(array: LazyArray) -> Value:
+    """The atoms of an array of at most one element, because nothing is gained by waiting; other arrays unchanged."""
+    return array.atoms() if array.size <= 1 else array
+
+
+def literal_index(place: Sequence[int]) -> Index:
+    """An index of literals."""
+    return tuple(literal(i, "int32") for i in place)
+
+
+# ------------------------------------------------------------------- arrays of atoms
+
+
+def scalar(atom: Atom) -> np.ndarray:
+    """The atom as an array of atoms without dimensions."""
+    return object_array([atom]).reshape(())
+
+
+def object_array(atoms: Sequence[Atom]) -> np.ndarray:
+    """The atoms as an array of one dimension."""
+    out = np.empty(len(atoms), object)
+    for i, atom in enumerate(atoms):
+        out[i] = atom
+    return out
+
+
+def as_object(value: Any) -> np.ndarray:
+    """An array of atoms from what indexing one gives: numpy returns a bare atom where no dimension is left."""
+    return value if is_atoms(value) else scalar(value)
+
+
+def map_elements(make: Callable[..., Atom], args: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """The array of that shape whose elements are `make` of the arguments' elements; the arguments are broadcast to it.
+
+    Raises ModError for more than MAX_ELEMENTS elements.
+    """
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ModError(
+            f"it computes an array of shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements."
+        )
+    out = np.empty(shape, object)
+    full = [np.broadcast_to(a, shape) for a in args]
+    for place in np.ndindex(*shape):
+        out[place] = make(*(a[place] for a in full))
+    return out

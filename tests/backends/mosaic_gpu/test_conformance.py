@@ -1,0 +1,42 @@
+"""The suite of every backend, on the kernels in the simulator of GPUs."""
+
+import functools
+
+import jax
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+
+import flexjax
+from tests.backends.conformance import TableConformance, TransformationConformance
+from tests.cases import Case
+
+
+class Simulated:
+    """Eager calls: the simulator orders its effects, which a surrounding jax.jit does not know of."""
+
+    implementation = "mosaic_gpu"
+    jitted = False
+
+    def refuses(self, case: Case, dtype: str) -> bool:
+        return dtype == "float32" or 0 in case.shape
+
+    @pytest.fixture(autouse=True)
+    def _interpreted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = flexjax.KernelOptions(interpret=True)
+        attend = functools.partial(flexjax.flex_attention, kernel_options=options)
+        monkeypatch.setattr(flexjax, "flex_attention", attend)
+
+
+class TestTable(Simulated, TableConformance):
+    only_dtypes = ("bfloat16", "float16")
+    deterministic = False  # a second simulation takes as long as the first; tools/device/check_device.py compares bits
+    everyday = frozenset({"seven", "one_key", "no_keys", "shifted_column_bias", "sinks_masked_rows"})
+    everyday_forward = frozenset({"no_keys"})
+
+
+@pytest.mark.slow
+class TestTransformations(Simulated, TransformationConformance):
+    small_dtype = "bfloat16"
+    export = False
