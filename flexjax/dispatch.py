@@ -87,7 +87,7 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...] | 
     return names
 
 
-def settled(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
+def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
     """The name of the one that runs the plan on every target, None where it depends on the target.
 
     Raises NotImplementedError with every refusal if none accepts the plan on any target.
