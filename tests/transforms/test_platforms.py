@@ -31,7 +31,7 @@ needs_gpu_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="t
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
 
 
 def shape(dtype: str = "bfloat16", dim: int = 64, length: int = 256) -> jax.ShapeDtypeStruct:
