@@ -1,4 +1,31 @@
-"""flexjax: programmable attention for JAX. What is imported here is public; nothing else is."""
+"""Programmable attention for JAX: score and mask functions in plain JAX, fused into block-sparse flash attention.
+
+Functions
+
+    flex_attention         attention with a score function and a mask function; the one to start with
+    dot_product_attention  the same with the arguments of jax.nn.dot_product_attention
+    create_block_mask      the blocks of a mask function, to be shared by several calls
+    and_masks, or_masks, not_mask, chain_mods
+                           compose mask functions and score functions
+    explain                says what a call will do and why, as text
+    autotune               times the tiles of a call and keeps the fastest
+
+Ready-made functions
+
+    masks                  mask functions: causal, windows, documents, prefixes, trees and others
+    mods                   score functions: ALiBi, soft caps, T5 and learned biases and others
+
+Types
+
+    BlockMask              what create_block_mask returns and flex_attention takes
+    AuxRequest, AuxOutput  extra results: lse and the largest score of each row
+    KernelOptions          tiles, order of additions, simulation
+    FallbackWarning        a call on a GPU or TPU does not run on its kernels
+    ScoreMod, MaskMod      protocols of score functions and mask functions, for type checkers
+    Layout, Implementation the strings that `layout` and `implementation` take, for type checkers
+
+What is listed here is public; nothing else is. `help(flexjax.flex_attention)` has an example.
+"""
 
 from flexjax import masks as masks
 from flexjax import mods as mods
@@ -15,6 +42,33 @@ from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
 from flexjax.types import AuxOutput as AuxOutput
 from flexjax.types import AuxRequest as AuxRequest
+from flexjax.types import Implementation as Implementation
 from flexjax.types import KernelOptions as KernelOptions
+from flexjax.types import Layout as Layout
+from flexjax.types import MaskMod as MaskMod
+from flexjax.types import ScoreMod as ScoreMod
 
 __version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022 functions first, then the two modules, then types
+    "flex_attention",
+    "dot_product_attention",
+    "create_block_mask",
+    "and_masks",
+    "or_masks",
+    "not_mask",
+    "chain_mods",
+    "explain",
+    "autotune",
+    "masks",
+    "mods",
+    "BlockMask",
+    "AuxRequest",
+    "AuxOutput",
+    "KernelOptions",
+    "FallbackWarning",
+    "ScoreMod",
+    "MaskMod",
+    "Layout",
+    "Implementation",
+]

@@ -1,14 +1,14 @@
-"""The door: checks a call, makes its plan and operands, runs it, and puts the user's call in front of any error.
+"""`flex_attention`: checks a call, plans it, and binds the primitives of autodiff.py that compute it.
 
-The order of the work: check the arrays, trace the mods, build or check the block mask, write the plan, bind the primitives of
-autodiff.py, which choose a backend when they are lowered.
+The steps, in order: check the arrays, trace the mods, build or check the block mask, write the plan, bind the forward
+primitive. A backend is chosen later, when the primitive is lowered for a platform. Every error that leaves here has the user's
+call as a note.
 """
 
 import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,65 +25,117 @@ from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
 from flexjax.trace.lift_numpy import lift_numpy
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
-from flexjax.types import AuxOutput, AuxRequest, KernelOptions
+from flexjax.types import (
+    ArrayArgument,
+    ArrayOrShape,
+    AuxOutput,
+    AuxRequest,
+    Implementations,
+    KernelOptions,
+    Layout,
+    MaskMod,
+    ScoreMod,
+)
 
 Array = jax.Array
+A = typing.TypeVar("A", bound=ArrayOrShape)
 
 DEFAULT_BLOCK = 128
 
 
+class Arguments(typing.TypedDict, typing.Generic[A], total=False):
+    """The keywords of `flex_attention` that say what is computed. Arrays are of type A.
+
+    Two keywords are not here: `return_aux` decides the type of the result, and `implementation` is no part of a plan.
+    """
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    block_mask: BlockMask | None
+    scale: float | A | None
+    sinks: A | None
+    layout: Layout
+    kernel_options: KernelOptions | None
+    dropout_rate: float
+    dropout_key: A | None
+    query_extra: A | None
+    key_extra: A | None
+
+
+DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0}
+"""The defaults that are not None."""
+
+
+@typing.overload
 def flex_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayArgument,
+    key: ArrayArgument,
+    value: ArrayArgument,
     *,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    return_aux: None = None,
+    implementation: Implementations | None = None,
+    **arguments: typing.Unpack[Arguments[ArrayArgument]],
+) -> Array: ...
+
+
+@typing.overload
+def flex_attention(
+    query: ArrayArgument,
+    key: ArrayArgument,
+    value: ArrayArgument,
+    *,
+    return_aux: AuxRequest,
+    implementation: Implementations | None = None,
+    **arguments: typing.Unpack[Arguments[ArrayArgument]],
+) -> tuple[Array, AuxOutput]: ...
+
+
+def flex_attention(
+    query: ArrayArgument,
+    key: ArrayArgument,
+    value: ArrayArgument,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
-    scale: float | Array | None = None,
-    sinks: Array | None = None,
-    layout: str = "BTNH",
+    scale: float | ArrayArgument | None = None,
+    sinks: ArrayArgument | None = None,
+    layout: Layout = "BTNH",
     return_aux: AuxRequest | None = None,
-    implementation: str | Sequence[str] | None = None,
+    implementation: Implementations | None = None,
     kernel_options: KernelOptions | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    query_extra: Array | None = None,
-    key_extra: Array | None = None,
+    dropout_key: ArrayArgument | None = None,
+    query_extra: ArrayArgument | None = None,
+    key_extra: ArrayArgument | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
-    """Attention with a score function and a mask written in plain JAX.
+    """Attention with a score function and a mask function written in plain JAX.
 
         p = softmax(where(mask, score_mod(scale * query . key), -inf));  out = p . value
 
     query        [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH"); float64, float32, bfloat16 or float16
     key, value   [B, S, M, D] and [B, S, M, E], same dtype; M divides N, query head n reads head n // (N // M)
     score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
-    mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars; its block mask is built on the way
-    block_mask   instead of mask_mod: a block mask made before (create_block_mask)
-    scale        multiplies the dot product; default 1 / sqrt(D). A Python or numpy number is compiled into the kernel; a jax
-                 scalar may be traced, has a gradient, and a new value recompiles nothing
-    sinks        [N] logits: one more column of the softmax, without a value behind it; lse includes it
-    return_aux   AuxRequest(lse=, max_scores=): also returns AuxOutput
-    implementation  None, "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several, tried in order
-    kernel_options  KernelOptions: tiles and the like
-    dropout_rate, dropout_key  drops each probability with that chance; the same mask in the backward pass
+    mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars, True where the query attends to the key. The call
+                 computes its block mask
+    block_mask   in place of mask_mod: a block mask that `create_block_mask` made
+    scale        multiplies the dot product; default 1 / sqrt(D). A Python or numpy number is compiled into the kernel. A jax
+                 scalar may be traced and gets a gradient, and a new value compiles nothing
+    sinks        [N] logits: one more column of the softmax, without a value; lse includes it
+    layout       "BTNH" or "BNTH", the order of the axes of query, key, value, the extra features and out
+    return_aux   AuxRequest(lse=, max_scores=): also return an AuxOutput
+    implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several,
+                 which are asked in this order
+    kernel_options  KernelOptions: tile sizes, order of additions, simulation
+    dropout_rate, dropout_key  sets each probability to 0 with this chance; the backward pass uses the same mask
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
 
-    Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput).
+    Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
+    value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
+    float64 inputs). Raises ValueError for arguments that do not fit, and NotImplementedError, with each backend's reason, if no
+    backend accepts the call.
 
-    Rows in which nothing is on give 0, lse -inf and zero gradients. A row that score_mod hides with a finite number
-    (-1e10) is none of them: its scores are equal, and it is the average of the values. Beside such a number lse has no
-    room for how many they are, so that gradients count each of them as a whole: mask_mod or -inf hides without that.
-    Gradients reach query, key, value, sinks, the extra features and every floating array that score_mod captured.
-    Scores are float32 (float64 for float64 inputs).
-
-    NaN and infinities in keys and values at positions that the mask hides may spread, since zero times NaN is NaN, as in
-    jax.nn.dot_product_attention: into the output from values, into gradients from both. Only blocks that are skipped whole are
-    never read. Where such numbers may occur, zero them before the call: jnp.where(valid[:, :, None, None], value, 0), and key.
-
-    Raises ValueError for arguments that do not fit; NotImplementedError, with every backend's reason, if none accepts.
-
-    Example, a bias that is learned for each head and distance:
+    Example, a learned bias for each head and distance:
 
         table = jnp.zeros((N, 2 * T - 1))
 
@@ -92,28 +144,42 @@ def flex_attention(
 
         out = flex_attention(query, key, value, score_mod=score_mod, mask_mod=flexjax.masks.causal)
 
-    New values of captured arrays compile nothing, nor does a function that is built again. Other shapes, another function and
-    another Python number in a function do: capture jnp.asarray(number) where it changes from call to call.
+    What retraces. Under jit, nothing but what jit itself retraces for: other shapes, dtypes and static arguments. Outside of
+    jit, each call traces the mods again and compiles only what is new: other shapes, a function with other operations, another
+    Python number in a function (capture jnp.asarray(number) if it changes from call to call). New values of captured arrays and
+    a function that is defined again compile nothing.
 
-    Fast are calls inside jit (outside of it the functions are traced at each call), bfloat16 and float16 on a GPU, mask_mod
-    rather than -inf from score_mod (which skips no block), one block_mask for all layers that share it, and captured arrays
-    that are read at q_idx, kv_idx or q_idx - kv_idx + c, which are slices where other indices gather.
+    What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
+    are skipped and blocks of -inf from score_mod are not; one block_mask for all layers that share it; reading captured arrays
+    at q_idx, kv_idx or q_idx - kv_idx + c, because those reads are slices and others are gathers. `flexjax.explain` says which
+    backend runs a call, and `flexjax.autotune` finds its fastest tiles.
+
+    How calls are sharded. A mesh axis of type Explicit that splits the batch or the heads of query stays split: each device
+    computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
+    indices of the whole problem. Under jit with axes of type Auto, every device gathers the arrays and computes the whole call.
+    Inside jax.shard_map a call sees the arrays of one device, and b, h and the positions count from 0 there.
+
+    Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
+    sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot hold log(n) beside -1e10, so each entry's
+    gradient uses p = 1; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can reach the
+    output (from value) and gradients (from both), because 0 * NaN is NaN, as in jax.nn.dot_product_attention; only blocks that
+    are skipped as a whole are never read. Zero such entries before the call: jnp.where(valid[:, :, None, None], value, 0).
     """
-    arguments = Arguments(
-        score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks, layout=layout,
-        return_aux=return_aux, kernel_options=kernel_options, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        query_extra=query_extra, key_extra=key_extra,
-    )  # fmt: skip
+    arguments: Arguments[ArrayArgument] = {
+        "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask, "scale": scale, "sinks": sinks,
+        "layout": layout, "kernel_options": kernel_options, "dropout_rate": dropout_rate, "dropout_key": dropout_key,
+        "query_extra": query_extra, "key_extra": key_extra,
+    }  # fmt: skip
+    text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
-        call = prepare(query, key, value, **arguments)
+        call = prepare(query, key, value, return_aux=return_aux, **arguments)
         names = dispatch.candidates(implementation)
-        if dispatch.settled(call.plan, names) == dispatch.REFERENCE:
+        if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)
         else:
-            text = describe_call("flex_attention", query, key, value, arguments)
-            results = attention(call.problem(names, text), call.operands)
+            results = attention(call.problem(names, text()), call.operands)
     except Exception as error:
-        add_note_once(error, describe_call("flex_attention", query, key, value, arguments))
+        add_note_once(error, text())
         raise
     if return_aux is None:
         return results.out
@@ -124,89 +190,76 @@ def flex_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked call: its plan, its operands and the traced score_mod."""
+    """A checked call: its plan, its operands, and the traced score_mod (None if there is none or it is the identity)."""
 
     plan: KernelPlan
     operands: Operands
     score: TracedMod | None
 
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
-        """`text`: the user's call in a line."""
+        """The parameter of the primitives. `implementation`: backends to ask, in order; `text`: the user's call in a line."""
         derivative, why_not = (None, "") if self.score is None else (self.score.derivative, self.score.why_not)
         return Problem(self.plan, derivative, why_not, implementation, jax.tree.structure(self.operands), text)
 
 
-class Arguments(typing.TypedDict):
-    """What `prepare` takes of flex_attention's keywords."""
-
-    score_mod: Callable | None
-    mask_mod: Callable | None
-    block_mask: BlockMask | None
-    scale: float | Array | None
-    sinks: Array | None
-    layout: str
-    return_aux: AuxRequest | None
-    kernel_options: KernelOptions | None
-    dropout_rate: float
-    dropout_key: Array | None
-    query_extra: Array | None
-    key_extra: Array | None
-
-
-DEFAULTS: Arguments = {
-    "score_mod": None,
-    "mask_mod": None,
-    "block_mask": None,
-    "scale": None,
-    "sinks": None,
-    "layout": "BTNH",
-    "return_aux": None,
-    "kernel_options": None,
-    "dropout_rate": 0.0,
-    "dropout_key": None,
-    "query_extra": None,
-    "key_extra": None,
-}
-
-
-def describe_call(function: str, query: object, key: object, value: object, arguments: Arguments) -> str:
+def describe_call(
+    function: str,
+    query: object,
+    key: object,
+    value: object,
+    return_aux: AuxRequest | None,
+    arguments: Arguments[A],
+) -> str:
     """The user's call in a line, for the notes of errors: arrays as dtype and shape, mods by name, defaults left out."""
-    parts = [f"{n}={_describe(x)}" for n, x in (("query", query), ("key", key), ("value", value))]
-    for name, x in arguments.items():
-        default = DEFAULTS[name]
-        if x is not default and not (isinstance(x, str | int | float) and x == default):
-            parts.append(f"{name}={_describe(x)}")
-    return f"in {function}({', '.join(parts)})"
+    is_default = lambda name, x: x is None or (isinstance(x, str | int | float) and x == DEFAULTS.get(name))
+    given = {name: x for name, x in arguments.items() if not is_default(name, x)}
+    if return_aux is not None:
+        given["return_aux"] = return_aux
+    arrays = {"query": query, "key": key, "value": value}
+    return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in (arrays | given).items())})"
 
 
-def _describe(x: typing.Any) -> str:
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"{x.dtype}{list(x.shape)}"
+def _describe(x: object) -> str:
+    """An argument in a few characters."""
     if isinstance(x, BlockMask):
         b, h, q_len, kv_len = x.shape
         return f"BlockMask({b}, {h}, {q_len}, {kv_len})"
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is not None and shape is not None:
+        return f"{dtype}{list(shape)}"
     if callable(x):
         return getattr(x, "__name__", type(x).__name__)
     text = repr(x)
     return text if len(text) <= 80 else f"{type(x).__name__}"
 
 
-def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[Arguments]) -> Call:
-    """Checks the arguments of flex_attention and writes the plan and the operands."""
-    a = arguments
-    options = check_options(a["return_aux"], a["kernel_options"])
-    inputs = check_inputs(query, key, value, a["sinks"], a["layout"], a["query_extra"], a["key_extra"])
-    scale = _scale(a["scale"], inputs)
+def prepare(
+    query: ArrayOrShape,
+    key: ArrayOrShape,
+    value: ArrayOrShape,
+    *,
+    return_aux: AuxRequest | None = None,
+    **arguments: typing.Unpack[Arguments[ArrayOrShape]],
+) -> Call:
+    """The plan and the operands of a call of flex_attention with these arguments. Raises ValueError for bad arguments."""
+    get = arguments.get
+    layout, sinks = get("layout", "BTNH"), get("sinks")
+    options = check_options(return_aux, get("kernel_options"))
+    inputs = check_inputs(query, key, value, sinks, layout, get("query_extra"), get("key_extra"))
+    scale = _scale(get("scale"), inputs)
     sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
-    score_mod = a["score_mod"]
+    score_mod = get("score_mod")
     if isinstance(scale, Array):
-        # one more capture: it has a gradient, and no plan holds its value
-        scaled = score_mod is None or callable(score_mod)  # the trace refuses what is neither
-        score_mod, scale = _scaled(score_mod, scale) if scaled else score_mod, 1.0
+        # a jax scalar becomes a captured array of the score function, because a plan holds no array
+        if score_mod is None or callable(score_mod):  # trace_score_mod refuses anything else
+            score_mod = _scaled(score_mod, scale)
+        scale = 1.0
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
-    block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs, a["layout"])
-    dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes, score_dtype)
+    if score is not None and score.program.results[0] == score.program.inputs[0]:
+        score = None  # the identity
+    block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, layout)
+    dropout = dropout_program(get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype)
     plan = KernelPlan(
         batch=inputs.batch,
         q_heads=inputs.q_heads,
@@ -216,19 +269,18 @@ def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[A
         head_dim=inputs.head_dim,
         value_dim=inputs.value_dim,
         dtype=inputs.dtype,
-        layout=a["layout"],
+        layout=layout,
         scale=scale,
-        score=None if score is None or _is_identity(score) else score.program,
+        score=None if score is None else score.program,
         mask=None if block_mask is None else block_mask.program,
         dropout=None if dropout is None else dropout.program,
         blocks=None if block_mask is None else _layout(block_mask),
-        has_sinks=a["sinks"] is not None,
+        has_sinks=sinks is not None,
         extra_dim=inputs.extra_dim,
         extra_heads=inputs.extra_heads,
-        max_scores=a["return_aux"] is not None and a["return_aux"].max_scores,
+        max_scores=return_aux is not None and return_aux.max_scores,
         options=options,
     )
-    score = None if plan.score is None else score
     operands = Operands(
         query=inputs.query,
         key=inputs.key,
@@ -244,13 +296,11 @@ def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[A
     return Call(plan, operands, score)
 
 
-def _is_identity(score: TracedMod) -> bool:
-    program = score.program
-    return program.results[0] == program.inputs[0]
-
-
 def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product: a float that the plan holds, or a jax scalar that is an operand."""
+    """The factor of the dot product: a float, which the plan holds, or a jax scalar, which becomes a captured array.
+
+    Raises ValueError for a number that is not finite and for an array that is no real scalar.
+    """
     if scale is None:
         return 1.0 / math.sqrt(max(inputs.head_dim, 1))
     if isinstance(scale, Array):
@@ -272,8 +322,8 @@ def _scale(scale: object, inputs: Inputs) -> float | Array:
     return value
 
 
-def _scaled(score_mod: Callable | None, scale: Array) -> Callable:
-    """score_mod on the dot product times `scale`, multiplied in the dtype of the score; its signature is score_mod's."""
+def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
+    """The score function `score_mod(score * scale, ...)`, with the signature of score_mod; scale is cast to the score's dtype."""
 
     def scaled(score: Array, *at: Array) -> Array:
         score = score * scale.astype(score.dtype)
@@ -283,8 +333,12 @@ def _scaled(score_mod: Callable | None, scale: Array) -> Callable:
 
 
 def _block_mask(
-    mask_mod: Callable | None, block_mask: BlockMask | None, inputs: Inputs, layout: str
+    mask_mod: MaskMod | None, block_mask: BlockMask | None, inputs: Inputs, layout: Layout
 ) -> BlockMask | None:
+    """The block mask of the call: the one given, or one computed from mask_mod; None if neither is given.
+
+    A computed mask has a batch (heads) dimension of size 1 if mask_mod does not read b (h).
+    """
     if mask_mod is not None and block_mask is not None:
         raise ValueError(
             "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
@@ -305,36 +359,39 @@ def _block_mask(
 
 
 def _layout(mask: BlockMask) -> BlockLayout:
+    """The static shape of the block mask, for the plan."""
     batch, heads = mask.kv_num_blocks.shape[:2]
     widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
     return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists)
 
 
 def _lists(mask: BlockMask) -> BlockLists:
+    """The block lists for the operands, by query block: partial, then full blocks; None for lists of width 0."""
     pairs = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
     return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
 
 
-def _reference(call: Call, arguments: Arguments) -> Results:
-    """The dense implementation on the mods as they were given."""
-    plan, operands, block_mask = call.plan, call.operands, arguments["block_mask"]
-    keep = None
+def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
+    """The results of the dense implementation, which evaluates the mods as the user gave them, without tracing to programs."""
+    plan, operands, get = call.plan, call.operands, arguments.get
+    score_mod, mask_mod, block_mask = get("score_mod"), get("mask_mod"), get("block_mask")
+    scale, rate, keep = get("scale"), float(get("dropout_rate", 0.0)), None
     if plan.dropout is not None:
         shape = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-        keep = dense_keep(key_words(arguments["dropout_key"]), arguments["dropout_rate"], shape)
+        keep = dense_keep(key_words(get("dropout_key")), rate, shape)
     out, lse, top = reference_attention(
         operands.query,
         operands.key,
         operands.value,
-        score_mod=None if arguments["score_mod"] is None else lift_numpy(arguments["score_mod"])[0],
-        mask_mod=None if arguments["mask_mod"] is None else lift_numpy(arguments["mask_mod"])[0],
+        score_mod=None if score_mod is None else lift_numpy(score_mod)[0],
+        mask_mod=None if mask_mod is None else lift_numpy(mask_mod)[0],
         mask=None if block_mask is None else block_mask.to_mask(),
-        scale=arguments["scale"],
+        scale=scale if isinstance(scale, Array) else plan.scale,
         sinks=operands.sinks,
         layout=plan.layout,
         query_extra=operands.query_extra,
         key_extra=operands.key_extra,
-        dropout_rate=float(arguments["dropout_rate"]),
+        dropout_rate=rate,
         dropout_keep=keep,
     )
     dtype = plan.score_dtype

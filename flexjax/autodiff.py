@@ -1,14 +1,19 @@
-"""Attention as three JAX primitives: forward, backward, and the tangent that joins them.
+"""Attention as three JAX primitives: forward, backward, and the tangent that connects them for differentiation.
 
-Why primitives rather than custom_vjp: forward mode, reverse mode and their compositions must all work, and a mapped axis must
-fold into the batch (one launch) rather than into a loop.
+    forward    operands                          -> out, lse, max_scores
+    tangent    operands, out, lse, tangents      -> tangents of out and lse; linear in the tangents
+    backward   operands, out, lse, cotangents    -> cotangents of the wanted operands; the transpose of tangent
 
-    forward    plan, operands                         -> out, lse, max_scores
-    tangent    plan, operands, results, tangents      -> tangents of out and lse; linear in the tangents
-    backward   plan, operands, results, cotangents    -> cotangents of the wanted operands; the transpose of tangent
+Each primitive has one static parameter, the problem (plan/problem.py). The rules:
 
-jvp of forward is tangent; the transpose of tangent is backward; jvp of tangent and backward goes through their XLA code, with
-loops that reverse mode can cross. Who runs a pass is chosen when it is lowered, for each platform that is asked for. Named residuals for jax.checkpoint policies: "flexjax_out" and "flexjax_lse".
+    jvp of forward               is tangent
+    transpose of tangent         is backward, so that reverse mode runs forward and backward
+    jvp of tangent and backward  differentiates the JAX code of the xla backend, with loops that reverse mode can cross
+    vmap                         makes the mapped axis a part of the batch (fold_batch.py)
+    lowering                     chooses the backend, once for each platform that a program is lowered for (dispatch.py)
+
+They are primitives and not custom_vjp functions because forward mode, reverse mode and their compositions must work, and because
+vmap must run one kernel and not a loop. out and lse have the names "flexjax_out" and "flexjax_lse" for jax.checkpoint policies.
 """
 
 import functools
@@ -22,6 +27,7 @@ from jax import core
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
 
 from flexjax import dispatch
 from flexjax.backends import target as targets
@@ -35,30 +41,31 @@ from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
+Cotangent = Array | ad.Zero
 
 
 def attention(problem: Problem, operands: Operands) -> Results:
-    """Runs the forward pass of a problem; differentiable and mappable."""
+    """The forward pass of a problem, differentiable and mappable; on each device's part if explicit mesh axes split query."""
     split = split_of(operands.query, problem.plan.layout)
     return _run(problem, operands) if split is None else split_work(problem, operands, split, _run)
 
 
 def _run(problem: Problem, operands: Operands) -> Results:
-    """The forward pass on arrays that no explicit axis splits."""
+    """The forward pass on arrays that no explicit mesh axis splits."""
     flat = varying_alike(jax.tree.leaves(operands))
     out, lse, *top = _bind_forward(*flat, problem=problem)
     return Results(out, lse, top[0] if top else None)
 
 
 def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
-    """From one line, with and without gradients: machine code is found again by a module that names the line."""
+    """Bind from one source line, with and without gradients: Mosaic's cache key includes it."""
     return forward_p.bind(*flat, problem=problem)
 
 
 def varying_alike(flat: Sequence[Array]) -> list[Array]:
-    """Inside shard_map: arrays that vary over fewer mesh axes than others are cast to vary over all of theirs.
+    """The arrays, cast to vary over the union of the mesh axes that any of them varies over inside shard_map.
 
-    The transpose of the cast adds up gradients over the devices that share an array.
+    The transpose of the cast adds up the gradients of the devices that share an array.
     """
     over = [frozenset(jax.typeof(x).mat.varying) for x in flat]
     everywhere = frozenset().union(*over)
@@ -67,7 +74,7 @@ def varying_alike(flat: Sequence[Array]) -> list[Array]:
 
 
 def varying_as(like: Array, results: Sequence[Array]) -> list[Array]:
-    """Inside shard_map: the results, cast to vary over the mesh axes over which `like` does."""
+    """The results, cast to vary over the mesh axes that `like` varies over inside shard_map."""
     return varying_alike([like, *results])[1:]
 
 
@@ -75,10 +82,11 @@ def varying_as(like: Array, results: Sequence[Array]) -> list[Array]:
 
 
 Shapes = list[core.ShapedArray]
-"""Types of results, of which shape and dtype count. Known without a trace: that of a kernel takes a good part of a first call."""
+"""Types of results, of which shape and dtype count. They are written down because tracing a kernel for them takes long."""
 
 
 def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shapes:
+    """Types of out, lse and, if the plan asks for it, max_scores."""
     plan = problem.plan
     rows = avals[0].shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
@@ -86,29 +94,33 @@ def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shap
 
 
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
+    """What `forward` computes, on the chosen backend."""
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
     return [x for x in results if x is not None]
 
 
-def _who_runs_forward(target: Target, problem: Problem) -> Run:
+def _choose_forward(target: Target, problem: Problem) -> Run:
+    """The backend for the forward pass; warns if a call on a GPU or TPU leaves its kernels."""
     run = dispatch.choose(problem.plan, problem.implementation, target)
     dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
     return run
 
 
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
-    """Operands, out and lse, and the rest of a flat argument list."""
+    """The arguments of tangent or backward, apart: the operands, out and lse, and the (co)tangents."""
     n = problem.structure.num_leaves
     return problem.operands(flat[:n]), Results(flat[n], flat[n + 1], None), list(flat[n + 2 :])
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
+    """Types of the tangents of out and lse. Raises ValueError if score_mod has no derivative."""
     problem.needed_derivative()
     n = problem.structure.num_leaves
     return [avals[n], avals[n + 1]]
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
+    """What `tangent` computes, on xla. `moving`: which operands have a tangent, in the order of Operands.movable."""
     operands, results, tangents = _split(problem, flat)
     spread = _spread(tangents, moving)
     moved = Gradients._make((*spread[:6], tuple(spread[6:])))
@@ -116,8 +128,9 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
     return list(xla.tangent(run.plan, operands, results, moved, problem.needed_derivative(), run.target))
 
 
-def _who_runs_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    run = dispatch.on_xla(problem.plan, target, "The kernels have reverse mode alone.")
+def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
+    """The xla backend; warns if that leaves the kernels of a GPU or TPU."""
+    run = dispatch.on_xla(problem.plan, target, "The kernels compute reverse mode only.")
     dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
 
@@ -125,12 +138,18 @@ def _who_runs_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]
 def _backward_shapes(
     avals: Sequence[core.ShapedArray], problem: Problem, wanted: tuple[bool, ...], has_lse: bool
 ) -> Shapes:
+    """Types of the cotangents of the wanted operands. Raises ValueError if score_mod has no derivative."""
     problem.needed_derivative()
-    places = problem.arrange(range(problem.structure.num_leaves)).movable
-    return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
+    indices = problem.arrange(range(problem.structure.num_leaves)).movable
+    return [avals[index] for index, want in zip(indices, wanted, strict=True) if want]
 
 
 def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
+    """What `backward` computes, on the chosen backend.
+
+    wanted   which operands get a gradient, in the order of Operands.movable
+    has_lse  whether the cotangents have that of lse after that of out; without it, it is zero
+    """
     operands, results, cotangents = _split(problem, flat)
     d_lse = cotangents[1] if has_lse else None
     derivative = problem.needed_derivative()
@@ -140,14 +159,17 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
     return [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
 
 
-def _who_runs_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
+def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
+    """The backend for the backward pass; warns if a call on a GPU or TPU leaves its kernels.
+
+    The warning names the gradients of captured arrays if the kernels would compute the other gradients.
+    """
     asked = problem.plan, problem.implementation, target
     run = dispatch.choose_backward(*asked, _wanted(wanted), problem.needed_derivative())
     which = dispatch.BACKWARD
     if any(wanted[6:]):
-        without = dispatch.choose_backward(
-            *asked, _wanted((*wanted[:6], *[False] * len(wanted[6:]))), problem.derivative
-        )
+        no_captures = _wanted((*wanted[:6], *[False] * len(wanted[6:])))
+        without = dispatch.choose_backward(*asked, no_captures, problem.derivative)
         if without.backend is not run.backend:
             which = f"{dispatch.BACKWARD} with the gradients of captured arrays"
     dispatch.warn_of_fallback(problem, which, run)
@@ -155,11 +177,12 @@ def _who_runs_backward(target: Target, problem: Problem, wanted: tuple[bool, ...
 
 
 def _wanted(flags: tuple[bool, ...]) -> Wanted:
+    """Flags in the order of Operands.movable, as Wanted."""
     return Wanted._make((*flags[:6], flags[6:]))
 
 
 def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | None]:
-    """Values in order where `present`, None elsewhere."""
+    """The values, one for each True in `present`, with None for each False."""
     rest = iter(values)
     return [next(rest) if p else None for p in present]
 
@@ -168,36 +191,41 @@ def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | No
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-"""Platforms with lowering rules of their own. Those of plugins share one, for the first platform of a lowering."""
+"""Platforms with their own lowering rules. All other platforms share a rule, for the first platform of a lowering."""
 
 
 def _primitive(
-    name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes], who_runs: Callable[..., Run]
+    name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes], choose: Callable[..., Run]
 ) -> Primitive:
-    """A primitive that is lowered as the function, inlined; called eagerly, it is compiled once a parameter set.
+    """A primitive that computes `function`.
 
-    who_runs(target, **parameters)  chooses the `run` of the function
+    function(*flat, run=, problem=, **params) -> results   its code, inlined into the program where the primitive is lowered
+    shapes(avals, **params)                                 types of the results
+    choose(target, **params) -> Run                         chooses the backend when the primitive is lowered
+
+    Called outside of jit, the primitive is compiled once for each set of parameters.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     @functools.lru_cache(maxsize=512)
     def compiled(measured: object, **params: object) -> Callable[..., list[Array]]:
-        """Compiled again where a lookup of `measured` tiles may find others."""
+        """The compiled primitive; `measured` is the state of the files of tiles, because other tiles are another program."""
         return jax.jit(functools.partial(primitive.bind, **params))
 
     @functools.lru_cache(maxsize=64)
     def simulated(target: Target, problem: Problem, **params: object) -> Callable[..., list[Array]]:
-        """The simulator of GPU kernels has ordered effects, which a lowering rule has no tokens for: traced, not lowered."""
-        run = who_runs(target, problem=problem, **params)
+        """The function, traced and jitted without the primitive.
+
+        The simulator of GPU kernels has ordered effects, for which a lowering rule gets no tokens.
+        """
+        run = choose(target, problem=problem, **params)
         return jax.jit(functools.partial(function, run=run, problem=problem, **params))
 
     @primitive.def_impl
     def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
         if problem.plan.options.interpret:
-            return simulated(
-                targets.of_device(min(jnp.asarray(flat[0]).devices(), key=str)), problem=problem, **params
-            )(*flat)
+            return simulated(_target_of(flat[0]), problem=problem, **params)(*flat)
         return compiled(tuned.state(), problem=problem, **params)(*flat)
 
     @primitive.def_abstract_eval
@@ -205,14 +233,14 @@ def _primitive(
         return [_aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
 
     def lower(
-        ctx: mlir.LoweringRuleContext, *flat: typing.Any, platform: str | None, problem: Problem, **params: typing.Any
+        ctx: mlir.LoweringRuleContext, *flat: ir.Value, platform: str | None, problem: Problem, **params: object
     ) -> typing.Any:
-        # What varies over which mesh axes is settled by now; loops that start from zeros need not know.
+        # Types without sharding: a loop that starts from zeros would not match operands that vary over mesh axes.
         avals: typing.Any = ctx.avals_in
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
         try:
-            run = who_runs(target, problem=problem, **params)
+            run = choose(target, problem=problem, **params)
             inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
             with targets.as_seen_by_pallas(target), run.backend.lowering(ctx.module_context, target):
                 return inlined(ctx.replace(avals_in=plain), *flat, problem=problem, **params)
@@ -226,31 +254,38 @@ def _primitive(
     return primitive
 
 
+def _target_of(array: Array) -> Target:
+    """The target of an eager call: the array's device, the first by name if it has several."""
+    return targets.of_device(min(jnp.asarray(array).devices(), key=str))
+
+
 def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> core.ShapedArray:
-    """A result's type: on the mesh of query, and varying over the same axes of it."""
+    """The type of a result: on the mesh of query, split over no axis, and varying over the same axes."""
     sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-forward_p = _primitive("flexjax_forward", _forward, _forward_shapes, _who_runs_forward)
-tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes, _who_runs_tangent)
-backward_p = _primitive("flexjax_backward", _backward, _backward_shapes, _who_runs_backward)
+forward_p = _primitive("flexjax_forward", _forward, _forward_shapes, _choose_forward)
+tangent_p = _primitive("flexjax_tangent", _tangent, _tangent_shapes, _choose_tangent)
+backward_p = _primitive("flexjax_backward", _backward, _backward_shapes, _choose_backward)
 
 
 # ------------------------------------------------------------------- differentiation
 
 
 def _is_zero(tangent: object) -> bool:
+    """Whether a tangent or cotangent is known to be zero: a symbolic zero, or that of an integer array."""
     if isinstance(tangent, ad.Zero):
         return True
     return getattr(tangent, "dtype", None) == jax.dtypes.float0
 
 
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
+    """jvp rule of forward: its results, and their tangents by `tangent`; max_scores has none."""
     out, lse, *top = _bind_forward(*primals, problem=problem)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
-    places = problem.arrange(range(len(primals)))
-    moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in places.movable]
+    indices = problem.arrange(range(len(primals))).movable
+    moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in indices]
     present = tuple(m is not None for m in moving)
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
@@ -261,8 +296,9 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
 
 
 def _tangent_transpose(
-    cotangents: Sequence[typing.Any], *flat: typing.Any, problem: Problem, moving: tuple[bool, ...]
+    cotangents: Sequence[Cotangent], *flat: typing.Any, problem: Problem, moving: tuple[bool, ...]
 ) -> list:
+    """Transpose rule of tangent: the cotangents of its tangent arguments, by `backward`; None for the other arguments."""
     n = problem.structure.num_leaves + 2
     fixed = flat[:n]
     d_out, d_lse = cotangents
@@ -273,15 +309,15 @@ def _tangent_transpose(
     d_out = jnp.zeros_like(like) if _is_zero(d_out) else d_out
     has_lse = not _is_zero(d_lse)
     given = [d_out, *([d_lse] if has_lse else [])]
-    grads = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
-    return nothing + list(grads)
+    gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
+    return nothing + list(gradients)
 
 
 def _through_xla(function: Callable) -> Callable:
-    """jvp rule of tangent and backward: differentiate their XLA code.
+    """The jvp rule of tangent or backward: jax.jvp of `function`, its code, on the xla backend.
 
-    That code becomes a part of the caller's program here, before the target is known. It runs everywhere; its tiles are those
-    for the default device.
+    The code becomes a part of the caller's program here, before the target is known, so its tiles are those for the default
+    device. It runs on every device.
     """
 
     def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
@@ -289,28 +325,32 @@ def _through_xla(function: Callable) -> Callable:
         run = dispatch.on_xla(again.plan, targets.default())
         plain = lambda *flat: varying_as(flat[0], function(*flat, run=run, problem=again, **params))
         moved = [_instantiate(p, t) for p, t in zip(primals, tangents, strict=True)]
-        outs, moved_outs = jax.jvp(plain, list(primals), moved)
-        return outs, [second_order_p.bind(moved, problem=again) for moved in moved_outs]
+        results, moved_results = jax.jvp(plain, list(primals), moved)
+        return results, [second_order_p.bind(x, problem=again) for x in moved_results]
 
     return rule
 
 
 def _second_order() -> Primitive:
-    """The identity, on tangents through XLA code and on cotangents back through it: where it is lowered, that is said."""
+    """The identity on second-order tangents and cotangents, which warns when it is lowered for a GPU or TPU.
+
+    Second derivatives become plain JAX code while a program is traced, before its target is known; this primitive marks them, so
+    that a program on a GPU or TPU warns that it leaves the kernels.
+    """
     primitive = Primitive("flexjax_second_order")
     primitive.def_abstract_eval(lambda x, problem: x)
 
-    def say(target: Target, problem: Problem) -> None:
-        run = dispatch.on_xla(problem.plan, target, "The kernels have first derivatives alone.")
+    def warn(target: Target, problem: Problem) -> None:
+        run = dispatch.on_xla(problem.plan, target, "The kernels compute first derivatives only.")
         dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
 
     @primitive.def_impl
     def run_now(x: Array, problem: Problem) -> Array:
-        say(targets.of_device(min(jnp.asarray(x).devices(), key=str)), problem)
+        warn(_target_of(x), problem)
         return x
 
-    def lower(ctx: mlir.LoweringRuleContext, x: typing.Any, *, platform: str, problem: Problem) -> list:
-        say(targets.of_lowering(ctx, platform), problem)
+    def lower(ctx: mlir.LoweringRuleContext, x: ir.Value, *, platform: str, problem: Problem) -> list:
+        warn(targets.of_lowering(ctx, platform), problem)
         return [x]
 
     for platform in dispatch.KERNELS:
@@ -328,6 +368,7 @@ second_order_p = _second_order()
 
 
 def _instantiate(primal: Array, tangent: object) -> object:
+    """The tangent as an array: zeros for a symbolic zero, of dtype float0 for an integer primal."""
     if not _is_zero(tangent):
         return tangent
     if jnp.issubdtype(primal.dtype, jnp.inexact):
@@ -345,7 +386,7 @@ ad.primitive_jvps[backward_p] = _through_xla(_backward)
 
 
 def _batch_rule(primitive: Primitive) -> Callable:
-    """A mapped axis becomes part of the batch."""
+    """The vmap rule: moves each mapped axis to the front and makes it a part of the batch (fold_batch.py)."""
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
         mapped = [d is not None for d in dims]

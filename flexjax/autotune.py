@@ -1,14 +1,14 @@
-"""Times a backend's tiles for one call and keeps the best.
+"""`autotune`: times a backend's tiles for one call and keeps the fastest.
 
     tuning = flexjax.autotune(query, key, value, mask_mod=masks.causal, seconds=60)
     print(tuning)                                                 # the table of times
-    flexjax.flex_attention(query, key, value, mask_mod=masks.causal)                    # finds the best tile by itself
-    flexjax.flex_attention(..., kernel_options=tuning.options)                          # or is given it
+    flexjax.flex_attention(query, key, value, mask_mod=masks.causal)                    # finds the fastest tiles in the file
+    flexjax.flex_attention(..., kernel_options=tuning.options)                          # or is given them
 
-The passes are searched one after the other: forward tiles by the time of the forward pass, then backward tiles by the time of
-both passes with the best forward tile. What the backend does by itself is timed first and stays unless something else is
-faster by 2%, also where the two are timed again in turns: a device is slower while it wakes up. Files of measured tiles are
-plan/tuned.py's; `merge` joins them.
+Forward tiles are searched first, by the time of the forward pass; then backward tiles, by the time of both passes with the
+fastest forward tile. The backend's own choice is timed first and is replaced only by a tile that takes less than 98% of its time,
+also when the two are timed again in alternation, because a device is slower while it wakes up. plan/tuned.py reads and writes the
+files of measured tiles; `merge` joins them.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ import math
 import os
 import pathlib
 import statistics
-import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ import numpy as np
 from jax import core
 
 from flexjax import dispatch
-from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
+from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.autodiff import attention
 from flexjax.backends import target as targets
 from flexjax.dispatch import Run
@@ -37,22 +37,31 @@ from flexjax.errors import bad_argument
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
 from flexjax.plan.tuned import merge as merge
-from flexjax.types import KernelOptions
+from flexjax.progress_bar import ProgressBar
+from flexjax.types import ArrayOrShape, AuxRequest, Implementations, KernelOptions
 
 Array = jax.Array
 Tile = dict[str, int]
 
 LOG = logging.getLogger(__name__)
-MARGIN = 0.98  # of the time of the backend's own tile: what another one must reach
-CALLS = (3, 200)  # timed calls of a candidate
-SHORT, LONG = 0.5, 5.0  # seconds after which no more of them, or not even three, begin
-TURNS = 10  # in which two candidates are timed again
+MARGIN = 0.98  # a tile replaces the backend's own choice if its time is below this share of the time of that choice
+CALLS = (3, 200)  # the least and the largest number of timed calls of a candidate
+SHORT, LONG = (
+    0.5,
+    5.0,
+)  # seconds after which no further call of a candidate is timed: after the least number, in any case
+ROUNDS = 10  # of timing two candidates in alternation
 
 clock = time.perf_counter
 
 
 class Timing(typing.NamedTuple):
-    """One candidate. `seconds`: median time of a call, forward or both passes; None with the reason where it does not run."""
+    """The measurement of one candidate.
+
+    which    "forward" (the forward pass was timed) or "backward" (both passes were)
+    seconds  median time of a call; None if the candidate does not run, and `skipped` says why
+    calls    number of timed calls
+    """
 
     which: str
     tile: Tile
@@ -62,7 +71,7 @@ class Timing(typing.NamedTuple):
 
 
 class Trial(typing.NamedTuple):
-    """A candidate that was timed, and the compiled call, which runs to its end; None where it does not run."""
+    """A candidate's measurement, and a function that runs the compiled call and waits for it; None if it does not run."""
 
     timing: Timing
     run: Callable[[], object] | None
@@ -71,11 +80,11 @@ class Trial(typing.NamedTuple):
 class Tuning(typing.NamedTuple):
     """What `autotune` found.
 
-    options    the KernelOptions of the call with the best tiles
-    timings    every candidate that was tried, in order
-    finished   whether all were tried before the time was up
-    backend    which one was timed
-    kept       the file that the best tiles were written to, None if none
+    options    the KernelOptions of the call with the fastest tiles
+    timings    the measurement of every candidate that was tried, in order
+    finished   whether all candidates were tried before the time was up
+    backend    name of the backend that was timed
+    kept       the file that the fastest tiles were written to, None if they were written to none
     """
 
     options: KernelOptions
@@ -100,44 +109,51 @@ class Tuning(typing.NamedTuple):
 
 
 def _shown(tile: Tile) -> str:
+    """A tile as text, for example "block_q=128 block_kv=64"."""
     return " ".join(f"{n}={v}" for n, v in tile.items()) or "nothing to choose"
 
 
 def autotune(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayOrShape,
+    key: ArrayOrShape,
+    value: ArrayOrShape,
     *,
     backward: bool = True,
     seconds: float = 60.0,
-    implementation: str | Sequence[str] | None = None,
+    return_aux: AuxRequest | None = None,
+    implementation: Implementations | None = None,
     cache: bool | str | os.PathLike[str] = True,
     progress: bool | None = None,
-    **arguments: typing.Any,
+    **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> Tuning:
-    """Times the tiles of `flex_attention(query, key, value, ...)` with the same arguments, and keeps the best.
+    """Times the tiles of `flex_attention(query, key, value, ...)` with the same arguments, and keeps the fastest.
 
-    query, key, value, **arguments  as for flex_attention; arrays may be jax.ShapeDtypeStruct, which random ones stand in for
-    backward     whether the tile of the backward pass is searched too
-    seconds      no candidate is begun after so many; the first one is always timed
-    implementation  as for flex_attention; the backend that would run is timed
-    cache        True: the best tiles are written to the user's file, where flex_attention finds them; a path: to that file;
-                 False: to none
-    progress     whether a bar is drawn on stderr; None: if that is a terminal
+    query, key, value, return_aux, implementation, **arguments
+                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
+                 dropout_key, query_extra, key_extra; random numbers are timed in place of a jax.ShapeDtypeStruct. The first
+                 backend that accepts the call is the one that is timed
+    backward     whether tiles of the backward pass are searched too
+    seconds      time after which no further candidate begins; the first candidate is always timed
+    cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;
+                 False: to no file
+    progress     whether to draw a progress bar on stderr; None: only if stderr is a terminal
 
-    Returns a Tuning: `options`, to be passed as kernel_options, `timings`, and a table as its str(). Tiles that
-    `kernel_options` names are kept as they are. Programs that are compiled already stay as they are; those that are lowered
-    later run with the new tiles.
+    Returns a Tuning: `options` to pass as kernel_options, `timings`, and a table as its str(). Tiles that `kernel_options` fixes
+    are not searched. Programs that are compiled already keep their tiles; programs that are lowered later use the new ones.
 
-    Raises what flex_attention would raise, ValueError for tracers and for the simulator, RuntimeError where no candidate runs.
+    Raises what flex_attention would raise, TypeError for a keyword that flex_attention does not have, ValueError for tracers and
+    for simulated kernels, RuntimeError if no candidate runs.
+
+    Example: flexjax.autotune(q, k, v, mask_mod=flexjax.masks.causal, seconds=30)
     """
-    unknown = sorted(set(arguments) - set(DEFAULTS))
+    unknown = sorted(set(arguments) - set(Arguments.__annotations__))
     if unknown:
         raise TypeError(f"autotune() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
     _check(backward, seconds, cache, progress)
-    main, filled = _concrete(query, key, value, {**DEFAULTS, **arguments})
+    filled: typing.Any = {name: _concrete(name, x) for name, x in arguments.items()}
+    q, k, v = (_concrete(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     try:
-        call = prepare(*main, **filled)
+        call = prepare(q, k, v, return_aux=return_aux, **filled)
         if call.plan.options.interpret:
             raise bad_argument(
                 "kernel_options.interpret",
@@ -150,18 +166,18 @@ def autotune(
             raise NotImplementedError("The reference implementation has no tiles to choose.")
         return _search(call, timed, backward, clock() + seconds, cache, progress)
     except Exception as error:
-        error.add_note(describe_call("autotune", main[0], main[1], main[2], filled))
+        error.add_note(describe_call("autotune", q, k, v, return_aux, filled))
         raise
 
 
 # ------------------------------------------------------------------- arguments
 
 
-def _check(backward: object, seconds: typing.Any, cache: object, progress: object) -> None:
+def _check(backward: object, seconds: object, cache: object, progress: object) -> None:
+    """Raises ValueError for a keyword of autotune itself that does not fit."""
     if not isinstance(backward, bool):
         raise bad_argument("backward", repr(backward), "True or False", "Pass a Python bool.")
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not seconds > 0 or math.isinf(seconds):
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
         raise bad_argument("seconds", repr(seconds), "a positive, finite number", "For example 60.")
     if not isinstance(cache, bool | str | os.PathLike):
         raise bad_argument("cache", repr(cache), "True, False or a path", "True is the user's file.")
@@ -169,25 +185,20 @@ def _check(backward: object, seconds: typing.Any, cache: object, progress: objec
         raise bad_argument("progress", repr(progress), "True, False or None", "None draws a bar on a terminal.")
 
 
-def _concrete(query: typing.Any, key: typing.Any, value: typing.Any, arguments: dict) -> tuple[tuple, Arguments]:
-    """The arguments with random arrays in the places of abstract ones."""
-    rng = np.random.default_rng(0)
-
-    def made(name: str, x: typing.Any) -> typing.Any:
-        if isinstance(x, core.Tracer):
-            raise bad_argument(
-                name, "traced", "an array or a jax.ShapeDtypeStruct", "Call autotune outside of jit, and pass shapes."
-            )
-        if not isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.key(0)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.asarray(rng.standard_normal(tuple(x.shape), np.float32), x.dtype)
-        return jnp.zeros(x.shape, x.dtype)
-
-    main = tuple(made(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
-    return main, typing.cast(Arguments, {n: made(n, x) for n, x in arguments.items()})
+def _concrete(name: str, x: object) -> typing.Any:
+    """The argument `name`, with random numbers (zeros if it is of integers) if it is a shape. Raises ValueError for a tracer."""
+    if isinstance(x, core.Tracer):
+        raise bad_argument(
+            name, "traced", "an array or a jax.ShapeDtypeStruct", "Call autotune outside of jit, and pass shapes."
+        )
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        rng = np.random.default_rng(zlib.crc32(name.encode()))  # other numbers for each argument
+        return jnp.asarray(rng.standard_normal(tuple(x.shape), np.float32), x.dtype)
+    return jnp.zeros(x.shape, x.dtype)
 
 
 # ------------------------------------------------------------------- the search
@@ -196,6 +207,7 @@ def _concrete(query: typing.Any, key: typing.Any, value: typing.Any, arguments: 
 def _search(
     call: Call, timed: Run, backward: bool, until: float, cache: bool | str | os.PathLike[str], progress: bool | None
 ) -> Tuning:
+    """Times the candidates of `timed` until the clock shows `until`, and keeps the fastest; see `autotune` for the rest."""
     plan, options = call.plan, call.plan.options
     forwards = _tiles(timed, plan, "forward")
     wanted, movable = _movable(call.operands)
@@ -204,25 +216,26 @@ def _search(
         derivative = call.problem(None).needed_derivative()
         asked = plan, (timed.backend.name,), timed.target
         backwards = _tiles(dispatch.choose_backward(*asked, wanted, derivative), plan, "backward")
-    bar = _Bar(len(forwards) + len(backwards), until, progress)
+    bar = ProgressBar(len(forwards) + len(backwards), progress)
     timings: list[Timing] = []
     found: dict[str, Timing] = {}
     for which, tiles in (("forward", forwards), ("backward", backwards)):
-        # the forward search leaves the backward one a share of what time there is
+        # the forward search leaves the backward search 60% of the time
         limit = until - (0.6 * (until - clock()) if which == "forward" and backwards else 0.0)
-        ran: list[Trial] = []  # the first and the fastest
+        ran: list[Trial] = []  # the backend's own choice, which is first, and the fastest of the others
         for tile in tiles:
             if timings and clock() >= limit:
                 break
             changed = dataclasses.replace(plan, options=dataclasses.replace(options, **tile))
-            bar.show(len(timings), tile, found.get(which))
+            best = found[which].seconds if which in found else None
+            bar.show(len(timings), max(0.0, until - clock()), best, _shown(tile))
             trial = _time(call, changed, timed, which, tile, movable, limit)
             timings.append(trial.timing)
             if trial.timing.seconds is not None:
                 ran = [*ran[:1], min([*ran[1:], trial], key=_seconds)]
                 found[which] = min(ran, key=_seconds).timing
         if ran:
-            own, fastest = _settled(ran[0], ran[-1])
+            own, fastest = _timed_again(ran[0], ran[-1])
             timings[timings.index(ran[0].timing)] = own
             if ran[1:]:
                 timings[timings.index(ran[1].timing)] = fastest
@@ -238,7 +251,7 @@ def _search(
 
 
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
-    """The backend's candidates for a pass, without those options that the call names itself."""
+    """The backend's candidates for a pass, each without the options that the call fixes; no two are equal."""
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
     every = timed.backend.tile_candidates(plan, timed.target)
     found = [{n: c[n] for n in open_options if n in c} for c in every]
@@ -250,37 +263,44 @@ def _seconds(trial: Trial) -> float:
 
 
 def _is_better(timing: Timing, own: Timing) -> bool:
+    """Whether a candidate is fast enough to replace the backend's own choice."""
     return timing.seconds is not None and own.seconds is not None and timing.seconds < MARGIN * own.seconds
 
 
-def _settled(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
-    """The times of both, in turns where the first ones would have the backend's own tile replaced."""
+def _timed_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
+    """The measurements of the backend's own choice and of the fastest candidate.
+
+    Both are timed again, in alternation, if the first measurements would replace the backend's own choice.
+    """
     first = own.timing, fastest.timing
     if not (_is_better(fastest.timing, own.timing) and own.run and fastest.run):
         return first
     try:
-        times = _in_turns(own.run, fastest.run)
-    except Exception as error:  # with both at once the device may be too small
+        times = _in_alternation(own.run, fastest.run)
+    except Exception as error:  # the memory of the device may not hold the results of both
         LOG.warning("autotune does not time its choice again: %s", _reason(error))
         return first
     again = [t._replace(seconds=statistics.median(x), calls=len(x)) for t, x in zip(first, times, strict=True)]
     return again[0], again[1]
 
 
-def _in_turns(*runs: Callable[[], object]) -> list[list[float]]:
-    """Seconds of calls of each, a share of them in each turn; as long as timing them alone may take, or one turn."""
+def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
+    """Seconds of calls of each function, timed in alternation for up to SHORT seconds a function, and for one round at least."""
     times: list[list[float]] = [[] for _ in runs]
     until = clock() + SHORT * len(runs)
-    for _ in range(TURNS):
-        for kept, run in zip(times, runs, strict=True):
-            kept += _calls(run, (1, CALLS[1] // TURNS), SHORT / TURNS, until)
+    for _ in range(ROUNDS):
+        for taken, run in zip(times, runs, strict=True):
+            taken += _calls(run, (1, CALLS[1] // ROUNDS), SHORT / ROUNDS, until)
         if clock() >= until:
             break
     return times
 
 
 def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, limit: float) -> list[float]:
-    """Seconds of (least, most) calls, until some seconds or the limit are over; of one at least."""
+    """Seconds of each of at least one and at most counts[1] calls.
+
+    Calls end when the clock shows `limit`, when counts[0] calls and `short` seconds are over, or after LONG seconds.
+    """
     times: list[float] = []
     began = clock()
     while len(times) < counts[1]:
@@ -294,7 +314,7 @@ def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, lim
 
 
 def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
-    """Gradients that are timed: of everything but captured arrays."""
+    """The gradients that are timed, those of all operands but captured arrays, and their indices in Operands."""
     present = [x is not None for x in operands[:6]]
     places = tuple(n for n, there in enumerate(present) if there)
     return Wanted._make((*present, (False,) * len(operands.score_captures))), places
@@ -303,16 +323,19 @@ def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
 def _step(
     call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
-    """The pass as a function of the operands."""
-    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))  # for what the first refuses
+    """What is timed, as a function of the operands: the forward pass (`which` "forward"), or both passes.
+
+    `movable`: indices in Operands of the arrays that get gradients.
+    """
+    # xla computes the gradients that the timed backend refuses
+    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))
     if which == "forward":
         return lambda operands: attention(problem, operands).out
 
     def both(operands: Operands) -> object:
         def out_of(moving: list[Array]) -> Array:
             names = [Operands._fields[place] for place in movable]
-            changed: dict[str, typing.Any] = dict(zip(names, moving, strict=True))
-            return attention(problem, operands._replace(**changed)).out
+            return attention(problem, operands._replace(**dict(zip(names, moving, strict=True)))).out
 
         out, pull = jax.vjp(out_of, [operands[place] for place in movable])
         return out, pull(out)
@@ -323,7 +346,7 @@ def _step(
 def _time(
     call: Call, plan: KernelPlan, timed: Run, which: str, tile: Tile, movable: tuple[int, ...], limit: float
 ) -> Trial:
-    """Compiles a candidate, warms up, and times calls that are waited for, until some seconds or the limit are over."""
+    """Compiles a candidate, runs it once, and times calls, each to its end, as `_calls` does."""
 
     def skip(reason: str) -> Trial:
         LOG.warning("autotune leaves out %s: %s", _shown(tile), reason)
@@ -337,12 +360,13 @@ def _time(
         run = lambda: jax.block_until_ready(compiled(call.operands))
         run()
         times = _calls(run, CALLS, SHORT, limit)
-    except Exception as error:  # a candidate that does not fit the device fails in the compiler's own ways
+    except Exception as error:  # a compiler raises what it likes for a kernel that does not fit the device
         return skip(_reason(error))
     return Trial(Timing(which, tile, statistics.median(times), len(times)), run)
 
 
 def _reason(error: Exception) -> str:
+    """The error's type and the first line of its message, at most 200 characters of it."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
 
 
@@ -354,7 +378,13 @@ def _keep(
     candidates: dict[str, list[Tile]],
     cache: bool | str | os.PathLike[str],
 ) -> pathlib.Path | None:
-    """Writes the best tiles of the passes whose tile the call left open; returns the file."""
+    """Writes the fastest tiles to the file that `cache` says, for the passes whose tile the call does not fix.
+
+    found       the fastest candidate of each pass
+    timings     all measurements, and `candidates` what was to be tried, by pass, to note whether the search was finished
+
+    Returns the file, None if nothing was written.
+    """
     path = (tuned.cache_file() if cache else None) if isinstance(cache, bool) else pathlib.Path(cache)
     if path is None:
         return None
@@ -371,30 +401,3 @@ def _keep(
         return None
     tuned.write(path, {tuned.digest(plan, name, device, of): entry})
     return path
-
-
-class _Bar:
-    """A line on stderr that shows how far the search is."""
-
-    WIDTH = 24
-
-    def __init__(self, total: int, until: float, wanted: bool | None) -> None:
-        self.total, self.until = total, until
-        self.on = sys.stderr.isatty() if wanted is None else wanted
-
-    def show(self, done: int, tile: Tile, best: Timing | None) -> None:
-        if not self.on:
-            return
-        full = self.WIDTH * done // max(1, self.total)
-        text = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {done}/{self.total}, {max(0.0, self.until - clock()):.0f} s left"
-        if best is not None and best.seconds is not None:
-            text += f", best {1e3 * best.seconds:.3f} ms"
-        self._draw(f"{text}, now {_shown(tile)}")
-
-    def close(self) -> None:
-        if self.on:
-            self._draw("")
-
-    def _draw(self, text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()

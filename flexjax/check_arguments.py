@@ -1,4 +1,7 @@
-"""Checks of the arrays of a call. Every message names the argument, what it got, what was expected and what to do."""
+"""Checks of the arguments of flex_attention that are no mods, with a ValueError for each mistake.
+
+Every message names the argument, what it got, what was expected and what to do.
+"""
 
 import dataclasses
 
@@ -18,7 +21,7 @@ LAYOUTS = ("BTNH", "BNTH")
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The checked arrays, the batch of key and value broadcast, and their sizes (shape letters of kernel_plan.py)."""
+    """The checked arrays and their sizes; a batch of 1 of key, value and key_extra is broadcast to that of query."""
 
     query: Array
     key: Array
@@ -39,7 +42,7 @@ class Inputs:
 
 
 def check_options(return_aux: object, options: object) -> KernelOptions:
-    """The kernel options, defaults filled in."""
+    """The kernel options, the defaults if None; raises ValueError also for a return_aux that is none."""
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise bad_argument(
             "return_aux",
@@ -68,7 +71,7 @@ def check_inputs(
     query_extra: object,
     key_extra: object,
 ) -> Inputs:
-    """Shapes, dtypes and layout of everything that is not a mod or a mask."""
+    """The checked arrays with their sizes. Raises ValueError for a shape, dtype or layout that does not fit."""
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
     q, k, v = (_array(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
@@ -117,6 +120,7 @@ def check_inputs(
 
 
 def _array(name: str, x: object) -> Array:
+    """The argument `name` as a jax array. Raises ValueError for anything but a jax or numpy array of static shape."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise bad_argument(name, f"a {type(x).__name__}", "an array", "Pass a jax.Array or a numpy array.")
     _check_static(name, x.shape)
@@ -124,6 +128,7 @@ def _array(name: str, x: object) -> Array:
 
 
 def _check_static(name: str, shape: tuple[int, ...], what: str = "") -> None:
+    """Raises ValueError for a shape with symbolic sizes, as exports have them. `what`: which array of the argument, in words."""
     symbolic = [str(n) for n in shape if not isinstance(n, int)]
     if symbolic:
         raise bad_argument(
@@ -135,12 +140,14 @@ def _check_static(name: str, shape: tuple[int, ...], what: str = "") -> None:
 
 
 def _letters(name: str, layout: str) -> str:
+    """The expected shape of query, key or value in shape letters, for example "[B, T, N, D]"."""
     dims = {"query": "TND", "key": "SMD", "value": "SME"}[name]
     order = dims if layout == "BTNH" else dims[1] + dims[0] + dims[2]
     return "[B, " + ", ".join(order) + "]"
 
 
 def _check_batch(name: str, x: Array, query: Array) -> None:
+    """Raises ValueError unless the batch of key or value is that of query or 1."""
     if x.shape[0] not in (1, query.shape[0]):
         raise bad_argument(
             name,
@@ -151,6 +158,7 @@ def _check_batch(name: str, x: Array, query: Array) -> None:
 
 
 def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str, int]) -> None:
+    """Raises ValueError unless head dims, key lengths and numbers of heads fit together; the sizes are read in the layout."""
     mixed = f" Both are read in layout {layout}; is one of them in the other?"
     if k.shape[3] != q.shape[3]:
         raise bad_argument(
@@ -177,12 +185,13 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
 
 
 def other_layout(layout: str) -> str:
-    """Advice for arrays that look as if they were in the other layout."""
+    """The end of a message for arrays that look as if they were in the other layout."""
     other = "BNTH" if layout == "BTNH" else "BTNH"
     return f"if the arrays are in layout {other}, pass layout='{other}'."
 
 
 def _check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
+    """The sinks as an array [N], None without sinks. Raises ValueError for another shape or an integer dtype."""
     if sinks is None:
         return None
     s = _array("sinks", sinks)
@@ -199,6 +208,10 @@ def _check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array |
 def _check_extra(
     query_extra: object, key_extra: object, q: Array, k: Array, tokens: int, heads: int
 ) -> tuple[Array | None, Array | None]:
+    """query_extra and key_extra as arrays, None without them. `tokens`, `heads`: the axes of tokens and heads in the layout.
+
+    Raises ValueError if one is missing, or if dtypes, sizes or heads do not fit those of query and key.
+    """
     if query_extra is None and key_extra is None:
         return None, None
     if query_extra is None or key_extra is None:
@@ -235,7 +248,7 @@ def _check_extra(
 
 
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
-    """A block mask that was made for these lengths, batch and heads."""
+    """Raises ValueError unless the block mask is one BlockMask for the lengths, the batch (or 1) and the heads (or 1) of the inputs."""
     if not isinstance(mask, BlockMask):
         raise bad_argument(
             "block_mask",

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from jax import Array
 
-from flexjax.mod_tools.signatures import MaskMod, ScoreMod, named
+from flexjax.mod_tools.signatures import named
+from flexjax.types import MaskMod, ScoreMod
 
 _MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 _SCORE_ARGUMENTS = ("score", *_MASK_ARGUMENTS)
@@ -15,7 +16,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """`mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it."""
     _check("and_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
-    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         kept = mask_mods[0](b, h, q_idx, kv_idx)
         for other in mask_mods[1:]:
             kept = kept & other(b, h, q_idx, kv_idx)
@@ -28,7 +29,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """`mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it."""
     _check("or_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
-    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         kept = mask_mods[0](b, h, q_idx, kv_idx)
         for other in mask_mods[1:]:
             kept = kept | other(b, h, q_idx, kv_idx)
@@ -41,7 +42,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     """`~mask_mod(..)`: an entry is kept if the mask does not keep it."""
     _check("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
 
-    def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
         kept = mask_mod(b, h, q_idx, kv_idx)
         return not kept if isinstance(kept, bool) else ~kept  # ~True is -2
 
@@ -93,7 +94,7 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
         ) from None
 
 
-def _names(mods: tuple[Callable[..., Array], ...]) -> str:
+def _names(mods: tuple[Callable[..., object], ...]) -> str:
     return ", ".join(_name(mod) for mod in mods)
 
 

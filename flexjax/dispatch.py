@@ -1,7 +1,10 @@
-"""Which backend runs a pass: an ordered table, the first that accepts, and every refusal kept as a sentence.
+"""Which backend runs a pass: the first of an ordered table that accepts its plan.
 
-The choice is made when a pass is lowered, from the plan and the target (backends/target.py): a call runs where its arrays
-are. `settled` is all that is known before.
+`choose` and `choose_backward` are asked when a pass is lowered, because only then the target (backends/target.py) is known: a
+call runs where its arrays are. `runs_everywhere` is asked before. Each backend that refuses says why in a sentence; the sentences
+are kept for errors, for `explain` and for the warning that a call on a GPU or TPU left its kernels.
+
+Which of its kernels a backend launches is the backend's own choice.
 """
 
 import contextlib
@@ -48,35 +51,40 @@ TABLE: dict[str, Callable[[], Backend]] = {
 """Backends by name, in the order in which the default dispatch asks them."""
 
 REFERENCE = DenseBackend.name
-"""The dense implementation. Where it is the first that may run, it takes the mods as they are, before anything is lowered."""
+"""The dense implementation. If a call names it first, attention.py runs it on the mods as the user wrote them."""
 
 NAMES = (*TABLE, REFERENCE)
 KERNELS = {"cuda": "mosaic_gpu", "rocm": "mosaic_gpu", "tpu": "mosaic_tpu"}
-"""The backend whose kernels a user of a platform expects."""
+"""By platform, the backend whose kernels a user expects there: leaving them without being asked to is warned of."""
 PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}
-"""Where kernels run. Asked here, so that a call for another platform imports nothing of them."""
+"""By backend, the platform that its kernels run on. It stands here so that a call for another platform does not import them."""
 
 if any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")):
-    # This part of Pallas adds a setting to what jax's traces are kept by. Imported during the first trace of a function, with the
-    # kernels, it would have that function traced and compiled a second time.
+    # This module of Pallas adds a setting to the cache key of jax's traces. If the kernels imported it during the first trace of a
+    # function, the key would change and the function would be traced and compiled twice.
     with contextlib.suppress(ImportError):
         from jax.experimental.pallas import fuser as fuser
 
 
 @functools.cache
 def backend(name: str) -> Backend:
+    """The backend of that name, imported on first use."""
     return DenseBackend() if name == REFERENCE else TABLE[name]()
 
 
 # ------------------------------------------------------------------- before the target is known
 
 
-def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Names to ask, in order; None: the default order. Raises ValueError for a name that is none."""
+def candidates(implementation: object) -> tuple[str, ...] | None:
+    """The argument `implementation` as names of backends to ask, in order; None: the default order.
+
+    Raises ValueError for anything else than names of backends.
+    """
     if implementation is None:
         return None
-    one = isinstance(implementation, str) or not isinstance(implementation, Sequence)
-    names: tuple = (implementation,) if one else tuple(implementation)
+    names: tuple = (implementation,)
+    if isinstance(implementation, Sequence) and not isinstance(implementation, str):
+        names = tuple(implementation)
     if not names or any(n not in NAMES for n in names):
         raise bad_argument(
             "implementation",
@@ -87,10 +95,10 @@ def candidates(implementation: str | Sequence[str] | None) -> tuple[str, ...] | 
     return names
 
 
-def settled(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
-    """The name of the one that runs the plan on every target, None where it depends on the target.
+def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
+    """The name of the backend that runs the plan on every target, None if the backend depends on the target.
 
-    Raises NotImplementedError with every refusal if none accepts the plan on any target.
+    Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
     """
     if implementation is None and backend("xla").refuses(plan, None) is None:
         return None
@@ -104,6 +112,7 @@ def settled(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | N
 
 
 def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:
+    """The error with the refusal of each backend, as (name, sentence)."""
     return NotImplementedError("No implementation accepts this call: " + " ".join(f"{n}: {why}" for n, why in refusals))
 
 
@@ -111,7 +120,10 @@ def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:
 
 
 class Run(typing.NamedTuple):
-    """Who runs a pass: the backend, the plan with its tiles, the target, and (name, sentence) of those asked before."""
+    """The choice for a pass: the backend, the plan with measured tiles, the target, and the refusals of backends asked before.
+
+    A refusal is (name of the backend, sentence).
+    """
 
     backend: Backend
     plan: KernelPlan
@@ -120,7 +132,7 @@ class Run(typing.NamedTuple):
 
 
 def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target) -> Run:
-    """Who runs the forward pass. Raises NotImplementedError with every refusal if none accepts."""
+    """The choice for the forward pass. Raises NotImplementedError with each refusal if no backend accepts."""
     refusals: list[tuple[str, str]] = []
     for name in implementation or tuple(TABLE):
         why = _refusal(name, plan, target, named=implementation is not None)
@@ -137,7 +149,11 @@ def choose_backward(
     wanted: Wanted,
     derivative: Program | None,
 ) -> Run:
-    """Who runs the backward pass: the one that runs the forward pass, or xla where that one refuses these gradients."""
+    """The choice for the backward pass: the backend of the forward pass, or xla if that backend refuses these gradients.
+
+    wanted       which operands get a gradient
+    derivative   the derivative program of score_mod, None without score_mod
+    """
     run = choose(plan, implementation, target)
     why = run.backend.refuses_backward(run.plan, target, wanted, derivative)
     if why is None:
@@ -147,13 +163,17 @@ def choose_backward(
 
 
 def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:
-    """What xla alone can run, whatever ran the forward pass."""
+    """The choice for a pass that only xla has; `why`: the sentence that explains it, as the refusal of the kernel backends."""
     refusals = tuple((name, why) for name in PLATFORMS)
     return Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals)
 
 
 def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | None:
-    """The backend's own sentence; by default a simulator is left alone, and so are kernels that may not be for the device."""
+    """Why the backend cannot run the plan on the target, in a sentence; None if it can.
+
+    named   whether the call names the backend. If it does not, kernels are never simulated, and kernels are refused for a GPU
+            or TPU of unknown kind, because they may not run on it.
+    """
     if name in PLATFORMS:
         platform, hardware = PLATFORMS[name]
         if plan.options.interpret and not named:
@@ -163,20 +183,21 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
             return f"{name} runs on {hardware}; this call is for the platform {target.platform}.{advice}"
         if target.platform == platform and target.kind is None and not named:
             return (
-                f"It is not known which device of the platform {platform} this program is for. For its kernels, lower it "
-                f"with arguments or a mesh on such a device or its topology, or pass implementation={name!r}."
+                f"The program is lowered for the platform {platform} without a device, so its kind is unknown. Lower "
+                f"it with arguments or a mesh on such a device or on its topology, or pass implementation={name!r}."
             )
     return backend(name).refuses(plan, target)
 
 
 def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPlan:
-    """The plan with tiles that were measured for it on this device, where its options leave them open (plan/tuned.py)."""
+    """The plan with the tiles that were measured for it on the target's device (plan/tuned.py), in place of options of None."""
     found = tuned.find(plan, name, target.kind)
     return _filled(plan, name, target, tuple(found.tiles.items())) if found.tiles else plan
 
 
 @functools.lru_cache(maxsize=4096)
 def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str, int], ...]) -> KernelPlan:
+    """The plan with these tiles as options; the plan itself, with a warning, if the backend refuses them."""
     filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **dict(tiles)))
     why = backend(name).refuses(filled, target)
     if why is None:
@@ -186,34 +207,34 @@ def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str,
     return plan
 
 
-# ------------------------------------------------------------------- nothing leaves the kernels in silence
+# ------------------------------------------------------------------- the warning about leaving the kernels
 
 FORWARD, BACKWARD, TANGENT, SECOND = "forward pass", "backward pass", "tangent (forward mode)", "second derivative"
-"""Passes, in words."""
+"""Names of passes in warnings."""
 
-_said: set[tuple[str, KernelPlan, Target]] = set()
-"""(pass, plan, target) of the warnings of this process."""
+_warned: set[tuple[str, KernelPlan, Target]] = set()
+"""The (pass, plan, target) that this process has warned of."""
 
 
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
-    """Warns, once a pass and plan, where a pass on a GPU or TPU runs outside of its kernels and nobody asked for that.
+    """Warns if a pass on a GPU or TPU does not run on its kernels and the call did not ask for that.
 
-    which       the pass, one of the words above
+    It warns once for each pass, plan and target. `which`: the name of the pass, as above.
     """
     kernels = KERNELS.get(run.target.platform)
     if kernels in (None, run.backend.name) or run.backend.name in (problem.implementation or ()):
         return
     key = (which, problem.plan, run.target)
-    if key in _said:
+    if key in _warned:
         return
     refusals = dict(run.refusals)
     why = refusals.get(kernels) or next(iter(refusals.values()), "")
     name = run.backend.name
-    quiet = name if which == FORWARD else (kernels, name)
+    asked = name if which == FORWARD else (kernels, name)
     warnings.warn(
-        f"The {which} of a call runs on {name}, not on the kernels of {kernels}, for {run.target.name}. {why} Change that for the "
-        f"kernels, or pass implementation={quiet!r} for the same without this warning. {problem.call}",
+        f"The {which} of a call runs on {name}, not on the kernels of {kernels}, for {run.target.name}. {why} To get the "
+        f"kernels, change what is refused; to run on {name} without this warning, pass implementation={asked!r}. {problem.call}",
         FallbackWarning,
         stacklevel=2,
     )
-    _said.add(key)  # last: a warning that is an error is one at the next call too
+    _warned.add(key)  # after the warning, so that a warning that is turned into an error is raised at the next call too

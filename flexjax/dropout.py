@@ -37,7 +37,7 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
     return mix(row ^ column) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
-def dropout_program(rate: object, key: Array | None, sizes: Sizes, dtype: str = "float32") -> TracedMod | None:
+def dropout_program(rate: object, key: object, sizes: Sizes, dtype: str = "float32") -> TracedMod | None:
     """The multiplier of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
 
     Raises ValueError for a rate outside [0, 1) or a missing or malformed key.

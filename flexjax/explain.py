@@ -1,8 +1,7 @@
-"""What a call will do and why: the traced mods, the block picture, the backend and every refusal, the work."""
+"""`explain`: what a call of flex_attention will do and why, as text, without computing it."""
 
 import math
 import typing
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,58 +9,74 @@ import numpy as np
 from jax import core
 
 from flexjax import dispatch
-from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
+from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
-from flexjax.backends.target import Target
+from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
+from flexjax.types import ArrayOrShape, AuxRequest, Implementations
 
 Array = jax.Array
 
 
 def explain(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: ArrayOrShape,
+    key: ArrayOrShape,
+    value: ArrayOrShape,
     *,
-    implementation: str | Sequence[str] | None = None,
-    device: typing.Any = None,
-    **arguments: object,
+    return_aux: AuxRequest | None = None,
+    implementation: Implementations | None = None,
+    device: Device | str | None = None,
+    **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> str:
-    """Text about `flex_attention(query, key, value, ...)` with the same arguments; nothing is computed.
+    """Text about the call `flex_attention(query, key, value, ...)` with the same arguments; computes nothing.
 
-    It has the shapes, each traced mod with the axes that its values depend on and how each load walks its array, the map of
-    blocks, the backends that would run the forward pass, the backward pass and the gradients of captured arrays, with the
-    refusals of those asked before, the tiles, and the work: blocks visited, floating-point operations of the forward and the
-    backward pass, bytes read and written at least.
+    The text has: the shapes; each traced mod, with the axes that its values depend on and the load class of each read of a
+    captured array; a picture of the blocks of the mask; the backends that would run the forward pass, the backward pass and the
+    gradients of captured arrays, with the refusal of each backend asked before; the tiles; and the work: blocks visited,
+    floating-point operations of the forward and the backward pass, and the bytes of query, key, value and out.
 
-    query, key, value, **arguments  as for flex_attention; arrays may be jax.ShapeDtypeStruct
-    implementation  as for flex_attention
-    device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which is its
-                first device here; by default the default device
+    query, key, value, return_aux, implementation, **arguments
+                as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
+                dropout_key, query_extra, key_extra; each array may be a jax.ShapeDtypeStruct
+    device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
+                the first device of that platform here; None: the default device
 
-    Raises what flex_attention would raise.
+    Raises what flex_attention would raise, and TypeError for a keyword that flex_attention does not have.
+
+    Example: print(flexjax.explain(q, k, v, mask_mod=flexjax.masks.causal))
     """
-    unknown = sorted(set(arguments) - set(DEFAULTS))
+    unknown = sorted(set(arguments) - set(Arguments.__annotations__))
     if unknown:
         raise TypeError(f"explain() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
-    arrays = {"query": query, "key": key, "value": value} | {n: arguments.get(n) for n in OPTIONAL_ARRAYS}
-    abstract = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
     target = _target(device)
-    if not abstract:
-        return _text(implementation, target, arrays, arguments)
+    given: dict[str, object] = {"query": query, "key": key, "value": value, **arguments}
+    abstract = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
     texts: list[str] = []
-    jax.eval_shape(lambda traced: texts.append(_text(implementation, target, arrays | traced, arguments)), abstract)
+
+    def write(traced: dict[str, Array]) -> None:
+        filled: typing.Any = given | traced
+        q, k, v = (filled.pop(name) for name in ("query", "key", "value"))
+        try:
+            call = prepare(q, k, v, return_aux=return_aux, **filled)
+            texts.append(
+                _text(call, dispatch.candidates(implementation), target, isinstance(filled.get("scale"), Array))
+            )
+        except Exception as error:
+            add_note_once(error, describe_call("explain", q, k, v, return_aux, filled))
+            raise
+
+    if abstract:
+        jax.eval_shape(write, abstract)
+    else:
+        write({})
     return texts[0]
 
 
-OPTIONAL_ARRAYS = ("scale", "sinks", "dropout_key", "query_extra", "key_extra")
-
-
-def _target(device: typing.Any) -> Target:
+def _target(device: Device | str | None) -> Target:
     if device is None:
         return targets.default()
     if isinstance(device, str):
@@ -71,26 +86,20 @@ def _target(device: typing.Any) -> Target:
     return targets.of_device(device)
 
 
-def _text(implementation: str | Sequence[str] | None, target: Target, arrays: dict, arguments: dict) -> str:
-    filled: Arguments = {**DEFAULTS, **arguments, **{n: arrays[n] for n in OPTIONAL_ARRAYS}}  # type: ignore[typeddict-item]
-    main = (arrays["query"], arrays["key"], arrays["value"])
-    try:
-        call = prepare(*main, **filled)
-        choice = _choice(call, dispatch.candidates(implementation), target)
-    except Exception as error:
-        add_note_once(error, describe_call("explain", *main, filled))
-        raise
+def _text(call: Call, implementation: tuple[str, ...] | None, target: Target, captured_scale: bool) -> str:
+    """The sections of the text. `captured_scale`: scale is a jax scalar, which score_mod's program multiplies with."""
     sections = [
-        _shapes(call.plan, isinstance(filled["scale"], Array)),
+        _shapes(call.plan, captured_scale),
         *_programs(call),
         _blocks(call),
-        choice,
+        _choice(call, implementation, target),
         _work(call),
     ]
     return "\n\n".join(s for s in sections if s)
 
 
 def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
+    """The line with the shape letters of kernel_plan.py, the dtype, the layout and the optional features."""
     scale = "captured, multiplies the score" if captured_scale else f"{plan.scale:.6g}"
     return (
         f"attention  B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim} "
@@ -102,6 +111,7 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
 
 
 def _programs(call: Call) -> list[str]:
+    """The sections of score_mod, with the number of steps of its derivative, and of mask_mod."""
     out = []
     for name, program in (("score_mod", call.plan.score), ("mask_mod", call.plan.mask)):
         out.append(f"{name}: " + ("none" if program is None else describe(program)))
@@ -112,19 +122,20 @@ def _programs(call: Call) -> list[str]:
 
 
 def describe(program: Program) -> str:
-    """The steps of a program, each with the axes of its value and the walk of its load."""
+    """The steps of a program, a line each: the axes that its value depends on and, for a read of a captured array, its load class."""
     lines = ["captures " + (", ".join(f"c{i} {c}" for i, c in enumerate(program.captures)) or "nothing")]
     body = program.key.splitlines()[1 : 1 + len(program.steps)]
     width = max((len(line) for line in body), default=0)
     for line, step in zip(body, program.steps, strict=True):
         axes = ",".join(a for a in AXES if a in step.outs[0].axes) or "-"
-        walk = f"  {classify_load(step)}" if isinstance(step, Load) else ""
-        lines.append(f"{line:<{width}}  [{axes}]{walk}")
+        load_class = f"  {classify_load(step)}" if isinstance(step, Load) else ""
+        lines.append(f"{line:<{width}}  [{axes}]{load_class}")
     lines.append("  -> " + ", ".join(map(str, program.results)))
     return "\n".join(lines)
 
 
 def _blocks(call: Call) -> str:
+    """The section with the picture of the block mask, of the first batch entry and head if they differ."""
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:
         return "blocks: no mask, every tile is visited"
@@ -137,7 +148,7 @@ def _blocks(call: Call) -> str:
 
 
 def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) -> str:
-    """Who runs what, and why not those asked before; a sentence is there once."""
+    """The section of backends: which one runs each pass, the refusals of those asked before it (each sentence once), the tiles."""
     run = dispatch.choose(call.plan, implementation, target)
     said = set(run.refusals)
     lines = [f"runs on: {run.backend.name}", *(f"  not {name}: {why}" for name, why in run.refusals)]
@@ -161,6 +172,7 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
 
 
 def _work(call: Call) -> str:
+    """The section of work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out."""
     plan = call.plan
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:
@@ -187,14 +199,14 @@ def _work(call: Call) -> str:
 
 
 def _entries(mask: BlockMask) -> float:
-    """Positions of the visited blocks that exist, per batch entry and head."""
+    """Entries of the attention matrix in visited blocks, without those past q_len or kv_len; mean over batch entries and heads."""
     rows, columns = mask.blocks
     tall, wide = mask.block_size
     heights = np.minimum(tall, mask.q_len - tall * np.arange(rows))
     total = 0
     lists = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
     for num, index in ((np.asarray(n, np.int64), np.asarray(i)) for n, i in lists):
-        listed = np.arange(index.shape[-1]) < num[..., None]
-        at_end = (listed & (index == columns - 1)).any(-1)
+        in_list = np.arange(index.shape[-1]) < num[..., None]
+        at_end = (in_list & (index == columns - 1)).any(-1)
         total += ((num * wide - at_end * (columns * wide - mask.kv_len)) * heights).sum()
     return total / max(1, math.prod(mask.kv_num_blocks.shape[:2]))

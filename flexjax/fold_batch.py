@@ -1,9 +1,9 @@
-"""vmap of attention as attention: a mapped axis of V becomes part of the batch, V * B entries, one launch.
+"""vmap of attention: the mapped axis, of V copies, becomes a part of the batch, V * B entries, and one kernel runs.
 
-Entry b of the folded problem is entry b % B of copy b // B. Arrays that lead with the batch are reshaped (broadcast first if
-they are not mapped); programs read the captured arrays that are mapped at copy b // B. Sinks that differ between the copies are
-joined to the folded result afterwards. What cannot fold, a mapped array that a loop inside a mod reads whole, is mapped by a
-loop.
+Entry b of the folded problem is entry b % B of copy b // B. Arrays whose first axis is the batch are reshaped, and first broadcast
+if they are not mapped. Captured arrays that are mapped keep the axis of copies in front, and the programs read them at copy b // B.
+Sinks that differ between copies join the folded result afterwards, because a plan has one row of sinks. A loop over the copies
+runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from flexjax.plan.problem import Problem
 Array = jax.Array
 
 SINKS, FIRST_CAPTURE = 5, 6
-"""Places in Operands.movable, Gradients and Wanted."""
+"""Indices in Operands.movable, Gradients and Wanted."""
 
 
 class Folded(typing.NamedTuple):
-    """Arguments and static side of the folded call, and how to take its results apart."""
+    """The folded call: its arguments, its problem, and a function that gives its results the axis of copies back."""
 
     arguments: list[Array]
     problem: Problem
@@ -36,17 +36,18 @@ class Folded(typing.NamedTuple):
 
 
 class CannotFold(Exception):
-    """This call has to be mapped by a loop."""
+    """The call cannot be folded: a loop over the copies has to run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """A mapped call of one of the primitives of autodiff.py.
+    """A call of a primitive of autodiff.py under vmap.
 
-    flat     operands, then for tangent and backward out and lse, then the tangents or the cotangents of out and lse; the mapped
-             axis, of `size`, is in front where `axes` says so
-    moving   tangent: which movable operands have a tangent
-    wanted   backward: which of them get a gradient, apart for each copy
+    flat     the arguments: operands; for tangent and backward also out and lse, and the tangents or cotangents
+    axes     which arguments are mapped; their mapped axis, of `size` copies, is in front
+    params   parameters of the primitive beside the problem
+    moving   tangent: which movable operands have a tangent; None for the other primitives
+    wanted   backward: which movable operands get a gradient, one for each copy; None for the other primitives
     """
 
     primitive: Primitive
@@ -62,11 +63,12 @@ class Mapped:
 
     @property
     def flags(self) -> typing.Any:
-        """Which operands are mapped."""
+        """Operands with, in place of each array, whether it is mapped."""
         return self.problem.arrange(self.axes[: self.leaves])
 
     @property
     def leaves(self) -> int:
+        """The number of arrays among the operands."""
         return self.problem.structure.num_leaves
 
     @property
@@ -77,8 +79,8 @@ class Mapped:
     def wanted(self) -> tuple[bool, ...] | None:
         return self.params.get("wanted")
 
-    def tangent_place(self, movable: int) -> int | None:
-        """Where in `flat` the tangent of a movable operand is; None if it does not move."""
+    def tangent_index(self, movable: int) -> int | None:
+        """The index in `flat` of the tangent of a movable operand; None if it has none."""
         if self.moving is None or not self.moving[movable]:
             return None
         return self.leaves + 2 + sum(self.moving[:movable])
@@ -87,7 +89,11 @@ class Mapped:
 def batch_rule(
     primitive: Primitive, problem: Problem, flat: Sequence[Array], axes: Sequence[bool], params: dict
 ) -> list:
-    """Results with the mapped axis in front; `flat` has it in front where `axes`."""
+    """The results of a mapped call, each with the mapped axis in front.
+
+    flat, axes   the arguments, and which of them are mapped; the mapped axis is in front
+    params       parameters of the primitive beside the problem
+    """
     size = next(x.shape[0] for x, m in zip(flat, axes, strict=True) if m)
     call = Mapped(primitive, problem, tuple(flat), tuple(axes), size, params)
     sinks_differ = call.flags.sinks or any(flags is not None and flags[SINKS] for flags in (call.moving, call.wanted))
@@ -95,6 +101,7 @@ def batch_rule(
 
 
 def _run(call: Mapped) -> list[Array]:
+    """The results of a mapped call whose sinks are shared by all copies: folded, or by a loop."""
     try:
         folded = fold(call)
     except CannotFold:
@@ -103,6 +110,8 @@ def _run(call: Mapped) -> list[Array]:
 
 
 def _loop(call: Mapped) -> list[Array]:
+    """The results of a mapped call, one copy after the other."""
+
     def one(parts: list[Array]) -> list[Array]:
         rest = iter(parts)
         whole = [next(rest) if m else x for x, m in zip(call.flat, call.axes, strict=True)]
@@ -112,19 +121,19 @@ def _loop(call: Mapped) -> list[Array]:
 
 
 def fold(call: Mapped) -> Folded:
-    """The folded call. Raises CannotFold."""
+    """The folded call. Raises CannotFold if a program reads a mapped array as a whole."""
     problem, plan, size, operands, flags = call.problem, call.problem.plan, call.size, call.operands, call.flags
     captures = range(len(operands.score_captures))
-    tangents = [call.tangent_place(FIRST_CAPTURE + i) for i in captures]
-    # A captured array has a copy for each entry of the axis if it is mapped, or its tangent is, or its gradient must be.
-    apart = [
+    tangents = [call.tangent_index(FIRST_CAPTURE + i) for i in captures]
+    # A captured array gets an axis of copies if it is mapped, if its tangent is, or if its gradient is wanted for each copy.
+    copied = [
         flags.score_captures[i]
         or (call.wanted is not None and call.wanted[FIRST_CAPTURE + i])
-        or any(place == tangents[i] and mapped for place, mapped in enumerate(call.axes))
+        or any(index == tangents[i] and mapped for index, mapped in enumerate(call.axes))
         for i in captures
     ]
-    score = _program(plan.score, size, plan.batch, apart)
-    derivative = _program(problem.derivative, size, plan.batch, apart)
+    score = _program(plan.score, size, plan.batch, copied)
+    derivative = _program(problem.derivative, size, plan.batch, copied)
     mask = _program(plan.mask, size, plan.batch, flags.mask_captures)
     dropout = _program(plan.dropout, size, plan.batch, flags.dropout_captures)
 
@@ -134,15 +143,15 @@ def fold(call: Mapped) -> Folded:
     folded = operands._replace(
         **{n: lead(getattr(operands, n), getattr(flags, n)) for n in Operands._fields[:SINKS]},
         score_captures=tuple(
-            copies(x, flags.score_captures[i]) if apart[i] else x for i, x in enumerate(operands.score_captures)
+            copies(x, flags.score_captures[i]) if copied[i] else x for i, x in enumerate(operands.score_captures)
         ),
         lists=lists,
     )
     rest = []
-    for place in range(call.leaves, len(call.flat)):
-        x, m = call.flat[place], call.axes[place]
-        if place in tangents:
-            rest.append(copies(x, m) if apart[tangents.index(place)] else x)
+    for index in range(call.leaves, len(call.flat)):
+        x, m = call.flat[index], call.axes[index]
+        if index in tangents:
+            rest.append(copies(x, m) if copied[tangents.index(index)] else x)
         else:
             rest.append(_lead(x, m, size))
     blocks = None if plan.blocks is None else dataclasses.replace(plan.blocks, batch=lists_batch)
@@ -150,11 +159,11 @@ def fold(call: Mapped) -> Folded:
         plan, batch=size * plan.batch, score=score, mask=mask, dropout=dropout, blocks=blocks
     )
     new_problem = dataclasses.replace(problem, plan=new_plan, derivative=derivative)
-    led = None if call.wanted is None else sum(call.wanted[:FIRST_CAPTURE])
+    with_batch = None if call.wanted is None else sum(call.wanted[:FIRST_CAPTURE])
 
     def unfold(outs: Sequence[Array]) -> list[Array]:
-        """Gradients of captures already have the axis in front."""
-        split = [x.reshape(size, plan.batch, *x.shape[1:]) for x in outs[:led]]
+        """The results with the axis of copies in front; gradients of captured arrays have it already."""
+        split = [x.reshape(size, plan.batch, *x.shape[1:]) for x in outs[:with_batch]]
         return split + list(outs[len(split) :])
 
     return Folded([*jax.tree.leaves(folded), *rest], new_problem, unfold)
@@ -164,16 +173,21 @@ def fold(call: Mapped) -> Folded:
 
 
 def _with_sinks(call: Mapped) -> list[Array]:
-    """The folded call without its sinks, which then join the softmax as the column that they are."""
+    """The results of a call whose sinks differ between copies: those of the folded call without sinks, corrected for the sinks.
+
+    z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability.
+    Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p * tz.
+    Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
+    """
     problem, plan, params = call.problem, call.problem.plan, dict(call.params)
-    sinks_place = problem.arrange(range(call.leaves)).sinks
-    drop = {sinks_place}
+    sinks_index = problem.arrange(range(call.leaves)).sinks
+    drop = {sinks_index}
     for name in ("moving", "wanted"):
         if name in params:
             params[name] = tuple(f and i != SINKS for i, f in enumerate(params[name]))
-    tangent_place = call.tangent_place(SINKS)
-    if tangent_place is not None:
-        drop.add(tangent_place)
+    sinks_tangent = call.tangent_index(SINKS)
+    if sinks_tangent is not None:
+        drop.add(sinks_tangent)
     bare = dataclasses.replace(
         problem,
         plan=dataclasses.replace(plan, has_sinks=False),
@@ -188,38 +202,37 @@ def _with_sinks(call: Mapped) -> list[Array]:
     else:
         outs = [x[None] for x in call.primitive.bind(*flat, problem=bare, **params)]
 
-    wide = lambda x, m: (x if m else x[None]).astype(plan.score_dtype)
-    place = lambda i: wide(call.flat[i], call.axes[i])
+    argument = lambda i: (call.flat[i] if call.axes[i] else call.flat[i][None]).astype(plan.score_dtype)
     spread = lambda x: x[:, None, None, :] if plan.layout == "BTNH" else x[:, None, :, None]
-    sinks = spread(place(sinks_place))
-    whole = lambda x: jnp.broadcast_to(x, (call.size, *x.shape[1:]))
+    sinks = spread(argument(sinks_index))
+    each_copy = lambda x: jnp.broadcast_to(x, (call.size, *x.shape[1:]))
     if call.moving is None and call.wanted is None:
         out, lse = join_sinks(outs[0], outs[1], sinks)
-        return [whole(x) for x in (out, lse, *outs[2:])]
-    out, lse = place(call.leaves), place(call.leaves + 1)
+        return [each_copy(x) for x in (out, lse, *outs[2:])]
+    out, lse = argument(call.leaves), argument(call.leaves + 1)
     weight = tile_math.probabilities(sinks, lse)
     if call.moving is not None:
-        moved = weight * (0 if tangent_place is None else spread(place(tangent_place)))
+        moved = weight * (0 if sinks_tangent is None else spread(argument(sinks_tangent)))
         t_out = outs[0] - (out * moved[..., None]).astype(outs[0].dtype)
-        return [whole(t_out), whole(outs[1] + moved)]
-    outs, wanted = [whole(x) for x in outs], call.wanted
+        return [each_copy(t_out), each_copy(outs[1] + moved)]
+    outs, wanted = [each_copy(x) for x in outs], call.wanted
     if wanted is not None and wanted[SINKS]:
-        delta = (place(call.leaves + 2) * out).sum(-1)
+        delta = (argument(call.leaves + 2) * out).sum(-1)
         if call.params["has_lse"]:
-            delta = delta - place(call.leaves + 3)
+            delta = delta - argument(call.leaves + 3)
         heads = (1, 2) if plan.layout == "BTNH" else (1, 3)
         gradient = -(weight * delta).sum(heads)
-        outs.insert(sum(wanted[:SINKS]), whole(gradient).astype(call.flat[sinks_place].dtype))
+        outs.insert(sum(wanted[:SINKS]), each_copy(gradient).astype(call.flat[sinks_index].dtype))
     return outs
 
 
 def _out_and_lse(call: Mapped) -> list[Array]:
-    """out and lse of one copy, for their shapes."""
+    """out and lse of the first copy, or those that all copies share; used for their shapes."""
     return [call.flat[i][0] if call.axes[i] else call.flat[i] for i in (call.leaves, call.leaves + 1)]
 
 
 def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    """out [.., E] and lse [..] of a softmax with one more column, of logits `sinks` (broadcast to lse) and no value."""
+    """out [.., E] and lse [..] of the softmax with one more column of logits `sinks`, broadcast to lse, and value zero."""
     top = lax.stop_gradient(tile_math.finite_or_zero(jnp.maximum(lse, sinks)))
     weight = jnp.exp(lse - top)
     total = weight + jnp.exp(sinks - top)
@@ -233,6 +246,10 @@ def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 
 
 def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bool]) -> Program | None:
+    """The program for the folded batch of `size` copies; `mapped`: which captured arrays have an axis of copies in front.
+
+    Raises CannotFold if the program reads a mapped array as a whole.
+    """
     if program is None or size * batch == 0 or not (any(mapped) or program.reads("b")):
         return program
     if any(isinstance(a, int) and mapped[a] for call in program.calls for a in call.arguments):
@@ -241,13 +258,13 @@ def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bo
 
 
 def _lead(x: Array, mapped: bool, size: int) -> Array:
-    """[V, B, ...] or [B, ...] as [V * B, ...]."""
+    """An array [V, B, ...] (mapped) or [B, ...] as [V * B, ...], of V = `size` copies."""
     whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
     return whole.reshape(size * whole.shape[1], *whole.shape[2:])
 
 
 def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[typing.Any, int]:
-    """The block lists for the folded batch and their batch size: still 1 where all copies and entries share them."""
+    """The block lists for the folded batch, and their batch size: 1 if all copies and batch entries share them, 0 without lists."""
     if operands.lists is None or plan.blocks is None:
         return operands.lists, 0
     if plan.blocks.batch == 1 and not any(jax.tree.leaves(flags.lists)):

@@ -1,7 +1,7 @@
-"""`dot_product_attention` with the signature of jax.nn.dot_product_attention, compiled by the same machinery.
+"""`dot_product_attention`, with the arguments of jax.nn.dot_product_attention, computed by `flex_attention`.
 
-Bias, masks, windows and lengths become mods over captured arrays, so blocks that they switch off are skipped and the bias gets
-its gradient without a dense intermediate. Dimensions of size 1 stay of size 1.
+Bias, masks, windows and lengths become score and mask functions over captured arrays. Blocks that they hide are skipped, and the
+bias gets its gradient without an intermediate of shape [B, N, T, S]. Dimensions of size 1 are read at index 0 and not broadcast.
 """
 
 import math
@@ -16,10 +16,48 @@ from jax.typing import ArrayLike
 from flexjax.attention import flex_attention
 from flexjax.combine import and_masks
 from flexjax.errors import bad_argument
-from flexjax.types import AuxRequest
+from flexjax.types import AuxRequest, Implementations, MaskMod
 
 Array = jax.Array
-MaskMod = Callable[[Array, Array, Array, Array], Array]
+Lookup = Callable[[Array, Array, Array, Array], Array]
+"""(b, h, q_idx, kv_idx) -> element of an array."""
+
+
+class Options(typing.TypedDict, total=False):
+    """The keywords of `dot_product_attention` except return_residual, which decides the type of the result."""
+
+    scale: float | Array | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: ArrayLike | tuple[ArrayLike, ArrayLike] | None
+    implementation: Implementations | None
+
+
+@typing.overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: typing.Literal[False] = False,
+    **options: typing.Unpack[Options],
+) -> Array: ...
+
+
+@typing.overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: typing.Literal[True],
+    **options: typing.Unpack[Options],
+) -> tuple[Array, Array]: ...
 
 
 def dot_product_attention(
@@ -34,27 +72,27 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
-    implementation: str | Sequence[str] | None = None,
+    implementation: Implementations | None = None,
     return_residual: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """softmax(scale * query . key + bias, where masked) . value, as jax.nn.dot_product_attention.
+    """softmax(where(mask, scale * query . key + bias, -inf)) . value, as jax.nn.dot_product_attention.
 
-    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N. Axes that an array lacks in front
-            have size 1, also where the others have them; a key and value of batch 1 serve every batch entry
+    query   [B, T, N, D] or [T, N, D];  key, value  [B, S, M, D] or [S, M, D], M divides N. Leading axes that an array lacks
+            have size 1, even if the other arrays have them; a key and value of batch 1 serve every batch entry
     bias    added to the scores, broadcastable to [B, N, T, S]; differentiable
-    mask    bool, True where attended, broadcastable to [B, N, T, S]
-    scale   as in flex_attention: a number, or a jax scalar, which may be traced and has a gradient
-    is_causal                key position of at most the query position
+    mask    bool, True where the query attends to the key, broadcastable to [B, N, T, S]
+    scale   as in flex_attention: a number, or a jax scalar, which may be traced and gets a gradient
+    is_causal                hides keys after the query position
     query_seq_lengths        int [B]: queries past their length give 0
     key_value_seq_lengths    int [B]: keys past their length are masked
     local_window_size        (left, right): keys from query - left to query + right; one number for both sides. Negative numbers
-                             leave out the query's own position. Jax scalars may be traced and recompile nothing
+                             leave out the query's own position. Jax scalars may be traced and compile nothing
     implementation           as in flex_attention; there is no 'cudnn'
-    return_residual          also returns the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
+    return_residual          also return the logsumexp, [B, T, N] or [T, N] in the dtype of key, without a gradient
 
-    Returns [B, T, N, E], with the axes that query has. Raises ValueError for arguments that do not fit.
+    Returns [B, T, N, E], or [T, N, E] if query has three axes. Raises ValueError for arguments that do not fit.
 
-    Three results differ from those of jax.nn. A query that may look at no key gives 0, logsumexp -inf and zero gradients, as
+    Three results differ from those of jax.nn. A query whose keys are all hidden gives 0, logsumexp -inf and zero gradients, as
     elsewhere in flexjax; jax.nn gives it the mean of all values. Integer inputs are refused; jax.nn rounds their probabilities
     to integers. The softmax of float64 inputs is float64 here and float32 there.
     """
@@ -63,15 +101,15 @@ def dot_product_attention(
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     parts: list[MaskMod] = []
     if is_causal:
-        parts.append(lambda b, h, q, kv: q >= kv)
+        parts.append(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
     if local_window_size is not None:
         parts.append(_window(local_window_size))
     if query_seq_lengths is not None:
         lengths = _lengths("query_seq_lengths", query_seq_lengths, full[0])
-        parts.append(lambda b, h, q, kv: q < lengths[b])
+        parts.append(lambda b, h, q_idx, kv_idx: q_idx < lengths[b])
     if key_value_seq_lengths is not None:
         kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, full[0])
-        parts.append(lambda b, h, q, kv: kv < kv_lengths[b])
+        parts.append(lambda b, h, q_idx, kv_idx: kv_idx < kv_lengths[b])
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
@@ -85,7 +123,7 @@ def dot_product_attention(
         if jnp.issubdtype(bias.dtype, jnp.complexfloating):
             raise bad_argument("bias", f"of dtype {bias.dtype.name}", "a real dtype", "Pass its real part, bias.real.")
         look_up = broadcast_lookup("bias", bias, full)
-        score_mod = lambda score, b, h, q, kv: score + look_up(b, h, q, kv).astype(score.dtype)
+        score_mod = lambda score, *at: score + look_up(*at).astype(score.dtype)
     result = flex_attention(
         q,
         k,
@@ -106,7 +144,7 @@ def dot_product_attention(
 
 
 def _four_axes(name: str, x: Array) -> Array:
-    """[B, tokens, heads, dim]: axes of size 1 in front of those that are there."""
+    """The array with leading axes of size 1 added, [B, tokens, heads, dim]. Raises ValueError for integers and other ranks."""
     if not 1 <= x.ndim <= 4:
         raise bad_argument(
             name, f"of shape {x.shape}", "1 to 4 dims, [B, tokens, heads, dim]", "Use jax.vmap for more."
@@ -121,9 +159,10 @@ def _four_axes(name: str, x: Array) -> Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _checked_implementation(implementation: str | Sequence[str] | None) -> str | Sequence[str] | None:
-    """The argument itself. Raises ValueError for the name that jax.nn has and flexjax has not."""
-    if implementation == "cudnn" or (isinstance(implementation, list | tuple) and "cudnn" in implementation):
+def _checked_implementation(implementation: Implementations | None) -> Implementations | None:
+    """The argument itself. Raises ValueError for 'cudnn', a name that jax.nn has and flexjax does not have."""
+    given: object = implementation
+    if given == "cudnn" or (isinstance(given, list | tuple) and "cudnn" in given):
         raise bad_argument(
             "implementation",
             repr(implementation),
@@ -134,23 +173,26 @@ def _checked_implementation(implementation: str | Sequence[str] | None) -> str |
 
 
 UNBOUNDED = 2**30
-"""A window that reaches this far in tokens has no edge: positions are int32, and sequences are shorter."""
+"""Tokens; a side of a window of this size hides nothing, because positions are int32 and sequences are shorter."""
 
 
 def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
-    """Keys from q - left to q + right, as jax.nn compares them: fractions round down, and numbers may be negative."""
+    """The mask of a window, keys from q_idx - left to q_idx + right, for a local_window_size of one number or of two.
+
+    As in jax.nn, fractions round down and numbers may be negative. Raises ValueError for anything else than one or two numbers.
+    """
     many = isinstance(size, list | tuple) or getattr(size, "ndim", 0) == 1
-    pair: tuple[object, ...] = tuple(size) if many else (size, size)  # type: ignore[arg-type]
-    sides = [_tokens(x) for x in pair]
-    if len(sides) != 2 or any(x is None for x in sides):
+    pair = tuple(typing.cast(Sequence[ArrayLike], size)) if many else (size, size)
+    sides = [x for x in map(_tokens, pair) if x is not None]
+    if len(pair) != 2 or len(sides) != 2:
         got = f"({', '.join(map(_shown, pair))})" if many else _shown(size)
         raise bad_argument("local_window_size", got, "a number, or two: (left, right)", "0 sees no neighbour.")
-    left, right = typing.cast(list[Array], sides)
-    return lambda b, h, q, kv: (q - kv <= left) & (kv - q <= right)
+    left, right = sides
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
 def _tokens(size: object) -> int | Array | None:
-    """A side of a window as an int, or as an int32 scalar where `size` is a jax scalar; None if it is neither."""
+    """A side of a window, rounded down: an int, or an int32 scalar if `size` is a jax scalar; None if `size` is no number."""
     if isinstance(size, Array):
         if size.shape != () or jnp.issubdtype(size.dtype, jnp.complexfloating):
             return None
@@ -158,7 +200,7 @@ def _tokens(size: object) -> int | Array | None:
             unsigned = jnp.issubdtype(size.dtype, jnp.unsignedinteger)
             whole = size.astype(jnp.promote_types(size.dtype, jnp.uint32 if unsigned else jnp.int32))
             return jnp.clip(whole, 0 if unsigned else -UNBOUNDED, UNBOUNDED).astype(jnp.int32)
-        # a comparison with NaN is false, so that such a window is empty
+        # jax.nn compares with NaN, which is false, so a window of NaN is empty
         whole = jnp.where(jnp.isnan(size), -jnp.inf, jnp.floor(size)).astype(jnp.float32)
         return jnp.clip(whole, -UNBOUNDED, UNBOUNDED).astype(jnp.int32)
     try:
@@ -169,10 +211,12 @@ def _tokens(size: object) -> int | Array | None:
 
 
 def _shown(x: object) -> str:
+    """An argument in an error message: an array as dtype and shape, anything else as its repr."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else repr(x)
 
 
 def _lengths(name: str, values: ArrayLike, batch: int) -> Array:
+    """The lengths as an integer array [batch]; raises ValueError if they are none. `name`: the argument."""
     lengths = jnp.asarray(values)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise bad_argument(
@@ -184,8 +228,11 @@ def _lengths(name: str, values: ArrayLike, batch: int) -> Array:
     return lengths
 
 
-def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -> MaskMod:
-    """(b, h, q, kv) -> element of an array that broadcasts to `full`; dims of size 1 are read at 0."""
+def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -> Lookup:
+    """The function (b, h, q_idx, kv_idx) -> element of an array that broadcasts to `full`, [B, N, T, S].
+
+    Dimensions of size 1 are read at index 0. Raises ValueError, for the argument `name`, if the array does not broadcast.
+    """
     shape = (1,) * (4 - array.ndim) + tuple(array.shape)
     if array.ndim > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
         raise bad_argument(
@@ -196,7 +243,7 @@ def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -
         )
     four = array.reshape(shape)
 
-    def look_up(b: Array, h: Array, q: Array, kv: Array) -> Array:
-        return four[tuple(0 if n == 1 else i for i, n in zip((b, h, q, kv), shape, strict=True))]
+    def look_up(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return four[tuple(0 if n == 1 else i for i, n in zip((b, h, q_idx, kv_idx), shape, strict=True))]
 
     return look_up

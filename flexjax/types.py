@@ -1,22 +1,66 @@
-"""Small public types of the door: what a caller may ask for and gets back."""
+"""Public types: what a user passes to `flex_attention` and gets back, apart from arrays and block masks."""
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 from flexjax.errors import bad_argument
+
+ArrayArgument = jax.Array | np.ndarray
+"""An array as users pass it."""
+
+ArrayOrShape = ArrayArgument | jax.ShapeDtypeStruct
+"""An array, or its shape and dtype, for functions that compute nothing with the caller's values."""
+
+Layout = typing.Literal["BTNH", "BNTH"]
+"""Order of the axes of query, key, value and out: batch, tokens, heads, head dim, or batch, heads, tokens, head dim."""
+
+Implementation = typing.Literal["mosaic_gpu", "mosaic_tpu", "xla", "reference"]
+"""A backend, or "reference", the dense implementation straight from the definition."""
+
+Implementations = Implementation | Sequence[Implementation]
+"""One backend, or several, which are asked in this order."""
+
+
+class ScoreMod(typing.Protocol):
+    """A score function: `score_mod(score, b, h, q_idx, kv_idx) -> score`, on scalars.
+
+    score          scale * query . key, float32 (float64 for float64 inputs)
+    b, h           int32: the batch entry and the query head
+    q_idx, kv_idx  int32: the positions of the query and of the key
+
+    Returns the new score, a floating scalar. Any function, lambda, functools.partial or callable object that takes five
+    positional arguments is one.
+    """
+
+    def __call__(
+        self, score: jax.Array, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /
+    ) -> jax.Array: ...
+
+
+class MaskMod(typing.Protocol):
+    """A mask function: `mask_mod(b, h, q_idx, kv_idx) -> bool`, on scalars; True where the query attends to the key.
+
+    b, h           int32: the batch entry and the query head
+    q_idx, kv_idx  int32: the positions of the query and of the key
+
+    Any function, lambda, functools.partial or callable object that takes four positional arguments is one.
+    """
+
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /) -> jax.Array | bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AuxRequest:
-    """What `flex_attention(..., return_aux=)` returns beside the output.
+    """The extra results that `flex_attention(..., return_aux=)` returns beside the output.
 
-    lse          natural-log sum of exponentials of the scores, [B, T, N] (BNT for BNTH), differentiable; float32, float64 for
-                 float64 inputs
-    max_scores   largest score of each row, same dtype and shape, no gradient
+    lse          natural logarithm of the sum of the exponentials of a row's scores, [B, T, N] ([B, N, T] for layout "BNTH"),
+                 differentiable; float32, float64 for float64 inputs
+    max_scores   the largest score of each row, same shape and dtype, without a gradient
     """
 
     lse: bool = False
@@ -27,7 +71,7 @@ class AuxRequest:
 
 
 class AuxOutput(typing.NamedTuple):
-    """The requested extras; None for what was not asked."""
+    """The extra results that an AuxRequest asked for; None in place of the others."""
 
     lse: jax.Array | None = None
     max_scores: jax.Array | None = None
@@ -35,22 +79,24 @@ class AuxOutput(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """How to run, never what to compute. None lets the backend choose; one that has no use for an option goes without.
+    """How a call is computed; the values that it computes stay the same up to rounding. None: the backend chooses.
 
-    Options tuned for one backend do not break the call on another: xla takes the nearest tile that fits its loops. A kernel
-    backend refuses, in a sentence, a tile that it cannot run; the default dispatch then goes on to the next backend, and a
-    call that names only that one raises NotImplementedError.
+    Options that were tuned for one backend are valid for all. xla takes the nearest tile that its loops can have. A kernel
+    backend refuses a tile that it cannot run, in a sentence; the default dispatch then goes on to the next backend, and a
+    call whose `implementation` names only that backend raises NotImplementedError. A backend that has no such option
+    ignores it.
 
-    block_q, block_kv          tile of the forward pass, in tokens; under a block mask xla's tiles are one of its blocks high
-                               and as many whole blocks wide as block_kv holds
+    block_q, block_kv          tile of the forward pass, in tokens. Under a block mask, a tile of xla is one mask block high and
+                               as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
-    num_stages                 key tiles in flight in the forward pass (GPU)
-    deterministic              False allows additions in any order in the backward pass where that is faster
-    interpret                  run a kernel in the simulator of its platform, on the CPU; that of GPU kernels comes to a
-                               standstill where XLA has few threads (PJRT_NPROC=32 in the environment gives it more)
+    num_stages                 number of key tiles in shared memory in the forward pass (GPU)
+    deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
+                               that is faster
+    interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
+                               XLA starts on few cores: without PJRT_NPROC=32 in the environment it can deadlock
 
-    Example: flex_attention(q, k, v, kernel_options=KernelOptions(block_q=128, block_kv=64)). Other options are another program,
-    which is compiled. flexjax.autotune finds the fastest tiles of a call by timing them.
+    Example: flex_attention(q, k, v, kernel_options=KernelOptions(block_q=128, block_kv=64)). New options compile a new program.
+    flexjax.autotune times the tiles of a call and finds the fastest.
     """
 
     block_q: int | None = None
@@ -72,7 +118,7 @@ class KernelOptions:
 
 
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
-    """KernelOptions.__init__ with a ValueError that lists the options instead of Python's TypeError."""
+    """`init`, KernelOptions.__init__, which then raises a ValueError that lists the options, in place of a TypeError."""
     known = [f.name for f in dataclasses.fields(KernelOptions)]
 
     @functools.wraps(init)
@@ -89,6 +135,7 @@ KernelOptions.__init__ = _refusing_unknown_names(KernelOptions.__init__)
 
 
 def _check_flags(owner: str, options: object, names: tuple[str, ...]) -> None:
+    """Raises ValueError unless the attributes `names` of `options` are Python bools; `owner` is the argument's name."""
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, bool):

@@ -175,7 +175,7 @@ def test_the_first_candidate_may_have_run_while_the_device_woke_up(
     assert [t.calls for t in found.timings[:3]] == [turns.ran.count(0), turns.ran.count(1), 1]
     assert (turns.ran[0], turns.ran[-1]) == (0, 1)
     assert min(turns.ran.count(0), turns.ran.count(1)) >= 30
-    assert sum(a != b for a, b in itertools.pairwise(turns.ran)) == 2 * MODULE.TURNS - 1
+    assert sum(a != b for a, b in itertools.pairwise(turns.ran)) == 2 * MODULE.ROUNDS - 1
     assert turns.now < 1.2
 
 

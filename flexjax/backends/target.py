@@ -1,29 +1,31 @@
-"""The hardware that a program is lowered for, and how to find it during lowering.
+"""The device that a program is lowered for, and how lowering rules find it.
 
-Only the platform is always known: jax lowers a primitive once for each platform that was asked for. The device of that
+jax tells a lowering rule only the platform: it lowers a primitive once for each platform that was asked for. The device of that
 platform is looked up in these places, in this order:
 
     the mesh of the trace                 a mesh of devices or of a topology; an abstract mesh with an AbstractDevice
     the axis context of the module        the mesh of a shard_map
     the avals of the operands             arrays that are sharded over a mesh with explicit axes
     the client of the module              devices at hand, or those of a topology that arguments are placed on
-    this process' devices                 an export for several platforms has no client
+    the devices of this process           an export for several platforms has no client
 
 If none of them has a device of the platform, as in an export for "cuda" on a machine without a GPU, `kind` is None.
 
-jax lowers a program once for all devices of a client, so all devices of a client count as devices of the first one's
-kind.
+jax lowers a program once for all devices of a client, so the devices of a client are taken to be of one kind, the first
+device's.
 """
 
 import contextlib
 import dataclasses
 import re
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.extend.backend import get_default_device
 from jax.interpreters import mlir
+
+Device = jax.Device | jax.sharding.AbstractDevice
+"""A device of this process or of a topology, or a description of one."""
 
 HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
 """Names of devices with compute capability 9.0, because an AbstractDevice has a name and no capability."""
@@ -31,7 +33,7 @@ HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The device that a pass is lowered for.
+    """The device that a pass is lowered for, or what is known of it.
 
     platform    as lowering rules are registered: "cpu", "cuda", "rocm", "tpu" or the name of a plugin
     kind        jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
@@ -50,10 +52,10 @@ class Target:
         return self.kind or f"an unknown device of the platform {self.platform}"
 
 
-def of_device(device: typing.Any, platform: str | None = None) -> Target:
-    """The target of a jax.Device, a device of a topology or a jax.sharding.AbstractDevice.
+def of_device(device: Device, platform: str | None = None) -> Target:
+    """The target of a device.
 
-    platform     of the lowering, if known; `device.platform` of a GPU does not tell CUDA from ROCm
+    platform     the platform of the lowering rule, if known, because `device.platform` is "gpu" for both CUDA and ROCm
     """
     kind = device.device_kind
     capability = getattr(device, "compute_capability", None)
@@ -65,7 +67,7 @@ def of_device(device: typing.Any, platform: str | None = None) -> Target:
     return Target(platform, kind, capability, cores)
 
 
-def _platform(device: typing.Any) -> str:
+def _platform(device: Device) -> str:
     """The platform as lowering rules name it: `device.platform` is "gpu" for both CUDA and ROCm."""
     if device.platform != "gpu":
         return device.platform
@@ -87,7 +89,7 @@ def of_platform(platform: str) -> Target:
 
 
 def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
-    """The target of a lowering rule for a platform; see the top of this file."""
+    """The target of a lowering rule for a platform, looked up as the top of this file says."""
     abstract = next((d for d in _abstract_devices(ctx) if _is_of(d, platform)), None)
     for device in _devices(ctx, platform):
         if abstract is None or device.device_kind == abstract.device_kind:
@@ -97,9 +99,9 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
 
 @contextlib.contextmanager
 def as_seen_by_pallas(target: Target) -> Iterator[None]:
-    """Lowers the kernels inside this context for the target.
+    """A context in which Pallas lowers kernels for the target.
 
-    Pallas reads the device from the abstract mesh, or else takes the default device.
+    Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets the first.
     """
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()
@@ -113,15 +115,15 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
         yield
 
 
-def _is_of(device: typing.Any, platform: str) -> bool:
+def _is_of(device: Device, platform: str) -> bool:
     return _platform(device) == platform
 
 
-def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[typing.Any]:
-    """The devices that the meshes name, in the order of the table at the top."""
-    meshes: list[typing.Any] = [jax.sharding.get_abstract_mesh()]
-    meshes.append(getattr(ctx.module_context.axis_context, "mesh", None))
-    meshes.append(getattr(ctx.module_context.axis_context, "abstract_mesh", None))
+def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[Device]:
+    """The devices that meshes name: those of the first three rows of the table at the top of this file, in that order."""
+    around = ctx.module_context.axis_context
+    meshes: list[object] = [jax.sharding.get_abstract_mesh()]
+    meshes += [getattr(around, "mesh", None), getattr(around, "abstract_mesh", None)]
     meshes += [getattr(getattr(aval, "sharding", None), "mesh", None) for aval in ctx.avals_in]
     for mesh in meshes:
         if isinstance(mesh, jax.sharding.Mesh):
@@ -131,19 +133,20 @@ def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[typing.Any]:
             yield device
 
 
-def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[typing.Any]:
-    """Devices of the platform that the module may be lowered for, the likeliest first."""
+def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[Device]:
+    """Devices of the platform: those that the module is assigned to, those of its client, those of this process."""
     module = ctx.module_context
     client = getattr(module, "backend", None)
-    found = [*(getattr(module.axis_context, "device_assignment", None) or ())]
+    found: list[Device] = [*(getattr(module.axis_context, "device_assignment", None) or ())]
     found += client.devices() if client is not None else []
     for device in (*found, *_local_devices(platform)):
         if _is_of(device, platform):
             yield device
 
 
-def _local_devices(platform: str) -> list[typing.Any]:
+def _local_devices(platform: str) -> Sequence[Device]:
+    """This process's devices of the platform; empty if it has none."""
     try:
         return jax.local_devices(backend=platform)
-    except RuntimeError:  # this process has no device of the platform
+    except RuntimeError:
         return []

@@ -1,11 +1,12 @@
 """Side-by-side timings: `python -m flexjax.bench --suite cpu`.
 
-    suites.py    what is measured: problems as rows of data
-    peers.py     who is measured: one small adapter each
-    measure.py   one measurement, in a process of its own so that its peak memory is its own
+    suites.py    the workloads: problems as rows of data
+    peers.py     the implementations that are timed, a small adapter each
+    measure.py   one measurement, in a process of its own, so that its peak memory is its own
     report.py    the Markdown table and the plot
+    order.py     `--suite order`: fixed against any order of additions on a GPU
 
-    device.py, gpu_peers.py, torch_flex.py   the same for `--suite gpu`: device times, one process a peer
+    device.py, inputs.py, gpu_peers.py, torch_flex.py   `--suite gpu`: device times, one process for each peer
 
 To add a suite, add rows to `suites.SUITES`; to add a peer, an adapter to `peers.PEERS`.
 """

@@ -12,7 +12,7 @@ from typing import Any
 from flexjax.bench import device, report
 from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
-from flexjax.bench.suites import PASSES, SUITES, Problem
+from flexjax.bench.suites import PASSES, SUITES, Workload
 
 ORDER = "order"
 ON_GPU = ("jax.nn", "tokamax", "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if complaints else 0
 
 
-def _on_gpu(args: argparse.Namespace, problems: list[Problem], peers: list[str]) -> int:
+def _on_gpu(args: argparse.Namespace, problems: list[Workload], peers: list[str]) -> int:
     until, start = time.time() + 60 * args.minutes, time.monotonic()
 
     def say(now: str) -> None:
@@ -100,7 +100,7 @@ def _on_gpu(args: argparse.Namespace, problems: list[Problem], peers: list[str])
     return 1 if complaints else 0
 
 
-def _one(suite: str, problem: Problem, peer: str, which: str) -> dict[str, Any]:
+def _one(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]:
     reason = dict(problem.skip).get(peer)
     return dict(skipped=reason) if reason else measure_apart(suite, problem, peer, which)
 

@@ -1,12 +1,12 @@
-"""Times on a GPU: one process a peer, which takes every problem in turn and prints a line of JSON for each.
+"""The gpu suite: one process for each peer, which measures all workloads and prints a line of JSON for each.
 
-Of each problem: the median of the device's own times (kernel times by CUPTI where jax has it, else launches back to
-back), forward alone and with the backward pass, the difference being the backward pass; the seconds from tracing to
-the first result of both; the largest error of out and all gradients, at sample rows, against dense float32 attention
-done in chunks by the process `reference`.
+A line has: the median device time (kernel times by CUPTI if jax has it, else launches back to back) of the forward pass and of the
+backward pass, which is the time of both less that of the forward pass; the seconds from tracing to the first result of both
+passes; and the largest error of out and all gradients at the sample rows, against dense float32 attention that the process
+`reference` computes in chunks of queries.
 
-With `together` the processes run at once, so that one compiles while another measures: what is timed holds a lock.
-Without it they run one after another.  A process that dies is started again after the problem it died of.
+With `together` the processes run at the same time, so that one compiles while another is timed, under a lock. Without it they run
+one after another. A process that dies is started again with the workload after the one it died of.
 """
 
 import json
@@ -21,15 +21,18 @@ from typing import Any
 import numpy as np
 
 from flexjax.bench.inputs import REFERENCE
-from flexjax.bench.suites import SUITES, Problem
+from flexjax.bench.suites import SUITES, Workload
 
 Row = dict[str, Any]
 
 
 def measure_all(
-    suite: str, problems: list[Problem], peers: list[str], together: bool, until: float, say: Callable[[str], None]
+    suite: str, problems: list[Workload], peers: list[str], together: bool, until: float, say: Callable[[str], None]
 ) -> tuple[list[Row], Row]:
-    """(rows as `report` wants them, versions by package); `until` is a time of `time.time()`."""
+    """The rows of the report, and the versions by package; measurements that have not begun at `until` (time.time()) are left out.
+
+    say   called with a line about what runs now
+    """
     with tempfile.TemporaryDirectory() as folder:
         everyone = [REFERENCE, *peers]
         groups = [everyone] if together else [[peer] for peer in everyone]
@@ -60,16 +63,16 @@ def measure_all(
         return rows, facts
 
 
-def _skipped(problem: Problem, peer: str) -> str | None:
-    """Why a peer has no place beside this problem."""
+def _skipped(problem: Workload, peer: str) -> str | None:
+    """Why a peer is not timed on this workload; None if it is."""
     if peer == "jax.nn" and (problem.mod or problem.mask not in ("full", "causal", "window")):
-        return "has no word for this mask or mod; a dense mask costs it 8 to 14 times as much"
+        return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"
     if peer == "tokamax" and (problem.mod not in (None, "softcap") or problem.mask not in ("full", "causal", "window")):
-        return "has no word for this mask or mod"
+        return "has no argument for this mask or mod"
     return dict(problem.skip).get(peer)
 
 
-def _result(problem: Problem, peer: str, found: dict[str, Row], folder: str) -> Row:
+def _result(problem: Workload, peer: str, found: dict[str, Row], folder: str) -> Row:
     reason = _skipped(problem, peer)
     if reason:
         return dict(skipped=reason)
@@ -89,14 +92,14 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-def _samples(folder: str, peer: str, problem: Problem) -> str:
+def _samples(folder: str, peer: str, problem: Workload) -> str:
     return os.path.join(folder, f"{peer} {problem.name}.npz".replace(" ", "_"))
 
 
 class Child:
-    """The process of one peer, and what it has said."""
+    """The process of one peer, and the results that it has printed."""
 
-    def __init__(self, suite: str, peer: str, problems: list[Problem], folder: str):
+    def __init__(self, suite: str, peer: str, problems: list[Workload], folder: str):
         self.suite, self.peer, self.folder = suite, peer, folder
         self.left = [p.name for p in problems]
         self.results: dict[str, Row] = {}
@@ -119,7 +122,7 @@ class Child:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
     def look(self, until: float) -> None:
-        """Takes what has been said, ends what is late, restarts what has died."""
+        """Reads new results, ends the process if it is late, and restarts it if it has died."""
         if not self.going:
             return
         ended = self.process.poll() is not None
@@ -152,8 +155,10 @@ class Child:
 
 
 def other_processes() -> list[str]:
-    """Names of the processes that use an NVIDIA device now: with them, kernels take turns, and times are two or three times
-    what they were alone. Empty where nvidia-smi is not there or does not say."""
+    """Names of the processes that use an NVIDIA device now; empty if nvidia-smi is missing or does not say.
+
+    Another process on the device makes times two or three times as long.
+    """
     command = ["nvidia-smi", "--query-compute-apps=process_name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

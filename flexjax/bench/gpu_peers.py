@@ -1,4 +1,4 @@
-"""The peers of the gpu suite that run in jax, and the float32 answers all are checked against."""
+"""The implementations of the gpu suite that run in jax, and the float32 reference that all are compared with."""
 
 # pyright: reportMissingImports=false
 # peers are optional: they are measured where they are installed
@@ -13,24 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.bench.inputs import REFERENCE, alone, drawn, sample_rows
-from flexjax.bench.suites import MODS, Problem
+from flexjax.bench.inputs import REFERENCE, alone, random_arrays, sample_rows
+from flexjax.bench.suites import MODS, Workload
 
 Attention = Callable[..., jax.Array]  # q, k, v [B, T, N, D], what the mod reads -> out
+Sums = tuple[jax.Array, jax.Array, jax.Array | None]
 Measured = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-def flexjax(problem: Problem, deterministic: bool = True) -> Attention:
+def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
     """The public function as a user calls it; the block mask is made beforehand."""
     import flexjax as package
 
     block_mask = None
     if problem.mask != "full":
         allowed, length = problem.allowed(), problem.length
-        block_mask = package.create_block_mask(lambda b, h, q, kv: allowed(q, kv), None, None, length, length)
+        block_mask = package.create_block_mask(
+            lambda b, h, q, kv: jnp.asarray(allowed(q, kv)), None, None, length, length
+        )
     options = package.KernelOptions(deterministic=deterministic)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: Any) -> Any:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: jax.Array | None) -> jax.Array:
         score_mod = None
         if problem.mod:
             apply = MODS[problem.mod].apply
@@ -40,28 +43,30 @@ def flexjax(problem: Problem, deterministic: bool = True) -> Attention:
     return attend
 
 
-def jax_nn(problem: Problem) -> Attention:
-    options: dict[str, Any] = dict(implementation="cudnn", **_words(problem))
+def jax_nn(problem: Workload) -> Attention:
+    """cuDNN's attention through jax.nn."""
+    options: dict[str, Any] = dict(implementation="cudnn", **_mask_arguments(problem))
     return lambda q, k, v, array: jax.nn.dot_product_attention(q, k, v, **options)
 
 
-def tokamax(problem: Problem) -> Attention:
+def tokamax(problem: Workload) -> Attention:
+    """tokamax's Mosaic GPU kernels."""
     import tokamax as package
 
-    options: dict[str, Any] = dict(implementation="mosaic", **_words(problem))
+    options: dict[str, Any] = dict(implementation="mosaic", **_mask_arguments(problem))
     if problem.mod == "softcap":
         options["logits_soft_cap"] = 30.0
     return lambda q, k, v, array: package.dot_product_attention(q, k, v, **options)
 
 
-def _words(problem: Problem) -> dict[str, Any]:
-    """The mask in the words that `jax.nn.dot_product_attention` has for it."""
+def _mask_arguments(problem: Workload) -> dict[str, Any]:
+    """The mask as arguments of `jax.nn.dot_product_attention`."""
     words = dict(is_causal=True) if problem.mask in ("causal", "window") else {}
     return words | (dict(local_window_size=(problem.parameter - 1, 0)) if problem.mask == "window" else {})
 
 
 # any order: gradients may be added up in any order, `KernelOptions(deterministic=False)`
-PEERS: dict[str, Callable[[Problem], Attention]] = {
+PEERS: dict[str, Callable[[Workload], Attention]] = {
     "jax.nn": jax_nn,
     "tokamax": tokamax,
     "flexjax": flexjax,
@@ -70,25 +75,30 @@ PEERS: dict[str, Callable[[Problem], Attention]] = {
 
 
 def facts() -> dict[str, str]:
+    """Device and versions; runs a matrix product, so that the device is awake."""
     device = jax.devices()[0]
-    jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((128, 128), jnp.bfloat16)))  # the device is awake now
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((128, 128), jnp.bfloat16)))
     return dict(device=device.device_kind, jax=jax.__version__)
 
 
-def adapter(peer: str) -> Callable[[Problem, str], Measured]:
+def adapter(peer: str) -> Callable[[Workload, str], Measured]:
+    """The function (workload, folder) that measures a peer. Raises ImportError at once if the peer is not installed."""
     if peer == REFERENCE:
-        return answers
+        return reference
     if peer == "tokamax":
-        import tokamax as _  # noqa: F401  say at once that it is not there
+        import tokamax as _  # noqa: F401
     return functools.partial(measure, PEERS[peer])
 
 
-def measure(make: Callable[[Problem], Attention], problem: Problem, folder: str) -> Measured:
+def measure(make: Callable[[Workload], Attention], problem: Workload, folder: str) -> Measured:
+    """Times of both passes in seconds and the sample rows of the results; `folder` has the lock."""
     arrays, array = on_device(problem)
     start = time.perf_counter()
     attend = make(problem)
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: Any) -> dict[str, jax.Array]:
+    def both(
+        q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: jax.Array | None
+    ) -> dict[str, jax.Array]:
         if not problem.learns:
             out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
             return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out)), strict=True))
@@ -110,20 +120,20 @@ def measure(make: Callable[[Problem], Attention], problem: Problem, folder: str)
     return dict(**times, how=how, first_call=first_call), samples
 
 
-def on_device(problem: Problem) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    arrays, array = drawn(problem)
+def on_device(problem: Workload) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    arrays, array = random_arrays(problem)
     return {name: jnp.asarray(x) for name, x in arrays.items()}, None if array is None else jnp.asarray(array)
 
 
-def sampled(problem: Problem, results: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """float32; rows of [B, T, N, D], and of what is learned where it is large."""
+def sampled(problem: Workload, results: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """The sample rows of each result, float32; a learned array of fewer than three axes as a whole."""
     rows = sample_rows(problem.length)
     pick = lambda name, x: x if name == "learned" and x.ndim < 3 else x[:, rows]
     return {name: np.asarray(pick(name, x).astype(jnp.float32)) for name, x in results.items()}
 
 
-def device_time(call: Callable[..., Any], *operands: Any, calls: int = 20) -> tuple[float, str]:
-    """(median seconds, how they were taken) of the kernels of a call."""
+def device_time(call: Callable[..., object], *operands: jax.Array | None, calls: int = 20) -> tuple[float, str]:
+    """Median seconds of the kernels of a call, and how they were measured."""
     jax.block_until_ready(call(*operands))
     try:
         from jax.experimental.mosaic.gpu import profiler
@@ -141,18 +151,18 @@ def device_time(call: Callable[..., Any], *operands: Any, calls: int = 20) -> tu
         return float(np.median(rounds)), "launches back to back"
 
 
-# ------------------------------------------------------------------------------------------ the answers
+# ------------------------------------------------------------------------------------------ the reference
 
 
-def answers(problem: Problem, folder: str) -> Measured:
+def reference(problem: Workload, folder: str) -> Measured:
     """Dense attention and its gradients in float32, a chunk of queries at a time."""
     arrays, array = on_device(problem)
     with jax.default_matmul_precision("highest"):
-        results = jax.jit(functools.partial(_answers, problem))(arrays, array)
+        results = jax.jit(functools.partial(_reference, problem))(arrays, array)
         return {}, sampled(problem, results)
 
 
-def _answers(problem: Problem, arrays: dict[str, jax.Array], array: jax.Array | None) -> dict[str, jax.Array]:
+def _reference(problem: Workload, arrays: dict[str, jax.Array], array: jax.Array | None) -> dict[str, jax.Array]:
     B, T, N, D = arrays["q"].shape
     M, size = problem.kv_heads, math.gcd(T, 128)
     split = lambda x: jnp.moveaxis(x.reshape(B, T // size, size, M, N // M, D), 1, 0)
@@ -161,16 +171,16 @@ def _answers(problem: Problem, arrays: dict[str, jax.Array], array: jax.Array | 
     apply = MODS[problem.mod].apply if problem.mod else lambda array, s, h, q, kv: s
     learned = array if problem.learns else None
 
-    def chunk(sums: tuple[Any, ...], inputs: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], Any]:
+    def chunk(sums: Sums, inputs: tuple[jax.Array, ...]) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
         d_k, d_v, d_learned = sums
         q, d_out, first = inputs[0].astype(jnp.float32), inputs[1].astype(jnp.float32), inputs[2]
         at = (first + jnp.arange(size))[:, None]
         raw = jnp.einsum("bqmgd,bkmd->bmgqk", q, k) / math.sqrt(D)
-        modded = lambda s, a: apply(array if a is None else a, s, head, at, kv)
+        modified = lambda s, a: apply(array if a is None else a, s, head, at, kv)
         if learned is None:
-            scores, pull = jax.vjp(lambda s: modded(s, None), raw)
+            scores, pull = jax.vjp(lambda s: modified(s, None), raw)
         else:
-            scores, pull = jax.vjp(modded, raw, learned)
+            scores, pull = jax.vjp(modified, raw, learned)
         on = problem.allowed()(at, kv)
         p = jax.nn.softmax(jnp.where(on, scores, -jnp.inf), axis=-1)
         out = jnp.einsum("bmgqk,bkmd->bqmgd", p, v)

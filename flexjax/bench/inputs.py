@@ -1,4 +1,4 @@
-"""What every peer of a GPU suite is given: the same arrays, the same sample rows, and the GPU to itself while it is timed."""
+"""What every peer of a GPU suite uses: the same arrays, the same sample rows, and a lock on the GPU while it is timed."""
 
 import contextlib
 import fcntl
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flexjax.bench.suites import MODS, Problem
+from flexjax.bench.suites import MODS, Workload
 
 SAMPLE_ROWS = 16
 REFERENCE = "reference"
@@ -15,21 +15,22 @@ REFERENCE = "reference"
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """The device to oneself, as far as processes of this run go."""
+    """A context in which no other process of this run times anything on the device."""
     with open(os.path.join(folder, "lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def sample_rows(length: int) -> np.ndarray:
+    """The positions of the queries whose results are compared, spread evenly."""
     return np.linspace(0, length - 1, min(SAMPLE_ROWS, length)).astype(int)
 
 
-def drawn(problem: Problem) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """q, k, v, d_out and what the mod reads, in the dtypes they have on the device.
+def random_arrays(problem: Workload) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """q, k, v, d_out and the array that the mod reads, random, in the dtypes that they have on the device.
 
-    Hundreds of millions of normal numbers take longer to draw than everything else: large arrays go round and round a
-    prime number of them, so that no two rows are equal.
+    Large arrays repeat a prime number of normal numbers, so that no two rows are equal, because generating hundreds of
+    millions of normal numbers takes longer than everything else.
     """
     import ml_dtypes  # jax brings it
 

@@ -1,8 +1,8 @@
-"""One measurement: a problem, a peer, a pass.  Run in a process of its own by `measure_apart`.
+"""One measurement of the cpu suite: a workload, a peer and a pass, in a process of its own (`measure_apart`).
 
-Each call is waited for.  The first one compiles, two more warm up, then calls are timed one by one until the
-budget is spent, at least five of them.  Beside the times come the peak memory of the process (of the device,
-where it counts its own) and the error of the results at a sample of rows against float64 numpy.
+Every call runs to its end before the next. The first call compiles and two more warm up; then calls are timed one by one until
+the budget is spent, at least five of them. The result also has the peak memory of the process (of the device, if the device
+counts its memory), and the error of the results at a sample of rows against float64 numpy.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.bench.peers import PEERS
-from flexjax.bench.suites import SUITES, Problem
+from flexjax.bench.suites import SUITES, Workload
 
 SAMPLE_ROWS = 16
 
 
-def measure_apart(suite: str, problem: Problem, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
+def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
     """The result of `measure` from a child process, or {"failed": why}."""
     task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
     command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
@@ -41,8 +42,8 @@ def measure_apart(suite: str, problem: Problem, peer: str, which: str, timeout: 
     return dict(failed=(child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1])
 
 
-def measure(problem: Problem, peer: str, which: str) -> dict[str, Any]:
-    """Times in seconds, memory in bytes, error relative to the largest value; see the module."""
+def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
+    """The measurement: times in seconds, memory in bytes, error relative to the largest value."""
     attend = PEERS[peer](problem)
     arrays = {name: jnp.asarray(x, problem.dtype) for name, x in problem.arrays().items()}
 
@@ -72,7 +73,8 @@ def measure(problem: Problem, peer: str, which: str) -> dict[str, Any]:
     )
 
 
-def _timed(call: Any, seconds: float) -> list[float]:
+def _timed(call: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each timed call, at least 5 and at most 200 of them."""
     for _ in range(2):
         call()
     times: list[float] = []
@@ -85,7 +87,7 @@ def _timed(call: Any, seconds: float) -> list[float]:
 
 
 def _peak_bytes() -> int:
-    """Of the device if it keeps count, else of this process, interpreter and compiler included."""
+    """Peak memory of the device if it counts it, else of this process, with interpreter and compiler."""
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -93,12 +95,12 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _sample_rows(problem: Problem) -> np.ndarray:
+def _sample_rows(problem: Workload) -> np.ndarray:
     return np.linspace(0, problem.length - 1, min(SAMPLE_ROWS, problem.length)).astype(int)
 
 
-def _error(problem: Problem, sample: list[np.ndarray]) -> float:
-    """Largest relative error of out (and the gradient of q) at the sample rows; those need no other row."""
+def _error(problem: Workload, sample: list[np.ndarray]) -> float:
+    """Largest error of out and of the gradient of q at the sample rows, relative to the largest value."""
     worst = 0.0
     for got, want in zip(sample, rows_by_numpy(problem, _sample_rows(problem)), strict=False):
         if not np.isfinite(got).all():
@@ -107,7 +109,7 @@ def _error(problem: Problem, sample: list[np.ndarray]) -> float:
     return worst
 
 
-def rows_by_numpy(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float64 out and gradient of q at `rows`, [B, rows, N, D] each."""
     stored = {name: jnp.asarray(x, problem.dtype).astype(jnp.float32) for name, x in problem.arrays().items()}
     q, k, v, d_out = (np.asarray(stored[name], np.float64) for name in ("q", "k", "v", "d_out"))
@@ -126,7 +128,7 @@ def rows_by_numpy(problem: Problem, rows: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were taken on."""
+    """Device, cores and versions, for the line below the table."""
     device = jax.devices()[0]
     return dict(
         device=device.device_kind if device.platform != "cpu" else cpu_name(),
@@ -138,6 +140,7 @@ def machine() -> dict[str, str]:
 
 
 def cpu_name() -> str:
+    """The model name of the CPU."""
     try:
         with open("/proc/cpuinfo") as info:
             names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]

@@ -1,20 +1,19 @@
-"""Who is measured: a peer turns a problem into a function of q, k, v; what is static is made beforehand."""
+"""The implementations of the cpu suite: each turns a workload into a function of q, k, v; masks are made beforehand."""
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.bench.suites import Problem
+from flexjax.bench.suites import Workload
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v [B, T, N, D] -> out [B, T, N, D]
 
 
-def dense(problem: Problem) -> Attention:
-    """What one writes by hand: all scores, a boolean mask made beforehand, softmax, all probabilities."""
+def dense(problem: Workload) -> Attention:
+    """Attention as one writes it by hand: all scores, a boolean mask made beforehand, softmax, all probabilities."""
     mask = _dense_mask(problem)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -27,8 +26,8 @@ def dense(problem: Problem) -> Attention:
     return attend
 
 
-def jax_nn(problem: Problem) -> Attention:
-    """`jax.nn.dot_product_attention` with its own words for the mask where it has them."""
+def jax_nn(problem: Workload) -> Attention:
+    """`jax.nn.dot_product_attention`, with its own arguments for causal masks and windows, and a dense mask for others."""
     if problem.mask == "causal":
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
     if problem.mask == "window":
@@ -38,21 +37,23 @@ def jax_nn(problem: Problem) -> Attention:
     return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask)
 
 
-def flexjax(problem: Problem) -> Attention:
+def flexjax(problem: Workload) -> Attention:
     """`flexjax.flex_attention` with a block mask made beforehand."""
     import flexjax as package
 
     block_mask = None
     if problem.mask != "full":
         allowed, length = problem.allowed(), problem.length
-        block_mask = package.create_block_mask(lambda b, h, q, kv: allowed(q, kv), None, None, length, length)
-    return lambda q, k, v: cast(jax.Array, package.flex_attention(q, k, v, block_mask=block_mask))
+        block_mask = package.create_block_mask(
+            lambda b, h, q, kv: jnp.asarray(allowed(q, kv)), None, None, length, length
+        )
+    return lambda q, k, v: package.flex_attention(q, k, v, block_mask=block_mask)
 
 
-def _dense_mask(problem: Problem) -> jax.Array:
+def _dense_mask(problem: Workload) -> jax.Array:
     index = np.arange(problem.length)
     return jnp.asarray(problem.allowed()(index[:, None], index[None, :]))
 
 
 # in the order of the table; ratios are against flexjax, the last
-PEERS: dict[str, Callable[[Problem], Attention]] = {"dense": dense, "jax.nn": jax_nn, "flexjax": flexjax}
+PEERS: dict[str, Callable[[Workload], Attention]] = {"dense": dense, "jax.nn": jax_nn, "flexjax": flexjax}

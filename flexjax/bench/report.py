@@ -1,4 +1,4 @@
-"""The table and the plot of a list of measurements."""
+"""The tables and the plot of a list of measurements, and sentences about those that are wrong."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ OWN = "flexjax"
 
 
 def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """A line for each problem and pass: medians, ratios to flexjax, its speed, memory, the worst error."""
+    """The table of the cpu suite, a line for each workload and pass: medians, ratios to flexjax, GFLOP/s, memory, largest error."""
     others = [peer for peer in peers if peer != OWN]
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p} / {OWN}" for p in others)]
     head += [f"{OWN}, GFLOP/s", *(f"{p}, peak MB" for p in peers), "largest error"]
@@ -33,7 +33,7 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
 
 
 def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """A line for each problem and pass: milliseconds, TFLOP/s, speed beside the best other peer, first call, errors."""
+    """The table of the gpu suite, a line for each workload and pass: times, TFLOP/s, speed over the best peer, first call, errors."""
     others = [peer for peer in peers if not peer.startswith(OWN)]
     own = [peer for peer in peers if peer.startswith(OWN)]
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p}, TFLOP/s" for p in own)]
@@ -92,7 +92,7 @@ def _megabytes(result: Row) -> str:
 
 
 def wrong(rows: list[Row], allowed: float) -> list[str]:
-    """Sentences about results that are not attention, and about measurements that failed."""
+    """Sentences about results whose error exceeds `allowed`, and about measurements that failed."""
     found = []
     for row in rows:
         for peer, result in row["peers"].items():
@@ -104,7 +104,7 @@ def wrong(rows: list[Row], allowed: float) -> list[str]:
 
 
 def plot(rows: list[Row], peers: list[str], facts: dict[str, str], path: str) -> None:
-    """Bars of median times, a group a problem, a panel a pass; needs matplotlib."""
+    """Draws bars of median times, a group for each workload and a panel for each pass, to a file; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("agg")

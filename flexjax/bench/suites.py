@@ -1,24 +1,35 @@
-"""What is measured.  A problem is a row of data; its mask is one expression, for numpy and JAX alike."""
+"""The workloads of the suites, as rows of data; a mask is one expression that numpy, JAX and torch can evaluate."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 import numpy as np
+
+if TYPE_CHECKING:  # torch_flex.py runs without jax
+    import jax
+
+    Value = np.ndarray | jax.Array
 
 PASSES = ("forward", "forward+backward")
 
 
+class Allowed(Protocol):
+    """A mask: (q, kv) -> bool."""
+
+    def __call__(self, q: "Value", kv: "Value", /) -> "Value": ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Workload:
     """Self-attention of one shape under one mask.
 
     mask      name in `MASKS`, and its parameter: window width, number of documents, 0 where it has none
     seed      of the documents' lengths
-    mod       name in `MODS`: what is done to the scores; None: nothing
+    mod       name of the score function in `MODS`, None without one
     learns    whether the gradient of the array that the mod reads is wanted too
-    skip      peers that are left out here, with the reason
-    seconds   time budget of one measurement, warm-up and compilation apart
+    skip      peers that are not timed on this workload, with the reason
+    seconds   time budget of one measurement, without warm-up and compilation
     """
 
     name: str
@@ -45,8 +56,8 @@ class Problem:
             name: rng.standard_normal((self.batch, self.length, n, self.dim), np.float32) for name, n in heads.items()
         }
 
-    def allowed(self) -> Callable[[Any, Any], Any]:
-        """(q, kv) -> bool, for scalars and for arrays that broadcast."""
+    def allowed(self) -> "Allowed":
+        """The mask, (q, kv) -> bool, for scalars and for arrays that broadcast."""
         return MASKS[self.mask](self)
 
     def visited(self) -> int:
@@ -56,7 +67,7 @@ class Problem:
         return sum(int(np.count_nonzero(allowed(r[:, None], keys[None, :]))) for r in rows)
 
     def flops(self, which: str) -> float:
-        """Of the kept pairs alone: 4 B N D a pair forward, 2.5 times that for the backward pass."""
+        """Floating-point operations of the pairs that the mask keeps: 4 B N D a pair forward, 2.5 times that backward."""
         forward = 4.0 * self.batch * self.heads * self.dim * self.visited()
         return forward * {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[which]
 
@@ -67,10 +78,11 @@ def document_ids(length: int, documents: int, seed: int = 1) -> np.ndarray:
     return np.searchsorted(np.sort(cuts), np.arange(length), side="right").astype(np.int32)
 
 
-def _documents(problem: Problem) -> Callable[[Any, Any], Any]:
+def _documents(problem: Workload) -> Allowed:
+    """The mask of causal attention inside documents, with `problem.parameter` documents."""
     ids = document_ids(problem.length, problem.parameter, problem.seed)
 
-    def allowed(q: Any, kv: Any) -> Any:
+    def allowed(q: "Value", kv: "Value") -> "Value":
         if isinstance(q, np.ndarray):
             return (ids[q] == ids[kv]) & (q >= kv)
         import jax.numpy as jnp
@@ -81,7 +93,7 @@ def _documents(problem: Problem) -> Callable[[Any, Any], Any]:
     return allowed
 
 
-MASKS: dict[str, Callable[[Problem], Callable[[Any, Any], Any]]] = {
+MASKS: dict[str, Callable[[Workload], Allowed]] = {
     "full": lambda p: lambda q, kv: (q >= 0) & (kv >= 0),
     "causal": lambda p: lambda q, kv: q >= kv,
     "window": lambda p: lambda q, kv: (q >= kv) & (q - kv < p.parameter),
@@ -92,24 +104,27 @@ MASKS: dict[str, Callable[[Problem], Callable[[Any, Any], Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """apply   (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
-    shape   of the array that it reads, None if it reads none; normal numbers unless `values` says which
+    """A score function that reads at most one array.
+
+    apply   (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
+    shape   shape of the array, None if it reads none
     stored  dtype of the array on the device
+    values  the array; None: normal numbers
     """
 
-    apply: Callable[[Any, Any, Any, Any, Any], Any]
-    shape: Callable[[Problem], tuple[int, ...]] | None = None
+    apply: Callable[..., "jax.Array"]
+    shape: Callable[[Workload], tuple[int, ...]] | None = None
     stored: str = "float32"
-    values: Callable[[Problem], np.ndarray] | None = None
+    values: Callable[[Workload], np.ndarray] | None = None
 
 
-def _softcap(_: Any, s: Any, h: Any, q: Any, kv: Any) -> Any:
+def _softcap(_: object, s: "jax.Array", h: object, q: object, kv: object) -> "jax.Array":
     import jax.numpy as jnp
 
     return 30.0 * jnp.tanh(s / 30.0)
 
 
-def _checkerboard(_: Any, s: Any, h: Any, q: Any, kv: Any) -> Any:
+def _checkerboard(_: object, s: "jax.Array", h: object, q: "jax.Array", kv: "jax.Array") -> "jax.Array":
     import jax.numpy as jnp
 
     s = jnp.where((kv - q) % 2 == 0, s * 0.5, s)
@@ -141,25 +156,36 @@ MODS: dict[str, Mod] = {
 }
 
 
+class _Other(TypedDict, total=False):
+    """Fields of a workload that most rows of the gpu suite do not set."""
+
+    batch: int
+    dtype: str
+    seed: int
+    mod: str
+    learns: bool
+
+
 def _gpu(
-    name: str, mask: str, parameter: int, length: int, heads: int, kv_heads: int, dim: int, **more: Any
-) -> Problem:
-    """Batch 2, bfloat16 unless said; times are those of the device, so no time budget."""
-    fields: dict[str, Any] = dict(batch=2, dtype="bfloat16", passes=("forward", "backward")) | more
-    return Problem(name, mask, parameter, length, heads=heads, kv_heads=kv_heads, dim=dim, **fields)
+    name: str, mask: str, parameter: int, length: int, heads: int, kv_heads: int, dim: int, **other: Unpack[_Other]
+) -> Workload:
+    """A workload of the gpu suite: batch 2 and bfloat16 unless `other` says otherwise; it has no time budget."""
+    fields: _Other = {"batch": 2, "dtype": "bfloat16", **other}
+    passes = ("forward", "backward")
+    return Workload(name, mask, parameter, length, heads=heads, kv_heads=kv_heads, dim=dim, passes=passes, **fields)
 
 
 _TOO_LARGE = (("dense", "scores of 17 GB"), ("jax.nn", "scores of 17 GB"))
 
-SUITES: dict[str, tuple[Problem, ...]] = {
+SUITES: dict[str, tuple[Workload, ...]] = {
     "cpu": (
-        Problem("causal 256", "causal", 0, 256, seconds=3),
-        Problem("causal 512", "causal", 0, 512, seconds=3),
-        Problem("causal 1024", "causal", 0, 1024, seconds=5),
-        Problem("causal 8192", "causal", 0, 8192, seconds=30),
-        Problem("window 256 of 8192", "window", 256, 8192, seconds=20),
-        Problem("16 documents in 8192", "documents", 16, 8192, seconds=20),
-        Problem("window 256 of 32768", "window", 256, 32768, skip=_TOO_LARGE, seconds=20),
+        Workload("causal 256", "causal", 0, 256, seconds=3),
+        Workload("causal 512", "causal", 0, 512, seconds=3),
+        Workload("causal 1024", "causal", 0, 1024, seconds=5),
+        Workload("causal 8192", "causal", 0, 8192, seconds=30),
+        Workload("window 256 of 8192", "window", 256, 8192, seconds=20),
+        Workload("16 documents in 8192", "documents", 16, 8192, seconds=20),
+        Workload("window 256 of 32768", "window", 256, 32768, skip=_TOO_LARGE, seconds=20),
     ),
     "gpu": (
         _gpu("full d128", "full", 0, 8192, 16, 16, 128),
@@ -177,20 +203,20 @@ SUITES: dict[str, tuple[Problem, ...]] = {
         _gpu("f16 causal 8192 d64", "causal", 0, 8192, 4, 4, 64, dtype="float16"),
         _gpu("f16 causal 4096 d64", "causal", 0, 4096, 4, 4, 64, dtype="float16"),
         _gpu("f16 checkerboard d64", "full", 0, 2048, 8, 8, 64, dtype="float16", batch=8, mod="checkerboard"),
-        # gradients of what a mod reads, each after the plain problem of its shape
+        # gradients of the array that a mod reads, each after the same workload without the mod
         _gpu("plain causal d64", "causal", 0, 8192, 16, 16, 64),
         _gpu("learned table causal d64", "causal", 0, 8192, 16, 16, 64, mod="head_relative", learns=True),
         _gpu("plain 4096 d64", "full", 0, 4096, 16, 16, 64),
         _gpu("learned pair bias d64", "full", 0, 4096, 16, 16, 64, mod="pair", learns=True),
     ),
-    # the same machinery in a few seconds, on any device
+    # the gpu suite in a few seconds, on any device, for tests
     "gpu-tiny": (
         _gpu("causal 128", "causal", 0, 128, 4, 2, 64, batch=1),
         _gpu("learned pair 128", "prefix", 32, 128, 2, 2, 64, batch=1, mod="pair", learns=True),
     ),
-    # a few seconds in all: for tests and for trying the harness
+    # the cpu suite in a few seconds, for tests
     "tiny": (
-        Problem("causal 64", "causal", 0, 64, dim=16, seconds=0.2),
-        Problem("3 documents in 96", "documents", 3, 96, dim=16, kv_heads=2, seconds=0.2, passes=("forward",)),
+        Workload("causal 64", "causal", 0, 64, dim=16, seconds=0.2),
+        Workload("3 documents in 96", "documents", 3, 96, dim=16, kv_heads=2, seconds=0.2, passes=("forward",)),
     ),
 }

@@ -1,4 +1,4 @@
-"""torch FlexAttention on the problems of the gpu suite; runs in a process of its own, without jax on the device."""
+"""torch FlexAttention on the workloads of the gpu suite, in a process of its own, without jax on the device."""
 
 # pyright: reportMissingImports=false
 # peers are optional: they are measured where they are installed
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flexjax.bench.inputs import alone, drawn, sample_rows
-from flexjax.bench.suites import MODS, Problem, document_ids
+from flexjax.bench.inputs import alone, random_arrays, sample_rows
+from flexjax.bench.suites import MODS, Workload, document_ids
 
 
 def facts() -> dict[str, str]:
@@ -25,13 +25,13 @@ def facts() -> dict[str, str]:
     return dict(torch=torch.__version__)
 
 
-def measure(problem: Problem, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # or every problem checks the guards of those before
+    torch._dynamo.reset()  # without this, each workload checks the guards of all earlier ones
     device = "cuda"
-    arrays, array = drawn(problem)
+    arrays, array = random_arrays(problem)
     q, k, v, d_out = (
         _tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
         for n in ("q", "k", "v", "d_out")
@@ -68,15 +68,15 @@ def measure(problem: Problem, folder: str) -> tuple[dict[str, Any], dict[str, np
 
 
 def _tensor(x: np.ndarray, dtype: str) -> Any:
-    """On the device; numpy's bfloat16 is none that torch knows, so its bits travel."""
+    """The array on the device. bfloat16 goes as int16, because torch does not know numpy's bfloat16."""
     import torch
 
     bits = torch.from_numpy(x.view(np.int16)) if dtype == "bfloat16" else torch.from_numpy(x)
     return bits.to("cuda").view(getattr(torch, dtype))
 
 
-def _events(call: Callable[[], Any], rounds: int = 7, inner: int = 10) -> float:
-    """Median seconds of a launch among ten back to back, between events of the device."""
+def _events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> float:
+    """Median seconds of a call, from CUDA events around `inner` calls back to back."""
     import torch
 
     for _ in range(3):
@@ -93,7 +93,8 @@ def _events(call: Callable[[], Any], rounds: int = 7, inner: int = 10) -> float:
     return float(np.median(times)) * 1e-3
 
 
-def _mask(problem: Problem, device: str) -> Any:
+def _mask(problem: Workload, device: str) -> Any:
+    """The mask function for torch, None for full attention."""
     n = problem.parameter
     if problem.mask == "documents":
         import torch
@@ -108,7 +109,8 @@ def _mask(problem: Problem, device: str) -> Any:
     }[problem.mask]
 
 
-def _mod(problem: Problem, array: Any) -> Any:
+def _mod(problem: Workload, array: Any) -> Any:
+    """The score function for torch, None without one; `array` is what it reads."""
     import torch
 
     if problem.mod is None:
@@ -117,7 +119,9 @@ def _mod(problem: Problem, array: Any) -> Any:
         return lambda s, b, h, q, kv: 30.0 * torch.tanh(s / 30.0)
     if problem.mod == "checkerboard":
 
-        def checkerboard(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        def checkerboard(
+            s: "torch.Tensor", b: object, h: object, q: "torch.Tensor", kv: "torch.Tensor"
+        ) -> "torch.Tensor":
             s = torch.where((kv - q) % 2 == 0, s * 0.5, s)
             return torch.where((kv - q) % 2 == 1, s * 2.0, s)
 

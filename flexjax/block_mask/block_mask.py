@@ -18,6 +18,7 @@ from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
 from flexjax.errors import bad_argument
 from flexjax.ir.evaluate_scalars import as_mask_mod
+from flexjax.types import MaskMod
 
 Array = jax.Array
 
@@ -149,7 +150,7 @@ class BlockMask(Parts):
         full_kv_indices: Array | None = None,
         *,
         block_size: int | tuple[int, int] = 128,
-        mask_mod: Callable | None = None,
+        mask_mod: MaskMod | None = None,
         q_len: int | None = None,
         kv_len: int | None = None,
     ) -> "BlockMask":
@@ -229,7 +230,7 @@ jax.tree_util.register_pytree_with_keys(BlockMask, _flatten_with_keys, _unflatte
 
 
 def create_block_mask(
-    mask_mod: Callable,
+    mask_mod: MaskMod,
     batch: int | None,
     heads: int | None,
     q_len: int,

@@ -11,7 +11,7 @@ MaskMod = Callable[[Array, Array, Array, Array], Array]
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 """`(score, b, h, q_idx, kv_idx) -> score`: scalars, floating and int32; `score` is already scaled."""
 
-F = TypeVar("F", bound=Callable[..., Array])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def named(name: str) -> Callable[[F], F]:

@@ -24,11 +24,11 @@ TINY = suites.SUITES["tiny"]
     ],
 )
 def test_visited_pairs(mask: str, parameter: int, pairs: int):
-    assert suites.Problem("x", mask, parameter, 50).visited() == pairs
+    assert suites.Workload("x", mask, parameter, 50).visited() == pairs
 
 
 def test_flops_count_kept_pairs_only():
-    problem = suites.Problem("x", "causal", 0, 10, batch=2, heads=3, dim=7)
+    problem = suites.Workload("x", "causal", 0, 10, batch=2, heads=3, dim=7)
     assert problem.flops("forward") == 4 * 2 * 3 * 7 * 55
     assert problem.flops("forward+backward") == 3.5 * problem.flops("forward")
 
@@ -41,7 +41,7 @@ def test_documents_are_sorted_and_none_is_empty():
 
 @pytest.mark.parametrize("problem", TINY, ids=lambda p: p.name)
 @pytest.mark.parametrize("peer", PEERS)
-def test_every_peer_computes_the_same_attention(problem: suites.Problem, peer: str):
+def test_every_peer_computes_the_same_attention(problem: suites.Workload, peer: str):
     attend = PEERS[peer](problem)
     q, k, v, d_out = (jnp.asarray(x) for x in problem.arrays().values())
     out, pull = jax.vjp(jax.jit(attend), q, k, v)

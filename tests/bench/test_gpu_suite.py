@@ -1,4 +1,4 @@
-"""The gpu suite without a GPU: its problems, its float32 answers, its table."""
+"""The gpu suite without a GPU: its workloads, its float32 reference, its table."""
 
 import itertools
 
@@ -26,8 +26,8 @@ def test_every_gradient_of_a_mod_follows_the_plain_problem_of_its_shape():
 @pytest.mark.parametrize("name", suites.MODS)
 def test_mods_take_scalars_and_arrays(name: str):
     mod = suites.MODS[name]
-    problem = suites.Problem("x", "full", 0, 8, heads=2, kv_heads=2, dim=4, mod=name, dtype="bfloat16")
-    _, array = inputs.drawn(problem)
+    problem = suites.Workload("x", "full", 0, 8, heads=2, kv_heads=2, dim=4, mod=name, dtype="bfloat16")
+    _, array = inputs.random_arrays(problem)
     stored = None if array is None else jnp.asarray(array)
     q, kv = jnp.arange(8)[:, None], jnp.arange(8)
     s = jnp.linspace(-2.0, 2.0, 64).reshape(8, 8)
@@ -39,8 +39,8 @@ def test_mods_take_scalars_and_arrays(name: str):
 
 
 def test_no_two_rows_of_a_large_array_are_equal():
-    problem = suites.Problem("x", "full", 0, 40960, heads=2, kv_heads=2, dim=64, dtype="float16")
-    arrays, _ = inputs.drawn(problem)
+    problem = suites.Workload("x", "full", 0, 40960, heads=2, kv_heads=2, dim=64, dtype="float16")
+    arrays, _ = inputs.random_arrays(problem)
     rows = arrays["q"].reshape(-1, 64)
     assert rows.size > 4_194_301
     assert len(np.unique(rows[:, :8], axis=0)) == len(rows)
@@ -50,7 +50,7 @@ def test_the_answers_are_those_of_dense_attention():
     problem = TINY[1]
     arrays, array = gpu_peers.on_device(problem)
     with jax.default_matmul_precision("highest"):
-        got = gpu_peers._answers(problem, arrays, array)
+        got = gpu_peers._reference(problem, arrays, array)
         wide = {n: x.astype(jnp.float32) for n, x in arrays.items()}
 
         def dense(q, k, v, bias):

@@ -274,8 +274,9 @@ def test_the_note_shows_the_whole_call() -> None:
     assert caught.value.__notes__[-1:] == [
         "in flex_attention(query=float32[2, 6, 4, 8], key=float32[2, 10, 2, 8], value=float32[2, 10, 2, 8], "
         "block_mask=BlockMask(1, 1, 6, 10), scale=0.5, sinks=float32[2], "
-        "return_aux=AuxRequest(lse=True, max_scores=False), dropout_rate=0.5, dropout_key=key<fry>[], "
-        "query_extra=float32[2, 6, 4, 3], key_extra=float32[2, 10, 1, 3])"
+        "dropout_rate=0.5, dropout_key=key<fry>[], "
+        "query_extra=float32[2, 6, 4, 3], key_extra=float32[2, 10, 1, 3], "
+        "return_aux=AuxRequest(lse=True, max_scores=False))"
     ]
 
 

@@ -1,6 +1,8 @@
 """The door: what is exported, the signatures, docstrings, and what importing it does not import."""
 
 import inspect
+import pydoc
+import re
 import subprocess
 import sys
 import types
@@ -8,13 +10,21 @@ import types
 import pytest
 
 import flexjax
+from flexjax.attention import Arguments
+from flexjax.jax_nn import Options
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
     "AuxOutput", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
+    "ScoreMod", "MaskMod", "Layout", "Implementation",
 }
+FUNCTIONS = [
+    "flex_attention", "dot_product_attention", "create_block_mask", "and_masks", "or_masks", "not_mask", "chain_mods",
+    "explain", "autotune",
+]
+ALIASES = {"Layout", "Implementation"}
 
 SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
@@ -27,9 +37,9 @@ SIGNATURES = {
     "or_masks": "*mask_mods",
     "not_mask": "mask_mod",
     "chain_mods": "*score_mods",
-    "autotune": "query, key, value, *, backward=True, seconds=60.0, implementation=None, cache=True, progress=None, "
-        "**arguments",
-    "explain": "query, key, value, *, implementation=None, device=None, **arguments",
+    "autotune": "query, key, value, *, backward=True, seconds=60.0, return_aux=None, implementation=None, cache=True, "
+        "progress=None, **arguments",
+    "explain": "query, key, value, *, return_aux=None, implementation=None, device=None, **arguments",
 }
 BLOCK_MASK = {
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices",
@@ -47,8 +57,40 @@ def test_names() -> None:
     """Beside submodules, which Python itself adds when they are imported."""
     mine = {n for n, v in public().items() if not isinstance(v, types.ModuleType) or n in ("masks", "mods")}
     assert mine == NAMES
-    assert not hasattr(flexjax, "__all__")
+    assert set(flexjax.__all__) == NAMES
+    assert len(flexjax.__all__) == len(NAMES)
     assert isinstance(flexjax.__version__, str)
+
+
+def test_help_lists_the_functions_first() -> None:
+    """In the text above PACKAGE CONTENTS, in the order of __all__; then help prints each function's own text."""
+    text = pydoc.plain(pydoc.render_doc(flexjax))
+    top = text[: text.index("PACKAGE CONTENTS")]
+    places = [re.search(rf"\b{name}\b", top[top.index("Functions") :]) for name in flexjax.__all__]
+    assert all(places), top
+    starts = [place.start() for place in places if place]
+    assert starts == sorted(starts)
+    assert flexjax.__all__[: len(FUNCTIONS)] == FUNCTIONS
+    section = text[text.index("\nFUNCTIONS\n") :]
+    assert all(f"    {name}(" in section for name in FUNCTIONS)
+
+
+def test_the_help_of_flex_attention_answers_what_users_ask() -> None:
+    text = inspect.getdoc(flexjax.flex_attention) or ""
+    for heading in ("Example, ", "What retraces. ", "What is fast. ", "How calls are sharded. ", "Hidden positions. "):
+        assert f"\n{heading}" in text
+
+
+def test_explain_and_autotune_take_the_keywords_of_flex_attention() -> None:
+    """By the types: the names that a type checker allows are those of flex_attention, none more and none less."""
+    named = {"query", "key", "value", "return_aux", "implementation"}
+    want = set(inspect.signature(flexjax.flex_attention).parameters) - named
+    assert set(Arguments.__annotations__) == want
+    for function in (flexjax.explain, flexjax.autotune):
+        assert named <= set(inspect.signature(function).parameters)
+        assert all(name in (function.__doc__ or "") for name in want | named)
+    taken = set(inspect.signature(flexjax.dot_product_attention).parameters)
+    assert set(Options.__annotations__) == taken - {"query", "key", "value", "bias", "mask", "return_residual"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -61,7 +103,7 @@ def test_signatures(name: str) -> None:
     assert str(inspect.Signature(bare)) == f"({SIGNATURES[name]})"
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", sorted(NAMES - ALIASES))
 def test_docstrings(name: str) -> None:
     found = getattr(flexjax, name)
     assert found.__doc__

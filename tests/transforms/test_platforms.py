@@ -31,7 +31,7 @@ needs_gpu_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="t
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
 
 
 def shape(dtype: str = "bfloat16", dim: int = 64, length: int = 256) -> jax.ShapeDtypeStruct:
@@ -91,9 +91,9 @@ def test_an_export_for_a_device_that_nobody_names_is_for_every_device() -> None:
     assert "tpu_custom_call" not in done.mlir_module()
     assert [str(w.message) for w in found] == [
         "The forward pass of a call runs on xla, not on the kernels of mosaic_tpu, for an unknown device of the platform tpu. "
-        "It is not known which device of the platform tpu this program is for. For its kernels, lower it with arguments or a "
-        "mesh on such a device or its topology, or pass implementation='mosaic_tpu'. Change that for the kernels, or pass "
-        "implementation='xla' for the same without this warning. "
+        "The program is lowered for the platform tpu without a device, so its kind is unknown. Lower it with arguments or a mesh "
+        "on such a device or on its topology, or pass implementation='mosaic_tpu'. To get the kernels, change what is refused; "
+        "to run on xla without this warning, pass implementation='xla'. "
         "in flex_attention(query=bfloat16[1, 256, 2, 64], key=bfloat16[1, 256, 2, 64], value=bfloat16[1, 256, 2, 64])"
     ]
 
@@ -201,14 +201,14 @@ def test_the_grid_has_a_program_for_each_sm_and_nothing_else_follows_the_gpu() -
 def test_the_whole_warning_on_a_tpu_and_only_once() -> None:
     x = shape("float16", 32)
     call = "in flex_attention(query=float16[1, 256, 2, 32], key=float16[1, 256, 2, 32], value=float16[1, 256, 2, 32])"
-    end = f"for the same without this warning. {call}"
     why = (
         "of a call runs on xla, not on the kernels of mosaic_tpu, for TPU v6 lite. mosaic_tpu computes float32 and bfloat16; "
-        "query, key and value are float16. Change that for the kernels, or pass implementation="
+        "query, key and value are float16. To get the kernels, change what is refused; to run on xla without this warning, pass "
+        "implementation="
     )
     assert said(gradient(), V6E, x) == [
-        f"The forward pass {why}'xla' {end}",
-        f"The backward pass {why}('mosaic_tpu', 'xla') {end}",
+        f"The forward pass {why}'xla'. {call}",
+        f"The backward pass {why}('mosaic_tpu', 'xla'). {call}",
     ]
     assert said(gradient(), V6E, x) == []
 
@@ -243,7 +243,7 @@ def test_derivatives_that_kernels_do_not_have_say_so(device: typing.Any) -> None
     tangent = lambda **words: lambda q: jax.jvp(attend(**words), (q,), (q,))[1]
     twice = lambda **words: jax.grad(lambda q: (gradient(**words)(q).astype(jnp.float32) ** 2).sum())
     for words in ({}, {"implementation": name}):
-        dispatch._said.clear()
+        dispatch._warned.clear()
         assert [m.split(" of a call")[0] for m in said(tangent(**words), device, shape())] == [
             "The tangent (forward mode)"
         ]
@@ -254,7 +254,7 @@ def test_derivatives_that_kernels_do_not_have_say_so(device: typing.Any) -> None
 
 def test_eager_second_derivatives_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are never lowered as a whole; arrays on a GPU are pretended."""
-    dispatch._said.clear()
+    dispatch._warned.clear()
     q = jnp.ones((1, 8, 1, 8))
     once = jax.grad(lambda q: (flexjax.flex_attention(q, q, q) ** 2).sum())
     monkeypatch.setattr(targets, "of_device", lambda *given: Target("cuda", "NVIDIA H200", "9.0", 132))
@@ -265,7 +265,7 @@ def test_eager_second_derivatives_say_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_warning_that_is_an_error_is_one_again() -> None:
-    dispatch._said.clear()
+    dispatch._warned.clear()
     for _ in range(2):
         with pytest.raises(FallbackWarning):  # warnings are errors in these tests
             program(attend(), A100, shape())

@@ -1,0 +1,31 @@
+"""A progress bar on one line of stderr."""
+
+import sys
+
+WIDTH = 24  # characters
+
+
+class ProgressBar:
+    """Shows how many of `total` candidates were timed. `wanted`: whether to draw; None: only if stderr is a terminal."""
+
+    def __init__(self, total: int, wanted: bool | None) -> None:
+        self.total = total
+        self.on = sys.stderr.isatty() if wanted is None else wanted
+
+    def show(self, done: int, seconds_left: float, best: float | None, now: str) -> None:
+        """Draws the line. `best`: seconds of the fastest candidate so far, None without one; `now`: the candidate in work."""
+        full = WIDTH * done // max(1, self.total)
+        text = f"[{'#' * full}{'.' * (WIDTH - full)}] {done}/{self.total}, {seconds_left:.0f} s left"
+        if best is not None:
+            text += f", best {1e3 * best:.3f} ms"
+        self._draw(f"{text}, now {now}")
+
+    def close(self) -> None:
+        """Clears the line."""
+        self._draw("")
+
+    def _draw(self, text: str) -> None:
+        """Replaces the line by the text."""
+        if self.on:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
