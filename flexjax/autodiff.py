@@ -29,6 +29,7 @@ from flexjax.backends.target import Target
 from flexjax.dispatch import Run
 from flexjax.errors import add_note_once
 from flexjax.fold_batch import batch_rule
+from flexjax.parallel import auto_axes
 from flexjax.parallel.explicit_axes import split_of, split_work
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
@@ -212,6 +213,11 @@ def _primitive(
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
         try:
+            mesh = None if problem.plan.options.interpret else auto_axes.mesh_to_split_over(ctx)
+            devices = [] if mesh is None else targets.devices_of_lowering(ctx, target.platform)[: mesh.size]
+            if mesh is not None and len(devices) == mesh.size:
+                call = auto_axes.Call(primitive, problem, params)
+                return auto_axes.lower_partitioned(ctx, mesh, devices, call, flat)
             run = who_runs(target, problem=problem, **params)
             inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
             with targets.as_seen_by_pallas(target), run.backend.lowering(ctx.module_context, target):

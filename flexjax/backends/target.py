@@ -95,6 +95,12 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
     return Target(platform) if abstract is None else of_device(abstract, platform)
 
 
+def devices_of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> list[typing.Any]:
+    """The devices of a platform that the program may be lowered for."""
+    client = getattr(ctx.module_context, "backend", None)
+    return [device for device in ([] if client is None else client.devices()) if _is_of(device, platform)]
+
+
 @contextlib.contextmanager
 def as_seen_by_pallas(target: Target) -> Iterator[None]:
     """Lowers the kernels inside this context for the target.

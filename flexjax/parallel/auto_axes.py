@@ -1,0 +1,216 @@
+"""Attention whose arrays are split over automatic mesh axes: every device computes its share of the batch and the heads.
+
+Under jit over several devices the partitioner of XLA decides how arrays are split, after the primitives of autodiff.py
+are lowered. A kernel, and a loop over blocks too, it can only run whole, on every device. `lower_partitioned` lowers a
+primitive as a call that the partitioner splits by our rule (jax.experimental.custom_partitioning):
+
+    sharding rule     how a split of one array carries over to the others: by batch, heads, tokens and so on
+    partition         what one device computes, once the partitioner knows how all arrays are split: the same primitive
+                      on the device's share (split.py), and sums over devices of the gradients of what they share
+
+Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
+
+A program for one device, a program that all of whose mesh axes belong to a shard_map, and an exported program (which
+cannot hold a rule that is a Python function) have no such call.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+
+from flexjax.parallel.split import (
+    Mesh,
+    Names,
+    Split,
+    arranged,
+    names_of,
+    operand_dims,
+    own_key_heads,
+    share_of,
+    spec_of,
+)
+from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.problem import Problem
+
+Array = jax.Array
+
+
+# ------------------------------------------------------------------- which programs
+
+
+def mesh_to_split_over(ctx: mlir.LoweringRuleContext) -> Mesh | None:
+    """The mesh of a lowering whose program the partitioner splits; None if it splits nothing.
+
+    Each axis is the product of axes of prime size, because the partitioner may split an array over a part of an axis.
+    """
+    module = ctx.module_context
+    where = module.axis_context
+    if not isinstance(where, mlir.ShardingContext) or where.num_devices == 1 or module.lowering_parameters.for_export:
+        return None
+    known = [where.abstract_mesh, jax.sharding.get_abstract_mesh()]
+    known += [getattr(getattr(aval, "sharding", None), "mesh", None) for aval in ctx.avals_in]
+    fits = (dict(mesh.shape) for mesh in known if mesh is not None and mesh.size == where.num_devices)
+    shape = next(fits, {"devices": where.num_devices})
+    axes = [(f"{name}.{i}", p) for name, size in shape.items() for i, p in enumerate(_primes(size))]
+    return Mesh(tuple(p for _, p in axes), tuple(name for name, _ in axes))
+
+
+def _primes(number: int) -> Iterator[int]:
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            yield factor
+            number //= factor
+        factor += 1
+
+
+# ------------------------------------------------------------------- the arrays of a primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A primitive of autodiff.py with its parameters.
+
+    params   of the tangent: moving; of the backward pass: wanted, has_lse
+    """
+
+    primitive: Primitive
+    problem: Problem
+    params: Mapping[str, typing.Any]
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Which movable operands have a tangent or get a gradient."""
+        return self.params.get("moving", self.params.get("wanted", ()))
+
+    @property
+    def movable(self) -> list[int]:
+        """The places, among the operands, of those that have a tangent or get a gradient."""
+        places = self.problem.arrange(range(self.problem.structure.num_leaves)).movable
+        return [place for place, flag in zip(places, self.flags, strict=False) if flag]
+
+    def dims(self) -> tuple[list[str], list[str]]:
+        """Names of the dimensions of each argument and of each result; see `operand_dims`."""
+        plan, operands = self.problem.plan, operand_dims(self.problem)
+        out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
+        moved = [operands[place] for place in self.movable]
+        if "moving" in self.params:
+            return [*operands, out, stats, *moved], [out, stats]
+        if "wanted" in self.params:
+            return [*operands, out, stats, out, *[stats] * self.params["has_lse"]], moved
+        return operands, [out, stats, *[stats] * plan.max_scores]
+
+    def on_share(self, split: Split, *flat: Array) -> list[Array]:
+        """What one device computes of its parts of the arguments: its parts of the results."""
+        problem, plan, n = self.problem, self.problem.plan, self.problem.structure.num_leaves
+        own_problem, own = share_of(problem, problem.operands(flat[:n]), split)
+        starts = len(own.score_captures) - len(problem.operands(flat[:n]).score_captures)
+        flags = {name: (*self.params[name], *[False] * starts) for name in ("moving", "wanted") if name in self.params}
+        bind = functools.partial(self.primitive.bind, problem=own_problem, **{**self.params, **flags})
+        places = problem.arrange(range(n))
+        heads = {places.key: plan.kv_heads, places.value: plan.kv_heads, places.key_extra: plan.extra_heads}
+        cut = lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
+        rest = flat[n:]
+        if "moving" in self.params:
+            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], self.movable, strict=True)))
+        results = bind(*jax.tree.leaves(own), *rest)
+        if "wanted" not in self.params:
+            return results
+        back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
+        return self.summed(split, [back(g, place) for g, place in zip(results, self.movable, strict=True)])
+
+    def summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
+        """Gradients, each summed over the devices that have the same part of its primal and other parts of the work."""
+        plan, operands, results = self.problem.plan, operand_dims(self.problem), list(gradients)
+        over: dict[Names, list[int]] = {}
+        for i, place in enumerate(self.movable):
+            apart = {name for part in spec_of(plan, operands[place], split) for name in names_of(part)}
+            names = tuple(name for name in (*split.batch, *split.heads) if name not in apart)
+            if names:
+                over.setdefault(names, []).append(i)
+        for names, which in over.items():
+            for i, total in zip(which, lax.psum([results[i] for i in which], names), strict=True):
+                results[i] = total
+        return results
+
+
+# ------------------------------------------------------------------- the rule
+
+
+def lower_partitioned(
+    ctx: mlir.LoweringRuleContext, mesh: Mesh, devices: Sequence[typing.Any], call: Call, flat: Sequence[typing.Any]
+) -> typing.Any:
+    """Lowers a primitive as a call that the partitioner splits over `devices`, arranged as `mesh`."""
+    arguments, results = call.dims()
+    bind = custom_partitioning(lambda *flat: call.primitive.bind(*flat, problem=call.problem, **call.params))
+
+    def split_of(shapes: Sequence[typing.Any], dims: Sequence[str]) -> Split:
+        return _split(call.problem.plan, mesh, dims, [_spec(x) for x in shapes])
+
+    def shardings(mesh: typing.Any, split: Split, dims: Sequence[str]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, spec_of(call.problem.plan, names, split)) for names in dims]
+
+    def infer(mesh: typing.Any, operands: Sequence[typing.Any], _: object) -> list[NamedSharding]:
+        return shardings(mesh, split_of(operands, arguments), results)
+
+    def partition(mesh: typing.Any, operands: Sequence[typing.Any], outs: Sequence[typing.Any]) -> tuple:
+        split = split_of((*operands, *outs), (*arguments, *results))
+        inputs = tuple(shardings(mesh, split, arguments))
+        return mesh, functools.partial(call.on_share, split), shardings(mesh, split, results), inputs
+
+    mapping = lambda dims: ArrayMapping(*dims.split())
+    rule = SdyShardingRule(tuple(map(mapping, arguments)), tuple(map(mapping, results)))
+    bind.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    where = mlir.ShardingContext(mesh.size, tuple(devices), mesh)
+    inside = ctx.replace(module_context=ctx.module_context.replace(axis_context=where))
+    return mlir.lower_fun(bind, multiple_results=True)(inside, *flat)
+
+
+def _spec(x: typing.Any) -> tuple[Names, ...]:
+    """The axes that split each dimension of an array; none where the older partitioner does not know yet."""
+    parts = () if x.sharding is None else x.sharding.spec
+    return (*map(names_of, parts), *[()] * (len(x.shape) - len(parts)))
+
+
+def _split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[tuple[Names, ...]]) -> Split:
+    """How to split the work, from how the arrays are split.
+
+    The batch as the array whose batch is split over most devices, the query heads likewise; the first of those in the
+    order of the arrays. If no array has its query heads split, as the key heads. Shares have one size. Key heads that are
+    not split stay so: to split their gradients would take another collective.
+    """
+
+    def widest(dim: str, size: int, taken: Names) -> Names:
+        found: Names = ()
+        for names, spec in zip(dims, specs, strict=True):
+            if dim in names.split():
+                found = max(found, _even(spec[names.split().index(dim)], size, mesh, taken), key=count)
+        return found
+
+    count = lambda names: math.prod(mesh.shape[name] for name in names)
+    batch = widest("b", plan.batch, ())
+    keys = widest("m", plan.kv_heads, batch)
+    heads = widest("h", plan.q_heads, batch) or keys
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(heads, keys, strict=False))
+    return Split(mesh, batch, heads, tuple(name for name, _ in same))
+
+
+def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
+    """The axes up to the first that is taken, or that makes shares of `size` unequal."""
+    found: Names = ()
+    for name in names:
+        size, rest = divmod(size, mesh.shape[name])
+        if rest or name in taken:
+            break
+        found = (*found, name)
+    return found
