@@ -17,6 +17,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.program import AXES, Load, Program, classify_load
+from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 
 Array = jax.Array
@@ -35,7 +36,8 @@ def explain(
 
     It has the shapes, each traced mod with the axes that its values depend on and how each load walks its array, the map of
     blocks, the backends that would run the forward pass, the backward pass and the gradients of captured arrays, with the
-    refusals of those asked before, the tiles, and the work: blocks visited, floating-point operations of the forward and the
+    refusals of those asked before, the tiles, how arrays that are split over a mesh divide the work and what of them is gathered,
+    and the work: blocks visited, floating-point operations of the forward and the
     backward pass, bytes read and written at least.
 
     query, key, value, **arguments  as for flex_attention; arrays may be jax.ShapeDtypeStruct
@@ -50,11 +52,13 @@ def explain(
         raise TypeError(f"explain() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
     arrays = {"query": query, "key": key, "value": value} | {n: arguments.get(n) for n in OPTIONAL_ARRAYS}
     abstract = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    placed = {n: x.sharding for n, x in arrays.items() if _is_placed(x)}
     target = _target(device)
     if not abstract:
-        return _text(implementation, target, arrays, arguments)
+        return _text(implementation, target, arrays, arguments, placed)
     texts: list[str] = []
-    jax.eval_shape(lambda traced: texts.append(_text(implementation, target, arrays | traced, arguments)), abstract)
+    text = lambda traced: texts.append(_text(implementation, target, arrays | traced, arguments, placed))
+    jax.eval_shape(text, abstract)
     return texts[0]
 
 
@@ -71,7 +75,9 @@ def _target(device: typing.Any) -> Target:
     return targets.of_device(device)
 
 
-def _text(implementation: str | Sequence[str] | None, target: Target, arrays: dict, arguments: dict) -> str:
+def _text(
+    implementation: str | Sequence[str] | None, target: Target, arrays: dict, arguments: dict, placed: dict
+) -> str:
     filled: Arguments = {**DEFAULTS, **arguments, **{n: arrays[n] for n in OPTIONAL_ARRAYS}}  # type: ignore[typeddict-item]
     main = (arrays["query"], arrays["key"], arrays["value"])
     try:
@@ -85,6 +91,7 @@ def _text(implementation: str | Sequence[str] | None, target: Target, arrays: di
         *_programs(call),
         _blocks(call),
         choice,
+        _devices(call, placed),
         _work(call),
     ]
     return "\n\n".join(s for s in sections if s)
@@ -158,6 +165,19 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
         lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
         said |= set(run.refusals)
     return "\n".join(lines)
+
+
+def _devices(call: Call, placed: dict) -> str:
+    """How the work is split over the devices that the arrays are on. `placed`: the shardings of arrays by name."""
+    operands, problem = call.operands, call.problem(None)
+    of_main = tuple(placed.get(name) for name in operands._fields[:6])
+    main = [where for x, where in zip(operands[:6], of_main, strict=True) if x is not None]
+    flat = jax.tree.leaves(operands)
+    return describe_devices(problem, flat, [*main, *(x.sharding if _is_placed(x) else None for x in flat[len(main) :])])
+
+
+def _is_placed(x: object) -> bool:
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not isinstance(x, core.Tracer)
 
 
 def _work(call: Call) -> str:

@@ -16,8 +16,6 @@ cannot hold a rule that is a Python function) have no such call.
 
 import dataclasses
 import functools
-import itertools
-import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -28,18 +26,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
+from flexjax.parallel.gathers import warn_of_gathers
 from flexjax.parallel.split import (
     Mesh,
     Names,
     Split,
     arranged,
+    choose_split,
     names_of,
     operand_dims,
     own_key_heads,
     share_of,
     spec_of,
 )
-from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -155,7 +154,7 @@ def lower_partitioned(
     bind = custom_partitioning(lambda *flat: call.primitive.bind(*flat, problem=call.problem, **call.params))
 
     def split_of(shapes: Sequence[typing.Any], dims: Sequence[str]) -> Split:
-        return _split(call.problem.plan, mesh, dims, [_spec(x) for x in shapes])
+        return choose_split(call.problem.plan, mesh, dims, [_spec(x) for x in shapes])
 
     def shardings(mesh: typing.Any, split: Split, dims: Sequence[str]) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec_of(call.problem.plan, names, split)) for names in dims]
@@ -165,6 +164,8 @@ def lower_partitioned(
 
     def partition(mesh: typing.Any, operands: Sequence[typing.Any], outs: Sequence[typing.Any]) -> tuple:
         split = split_of((*operands, *outs), (*arguments, *results))
+        if not call.flags:  # the forward pass, which is in every program
+            warn_of_gathers(call.problem, split, operands, list(map(_spec, operands)))
         inputs = tuple(shardings(mesh, split, arguments))
         return mesh, functools.partial(call.on_share, split), shardings(mesh, split, results), inputs
 
@@ -180,37 +181,3 @@ def _spec(x: typing.Any) -> tuple[Names, ...]:
     """The axes that split each dimension of an array; none where the older partitioner does not know yet."""
     parts = () if x.sharding is None else x.sharding.spec
     return (*map(names_of, parts), *[()] * (len(x.shape) - len(parts)))
-
-
-def _split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[tuple[Names, ...]]) -> Split:
-    """How to split the work, from how the arrays are split.
-
-    The batch as the array whose batch is split over most devices, the query heads likewise; the first of those in the
-    order of the arrays. If no array has its query heads split, as the key heads. Shares have one size. Key heads that are
-    not split stay so: to split their gradients would take another collective.
-    """
-
-    def widest(dim: str, size: int, taken: Names) -> Names:
-        found: Names = ()
-        for names, spec in zip(dims, specs, strict=True):
-            if dim in names.split():
-                found = max(found, _even(spec[names.split().index(dim)], size, mesh, taken), key=count)
-        return found
-
-    count = lambda names: math.prod(mesh.shape[name] for name in names)
-    batch = widest("b", plan.batch, ())
-    keys = widest("m", plan.kv_heads, batch)
-    heads = widest("h", plan.q_heads, batch) or keys
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(heads, keys, strict=False))
-    return Split(mesh, batch, heads, tuple(name for name, _ in same))
-
-
-def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
-    """The axes up to the first that is taken, or that makes shares of `size` unequal."""
-    found: Names = ()
-    for name in names:
-        size, rest = divmod(size, mesh.shape[name])
-        if rest or name in taken:
-            break
-        found = (*found, name)
-    return found

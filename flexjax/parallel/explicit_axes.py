@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from flexjax.parallel.gathers import warn_of_gathers
 from flexjax.parallel.split import Mesh, Split, arranged, names_of, operand_dims, share_of, spec_of
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Operands, Results
@@ -42,8 +43,10 @@ def split_of(query: Array, layout: str) -> Split | None:
 
 def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> Results:
     """Calls `run` on every device with the device's share. The results are split as query is, but for its head dim."""
-    spec = PartitionSpec(*jax.typeof(operands.query).sharding.spec[:3])
-    return Results(*_compiled(problem, split, spec, run, tuned.state())(*jax.tree.leaves(operands)))
+    flat = jax.tree.leaves(operands)
+    given = [jax.typeof(x).sharding.spec for x in flat]
+    warn_of_gathers(problem, split, flat, [tuple(map(names_of, spec)) for spec in given])
+    return Results(*_compiled(problem, split, PartitionSpec(*given[0][:3]), run, tuned.state())(*flat))
 
 
 @functools.lru_cache(maxsize=512)

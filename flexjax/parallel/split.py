@@ -12,6 +12,7 @@ share of it:
 
 import dataclasses
 import functools
+import itertools
 import math
 import typing
 from collections.abc import Sequence
@@ -117,6 +118,40 @@ def spec_of(plan: KernelPlan, dims: str, split: Split) -> PartitionSpec:
 
 def _given(*programs: Program | None) -> tuple[Program, ...]:
     return tuple(p for p in programs if p is not None)
+
+
+def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[tuple[Names, ...]]) -> Split:
+    """How to split the work, from how the arrays are split.
+
+    The batch as the array whose batch is split over most devices, the query heads likewise; the first of those in the
+    order of the arrays. If no array has its query heads split, as the key heads. Shares have one size. Key heads that are
+    not split stay so: to split their gradients would take another collective.
+    """
+
+    def widest(dim: str, size: int, taken: Names) -> Names:
+        found: Names = ()
+        for names, spec in zip(dims, specs, strict=True):
+            if dim in names.split():
+                found = max(found, _even(spec[names.split().index(dim)], size, mesh, taken), key=count)
+        return found
+
+    count = lambda names: math.prod(mesh.shape[name] for name in names)
+    batch = widest("b", plan.batch, ())
+    keys = widest("m", plan.kv_heads, batch)
+    heads = widest("h", plan.q_heads, batch) or keys
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(heads, keys, strict=False))
+    return Split(mesh, batch, heads, tuple(name for name, _ in same))
+
+
+def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
+    """The axes up to the first that is taken, or that makes shares of `size` unequal."""
+    found: Names = ()
+    for name in names:
+        size, rest = divmod(size, mesh.shape[name])
+        if rest or name in taken:
+            break
+        found = (*found, name)
+    return found
 
 
 def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
