@@ -11,6 +11,7 @@ jvp of forward is tangent; the transpose of tangent is backward; jvp of tangent 
 loops that reverse mode can cross. Who runs a pass is chosen when it is lowered, for each platform that is asked for. Named residuals for jax.checkpoint policies: "flexjax_out" and "flexjax_lse".
 """
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from flexjax.errors import add_note_once
 from flexjax.fold_batch import batch_rule
 from flexjax.parallel import auto_axes
 from flexjax.parallel.explicit_axes import split_of, split_work
+from flexjax.parallel.gathers import warn_of_whole_calls
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
@@ -213,14 +215,22 @@ def _primitive(
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
         try:
-            mesh = None if problem.plan.options.interpret else auto_axes.mesh_to_split_over(ctx)
-            devices = [] if mesh is None else targets.devices_of_lowering(ctx, target.platform)[: mesh.size]
-            if mesh is not None and len(devices) == mesh.size:
+            how = None if problem.plan.options.interpret else auto_axes.how_split(ctx, target.platform)
+            if isinstance(how, auto_axes.NoRule):
+                target = dataclasses.replace(target, automatic=True)
+                warn_of_whole_calls(problem, how.why)
+            elif how is not None:
+                # asked here, because a refusal that the partitioner meets is an internal error of XLA
+                dispatch.choose(problem.plan, problem.implementation, target)
                 call = auto_axes.Call(primitive, problem, params)
-                return auto_axes.lower_partitioned(ctx, mesh, devices, call, flat)
+                return auto_axes.lower_partitioned(ctx, how, call, flat)
             run = who_runs(target, problem=problem, **params)
             inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
-            with targets.as_seen_by_pallas(target), run.backend.lowering(ctx.module_context, target):
+            with (
+                problem.settings(),
+                targets.as_seen_by_pallas(target),
+                run.backend.lowering(ctx.module_context, target),
+            ):
                 return inlined(ctx.replace(avals_in=plain), *flat, problem=problem, **params)
         except Exception as error:
             add_note_once(error, problem.call)

@@ -1,5 +1,6 @@
 """What a call will do and why: the traced mods, the block picture, the backend and every refusal, the work."""
 
+import dataclasses
 import math
 import typing
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+from jax.sharding import AxisType
 
 from flexjax import dispatch
 from flexjax.attention import DEFAULTS, Arguments, Call, describe_call, prepare
@@ -53,7 +55,10 @@ def explain(
     arrays = {"query": query, "key": key, "value": value} | {n: arguments.get(n) for n in OPTIONAL_ARRAYS}
     abstract = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
     placed = {n: x.sharding for n, x in arrays.items() if _is_placed(x)}
+    meshes = [where.mesh for where in placed.values() if isinstance(where, jax.sharding.NamedSharding)]
+    automatic = any(mesh.size > 1 and AxisType.Explicit not in mesh.axis_types for mesh in meshes)
     target = _target(device)
+    target = dataclasses.replace(target, automatic=automatic and target.platform == "tpu")
     if not abstract:
         return _text(implementation, target, arrays, arguments, placed)
     texts: list[str] = []

@@ -37,12 +37,14 @@ class Target:
     kind        jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
     capability  compute capability of an NVIDIA GPU, e.g. "9.0"; None if unknown, and on other platforms
     cores       SMs of a GPU, TensorCores of a TPU; None if unknown
+    automatic   XLA's partitioner splits the program over several such devices, and has no rule for what is lowered here
     """
 
     platform: str
     kind: str | None = None
     capability: str | None = None
     cores: int | None = None
+    automatic: bool = False
 
     @property
     def name(self) -> str:
@@ -93,12 +95,6 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
         if abstract is None or device.device_kind == abstract.device_kind:
             return of_device(device, platform)
     return Target(platform) if abstract is None else of_device(abstract, platform)
-
-
-def devices_of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> list[typing.Any]:
-    """The devices of a platform that the program may be lowered for."""
-    client = getattr(ctx.module_context, "backend", None)
-    return [device for device in ([] if client is None else client.devices()) if _is_of(device, platform)]
 
 
 @contextlib.contextmanager

@@ -10,14 +10,16 @@ primitive as a call that the partitioner splits by our rule (jax.experimental.cu
 
 Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
 
-A program for one device, a program that all of whose mesh axes belong to a shard_map, and an exported program (which
-cannot hold a rule that is a Python function) have no such call.
+There is no such call in a program for one device, or inside a shard_map over all axes of the mesh. Where XLA splits the
+program but would not ask the rule (`NoRule`), every device computes everything, and a warning says so.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from jax import lax
@@ -47,21 +49,61 @@ Array = jax.Array
 # ------------------------------------------------------------------- which programs
 
 
-def mesh_to_split_over(ctx: mlir.LoweringRuleContext) -> Mesh | None:
-    """The mesh of a lowering whose program the partitioner splits; None if it splits nothing.
+class NoRule(typing.NamedTuple):
+    """The partitioner splits the program over several devices, but a rule of ours would not be asked; `why`: a sentence."""
 
-    Each axis is the product of axes of prime size, because the partitioner may split an array over a part of an axis.
+    why: str
+
+
+def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | None:
+    """How XLA's partitioner splits the program of a lowering: over this mesh, without a rule, or not at all (None).
+
+    Each axis of the mesh has prime size, because the partitioner may split an array over a part of an axis.
     """
     module = ctx.module_context
     where = module.axis_context
-    if not isinstance(where, mlir.ShardingContext) or where.num_devices == 1 or module.lowering_parameters.for_export:
+    if isinstance(where, mlir.SPMDAxisContext):
+        shape = where.mesh.shape
+        others = [str(name) for name, size in shape.items() if size > 1 and name not in where.manual_axes]
+        own = ", ".join(sorted(map(str, where.manual_axes)))
+        because = f"jax.shard_map over the axes {own} leaves {', '.join(others)} to XLA, which has no partitioning rules inside it"
+        return NoRule(_whole(because, "Pass jax.shard_map all axes")) if others else None
+    if not isinstance(where, mlir.ShardingContext) or where.num_devices == 1:
         return None
+    explicit = "Make the axes explicit (jax.make_mesh with AxisType.Explicit, then jax.set_mesh), or use jax.shard_map"
+    if module.lowering_parameters.for_export:
+        return NoRule(_whole("an exported program holds no partitioning rules", explicit))
+    if platform == "tpu":
+        return NoRule(_whole("XLA has no partitioning rules on a TPU", explicit))
     known = [where.abstract_mesh, jax.sharding.get_abstract_mesh()]
     known += [getattr(getattr(aval, "sharding", None), "mesh", None) for aval in ctx.avals_in]
     fits = (dict(mesh.shape) for mesh in known if mesh is not None and mesh.size == where.num_devices)
     shape = next(fits, {"devices": where.num_devices})
     axes = [(f"{name}.{i}", p) for name, size in shape.items() for i, p in enumerate(_primes(size))]
     return Mesh(tuple(p for _, p in axes), tuple(name for name, _ in axes))
+
+
+def _whole(because: str, todo: str) -> str:
+    return (
+        f"Every device computes all of a call, and gathers first what is split: {because}. {todo}, to have the batch and the "
+        "heads split."
+    )
+
+
+def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
+    """Enters, in any thread, what this thread has set of jax and lowering depends on.
+
+    XLA may ask what one device computes in a thread of its own, which has the global settings only.
+    """
+    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    promotion = jax.config.jax_numpy_dtype_promotion
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.numpy_dtype_promotion(promotion):
+            yield
+
+    return settings
 
 
 def _primes(number: int) -> Iterator[int]:
@@ -146,11 +188,11 @@ class Call:
 # ------------------------------------------------------------------- the rule
 
 
-def lower_partitioned(
-    ctx: mlir.LoweringRuleContext, mesh: Mesh, devices: Sequence[typing.Any], call: Call, flat: Sequence[typing.Any]
-) -> typing.Any:
-    """Lowers a primitive as a call that the partitioner splits over `devices`, arranged as `mesh`."""
+def lower_partitioned(ctx: mlir.LoweringRuleContext, mesh: Mesh, call: Call, flat: Sequence[typing.Any]) -> typing.Any:
+    """Lowers a primitive as a call that the partitioner splits over the devices of `mesh`."""
     arguments, results = call.dims()
+    settings = settings_now()
+    call = dataclasses.replace(call, problem=dataclasses.replace(call.problem, settings=settings))
     bind = custom_partitioning(lambda *flat: call.primitive.bind(*flat, problem=call.problem, **call.params))
 
     def split_of(shapes: Sequence[typing.Any], dims: Sequence[str]) -> Split:
@@ -167,12 +209,20 @@ def lower_partitioned(
         if not call.flags:  # the forward pass, which is in every program
             warn_of_gathers(call.problem, split, operands, list(map(_spec, operands)))
         inputs = tuple(shardings(mesh, split, arguments))
-        return mesh, functools.partial(call.on_share, split), shardings(mesh, split, results), inputs
+
+        def on_share(*flat: Array) -> list[Array]:
+            with settings():
+                return call.on_share(split, *flat)
+
+        return mesh, on_share, shardings(mesh, split, results), inputs
 
     mapping = lambda dims: ArrayMapping(*dims.split())
     rule = SdyShardingRule(tuple(map(mapping, arguments)), tuple(map(mapping, results)))
     bind.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
-    where = mlir.ShardingContext(mesh.size, tuple(devices), mesh)
+    # Only the count and the platform of these devices matter: the partitioner numbers the devices of the program.
+    client = ctx.module_context.backend
+    devices = itertools.cycle(jax.devices() if client is None else client.devices())
+    where = mlir.ShardingContext(mesh.size, tuple(itertools.islice(devices, mesh.size)), mesh)
     inside = ctx.replace(module_context=ctx.module_context.replace(axis_context=where))
     return mlir.lower_fun(bind, multiple_results=True)(inside, *flat)
 

@@ -39,6 +39,14 @@ def warn_of_gathers(
     _said.add(problem.plan)  # last: a warning that is an error is one at the next call too
 
 
+def warn_of_whole_calls(problem: Problem, why: str) -> None:
+    """Warns, once a plan and reason, that every device computes all of a call."""
+    if (problem.plan, why) in _said:
+        return
+    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=2)
+    _said.add((problem.plan, why))
+
+
 def gathers(
     problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Sequence[Names]]
 ) -> tuple[str, str] | None:
