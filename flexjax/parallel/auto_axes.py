@@ -17,6 +17,7 @@ program but would not ask the rule (`NoRule`), every device computes everything,
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from flexjax.parallel.split import (
     spec_of,
 )
 from flexjax.plan.problem import Problem
+from flexjax.plan.tuned import plan_text, versions
 
 Array = jax.Array
 
@@ -135,6 +137,14 @@ class Call:
         return self.params.get("moving", self.params.get("wanted", ()))
 
     @property
+    def fingerprint(self) -> str:
+        """A text that calls share only if they compute the same; it does not depend on the process."""
+        problem, derivative = self.problem, self.problem.derivative
+        text = plan_text(problem.plan), None if derivative is None else derivative.key
+        parts = (versions(), self.primitive.name, text, problem.implementation, sorted(self.params.items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
     def movable(self) -> list[int]:
         """The places, among the operands, of those that have a tangent or get a gradient."""
         places = self.problem.arrange(range(self.problem.structure.num_leaves)).movable
@@ -224,7 +234,12 @@ def lower_partitioned(ctx: mlir.LoweringRuleContext, mesh: Mesh, call: Call, fla
     devices = itertools.cycle(jax.devices() if client is None else client.devices())
     where = mlir.ShardingContext(mesh.size, tuple(itertools.islice(devices, mesh.size)), mesh)
     inside = ctx.replace(module_context=ctx.module_context.replace(axis_context=where))
-    return mlir.lower_fun(bind, multiple_results=True)(inside, *flat)
+    outs = mlir.lower_fun(bind, multiple_results=True)(inside, *flat)
+    # In the text of the program the rule is but an address: without this, the persistent cache could take another call's code.
+    with ctx.module_context.context:
+        text = mlir.ir.StringAttr.get(call.fingerprint)
+        outs[0].owner.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get({"flexjax_call": text})
+    return outs
 
 
 def _spec(x: typing.Any) -> tuple[Names, ...]:
