@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from flexjax import dispatch
+from flexjax import dispatch, partition
 from flexjax.backends import target as targets
 from flexjax.backends.target import Target
 from flexjax.dispatch import Run
@@ -215,15 +215,17 @@ def _primitive(
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
         try:
-            how = None if problem.plan.options.interpret else auto_axes.how_split(ctx, target.platform)
-            if isinstance(how, auto_axes.NoRule):
+            how = None if problem.plan.options.interpret else partition.how_split(ctx, target.platform)
+            if isinstance(how, partition.NoRule):
                 target = dataclasses.replace(target, automatic=True)
                 warn_of_whole_calls(problem, how.why)
             elif how is not None:
                 # asked here, because a refusal that the partitioner meets is an internal error of XLA
                 dispatch.choose(problem.plan, problem.implementation, target)
-                call = auto_axes.Call(primitive, problem, params)
-                return auto_axes.lower_partitioned(ctx, how, call, flat)
+                shared = dataclasses.replace(problem, settings=partition.settings_now())
+                rule = auto_axes.rule_of(auto_axes.Call(primitive, shared, params), how)
+                whole = functools.partial(primitive.bind, problem=problem, **params)
+                return partition.lower_with_rule(ctx, how, whole, rule, flat)
             run = who_runs(target, problem=problem, **params)
             inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
             with (

@@ -32,7 +32,7 @@ ORDER = (
     ("trace",),
     ("analysis",),
     ("ir",),
-    ("combine", "reference", "types", "errors"),
+    ("combine", "reference", "types", "errors", "partition"),
     ("mods",),
     ("masks",),
     ("mod_tools",),

@@ -18,7 +18,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.parallel.gathers import warn_of_gathers
-from flexjax.parallel.split import Mesh, Split, arranged, names_of, operand_dims, share_of, spec_of
+from flexjax.parallel.split import Split, arranged, operand_dims, share_of, spec_of
+from flexjax.partition import Mesh, names_of
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Operands, Results
 from flexjax.plan.problem import Problem

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import jax
 
 from flexjax.errors import FallbackWarning
-from flexjax.parallel.split import Mesh, Names, Split, choose_split, names_of, operand_dims, spec_of
+from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
+from flexjax.partition import Mesh, Names, Spec, names_of
 from flexjax.plan.kernel_plan import BlockLists, Operands
 from flexjax.plan.problem import Problem
 
@@ -22,9 +23,7 @@ _said: set[object] = set()
 """Plans of the warnings of this process."""
 
 
-def warn_of_gathers(
-    problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Sequence[Names]]
-) -> None:
+def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
     """Warns, once a plan, if operands that are split as `specs` say are gathered. `arrays`: operands or their shapes."""
     found = gathers(problem, split, arrays, specs)
     if not found or problem.plan in _said:
@@ -48,7 +47,7 @@ def warn_of_whole_calls(problem: Problem, why: str) -> None:
 
 
 def gathers(
-    problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Sequence[Names]]
+    problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]
 ) -> tuple[str, str] | None:
     """The bytes that each device receives, and a list of the operands that are gathered; None if there are none."""
     total, each = 0, []

@@ -24,12 +24,11 @@ from jax.sharding import PartitionSpec
 
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
+from flexjax.partition import Mesh, Names, Spec, widest
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
-Mesh = jax.sharding.AbstractMesh
-Names = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,6 @@ class Split:
     def count(self, names: Names) -> int:
         """The number of devices along the axes."""
         return math.prod(self.mesh.shape[name] for name in names)
-
-
-def names_of(part: object) -> Names:
-    """The axes of an entry of a PartitionSpec."""
-    return () if part is None else tuple(part) if isinstance(part, tuple) else (part,)  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------- how arrays are split
@@ -120,7 +114,7 @@ def _given(*programs: Program | None) -> tuple[Program, ...]:
     return tuple(p for p in programs if p is not None)
 
 
-def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[tuple[Names, ...]]) -> Split:
+def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
     """How to split the work, from how the arrays are split.
 
     The batch as the array whose batch is split over most devices, the query heads likewise; the first of those in the
@@ -128,30 +122,11 @@ def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Seque
     not split stay so: to split their gradients would take another collective.
     """
 
-    def widest(dim: str, size: int, taken: Names) -> Names:
-        found: Names = ()
-        for names, spec in zip(dims, specs, strict=True):
-            if dim in names.split():
-                found = max(found, _even(spec[names.split().index(dim)], size, mesh, taken), key=count)
-        return found
-
-    count = lambda names: math.prod(mesh.shape[name] for name in names)
-    batch = widest("b", plan.batch, ())
-    keys = widest("m", plan.kv_heads, batch)
-    heads = widest("h", plan.q_heads, batch) or keys
+    batch = widest("b", plan.batch, dims, specs, mesh)
+    keys = widest("m", plan.kv_heads, dims, specs, mesh, batch)
+    heads = widest("h", plan.q_heads, dims, specs, mesh, batch) or keys
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(heads, keys, strict=False))
     return Split(mesh, batch, heads, tuple(name for name, _ in same))
-
-
-def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
-    """The axes up to the first that is taken, or that makes shares of `size` unequal."""
-    found: Names = ()
-    for name in names:
-        size, rest = divmod(size, mesh.shape[name])
-        if rest or name in taken:
-            break
-        found = (*found, name)
-    return found
 
 
 def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
