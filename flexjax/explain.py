@@ -54,7 +54,7 @@ def explain(
         raise TypeError(f"explain() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
     arrays = {"query": query, "key": key, "value": value} | {n: arguments.get(n) for n in OPTIONAL_ARRAYS}
     abstract = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    placed = {n: x.sharding for n, x in arrays.items() if _is_placed(x)}
+    placed = {n: where for n, x in arrays.items() if (where := _sharding(x)) is not None}
     meshes = [where.mesh for where in placed.values() if isinstance(where, jax.sharding.NamedSharding)]
     automatic = any(mesh.size > 1 and AxisType.Explicit not in mesh.axis_types for mesh in meshes)
     target = _target(device)
@@ -178,11 +178,12 @@ def _devices(call: Call, placed: dict) -> str:
     of_main = tuple(placed.get(name) for name in operands._fields[:6])
     main = [where for x, where in zip(operands[:6], of_main, strict=True) if x is not None]
     flat = jax.tree.leaves(operands)
-    return describe_devices(problem, flat, [*main, *(x.sharding if _is_placed(x) else None for x in flat[len(main) :])])
+    return describe_devices(problem, flat, [*main, *map(_sharding, flat[len(main) :])])
 
 
-def _is_placed(x: object) -> bool:
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not isinstance(x, core.Tracer)
+def _sharding(x: object) -> jax.sharding.Sharding | None:
+    known = isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not isinstance(x, core.Tracer)
+    return x.sharding if known else None
 
 
 def _work(call: Call) -> str:
