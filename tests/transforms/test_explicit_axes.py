@@ -190,7 +190,7 @@ def test_tokens_that_are_split_are_gathered(monkeypatch: pytest.MonkeyPatch) -> 
     case = CASES["tokens"]
     mesh = case.mesh()
     said = (
-        "Each device receives 832 B before the forward pass of a call: query 192 B (split over tokens), key 320 B (split over "
+        "Each device receives 1.02 kB before the forward pass of a call: query 384 B (split over tokens), key 320 B (split over "
         "tokens), value 320 B (split over tokens). Of how arrays are split over a mesh, attention keeps the batch and the "
         "heads. Split those instead. in flex_attention(query=float32[2, 6, 4, 4], key=float32[2, 10, 2, 4], "
         "value=float32[2, 10, 2, 4])"
