@@ -181,7 +181,7 @@ def _devices(call: Call, placed: dict) -> str:
     return describe_devices(problem, flat, [*main, *map(_sharding, flat[len(main) :])])
 
 
-def _sharding(x: object) -> jax.sharding.Sharding | None:
+def _sharding(x: typing.Any) -> jax.sharding.Sharding | None:
     known = isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not isinstance(x, core.Tracer)
     return x.sharding if known else None
 
