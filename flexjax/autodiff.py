@@ -16,6 +16,7 @@ They are primitives and not custom_vjp functions because forward mode, reverse m
 vmap must run one kernel and not a loop. out and lse have the names "flexjax_out" and "flexjax_lse" for jax.checkpoint policies.
 """
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Sequence
@@ -29,13 +30,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
-from flexjax import dispatch
+from flexjax import dispatch, partition
 from flexjax.backends import target as targets
 from flexjax.backends.target import Target
 from flexjax.dispatch import Run
 from flexjax.errors import add_note_once
 from flexjax.fold_batch import batch_rule
+from flexjax.parallel import auto_axes
 from flexjax.parallel.explicit_axes import split_of, split_work
+from flexjax.parallel.gathers import warn_of_whole_calls
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
@@ -240,9 +243,24 @@ def _primitive(
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
         try:
+            how = None if problem.plan.options.interpret else partition.how_split(ctx, target.platform)
+            if isinstance(how, partition.NoRule):
+                target = dataclasses.replace(target, automatic=True)
+                warn_of_whole_calls(problem, how.why)
+            elif how is not None:
+                # asked here, because a refusal that the partitioner meets is an internal error of XLA
+                dispatch.choose(problem.plan, problem.implementation, target)
+                shared = dataclasses.replace(problem, settings=partition.settings_now())
+                rule = auto_axes.rule_of(auto_axes.Call(primitive, shared, params), how)
+                whole = functools.partial(primitive.bind, problem=problem, **params)
+                return partition.lower_with_rule(ctx, how, whole, rule, flat)
             run = choose(target, problem=problem, **params)
             inlined = mlir.lower_fun(functools.partial(function, run=run), multiple_results=True)
-            with targets.as_seen_by_pallas(target), run.backend.lowering(ctx.module_context, target):
+            with (
+                problem.settings(),
+                targets.as_seen_by_pallas(target),
+                run.backend.lowering(ctx.module_context, target),
+            ):
                 return inlined(ctx.replace(avals_in=plain), *flat, problem=problem, **params)
         except Exception as error:
             add_note_once(error, problem.call)

@@ -1,5 +1,6 @@
 """`explain`: what a call of flex_attention will do and why, as text, without computing it."""
 
+import dataclasses
 import math
 import typing
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+from jax.sharding import AxisType
 
 from flexjax import dispatch
 from flexjax.attention import Arguments, Call, describe_call, prepare
@@ -16,6 +18,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.program import AXES, Load, Program, classify_load
+from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations
 
@@ -36,8 +39,9 @@ def explain(
 
     The text has: the shapes; each traced mod, with the axes that its values depend on and the load class of each read of a
     captured array; a picture of the blocks of the mask; the backends that would run the forward pass, the backward pass and the
-    gradients of captured arrays, with the refusal of each backend asked before; the tiles; and the work: blocks visited,
-    floating-point operations of the forward and the backward pass, and the bytes of query, key, value and out.
+    gradients of captured arrays, with the refusal of each backend asked before; the tiles; how arrays that are split over a mesh
+    divide the work, and the bytes of them that are gathered; and the work: blocks visited, floating-point operations of the
+    forward and the backward pass, and the bytes of query, key, value and out.
 
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
@@ -55,6 +59,10 @@ def explain(
     target = _target(device)
     given: dict[str, object] = {"query": query, "key": key, "value": value, **arguments}
     abstract = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    placed = {name: where for name, x in given.items() if (where := _sharding(x)) is not None}
+    meshes = [where.mesh for where in placed.values() if isinstance(where, jax.sharding.NamedSharding)]
+    automatic = any(mesh.size > 1 and AxisType.Explicit not in mesh.axis_types for mesh in meshes)
+    target = dataclasses.replace(target, automatic=automatic and target.platform == "tpu")
     texts: list[str] = []
 
     def write(traced: dict[str, Array]) -> None:
@@ -62,9 +70,8 @@ def explain(
         q, k, v = (filled.pop(name) for name in ("query", "key", "value"))
         try:
             call = prepare(q, k, v, return_aux=return_aux, **filled)
-            texts.append(
-                _text(call, dispatch.candidates(implementation), target, isinstance(filled.get("scale"), Array))
-            )
+            captured_scale = isinstance(filled.get("scale"), Array)
+            texts.append(_text(call, dispatch.candidates(implementation), target, captured_scale, placed))
         except Exception as error:
             add_note_once(error, describe_call("explain", q, k, v, return_aux, filled))
             raise
@@ -86,13 +93,24 @@ def _target(device: Device | str | None) -> Target:
     return targets.of_device(device)
 
 
-def _text(call: Call, implementation: tuple[str, ...] | None, target: Target, captured_scale: bool) -> str:
-    """The sections of the text. `captured_scale`: scale is a jax scalar, which score_mod's program multiplies with."""
+def _text(
+    call: Call,
+    implementation: tuple[str, ...] | None,
+    target: Target,
+    captured_scale: bool,
+    placed: dict[str, jax.sharding.Sharding],
+) -> str:
+    """The sections of the text.
+
+    captured_scale   scale is a jax scalar, which score_mod's program multiplies with
+    placed           the shardings of the arrays that have one, by name
+    """
     sections = [
         _shapes(call.plan, captured_scale),
         *_programs(call),
         _blocks(call),
         _choice(call, implementation, target),
+        _devices(call, placed),
         _work(call),
     ]
     return "\n\n".join(s for s in sections if s)
@@ -169,6 +187,22 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
         lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
         said |= set(run.refusals)
     return "\n".join(lines)
+
+
+def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:
+    """How the work is split over the devices that the arrays are on. `placed`: the shardings of arrays by name."""
+    operands, problem = call.operands, call.problem(None)
+    of_main = tuple(placed.get(name) for name in operands._fields[:6])
+    main = [where for x, where in zip(operands[:6], of_main, strict=True) if x is not None]
+    flat = jax.tree.leaves(operands)
+    return describe_devices(problem, flat, [*main, *map(_sharding, flat[len(main) :])])
+
+
+def _sharding(x: object) -> jax.sharding.Sharding | None:
+    """The sharding of a concrete or described array; None for tracers and for what is no array."""
+    if isinstance(x, core.Tracer) or not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    return x.sharding
 
 
 def _work(call: Call) -> str:

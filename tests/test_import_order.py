@@ -32,7 +32,7 @@ ORDER = (
     ("trace",),
     ("analysis",),
     ("ir",),
-    ("combine", "reference", "progress_bar", "types", "errors"),
+    ("combine", "reference", "progress_bar", "types", "errors", "partition"),
     ("mods",),
     ("masks",),
     ("mod_tools",),

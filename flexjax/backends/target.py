@@ -39,12 +39,14 @@ class Target:
     kind        jax's device_kind, e.g. "NVIDIA H200" or "TPU v6 lite"; None if unknown
     capability  compute capability of an NVIDIA GPU, e.g. "9.0"; None if unknown, and on other platforms
     cores       SMs of a GPU, TensorCores of a TPU; None if unknown
+    automatic   XLA's partitioner splits the program over several such devices, and has no rule for what is lowered here
     """
 
     platform: str
     kind: str | None = None
     capability: str | None = None
     cores: int | None = None
+    automatic: bool = False
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ the longest row. A mask with traced captured arrays is classified on the device,
 the number of key blocks.
 """
 
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -15,11 +16,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import blocks_along, classify_on_host, compiled_traced
+from flexjax.block_mask.classify import blocks_along, classify_on_host
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
-from flexjax.block_mask.transpose import FULL, PARTIAL
+from flexjax.block_mask.traced_lists import traced_lists
 from flexjax.errors import bad_argument
-from flexjax.ir.program import Program
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
 
@@ -57,14 +57,13 @@ def from_traced(
     """
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
-        classify: Callable = compiled_traced(traced.program, heads, sizes, bool(exact))
+        make: Callable = functools.partial(traced_lists, traced.program, heads=heads, sizes=sizes, exact=bool(exact))
         arrays = tuple(traced.arrays)
-        if split:
-            # Every device makes the whole block mask, because gathering the arrays once communicates less than the program
-            # that XLA's partitioner would make.
+        if split:  # every device makes the whole block mask
             arrays = tuple(map(_unsplit, arrays))
-            classify = jax.sharding.auto_axes(classify, out_sharding=PartitionSpec())
-        return from_classes(classify(arrays), traced.program, traced.arrays, sizes)
+            make = jax.sharding.auto_axes(make, out_sharding=PartitionSpec())
+        rows = blocks_along(sizes[0], sizes[2])
+        return parts_of(make(arrays), tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows))
     with jax.ensure_compile_time_eval():
         known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
     with eager_without_mesh():
@@ -88,19 +87,6 @@ def _unsplit(x: Array) -> Array:
     if all(part is None for part in where.spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(where.mesh, PartitionSpec()))
-
-
-def from_classes(
-    classes: Array, program: Program | None, captures: Sequence[Array], sizes: tuple[int, int, int, int]
-) -> Parts:
-    """The block mask of int8 classes [B, H, q_blocks, kv_blocks] on the device."""
-    rows = classes.shape[2]
-    return parts_of(_lists_of_classes(classes), tuple(captures), program, sizes[:2], sizes[2:], (rows, rows))
-
-
-@jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
-def _lists_of_classes(classes: Array) -> list[Array]:
-    return [*transpose.lists_of(classes == PARTIAL), *transpose.lists_of(classes == FULL)]
 
 
 # ------------------------------------------------------------------- from lists

@@ -1,8 +1,9 @@
 """The static parameter of the JAX primitives of a call: the plan, the derivative of its score_mod, and the allowed backends."""
 
+import contextlib
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -20,6 +21,8 @@ class Problem:
     implementation  names of backends in the order in which they are asked once the platform is known; None: the default order
     structure       tree of the operands
     call            the user's call in a line, for errors and warnings; two problems that differ in it alone are equal
+    settings        enters the settings of jax under which the call is lowered, where another thread lowers a device's
+                    share of it (parallel/auto_axes.py); not compared either
     """
 
     plan: KernelPlan
@@ -28,6 +31,9 @@ class Problem:
     implementation: tuple[str, ...] | None
     structure: typing.Any
     call: str = dataclasses.field(default="", compare=False)
+    settings: Callable[[], contextlib.AbstractContextManager] = dataclasses.field(
+        default=contextlib.nullcontext, compare=False
+    )
 
     def operands(self, flat: Sequence[Array]) -> Operands:
         return jax.tree.unflatten(self.structure, flat)

@@ -31,6 +31,8 @@ class MosaicTpuBackend:
     name = "mosaic_tpu"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        if target is not None and target.automatic:
+            return AUTOMATIC
         return _refusal(plan, vmem.chip_of(target))
 
     def refuses_backward(
@@ -75,6 +77,11 @@ class MosaicTpuBackend:
 
 
 # ------------------------------------------------------------------- refusals
+
+AUTOMATIC = (
+    "XLA cannot split the kernels of mosaic_tpu over automatic mesh axes, and has no partitioning rules on a TPU. Make the axes "
+    "explicit (jax.make_mesh with AxisType.Explicit, then jax.set_mesh), or call flex_attention inside jax.shard_map over all axes."
+)
 
 
 def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:

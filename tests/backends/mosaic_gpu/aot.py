@@ -26,8 +26,9 @@ from tests.cases import CASES, on_mesh
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}  # not those of conftest.py
 DTYPES = ("bfloat16", "float16")
 TABLE = {f"{name}-{dtype}": (name, dtype) for name in CASES for dtype in DTYPES}
-ON_MESH = ("mesh", "mesh_check_vma", "mesh_explicit", "mesh_one_kernel", "mesh_one_kernel_check_vma")
-"""Calls inside shard_map, and one on arrays that explicit axes split; one kernel: dense attention, whose backward pass is the fused one."""
+ON_MESH = ("mesh", "mesh_check_vma", "mesh_explicit", "mesh_auto", "mesh_one_kernel", "mesh_one_kernel_check_vma")
+"""Calls inside shard_map, and on arrays that explicit or automatic axes split; one kernel: dense attention, whose backward pass is the
+fused one."""
 SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
 
 
@@ -50,12 +51,19 @@ def compile_on_mesh(entry: str) -> None:
         run = jax.shard_map(attend, mesh=mesh, in_specs=on_mesh.SPLIT, out_specs=on_mesh.SPLIT, check_vma=check_vma)
         return jax.grad(lambda q: run(q).astype(jnp.float32).sum()), mesh
 
-    def explicit(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
-        mesh = on_mesh.mesh_of(devices, jax.sharding.AxisType.Explicit)
-        return functools.partial(on_mesh.results, "mosaic_gpu", KernelOptions(), 64), mesh
+    def split(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
+        kind = jax.sharding.AxisType.Explicit if entry == "mesh_explicit" else jax.sharding.AxisType.Auto
+        return functools.partial(on_mesh.results, "mosaic_gpu", KernelOptions(), 64), on_mesh.mesh_of(devices, kind)
 
-    if entry == "mesh_explicit":
-        compile_hopper.compile_on_hoppers(explicit, 4, on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS)
+    if entry in ("mesh_explicit", "mesh_auto"):
+        text = compile_hopper.compile_on_hoppers(split, 4, on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS)
+        found = re.findall(r"= \(?(\w+)\[.*? (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", text)
+        # with explicit axes each device makes the lists of a traced mask from the whole of its integer arrays
+        allowed = {"all-gather"} if entry == "mesh_explicit" else set()
+        moved = [
+            (dtype, what) for dtype, what in found if what != "all-reduce" and not (dtype == "s32" and what in allowed)
+        ]
+        assert not moved, moved
     elif "one_kernel" in entry:
         query = jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)
         compile_hopper.compile_on_hoppers(dense, 4, [query], [on_mesh.SPLIT])

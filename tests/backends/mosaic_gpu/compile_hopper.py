@@ -36,8 +36,11 @@ def compile_for_hopper(function: typing.Callable, *args: typing.Any) -> None:
     jax.jit(function).lower(*args).compile()
 
 
-def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, specs: typing.Any) -> None:
-    """Compiles for several GPUs: `make(devices)` gives the function and the mesh over which `specs` split its arguments."""
+def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, specs: typing.Any) -> str:
+    """Compiles for several GPUs: `make(devices)` gives the function and the mesh over which `specs` split its arguments.
+
+    Returns the program of a device.
+    """
     import jax
 
     devices = topology(count).devices
@@ -46,7 +49,7 @@ def compile_on_hoppers(make: typing.Callable, count: int, args: typing.Any, spec
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
         for a, spec in zip(args, specs, strict=True)
     ]
-    jax.jit(function).lower(*placed).compile()
+    return jax.jit(function).lower(*placed).compile().as_text()
 
 
 def topology(count: int) -> typing.Any:

@@ -71,3 +71,14 @@ def test_gradient_too_long_for_vmem_is_refused():
     reason = backend.refuses_backward(plan, V6E, wanted, traced.derivative)
     assert reason is not None
     assert "q - kv" in reason
+
+
+def test_automatic_axes_are_refused() -> None:
+    """Mosaic cannot be split by the partitioner, and libtpu does not ask partitioning rules."""
+    backend = MosaicTpuBackend()
+    assert backend.refuses(PLAN, V6E) is None
+    assert backend.refuses(PLAN, dataclasses.replace(V6E, automatic=True)) == (
+        "XLA cannot split the kernels of mosaic_tpu over automatic mesh axes, and has no partitioning rules on a TPU. Make the "
+        "axes explicit (jax.make_mesh with AxisType.Explicit, then jax.set_mesh), or call flex_attention inside jax.shard_map "
+        "over all axes."
+    )

@@ -1,0 +1,132 @@
+"""The lists of a block mask whose arrays are traced: a primitive, so that over several devices each makes those of its share.
+
+A device classifies the blocks of its batch entries and heads from its entries of each array that the mask indexes with plain b
+or h (ir/split_axes.py). Without a rule of ours XLA gathers the parts of the devices at many steps, also inside loops.
+"""
+
+import functools
+import math
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import core, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, PartitionSpec
+
+from flexjax import partition
+from flexjax.block_mask import transpose
+from flexjax.block_mask.classify import Sizes, blocks_along, compiled_traced
+from flexjax.block_mask.transpose import FULL, PARTIAL
+from flexjax.ir.program import Program
+from flexjax.ir.split_axes import Share, share_of_program, split_dims
+from flexjax.partition import Mesh, Names, Rule, Spec
+
+Array = jax.Array
+Split = dict[str, Names]
+"""The axes over which the batch ("b") and the heads ("h") are split."""
+
+
+def traced_lists(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+) -> list[Array]:
+    """The four list arrays, in the order of the fields of Parts; heads: batch entries and heads of the lists."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
+    kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+    run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind
+    return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
+
+
+def _lists(*captures: Array, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> list[Array]:
+    return lists_of_classes(compiled_traced(program, heads, sizes, exact)(captures))
+
+
+@jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
+def lists_of_classes(classes: Array) -> list[Array]:
+    """Of int8 classes [B, H, q blocks, kv blocks]."""
+    return [*transpose.lists_of(classes == PARTIAL), *transpose.lists_of(classes == FULL)]
+
+
+# ------------------------------------------------------------------- the primitive
+
+block_lists_p = Primitive("flexjax_block_lists")
+block_lists_p.multiple_results = True
+
+
+@block_lists_p.def_abstract_eval
+def _types(
+    *captures: core.ShapedArray, heads: tuple[int, int], sizes: Sizes, **params: object
+) -> list[core.ShapedArray]:
+    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    where = captures[0].sharding
+    spread = lambda shape: where.update(spec=PartitionSpec(*[None] * len(shape)))
+    pair = [
+        core.ShapedArray(shape, jnp.int32, sharding=spread(shape))
+        for shape in ((*heads, rows), (*heads, rows, columns))
+    ]
+    return pair * 2
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(**params: typing.Any) -> Callable[..., list[Array]]:
+    return jax.jit(functools.partial(_lists, **params))
+
+
+block_lists_p.def_impl(lambda *captures, **params: _compiled(**params)(*captures))
+
+
+def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[list[Array], list]:
+    outs = block_lists_p.bind(*captures, **params)
+    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+
+def _batch(
+    captures: Sequence[Array], dims: Sequence[int | None], **params: typing.Any
+) -> tuple[list[Array], list[int]]:
+    outs = jax.vmap(functools.partial(_lists, **params), in_axes=tuple(dims))(*captures)
+    return outs, [0] * len(outs)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, **params: typing.Any) -> typing.Any:
+    how = partition.how_split(ctx, ctx.module_context.platforms[0])
+    if not isinstance(how, Mesh):  # where there is no rule, the call that takes the lists says what that means
+        return mlir.lower_fun(functools.partial(_lists, **params), multiple_results=True)(ctx, *flat)
+    return partition.lower_with_rule(ctx, how, functools.partial(_lists, **params), _rule(how, **params), flat)
+
+
+ad.primitive_jvps[block_lists_p] = _jvp
+batching.primitive_batchers[block_lists_p] = _batch
+mlir.register_lowering(block_lists_p, _lower)
+
+
+# ------------------------------------------------------------------- the rule
+
+
+def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> Rule:
+    counts = {"b": heads[0], "h": heads[1]}
+    captured = enumerate(split_dims((program,), counts))
+    arguments = [" ".join(dim or f"c{i}_{at}" for at, dim in enumerate(dims)) for i, dims in captured]
+
+    def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
+        batch = partition.widest("b", heads[0], dims, specs, mesh)
+        return {"b": batch, "h": partition.widest("h", heads[1], dims, specs, mesh, batch)}
+
+    def on_device(split: Split, *captures: Array) -> list[Array]:
+        shares = {axis: math.prod(mesh.shape[name] for name in names) for axis, names in split.items()}
+        share = Share(heads[0], shares["b"], heads[1], shares["h"])
+        own = share_of_program((program,), share)
+        starts = [lax.axis_index(split[axis]).astype(jnp.int32) * share.entries[axis] for axis in own.starts]
+        own_heads = (share.entries["b"], share.entries["h"])
+        return _lists(*captures, *starts, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact)
+
+    return Rule(
+        arguments,
+        ["b h rows", "b h rows columns"] * 2,
+        choose=choose,
+        spec=lambda split, dims: PartitionSpec(*(split.get(dim) or None for dim in dims.split())),
+        on_device=on_device,
+        look=lambda split, operands, specs: None,
+        text=f"block lists {program.key} {heads} {sizes} {exact}",
+    )

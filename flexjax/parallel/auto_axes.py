@@ -1,0 +1,128 @@
+"""Attention whose arrays are split over automatic mesh axes: every device computes its share of the batch and the heads.
+
+`rule_of` is the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A device runs the same primitive on its
+share (split.py), and gradients of what several devices share are summed over them.
+
+Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+
+from flexjax.parallel.gathers import warn_of_gathers
+from flexjax.parallel.split import (
+    Split,
+    arranged,
+    choose_split,
+    operand_dims,
+    own_key_heads,
+    share_of,
+    spec_of,
+)
+from flexjax.partition import Mesh, Names, Rule, Spec, names_of
+from flexjax.plan.problem import Problem
+from flexjax.plan.tuned import plan_text, versions
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A primitive of autodiff.py with its parameters.
+
+    params   of the tangent: moving; of the backward pass: wanted, has_lse
+    """
+
+    primitive: Primitive
+    problem: Problem
+    params: Mapping[str, typing.Any]
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Which movable operands have a tangent or get a gradient."""
+        return self.params.get("moving", self.params.get("wanted", ()))
+
+    @property
+    def movable(self) -> list[int]:
+        """The places, among the operands, of those that have a tangent or get a gradient."""
+        places = self.problem.arrange(range(self.problem.structure.num_leaves)).movable
+        return [place for place, flag in zip(places, self.flags, strict=False) if flag]
+
+    def dims(self) -> tuple[list[str], list[str]]:
+        """Names of the dimensions of each argument and of each result; see `operand_dims`."""
+        plan, operands = self.problem.plan, operand_dims(self.problem)
+        out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
+        moved = [operands[place] for place in self.movable]
+        if "moving" in self.params:
+            return [*operands, out, stats, *moved], [out, stats]
+        if "wanted" in self.params:
+            return [*operands, out, stats, out, *[stats] * self.params["has_lse"]], moved
+        return operands, [out, stats, *[stats] * plan.max_scores]
+
+    def on_share(self, split: Split, *flat: Array) -> list[Array]:
+        """What one device computes of its parts of the arguments: its parts of the results."""
+        problem, plan, n = self.problem, self.problem.plan, self.problem.structure.num_leaves
+        own_problem, own = share_of(problem, problem.operands(flat[:n]), split)
+        starts = len(own.score_captures) - len(problem.operands(flat[:n]).score_captures)
+        flags = {name: (*self.params[name], *[False] * starts) for name in ("moving", "wanted") if name in self.params}
+        bind = functools.partial(self.primitive.bind, problem=own_problem, **{**self.params, **flags})
+        places = problem.arrange(range(n))
+        heads = {places.key: plan.kv_heads, places.value: plan.kv_heads, places.key_extra: plan.extra_heads}
+        cut = lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
+        rest = flat[n:]
+        if "moving" in self.params:
+            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], self.movable, strict=True)))
+        results = bind(*jax.tree.leaves(own), *rest)
+        if "wanted" not in self.params:
+            return results
+        back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
+        return self.summed(split, [back(g, place) for g, place in zip(results, self.movable, strict=True)])
+
+    def summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
+        """Gradients, each summed over the devices that have the same part of its primal and other parts of the work."""
+        plan, operands, results = self.problem.plan, operand_dims(self.problem), list(gradients)
+        over: dict[Names, list[int]] = {}
+        for i, place in enumerate(self.movable):
+            apart = {name for part in spec_of(plan, operands[place], split) for name in names_of(part)}
+            names = tuple(name for name in (*split.batch, *split.heads) if name not in apart)
+            if names:
+                over.setdefault(names, []).append(i)
+        for names, which in over.items():
+            for i, total in zip(which, lax.psum([results[i] for i in which], names), strict=True):
+                results[i] = total
+        return results
+
+
+def rule_of(call: Call, mesh: Mesh) -> Rule:
+    """How a primitive is split over a mesh."""
+    problem, plan = call.problem, call.problem.plan
+    arguments, results = call.dims()
+
+    def look(split: Split, operands: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
+        if not call.flags:  # the forward pass, which is in every program
+            warn_of_gathers(problem, split, operands, specs)
+
+    derivative = None if problem.derivative is None else problem.derivative.key
+    parts = (
+        versions(),
+        call.primitive.name,
+        plan_text(plan),
+        derivative,
+        problem.implementation,
+        sorted(call.params.items()),
+    )
+    return Rule(
+        arguments,
+        results,
+        choose=lambda dims, specs: choose_split(plan, mesh, dims, specs),
+        spec=lambda split, dims: spec_of(plan, dims, split),
+        on_device=call.on_share,
+        look=look,
+        text=repr(parts),
+    )

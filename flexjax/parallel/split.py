@@ -1,0 +1,210 @@
+"""A call whose batch and heads are split over mesh axes: how its arrays are split, and what one device computes.
+
+explicit_axes.py and auto_axes.py find out over which axes the work is split. This file says what a device needs for its
+share of it:
+
+    query, sinks          its batch entries and query heads
+    key, value            its batch entries and the key heads that its query heads read
+    block lists           those of its batch entries and heads
+    captured arrays       its entries of each dimension that the mods index with plain b or h, all entries of the others
+    programs              rewritten to add the share's start to b and h, so that mods see the indices of the whole call
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from flexjax.ir.program import Program
+from flexjax.ir.split_axes import Share, share_of_program, split_dims
+from flexjax.partition import Mesh, Names, Spec, widest
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
+from flexjax.plan.problem import Problem
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Over which axes of a mesh the work is split.
+
+    batch, heads   the axes over which the batch and the query heads are split, the outermost first
+    keys           those of `heads` that may also split fewer key heads; None: as many as divide the key heads
+    """
+
+    mesh: Mesh
+    batch: Names
+    heads: Names
+    keys: Names | None = None
+
+    def count(self, names: Names) -> int:
+        """The number of devices along the axes."""
+        return math.prod(self.mesh.shape[name] for name in names)
+
+
+# ------------------------------------------------------------------- how arrays are split
+
+
+def operand_dims(problem: Problem) -> list[str]:
+    """For each operand a name for each dimension; dimensions with one name have one size and are split alike.
+
+        b  batch      t  queries      h  query heads      d  head dim            r  extra features
+        m  key heads  s  keys         x  extra key heads  e  head dim of value
+
+    All other dimensions have names of their own.
+    """
+    plan = problem.plan
+    present = problem.arrange(range(problem.structure.num_leaves))
+    key_heads = "h" if plan.kv_heads == plan.q_heads else "m"
+    extra_heads = {plan.q_heads: "h", plan.kv_heads: key_heads}.get(plan.extra_heads, "x")
+    sizes = {"b": plan.batch, "h": plan.q_heads}
+    lists = plan.blocks
+    counts = "" if lists is None else f"{'b' if lists.batch > 1 else 'list_b'} {'h' if lists.heads > 1 else 'list_h'} "
+
+    def captured(name: str, *programs: Program | None) -> tuple[str, ...]:
+        found = enumerate(split_dims(_given(*programs), sizes))
+        return tuple(" ".join(dim or f"{name}{i}_{at}" for at, dim in enumerate(dims)) for i, dims in found)
+
+    tree_of: typing.Any = Operands
+    named = tree_of(
+        query=arranged(plan, "b t h d"),
+        key=arranged(plan, f"b s {key_heads} d"),
+        value=arranged(plan, f"b s {key_heads} e"),
+        query_extra=None if present.query_extra is None else arranged(plan, "b t h r"),
+        key_extra=None if present.key_extra is None else arranged(plan, f"b s {extra_heads} r"),
+        sinks=None if present.sinks is None else "h",
+        score_captures=captured("score", plan.score, problem.derivative),
+        mask_captures=captured("mask", plan.mask),
+        dropout_captures=captured("dropout", plan.dropout),
+        lists=None
+        if present.lists is None
+        else BlockLists._make(
+            None if x is None else counts + ("rows" if name.endswith("num") else f"rows {name}")  # [.., rows(, width)]
+            for name, x in zip(BlockLists._fields, present.lists, strict=True)
+        ),
+    )
+    return jax.tree.leaves(named)
+
+
+def arranged(plan: KernelPlan, dims: str) -> str:
+    """Names of dimensions, given for layout BTNH, in the layout of the plan."""
+    batch, tokens, heads, *rest = dims.split()
+    return " ".join((batch, tokens, heads, *rest) if plan.layout == "BTNH" else (batch, heads, tokens, *rest))
+
+
+def spec_of(plan: KernelPlan, dims: str, split: Split) -> PartitionSpec:
+    """How an array with these dimensions is split: the batch and the heads, nothing else."""
+    axes = {
+        "b": split.batch,
+        "h": split.heads,
+        "m": key_axes(plan, split, plan.kv_heads),
+        "x": key_axes(plan, split, plan.extra_heads) if plan.extra_heads else (),
+    }
+    return PartitionSpec(*(axes.get(dim) or None for dim in dims.split()))
+
+
+def _given(*programs: Program | None) -> tuple[Program, ...]:
+    return tuple(p for p in programs if p is not None)
+
+
+def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
+    """How to split the work, from how the arrays are split.
+
+    The batch as the array whose batch is split over most devices, the query heads likewise; the first of those in the
+    order of the arrays. If no array has its query heads split, as the key heads. Shares have one size. Key heads that are
+    not split stay so: to split their gradients would take another collective.
+    """
+
+    batch = widest("b", plan.batch, dims, specs, mesh)
+    keys = widest("m", plan.kv_heads, dims, specs, mesh, batch)
+    heads = widest("h", plan.q_heads, dims, specs, mesh, batch) or keys
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(heads, keys, strict=False))
+    return Split(mesh, batch, heads, tuple(name for name, _ in same))
+
+
+def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
+    """The axes that split `heads` key heads: the longest prefix of the query heads' axes that divides them evenly."""
+    axes = split.heads if split.keys is None or heads == plan.q_heads else split.keys
+    while heads % split.count(axes):
+        axes = axes[:-1]
+    return axes
+
+
+# ------------------------------------------------------------------- a device's share
+
+
+def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Problem, Operands]:
+    """The problem and the operands of this device, from the `operands` that shard_map passes to the device."""
+    plan = problem.plan
+    share = Share(plan.batch, split.count(split.batch), plan.q_heads, split.count(split.heads))
+    score = share_of_program(_given(plan.score, problem.derivative), share)
+    mask, dropout = (share_of_program(_given(p), share) for p in (plan.mask, plan.dropout))
+    starts = {
+        "b": lambda: _place(split.batch) * share.entries["b"],
+        "h": lambda: _place(split.heads) * share.entries["h"],
+    }
+    with_starts = lambda arrays, part: (*arrays, *(starts[axis]() for axis in part.starts))
+    first = lambda part: part.programs[0] if part.programs else None
+    cut = functools.partial(own_key_heads, plan, split)
+    key, value = cut(operands.key, plan.kv_heads), cut(operands.value, plan.kv_heads)
+    key_extra = None if operands.key_extra is None else cut(operands.key_extra, plan.extra_heads)
+    heads = 2 if plan.layout == "BTNH" else 1
+    blocks = plan.blocks
+    if blocks is not None:
+        fewer = lambda count, axis: count if count == 1 else share.entries[axis]
+        blocks = dataclasses.replace(blocks, batch=fewer(blocks.batch, "b"), heads=fewer(blocks.heads, "h"))
+    own_plan = dataclasses.replace(
+        plan,
+        batch=share.entries["b"],
+        q_heads=share.entries["h"],
+        kv_heads=key.shape[heads],
+        extra_heads=0 if key_extra is None else key_extra.shape[heads],
+        score=None if plan.score is None else first(score),
+        mask=first(mask),
+        dropout=first(dropout),
+        blocks=blocks,
+    )
+    own = operands._replace(
+        key=key,
+        value=value,
+        key_extra=key_extra,
+        score_captures=with_starts(operands.score_captures, score),
+        mask_captures=with_starts(operands.mask_captures, mask),
+        dropout_captures=with_starts(operands.dropout_captures, dropout),
+    )
+    derivative = None if problem.derivative is None else score.programs[-1]
+    structure = jax.tree.structure(own)
+    return dataclasses.replace(problem, plan=own_plan, derivative=derivative, structure=structure), own
+
+
+def _place(names: Names) -> Array:
+    """The index of this device's share along the axes, int32."""
+    return lax.axis_index(names).astype(jnp.int32)
+
+
+def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array:
+    """The key heads that this device's query heads read, selected from the key heads that the device has.
+
+    Fewer axes may split the key heads than the query heads (`key_axes`). Then every run of `each` consecutive query
+    heads of a device reads one key head, and the device gets one copy of that key head for each run. A device whose
+    query heads all belong to one group gets a single key head.
+    """
+    own_axes = key_axes(plan, split, heads)
+    rest = split.heads[len(own_axes) :]
+    if not rest:
+        return x
+    group, own = plan.q_heads // heads, plan.q_heads // split.count(split.heads)
+    each = math.gcd(group, own)
+    axis = 2 if plan.layout == "BTNH" else 1
+    first = _place(rest) * own
+    runs: Sequence[Array] = [
+        lax.dynamic_slice_in_dim(x, (first + run * each) // group, 1, axis) for run in range(own // each)
+    ]
+    return jnp.concatenate(runs, axis)
