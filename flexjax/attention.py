@@ -48,6 +48,7 @@ def flex_attention(
     kernel_options: KernelOptions | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    broadcast_dropout: bool = False,
     query_extra: Array | None = None,
     key_extra: Array | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
@@ -67,6 +68,7 @@ def flex_attention(
     implementation  None, "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several, tried in order
     kernel_options  KernelOptions: tiles and the like
     dropout_rate, dropout_key  drops each probability with that chance; the same mask in the backward pass
+    broadcast_dropout  True drops the same positions in all batch entries and heads, as flax does by default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput).
@@ -102,7 +104,7 @@ def flex_attention(
     arguments = Arguments(
         score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask, scale=scale, sinks=sinks, layout=layout,
         return_aux=return_aux, kernel_options=kernel_options, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        query_extra=query_extra, key_extra=key_extra,
+        broadcast_dropout=broadcast_dropout, query_extra=query_extra, key_extra=key_extra,
     )  # fmt: skip
     try:
         call = prepare(query, key, value, **arguments)
@@ -149,6 +151,7 @@ class Arguments(typing.TypedDict):
     kernel_options: KernelOptions | None
     dropout_rate: float
     dropout_key: Array | None
+    broadcast_dropout: bool
     query_extra: Array | None
     key_extra: Array | None
 
@@ -164,6 +167,7 @@ DEFAULTS: Arguments = {
     "kernel_options": None,
     "dropout_rate": 0.0,
     "dropout_key": None,
+    "broadcast_dropout": False,
     "query_extra": None,
     "key_extra": None,
 }
@@ -206,7 +210,7 @@ def prepare(query: Array, key: Array, value: Array, **arguments: typing.Unpack[A
         score_mod, scale = _scaled(score_mod, scale) if scaled else score_mod, 1.0
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
     block_mask = _block_mask(a["mask_mod"], a["block_mask"], inputs, a["layout"])
-    dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes, score_dtype)
+    dropout = dropout_program(a["dropout_rate"], a["dropout_key"], sizes, score_dtype, a["broadcast_dropout"])
     plan = KernelPlan(
         batch=inputs.batch,
         q_heads=inputs.q_heads,
@@ -321,7 +325,8 @@ def _reference(call: Call, arguments: Arguments) -> Results:
     keep = None
     if plan.dropout is not None:
         shape = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-        keep = dense_keep(key_words(arguments["dropout_key"]), arguments["dropout_rate"], shape)
+        words = key_words(arguments["dropout_key"])
+        keep = dense_keep(words, arguments["dropout_rate"], shape, arguments["broadcast_dropout"])
     out, lse, top = reference_attention(
         operands.query,
         operands.key,

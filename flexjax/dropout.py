@@ -34,10 +34,12 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
     return mix(row ^ column) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
-def dropout_program(rate: object, key: Array | None, sizes: Sizes, dtype: str = "float32") -> TracedMod | None:
+def dropout_program(
+    rate: object, key: Array | None, sizes: Sizes, dtype: str = "float32", broadcast: bool = False
+) -> TracedMod | None:
     """The multiplier of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
 
-    Raises ValueError for a rate outside [0, 1) or a missing or malformed key.
+    broadcast: all batch entries and heads drop the same positions.  Raises ValueError for a rate outside [0, 1) or a missing or malformed key.
     """
     if isinstance(rate, core.Tracer):
         raise bad_argument("dropout_rate", "traced", "a Python float in [0, 1)", "Make it a static argument of jit.")
@@ -50,6 +52,8 @@ def dropout_program(rate: object, key: Array | None, sizes: Sizes, dtype: str = 
     multiplier = 1.0 / (1.0 - rate)
 
     def dropout(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        if broadcast:
+            b = h = jnp.zeros((), jnp.int32)
         on = kept(words, rate, b, h, q_idx, kv_idx)
         return jnp.where(on, jnp.asarray(multiplier, dtype), jnp.zeros((), dtype))
 
@@ -73,7 +77,8 @@ def key_words(key: object) -> Array:
     return jnp.stack([data[0] ^ mix(data[2]), data[1] ^ mix(data[3])]) if data.shape[0] >= 4 else data[:2]
 
 
-def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int]) -> Array:
-    """bool [B, N, T, S] of `kept` everywhere, for the dense reference."""
+def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int], broadcast: bool = False) -> Array:
+    """bool [B, N, T, S] of `kept` everywhere, for the dense reference; [1, 1, T, S] where it is broadcast."""
+    shape = (1, 1, *shape[2:]) if broadcast else shape
     at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
     return kept(words, float(rate), *at)
