@@ -2,7 +2,10 @@
 
 from flexjax import masks as masks
 from flexjax import mods as mods
+from flexjax import nn as nn
+from flexjax import visualize as visualize
 from flexjax.attention import flex_attention as flex_attention
+from flexjax.attention_weights import attention_weights as attention_weights
 from flexjax.autotune import autotune as autotune
 from flexjax.block_mask.block_mask import BlockMask as BlockMask
 from flexjax.block_mask.block_mask import create_block_mask as create_block_mask
