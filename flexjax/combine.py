@@ -1,12 +1,11 @@
-"""Composition of masks and of score modifications: plain functions in, one plain function out."""
+"""Combines mask mods by and, or and not, and chains score mods: plain functions in, one plain function out."""
 
 import inspect
 from collections.abc import Callable
 
 from jax import Array
 
-MaskMod = Callable[[Array, Array, Array, Array], Array]
-ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
+from flexjax.mod_tools.signatures import MaskMod, ScoreMod, named
 
 _MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 _SCORE_ARGUMENTS = ("score", *_MASK_ARGUMENTS)
@@ -22,7 +21,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
             kept = kept & other(b, h, q_idx, kv_idx)
         return kept
 
-    return _named(mask_mod, f"and_masks({_names(mask_mods)})")
+    return named(f"and_masks({_names(mask_mods)})")(mask_mod)
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -35,7 +34,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
             kept = kept | other(b, h, q_idx, kv_idx)
         return kept
 
-    return _named(mask_mod, f"or_masks({_names(mask_mods)})")
+    return named(f"or_masks({_names(mask_mods)})")(mask_mod)
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
@@ -46,7 +45,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
         kept = mask_mod(b, h, q_idx, kv_idx)
         return not kept if isinstance(kept, bool) else ~kept  # ~True is -2
 
-    return _named(opposite, f"not_mask({_names((mask_mod,))})")
+    return named(f"not_mask({_names((mask_mod,))})")(opposite)
 
 
 def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
@@ -58,10 +57,11 @@ def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
             score = mod(score, b, h, q_idx, kv_idx)
         return score
 
-    return _named(score_mod, f"chain_mods({_names(score_mods)})")
+    return named(f"chain_mods({_names(score_mods)})")(score_mod)
 
 
 def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> None:
+    """Raises ValueError unless `mods` is a function of `arguments`, or a tuple of at least one of them."""
     if not isinstance(mods, tuple):
         _check_one(call, name, mods, arguments)
         return
@@ -72,6 +72,7 @@ def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> No
 
 
 def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) -> None:
+    """Raises ValueError unless `mod` is a function that can be called with `arguments`."""
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(mod):
         if isinstance(mod, list | tuple):
@@ -81,7 +82,7 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
         raise ValueError(f"`{call}`: `{name}` is {mod!r}; expected {wanted}. {advice}")
     try:
         signature = inspect.signature(mod)
-    except (TypeError, ValueError):  # some callables written in C do not tell
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -90,11 +91,6 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
             f"`{call}`: `{name}` is `{_name(mod)}{signature}`; expected {wanted}. "
             "If it makes such a function, call it first."
         ) from None
-
-
-def _named(function: Callable[..., Array], name: str) -> Callable[..., Array]:
-    function.__name__ = function.__qualname__ = name
-    return function
 
 
 def _names(mods: tuple[Callable[..., Array], ...]) -> str:

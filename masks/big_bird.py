@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def big_bird(
@@ -48,12 +48,12 @@ def big_bird(
         # # . . . # # #
         # # . . . . # #
     """
-    length = whole("big_bird", "length", length, 1, "It is the number of tokens.")
-    block = whole("big_bird", "block", block, 1, "It counts the tokens of a block.")
-    window_blocks = whole("big_bird", "window_blocks", window_blocks, 1, "It counts the query's own too.")
-    global_blocks = whole("big_bird", "global_blocks", global_blocks, 0, "Pass 0 for none.")
-    random_blocks = whole("big_bird", "random_blocks", random_blocks, 0, "Pass 0 for none.")
-    seed = whole("big_bird", "seed", seed, 0, "Any such number gives one fixed table.")
+    length = integer("big_bird", "length", length, 1, "It is the number of tokens.")
+    block = integer("big_bird", "block", block, 1, "It counts the tokens of a block.")
+    window_blocks = integer("big_bird", "window_blocks", window_blocks, 1, "It counts the query's own too.")
+    global_blocks = integer("big_bird", "global_blocks", global_blocks, 0, "Pass 0 for none.")
+    random_blocks = integer("big_bird", "random_blocks", random_blocks, 0, "Pass 0 for none.")
+    seed = integer("big_bird", "seed", seed, 0, "Any such number gives one fixed table.")
     if window_blocks % 2 == 0:
         raise ValueError(
             f"`big_bird`: `window_blocks` is {window_blocks}; expected an odd int. "

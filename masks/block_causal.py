@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def block_causal(block: int) -> MaskMod:
@@ -30,7 +30,7 @@ def block_causal(block: int) -> MaskMod:
         # # # # # # # #
         # # # # # # # #
     """
-    block = whole("block_causal", "block", block, 1, "It counts the tokens of a block.")
+    block = integer("block_causal", "block", block, 1, "It counts the tokens of a block.")
 
     @named(f"block_causal_{block}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

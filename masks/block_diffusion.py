@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def block_diffusion(length: int, block: int) -> MaskMod:
@@ -33,8 +33,8 @@ def block_diffusion(length: int, block: int) -> MaskMod:
         . . . . # # # #
         . . . . # # # #
     """
-    length = whole("block_diffusion", "length", length, 1, "It counts the tokens of one copy.")
-    block = whole("block_diffusion", "block", block, 1, "It counts the tokens of a block.")
+    length = integer("block_diffusion", "length", length, 1, "It counts the tokens of one copy.")
+    block = integer("block_diffusion", "block", block, 1, "It counts the tokens of a block.")
 
     @named(f"block_diffusion_{length}_{block}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

@@ -3,8 +3,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import count
-from flexjax.masks.mask_mod import MaskMod, named, pick
+from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.factory_arguments import integer_or_vector
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -49,10 +50,10 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
         # # # # # # # .
         # # # # # # # #
     """
-    shift = count("causal_offset", "offset", offset, "[B]", None, "Pass one int, or one per batch entry.")
+    shift = integer_or_vector("causal_offset", "offset", offset, "[B]", None, "Pass one int, or one per batch entry.")
 
     @named(f"causal_offset_{shift}" if isinstance(shift, int) else "causal_offset")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return q_idx + pick(shift, b) >= kv_idx
+        return q_idx + value_at(shift, b) >= kv_idx
 
     return mask_mod

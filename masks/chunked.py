@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def chunked(chunk: int) -> MaskMod:
@@ -29,7 +29,7 @@ def chunked(chunk: int) -> MaskMod:
         . . . . . . # .
         . . . . . . # #
     """
-    chunk = whole("chunked", "chunk", chunk, 1, "It counts the tokens of a chunk.")
+    chunk = integer("chunked", "chunk", chunk, 1, "It counts the tokens of a chunk.")
 
     @named(f"chunked_{chunk}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -61,7 +61,7 @@ def block_diagonal(block: int) -> MaskMod:
         . . . . . . # #
         . . . . . . # #
     """
-    block = whole("block_diagonal", "block", block, 1, "It counts the tokens of a block.")
+    block = integer("block_diagonal", "block", block, 1, "It counts the tokens of a block.")
 
     @named(f"block_diagonal_{block}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def dilated_window(window: int, dilation: int) -> MaskMod:
@@ -30,8 +30,8 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
         . . # . # . # .
         . . . # . # . #
     """
-    window = whole("dilated_window", "window", window, 1, "A query sees `window` keys, itself included.")
-    dilation = whole("dilated_window", "dilation", dilation, 1, "Pass 1 for a window without gaps.")
+    window = integer("dilated_window", "window", window, 1, "A query sees `window` keys, itself included.")
+    dilation = integer("dilated_window", "dilation", dilation, 1, "Pass 1 for a window without gaps.")
 
     @named(f"dilated_window_{window}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -67,9 +67,9 @@ def dilated_two_sided_window(left: int, right: int, dilation: int) -> MaskMod:
         . . . . . # . #
     """
     call = "dilated_two_sided_window"
-    left = whole(call, "left", left, 0, "It counts the keys before the query's own.")
-    right = whole(call, "right", right, 0, "It counts the keys after the query's own.")
-    dilation = whole(call, "dilation", dilation, 1, "Pass 1 for a window without gaps.")
+    left = integer(call, "left", left, 0, "It counts the keys before the query's own.")
+    right = integer(call, "right", right, 0, "It counts the keys after the query's own.")
+    dilation = integer(call, "dilation", dilation, 1, "Pass 1 for a window without gaps.")
 
     @named(f"dilated_two_sided_window_{left}_{right}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

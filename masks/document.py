@@ -3,8 +3,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import integers
-from flexjax.masks.mask_mod import MaskMod, named, of_token
+from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.factory_arguments import integer_array
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def document(segment_ids: ArrayLike, kv_segment_ids: ArrayLike | None = None) -> MaskMod:
@@ -34,13 +35,13 @@ def document(segment_ids: ArrayLike, kv_segment_ids: ArrayLike | None = None) ->
         . . . . . # # #
     """
     advice = "Pass the document number of each token."
-    q_ids = integers("document", "segment_ids", segment_ids, {1: "[T]", 2: "[B, T]"}, advice)
+    q_ids = integer_array("document", "segment_ids", segment_ids, {1: "[T]", 2: "[B, T]"}, advice)
     kv_ids = q_ids
     if kv_segment_ids is not None:
-        kv_ids = integers("document", "kv_segment_ids", kv_segment_ids, {1: "[S]", 2: "[B, S]"}, advice)
+        kv_ids = integer_array("document", "kv_segment_ids", kv_segment_ids, {1: "[S]", 2: "[B, S]"}, advice)
 
     @named("document")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return of_token(q_ids, b, q_idx) == of_token(kv_ids, b, kv_idx)
+        return batched_value_at(q_ids, b, q_idx) == batched_value_at(kv_ids, b, kv_idx)
 
     return mask_mod

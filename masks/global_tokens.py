@@ -4,8 +4,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import flags, whole
-from flexjax.masks.mask_mod import MaskMod, named, of_token
+from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.factory_arguments import bool_array, integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def global_tokens(tokens: ArrayLike) -> MaskMod:
@@ -33,12 +34,12 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
     """
     advice = "Pass how many tokens at the start are global, or a bool for each token."
     if isinstance(tokens, int | float | np.number):
-        return _first_tokens(whole("global_tokens", "tokens", tokens, 0, advice))
-    is_global = flags("global_tokens", "tokens", tokens, {1: "[T]", 2: "[B, T]"}, advice)
+        return _first_tokens(integer("global_tokens", "tokens", tokens, 0, advice))
+    is_global = bool_array("global_tokens", "tokens", tokens, {1: "[T]", 2: "[B, T]"}, advice)
 
     @named("global_tokens")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return of_token(is_global, b, q_idx) | of_token(is_global, b, kv_idx)
+        return batched_value_at(is_global, b, q_idx) | batched_value_at(is_global, b, kv_idx)
 
     return mask_mod
 

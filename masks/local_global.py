@@ -3,9 +3,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import whole
 from flexjax.masks.global_tokens import global_tokens
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
@@ -30,7 +30,7 @@ def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
         # . . . . # # #
         # . . . . . # #
     """
-    reach = whole("local_global", "reach", reach, 0, "It counts the keys on each side of the query's own.")
+    reach = integer("local_global", "reach", reach, 0, "It counts the keys on each side of the query's own.")
     everywhere = global_tokens(tokens)
 
     @named(f"local_global_{reach}")

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import flags, integers, whole
-from flexjax.masks.mask_mod import MaskMod, named, of_token
+from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.factory_arguments import bool_array, integer, integer_array
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest: bool = True) -> MaskMod:
@@ -39,13 +40,13 @@ def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest
     """
     call = "interleaved_media"
     advice = "Pass True where the text has a medium."
-    places = flags(call, "is_media", is_media, {1: "[T]", 2: "[B, T]"}, advice)
-    tokens = whole(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
+    places = bool_array(call, "is_media", is_media, {1: "[T]", 2: "[B, T]"}, advice)
+    tokens = integer(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
     latest = jnp.cumsum(places, axis=-1, dtype=jnp.int32) - 1
 
     @named(f"interleaved_media_{tokens}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        medium, last = kv_idx // tokens, of_token(latest, b, q_idx)
+        medium, last = kv_idx // tokens, batched_value_at(latest, b, q_idx)
         return medium == last if only_latest else medium <= last
 
     return mask_mod
@@ -78,16 +79,16 @@ def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
     """
     call = "media_intervals"
     advice = "Pass the first text token and one past the last for each medium."
-    spans = integers(call, "intervals", intervals, {2: "[M, 2]", 3: "[B, M, 2]"}, advice).astype(jnp.int32)
+    spans = integer_array(call, "intervals", intervals, {2: "[M, 2]", 3: "[B, M, 2]"}, advice).astype(jnp.int32)
     if spans.shape[-1] != 2:
         wanted = "[M, 2] or [B, M, 2]"
         raise ValueError(f"`{call}`: `intervals` has shape {spans.shape}; expected {wanted}. {advice}")
-    tokens = whole(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
+    tokens = integer(call, "tokens_per_media", tokens_per_media, 1, "It counts the keys of a medium.")
     first, end = spans[..., 0], spans[..., 1]
 
     @named(f"media_intervals_{tokens}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         medium = kv_idx // tokens
-        return (q_idx >= of_token(first, b, medium)) & (q_idx < of_token(end, b, medium))
+        return (q_idx >= batched_value_at(first, b, medium)) & (q_idx < batched_value_at(end, b, medium))
 
     return mask_mod

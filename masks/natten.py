@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flexjax.masks.check_arguments import sizes
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import positive_integers
+from flexjax.mod_tools.signatures import MaskMod, named
 
 Pair = tuple[int, int]
 
@@ -89,7 +89,7 @@ def natten_2d_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
     """
     (height, width), (kernel_y, kernel_x) = _checked("natten_2d_tiled", canvas, kernel)
     advice = "Pass a pair such as (8, 8)."
-    tile_y, tile_x = sizes("natten_2d_tiled", "tile", tile, ("tile_y", "tile_x"), advice)
+    tile_y, tile_x = positive_integers("natten_2d_tiled", "tile", tile, ("tile_y", "tile_x"), advice)
     if height % tile_y or width % tile_x:
         raise ValueError(
             f"`natten_2d_tiled`: `tile` is {(tile_y, tile_x)}; expected a divisor of `canvas`, which is "
@@ -168,8 +168,8 @@ def within(q: Array, kv: Array, size: int, kernel: int) -> Array:
 
 
 def _checked(call: str, canvas: Pair, kernel: Pair) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    sides = sizes(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
-    reach = sizes(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
+    sides = positive_integers(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
+    reach = positive_integers(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
     if any(k > s for k, s in zip(reach, sides, strict=True)):
         raise ValueError(
             f"`{call}`: `kernel` is {reach}; expected no more than `canvas`, which is {sides}. "

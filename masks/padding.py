@@ -3,8 +3,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import count
-from flexjax.masks.mask_mod import MaskMod, named, pick
+from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.factory_arguments import integer_or_vector
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def padding(lengths: ArrayLike) -> MaskMod:
@@ -26,11 +27,11 @@ def padding(lengths: ArrayLike) -> MaskMod:
         # # # # # . . .
     """
     advice = "Pass the number of real keys per batch entry."
-    kv_lengths = count("padding", "lengths", lengths, "[B]", 0, advice)
+    kv_lengths = integer_or_vector("padding", "lengths", lengths, "[B]", 0, advice)
 
     @named("padding")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return kv_idx < pick(kv_lengths, b)
+        return kv_idx < value_at(kv_lengths, b)
 
     return mask_mod
 
@@ -56,11 +57,11 @@ def query_padding(lengths: ArrayLike) -> MaskMod:
         . . . .
     """
     advice = "Pass the number of real queries per batch entry."
-    q_lengths = count("query_padding", "lengths", lengths, "[B]", 0, advice)
+    q_lengths = integer_or_vector("query_padding", "lengths", lengths, "[B]", 0, advice)
 
     @named("query_padding")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return q_idx < pick(q_lengths, b)
+        return q_idx < value_at(q_lengths, b)
 
     return mask_mod
 
@@ -82,10 +83,10 @@ def left_padding(starts: ArrayLike) -> MaskMod:
         . . . # # # # #
     """
     advice = "Pass the position of the first real key per batch entry."
-    first = count("left_padding", "starts", starts, "[B]", 0, advice)
+    first = integer_or_vector("left_padding", "starts", starts, "[B]", 0, advice)
 
     @named("left_padding")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return kv_idx >= pick(first, b)
+        return kv_idx >= value_at(first, b)
 
     return mask_mod

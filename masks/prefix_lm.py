@@ -3,8 +3,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import count
-from flexjax.masks.mask_mod import MaskMod, named, pick
+from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.factory_arguments import integer_or_vector
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def prefix_lm(prefix: ArrayLike) -> MaskMod:
@@ -29,10 +30,10 @@ def prefix_lm(prefix: ArrayLike) -> MaskMod:
         # # # # # # # .
         # # # # # # # #
     """
-    length = count("prefix_lm", "prefix", prefix, "[B]", 0, "Pass one length, or one per batch entry.")
+    length = integer_or_vector("prefix_lm", "prefix", prefix, "[B]", 0, "Pass one length, or one per batch entry.")
 
     @named(f"prefix_lm_{length}" if isinstance(length, int) else "prefix_lm")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return (kv_idx < pick(length, b)) | (q_idx >= kv_idx)
+        return (kv_idx < value_at(length, b)) | (q_idx >= kv_idx)
 
     return mask_mod

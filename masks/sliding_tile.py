@@ -4,9 +4,9 @@ import math
 
 from jax import Array
 
-from flexjax.masks.check_arguments import sizes, whole
-from flexjax.masks.mask_mod import MaskMod, named
 from flexjax.masks.natten import within
+from flexjax.mod_tools.factory_arguments import integer, positive_integers
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def sliding_tile_2d(canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int], text: int = 0) -> MaskMod:
@@ -101,10 +101,10 @@ def _sliding_tile(
     tile: tuple[int, ...],
     text: int,
 ) -> MaskMod:
-    canvas = sizes(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
-    kernel = sizes(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")
-    tile = sizes(call, "tile", tile, axes, "Pass the size of a tile in tokens.")
-    text = whole(call, "text", text, 0, "It counts the text tokens after the canvas.")
+    canvas = positive_integers(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
+    kernel = positive_integers(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")
+    tile = positive_integers(call, "tile", tile, axes, "Pass the size of a tile in tokens.")
+    text = integer(call, "text", text, 0, "It counts the text tokens after the canvas.")
     _check_division(call, canvas, kernel, tile)
     tiles = tuple(c // t for c, t in zip(canvas, tile, strict=True))
     reach = tuple(k // t for k, t in zip(kernel, tile, strict=True))

@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def streaming(sinks: int, window: int) -> MaskMod:
@@ -30,8 +30,8 @@ def streaming(sinks: int, window: int) -> MaskMod:
         # . . . # # # .
         # . . . . # # #
     """
-    sinks = whole("streaming", "sinks", sinks, 0, "It counts the tokens at the start that stay visible.")
-    window = whole("streaming", "window", window, 1, "A query sees `window` recent keys, itself included.")
+    sinks = integer("streaming", "sinks", sinks, 0, "It counts the tokens at the start that stay visible.")
+    window = integer("streaming", "window", window, 1, "A query sees `window` recent keys, itself included.")
 
     @named(f"streaming_{sinks}_{window}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

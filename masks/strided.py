@@ -2,8 +2,8 @@
 
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import MaskMod, named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def strided(stride: int) -> MaskMod:
@@ -30,7 +30,7 @@ def strided(stride: int) -> MaskMod:
         # . . # # # # .
         . # . . # # # #
     """
-    stride = whole("strided", "stride", stride, 1, "It is the distance between the far keys of a query.")
+    stride = integer("strided", "stride", stride, 1, "It is the distance between the far keys of a query.")
 
     @named(f"strided_{stride}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -65,8 +65,8 @@ def strided_fixed(stride: int, summary: int = 1) -> MaskMod:
         . . # . . # # .
         . . # . . # # #
     """
-    stride = whole("strided_fixed", "stride", stride, 1, "It counts the tokens of a block.")
-    summary = whole("strided_fixed", "summary", summary, 1, "It counts the tokens that end a block.")
+    stride = integer("strided_fixed", "stride", stride, 1, "It counts the tokens of a block.")
+    summary = integer("strided_fixed", "summary", summary, 1, "It counts the tokens that end a block.")
     if summary > stride:
         raise ValueError(
             f"`strided_fixed`: `summary` is {summary}; expected at most `stride`, which is {stride}. "

@@ -7,8 +7,9 @@ from jax import Array
 from jax.errors import TracerArrayConversionError
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import count, integers
-from flexjax.masks.mask_mod import MaskMod, named, of_token, pick
+from flexjax.mod_tools.array_reads import batched_value_at, value_at
+from flexjax.mod_tools.factory_arguments import integer_array, integer_or_vector
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
@@ -37,18 +38,18 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
         # # . # . . # #
     """
     advice = "Pass the parent of each node, -1 for a root."
-    above = integers("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice).astype(jnp.int32)
+    above = integer_array("tree", "parents", parents, {1: "[T]", 2: "[B, T]"}, advice).astype(jnp.int32)
     _check_order(parents)
-    before = count("tree", "context", context, "[B]", 0, "Pass the number of keys before the tree.")
+    before = integer_or_vector("tree", "context", context, "[B]", 0, "Pass the number of keys before the tree.")
     enter, leave = _intervals(above) if above.ndim == 1 else jax.vmap(_intervals)(above)
     last = above.shape[-1] - 1
 
     @named("tree")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        node = kv_idx - pick(before, b)
+        node = kv_idx - value_at(before, b)
         inside = jnp.clip(node, 0, last)
-        at = of_token(enter, b, q_idx)
-        is_above = (of_token(enter, b, inside) <= at) & (at < of_token(leave, b, inside))
+        at = batched_value_at(enter, b, q_idx)
+        is_above = (batched_value_at(enter, b, inside) <= at) & (at < batched_value_at(leave, b, inside))
         return (node < 0) | ((node <= last) & is_above)
 
     return mask_mod

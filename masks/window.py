@@ -3,8 +3,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import count, whole
-from flexjax.masks.mask_mod import MaskMod, named, pick
+from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.factory_arguments import integer, integer_or_vector
+from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def sliding_window(window: ArrayLike) -> MaskMod:
@@ -33,11 +34,11 @@ def sliding_window(window: ArrayLike) -> MaskMod:
         . . . . . # # #
     """
     advice = "A query sees `window` keys, itself included; pass one int, or one per head."
-    width = count("sliding_window", "window", window, "[N]", 1, advice)
+    width = integer_or_vector("sliding_window", "window", window, "[N]", 1, advice)
 
     @named(f"sliding_window_{width}" if isinstance(width, int) else "sliding_window")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return (q_idx >= kv_idx) & (q_idx - kv_idx < pick(width, h))
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < value_at(width, h))
 
     return mask_mod
 
@@ -66,8 +67,8 @@ def two_sided_window(left: int, right: int) -> MaskMod:
         . . . . # # # #
         . . . . . # # #
     """
-    left = whole("two_sided_window", "left", left, 0, "It counts the keys before the query's own.")
-    right = whole("two_sided_window", "right", right, 0, "It counts the keys after the query's own.")
+    left = integer("two_sided_window", "left", left, 0, "It counts the keys before the query's own.")
+    right = integer("two_sided_window", "right", right, 0, "It counts the keys after the query's own.")
 
     @named(f"two_sided_window_{left}_{right}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

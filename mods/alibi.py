@@ -4,10 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import named
+from flexjax.mod_tools.factory_arguments import integer
+from flexjax.mod_tools.signatures import ScoreMod, named
 from flexjax.mods.distance import distance_penalty
-from flexjax.mods.score_mod import ScoreMod
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -23,7 +22,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
     Raises ValueError if `num_heads` is less than 1 or not an int.
     """
-    heads = whole("alibi_slopes", "num_heads", num_heads, 1, "Pass the number of query heads.")
+    heads = integer("alibi_slopes", "num_heads", num_heads, 1, "Pass the number of query heads.")
     power = 1 << (heads.bit_length() - 1)
     between = _geometric(2 * power)[0::2][: heads - power]
     return np.concatenate([_geometric(power), between]).astype(np.float32)
@@ -42,7 +41,7 @@ def alibi(num_heads: int) -> ScoreMod:
 
     Raises ValueError if `num_heads` is less than 1 or not an int.
     """
-    heads = whole("alibi", "num_heads", num_heads, 1, "Pass the number of query heads.")
+    heads = integer("alibi", "num_heads", num_heads, 1, "Pass the number of query heads.")
     penalty = distance_penalty(jnp.asarray(alibi_slopes(heads)))
 
     @named(f"alibi_{heads}")

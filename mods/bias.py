@@ -4,9 +4,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import floats
-from flexjax.masks.mask_mod import named
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.factory_arguments import float_array
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def relative_table(table: ArrayLike) -> ScoreMod:
@@ -24,7 +23,7 @@ def relative_table(table: ArrayLike) -> ScoreMod:
     Raises ValueError if `table` is not floating, has other than one or two axes, or its last size is even.
     """
     advice = "Pass a bias for each distance -(T - 1) .. T - 1."
-    by_distance = floats("relative_table", "table", table, {1: "[2T-1]", 2: "[N, 2T-1]"}, advice)
+    by_distance = float_array("relative_table", "table", table, {1: "[2T-1]", 2: "[N, 2T-1]"}, advice)
     if by_distance.shape[-1] % 2 == 0:
         raise ValueError(
             f"`relative_table`: `table` has shape {by_distance.shape}; expected an odd last size, 2T-1. {advice}"
@@ -56,7 +55,7 @@ def pair_bias(bias: ArrayLike) -> ScoreMod:
     """
     advice = "Pass one number for each query and key, with axes for heads and batch in front if they differ."
     shapes = {2: "[T, S]", 3: "[N, T, S]", 4: "[B, N, T, S]"}
-    array = floats("pair_bias", "bias", bias, shapes, advice)
+    array = float_array("pair_bias", "bias", bias, shapes, advice)
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     by_batch, by_head = array.shape[0] > 1, array.shape[1] > 1
     kept = jnp.squeeze(array, tuple(axis for axis, used in enumerate((by_batch, by_head)) if not used))

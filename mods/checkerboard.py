@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
-from flexjax.masks.mask_mod import named
-from flexjax.mods.check_arguments import finite
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.factory_arguments import finite_number
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def checkerboard(even: float = 1.0, odd: float = 0.5) -> ScoreMod:
@@ -20,8 +19,8 @@ def checkerboard(even: float = 1.0, odd: float = 0.5) -> ScoreMod:
 
     Raises ValueError if either is not a finite number.
     """
-    even = finite("checkerboard", "even", even, "It is the factor at even distances.")
-    odd = finite("checkerboard", "odd", odd, "It is the factor at odd distances.")
+    even = finite_number("checkerboard", "even", even, "It is the factor at even distances.")
+    odd = finite_number("checkerboard", "odd", odd, "It is the factor at odd distances.")
 
     @named(f"checkerboard_{even:g}_{odd:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

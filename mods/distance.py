@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.mask_mod import named
-from flexjax.mods.check_arguments import positive_of_head
-from flexjax.mods.score_mod import ScoreMod, of_head
+from flexjax.mod_tools.array_reads import head_value
+from flexjax.mod_tools.factory_arguments import positive_number_or_vector
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def distance_penalty(slopes: ArrayLike) -> ScoreMod:
@@ -19,12 +19,12 @@ def distance_penalty(slopes: ArrayLike) -> ScoreMod:
     Raises ValueError if a number is not positive, or an array is not floating or has more than one axis.
     """
     advice = "Pass how much a step of distance takes off, for all heads or for each."
-    per_head = positive_of_head("distance_penalty", "slopes", slopes, advice)
+    per_head = positive_number_or_vector("distance_penalty", "slopes", slopes, advice)
 
     @named("distance_penalty")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         distance = jnp.abs(q_idx - kv_idx).astype(score.dtype)
-        return score - of_head(per_head, h, score) * distance
+        return score - head_value(per_head, h, score) * distance
 
     return score_mod
 
@@ -43,12 +43,12 @@ def log_distance_penalty(height: ArrayLike, rate: ArrayLike) -> ScoreMod:
     Raises ValueError if a number is not positive, or an array is not floating or has more than one axis.
     """
     call = "log_distance_penalty"
-    heights = positive_of_head(call, "height", height, "Pass the factor of the logarithm.")
-    rates = positive_of_head(call, "rate", rate, "Pass the factor of the distance.")
+    heights = positive_number_or_vector(call, "height", height, "Pass the factor of the logarithm.")
+    rates = positive_number_or_vector(call, "rate", rate, "Pass the factor of the distance.")
 
     @named(call)
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         distance = jnp.abs(q_idx - kv_idx).astype(score.dtype)
-        return score - of_head(heights, h, score) * jnp.log1p(of_head(rates, h, score) * distance)
+        return score - head_value(heights, h, score) * jnp.log1p(head_value(rates, h, score) * distance)
 
     return score_mod

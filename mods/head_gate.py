@@ -4,9 +4,9 @@ import jax
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import floats
-from flexjax.masks.mask_mod import named, of_token
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.factory_arguments import float_array
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def head_gate(gate: ArrayLike) -> ScoreMod:
@@ -22,11 +22,11 @@ def head_gate(gate: ArrayLike) -> ScoreMod:
     Raises ValueError if `gate` is not floating or has other than one or two axes.
     """
     advice = "Pass one logit per query head."
-    logits = floats("head_gate", "gate", gate, {1: "[N]", 2: "[B, N]"}, advice)
+    logits = float_array("head_gate", "gate", gate, {1: "[N]", 2: "[B, N]"}, advice)
     factor = jax.nn.sigmoid(logits)
 
     @named("head_gate")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return score * of_token(factor, b, h).astype(score.dtype)
+        return score * batched_value_at(factor, b, h).astype(score.dtype)
 
     return score_mod

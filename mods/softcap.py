@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flexjax.masks.mask_mod import named
-from flexjax.mods.check_arguments import positive
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.factory_arguments import positive_number
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def softcap(cap: float) -> ScoreMod:
@@ -21,7 +20,7 @@ def softcap(cap: float) -> ScoreMod:
 
     Raises ValueError if `cap` is not a finite number above 0.
     """
-    bound = positive("softcap", "cap", cap, "Gemma 2 uses 50.")
+    bound = positive_number("softcap", "cap", cap, "Gemma 2 uses 50.")
 
     @named(f"softcap_{bound:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -42,7 +41,7 @@ def softcap_approx(cap: float) -> ScoreMod:
 
     Raises ValueError if `cap` is not a finite number above 0.
     """
-    bound = positive("softcap_approx", "cap", cap, "Gemma 2 uses 50.")
+    bound = positive_number("softcap_approx", "cap", cap, "Gemma 2 uses 50.")
 
     @named(f"softcap_approx_{bound:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

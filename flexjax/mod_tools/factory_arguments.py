@@ -1,0 +1,129 @@
+"""Checks of the arguments of mask and score mod factories.  Each returns the value in the form that the mod uses.
+
+Every check takes the name of the factory (`call`), the name of the argument, its value, and a sentence of advice;
+the checks of arrays also take `shapes`, which maps each allowed rank to a spelling of it, such as `{1: "[T]"}`.
+Every message names the factory and the argument, says what it got, what was expected and what to do.  Only types,
+ranks and dtypes of arrays are checked, so traced arrays pass.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+LARGEST = 2**31 - 1
+"""The largest position that int32 holds."""
+
+
+def integer(call: str, name: str, value: object, least: int | None, advice: str) -> int:
+    """`value` as an int of at least `least` (None: any) that int32 holds, as positions are."""
+    number = _as_int(value)
+    if number is None or (least is not None and number < least):
+        wanted = "an int" if least is None else f"an int of at least {least}"
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
+    if abs(number) > LARGEST:
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected an int of at most {LARGEST}. {advice}")
+    return number
+
+
+def integer_or_vector(call: str, name: str, value: ArrayLike, axis: str, least: int | None, advice: str) -> int | Array:
+    """`value` as an int of at least `least` (None: any), or as an int32 array `[]` or of one axis, spelled `axis`."""
+    if isinstance(value, int | np.integer):
+        return integer(call, name, value, least, advice)
+    return integer_array(call, name, value, {0: "[]", 1: axis}, advice).astype(jnp.int32)
+
+
+def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...], advice: str) -> tuple[int, ...]:
+    """`value` as a tuple of one int of at least 1 for each of `axes`."""
+    numbers = [_as_int(v) for v in value] if isinstance(value, Sequence) else []
+    checked = tuple(n for n in numbers if n is not None and n >= 1)
+    if len(numbers) != len(axes) or len(checked) != len(axes):
+        wanted = f"({', '.join(axes)}), ints of at least 1"
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected {wanted}. {advice}")
+    return checked
+
+
+def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as a non-empty integer array whose rank is a key of `shapes`."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
+    if not isinstance(value, Array) and array.size:
+        given, info = np.asarray(value), jnp.iinfo(array.dtype)
+        low, high = int(given.min()), int(given.max())
+        if low < info.min or high > info.max:
+            raise ValueError(
+                f"`{call}`: `{name}` has numbers from {low} to {high}; expected numbers that {array.dtype} holds. Number them "
+                f"anew, as np.unique({name}, return_inverse=True)[1] does, the same in all arrays that are compared, or turn on "
+                "jax_enable_x64."
+            )
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as a non-empty boolean array whose rank is a key of `shapes`."""
+    array = jnp.asarray(value)
+    if array.dtype != jnp.bool_:
+        raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected bool. {advice}")
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
+    """`value` as a non-empty floating array whose rank is a key of `shapes`; gradients pass through it."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected floating. {advice}")
+    return _of_rank(call, name, array, shapes, advice)
+
+
+def finite_number(call: str, name: str, value: object, advice: str) -> float:
+    """`value` as a finite float."""
+    number = _as_float(value)
+    if number is None:
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number. {advice}")
+    return number
+
+
+def positive_number(call: str, name: str, value: object, advice: str) -> float:
+    """`value` as a finite float above 0."""
+    number = _as_float(value)
+    if number is None or number <= 0:
+        raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number above 0. {advice}")
+    return number
+
+
+def positive_number_or_vector(call: str, name: str, value: ArrayLike, advice: str) -> float | Array:
+    """`value` as a finite float above 0, or as a floating array `[]` or `[N]`, of any values."""
+    if isinstance(value, int | float | np.number):
+        return positive_number(call, name, value, advice)
+    return float_array(call, name, value, {0: "[]", 1: "[N]"}, advice)
+
+
+def _as_int(value: object) -> int | None:
+    """`value` as an int; None for a bool and for what does not convert without loss."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a tracer, an array of floats or of several numbers
+        return None
+
+
+def _of_rank(call: str, name: str, array: Array, shapes: dict[int, str], advice: str) -> Array:
+    """`array`, if its rank is a key of `shapes` and it is not empty; ValueError otherwise."""
+    if array.ndim not in shapes or 0 in array.shape:
+        wanted = f"{' or '.join(shapes.values())}, not empty"
+        raise ValueError(f"`{call}`: `{name}` has shape {array.shape}; expected {wanted}. {advice}")
+    return array
+
+
+def _as_float(value: object) -> float | None:
+    """`value` as a float; None for a bool, for what is no number, and for infinities and NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    return float(value) if math.isfinite(value) else None
