@@ -16,6 +16,7 @@ from flexjax.combine import or_masks as or_masks
 from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
+from flexjax.profile import profile as profile
 from flexjax.types import AuxOutput as AuxOutput
 from flexjax.types import AuxRequest as AuxRequest
 from flexjax.types import KernelOptions as KernelOptions

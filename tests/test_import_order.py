@@ -12,12 +12,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = (
     ("bench",),
     ("door",),
-    ("nn", "visualize", "attention_weights"),
+    ("nn", "visualize", "attention_weights", "profile"),
     (
         "attention",
         "jax_nn",
         "explain",
         "autotune",
+        "work",
         "dispatch",
         "dense",
         "autodiff",
