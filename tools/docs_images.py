@@ -10,7 +10,24 @@ import flexjax
 from flexjax import masks, mods, visualize
 
 IMAGES = pathlib.Path(__file__).parents[1] / "docs" / "images"
-TOKENS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "then", "it", "sleeps", "a", "while", "longer"]
+TOKENS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "it",
+    "sleeps",
+    "a",
+    "while",
+    "longer",
+]
 
 
 def figures() -> dict[str, Figure]:
