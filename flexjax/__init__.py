@@ -9,11 +9,18 @@ Functions
                            compose mask functions and score functions
     explain                says what a call will do and why, as text
     autotune               times the tiles of a call and keeps the fastest
+    profile                compares the measured time of a call with the roofline of its device
+    attention_weights      the matrix of probabilities of a small problem
 
 Ready-made functions
 
     masks                  mask functions: causal, windows, documents, prefixes, trees and others
     mods                   score functions: ALiBi, soft caps, T5 and learned biases and others
+
+Modules
+
+    nn                     adapters for flax, equinox and trainers
+    visualize              pictures of masks, scores and weights
 
 Types
 
@@ -29,7 +36,10 @@ What is listed here is public; nothing else is. `help(flexjax.flex_attention)` h
 
 from flexjax import masks as masks
 from flexjax import mods as mods
+from flexjax import nn as nn
+from flexjax import visualize as visualize
 from flexjax.attention import flex_attention as flex_attention
+from flexjax.attention_weights import attention_weights as attention_weights
 from flexjax.autotune import autotune as autotune
 from flexjax.block_mask.block_mask import BlockMask as BlockMask
 from flexjax.block_mask.block_mask import create_block_mask as create_block_mask
@@ -40,6 +50,7 @@ from flexjax.combine import or_masks as or_masks
 from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
+from flexjax.profile import profile as profile
 from flexjax.types import AuxOutput as AuxOutput
 from flexjax.types import AuxRequest as AuxRequest
 from flexjax.types import Implementation as Implementation
@@ -50,7 +61,7 @@ from flexjax.types import ScoreMod as ScoreMod
 
 __version__ = "0.1.0"
 
-__all__ = [  # noqa: RUF022 functions first, then the two modules, then types
+__all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "flex_attention",
     "dot_product_attention",
     "create_block_mask",
@@ -60,8 +71,12 @@ __all__ = [  # noqa: RUF022 functions first, then the two modules, then types
     "chain_mods",
     "explain",
     "autotune",
+    "profile",
+    "attention_weights",
     "masks",
     "mods",
+    "nn",
+    "visualize",
     "BlockMask",
     "AuxRequest",
     "AuxOutput",

@@ -58,11 +58,12 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
     kernel_options: KernelOptions | None
     dropout_rate: float
     dropout_key: A | None
+    broadcast_dropout: bool
     query_extra: A | None
     key_extra: A | None
 
 
-DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0}
+DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
 """The defaults that are not None."""
 
 
@@ -106,6 +107,7 @@ def flex_attention(
     kernel_options: KernelOptions | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayArgument | None = None,
+    broadcast_dropout: bool = False,
     query_extra: ArrayArgument | None = None,
     key_extra: ArrayArgument | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
@@ -128,6 +130,7 @@ def flex_attention(
                  which are asked in this order
     kernel_options  KernelOptions: tile sizes, order of additions, simulation
     dropout_rate, dropout_key  sets each probability to 0 with this chance; the backward pass uses the same mask
+    broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
@@ -156,7 +159,8 @@ def flex_attention(
 
     How calls are sharded. A mesh axis of type Explicit that splits the batch or the heads of query stays split: each device
     computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
-    indices of the whole problem. Under jit with axes of type Auto, every device gathers the arrays and computes the whole call.
+    indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens
+    or of the head dim is gathered, and a FallbackWarning says how many bytes.
     Inside jax.shard_map a call sees the arrays of one device, and b, h and the positions count from 0 there.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
@@ -168,7 +172,7 @@ def flex_attention(
     arguments: Arguments[ArrayArgument] = {
         "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask, "scale": scale, "sinks": sinks,
         "layout": layout, "kernel_options": kernel_options, "dropout_rate": dropout_rate, "dropout_key": dropout_key,
-        "query_extra": query_extra, "key_extra": key_extra,
+        "broadcast_dropout": broadcast_dropout, "query_extra": query_extra, "key_extra": key_extra,
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
@@ -259,7 +263,9 @@ def prepare(
     if score is not None and score.program.results[0] == score.program.inputs[0]:
         score = None  # the identity
     block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, layout)
-    dropout = dropout_program(get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype)
+    dropout = dropout_program(
+        get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype, get("broadcast_dropout", False)
+    )
     plan = KernelPlan(
         batch=inputs.batch,
         q_heads=inputs.q_heads,
@@ -378,7 +384,7 @@ def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
     scale, rate, keep = get("scale"), float(get("dropout_rate", 0.0)), None
     if plan.dropout is not None:
         shape = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-        keep = dense_keep(key_words(get("dropout_key")), rate, shape)
+        keep = dense_keep(key_words(get("dropout_key")), rate, shape, get("broadcast_dropout", False))
     out, lse, top = reference_attention(
         operands.query,
         operands.key,

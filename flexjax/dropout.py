@@ -37,11 +37,16 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
     return mix(row ^ column) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
-def dropout_program(rate: object, key: object, sizes: Sizes, dtype: str = "float32") -> TracedMod | None:
+def dropout_program(
+    rate: object, key: object, sizes: Sizes, dtype: str = "float32", broadcast: object = False
+) -> TracedMod | None:
     """The multiplier of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
 
-    Raises ValueError for a rate outside [0, 1) or a missing or malformed key.
+    `broadcast`: all batch entries and heads drop the same positions. Raises ValueError for a rate outside [0, 1), a missing or
+    malformed key, or a `broadcast` that is no bool.
     """
+    if not isinstance(broadcast, bool):
+        raise bad_argument("broadcast_dropout", repr(broadcast), "True or False", "Pass a Python bool.")
     if isinstance(rate, core.Tracer):
         raise bad_argument("dropout_rate", "traced", "a Python float in [0, 1)", "Make it a static argument of jit.")
     if not isinstance(rate, int | float | np.number) or not 0 <= rate < 1:
@@ -53,6 +58,8 @@ def dropout_program(rate: object, key: object, sizes: Sizes, dtype: str = "float
     multiplier = 1.0 / (1.0 - rate)
 
     def dropout(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        if broadcast:
+            b = h = jnp.zeros((), jnp.int32)
         on = kept(words, rate, b, h, q_idx, kv_idx)
         return jnp.where(on, jnp.asarray(multiplier, dtype), jnp.zeros((), dtype))
 
@@ -76,7 +83,8 @@ def key_words(key: object) -> Array:
     return jnp.stack([data[0] ^ mix(data[2]), data[1] ^ mix(data[3])]) if data.shape[0] >= 4 else data[:2]
 
 
-def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int]) -> Array:
-    """bool [B, N, T, S]: `kept` at every position, for the dense reference."""
+def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int], broadcast: bool = False) -> Array:
+    """bool [B, N, T, S], [1, 1, T, S] if `broadcast`: `kept` at every position, for the dense reference."""
+    shape = (1, 1, *shape[2:]) if broadcast else shape
     at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
     return kept(words, float(rate), *at)

@@ -1,12 +1,10 @@
 """`explain`: what a call of flex_attention will do and why, as text, without computing it."""
 
 import dataclasses
-import math
 import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import core
 from jax.sharding import AxisType
 
@@ -14,13 +12,13 @@ from flexjax import dispatch
 from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
-from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations
+from flexjax.work import work_of
 
 Array = jax.Array
 
@@ -45,7 +43,7 @@ def explain(
 
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                dropout_key, query_extra, key_extra; each array may be a jax.ShapeDtypeStruct
+                dropout_key, broadcast_dropout, query_extra, key_extra; each array may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
 
@@ -207,40 +205,13 @@ def _sharding(x: object) -> jax.sharding.Sharding | None:
 
 def _work(call: Call) -> str:
     """The section of work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out."""
-    plan = call.plan
-    mask = block_mask_of(call.plan, call.operands)
-    if mask is None:
-        visited, total, entries = 1, 1, plan.q_len * plan.kv_len
-    elif any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
+    work = work_of(call)
+    if work is None:
         return "work: depends on traced block lists"
-    else:
-        counts = [np.asarray(x).sum(dtype=np.int64) for x in (mask.kv_num_blocks, mask.full_kv_num_blocks)]
-        visited, total = int(sum(counts)), mask.kv_num_blocks.size * mask.blocks[1]
-        entries = _entries(mask)
-    flops = 2.0 * plan.batch * plan.q_heads * entries * (plan.head_dim + plan.extra_dim + plan.value_dim)
-    item = jnp.dtype(plan.dtype).itemsize
-    query_side = plan.q_heads * plan.q_len * (plan.head_dim + plan.value_dim + plan.extra_dim)
-    key_side = (
-        plan.kv_heads * plan.kv_len * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.kv_len * plan.extra_dim
-    )
-    size = plan.batch * item * (query_side + key_side)
     lines = ["work:"]
-    if mask is not None:
-        lines.append(f"  blocks visited {visited} of {total} ({100 * visited / max(total, 1):.1f}%)")
-    lines.append(f"  forward {flops / 1e9:.4g} GFLOP, backward {2.5 * flops / 1e9:.4g} GFLOP")
-    lines.append(f"  query, key, value and out: {size / 1e6:.4g} MB")
+    if work.has_mask:
+        share = 100 * work.visited / max(work.total, 1)
+        lines.append(f"  blocks visited {work.visited} of {work.total} ({share:.1f}%)")
+    lines.append(f"  forward {work.forward_flops / 1e9:.4g} GFLOP, backward {work.backward_flops / 1e9:.4g} GFLOP")
+    lines.append(f"  query, key, value and out: {work.bytes / 1e6:.4g} MB")
     return "\n".join(lines)
-
-
-def _entries(mask: BlockMask) -> float:
-    """Entries of the attention matrix in visited blocks, without those past q_len or kv_len; mean over batch entries and heads."""
-    rows, columns = mask.blocks
-    tall, wide = mask.block_size
-    heights = np.minimum(tall, mask.q_len - tall * np.arange(rows))
-    total = 0
-    lists = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
-    for num, index in ((np.asarray(n, np.int64), np.asarray(i)) for n, i in lists):
-        in_list = np.arange(index.shape[-1]) < num[..., None]
-        at_end = (in_list & (index == columns - 1)).any(-1)
-        total += ((num * wide - at_end * (columns * wide - mask.kv_len)) * heights).sum()
-    return total / max(1, math.prod(mask.kv_num_blocks.shape[:2]))

@@ -1,27 +1,45 @@
 """Several documents packed into one sequence."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
 from flexjax.mod_tools.factory_arguments import integer_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
+MOST_TRACED = 256
+"""Documents in a row whose traced offsets are compared with a token one by one."""
 
-def document(segment_ids: ArrayLike, kv_segment_ids: ArrayLike | None = None) -> MaskMod:
+
+def document(
+    segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    *,
+    lengths: ArrayLike | None = None,
+    offsets: ArrayLike | None = None,
+) -> MaskMod:
     """mask = segment_ids[b, q_idx] == kv_segment_ids[b, kv_idx]
 
     segment_ids:     integer `[T]` or `[B, T]`: the document of each query.
     kv_segment_ids:  integer `[S]` or `[B, S]`: the document of each key; `segment_ids` if None.
+    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document, one after the other.
+    offsets:         instead of ids: integer `[n + 1]` or `[B, n + 1]`, where each document starts and the last one ends,
+                     as in torch's nested tensors and FlashAttention's cu_seqlens.
 
     A query sees the keys of its own document.  Ids need not be sorted or consecutive, though blocks are
-    skipped best when they are sorted.  Both arrays may be traced.  To give queries or keys no partner at all,
-    use ids that the other side lacks (-1 for padding queries, -2 for padding keys).  For packed language
-    models combine it with `causal`.
+    skipped best when they are sorted.  All arrays may be traced.  To give queries or keys no partner at all,
+    use ids that the other side lacks (-1 for padding queries, -2 for padding keys).  Tokens before the first offset
+    and past the last one, or past the sum of the lengths, belong to no document: they see nothing.  Documents of
+    length 0 are allowed.  For packed language models combine it with `causal`.
 
     Source: Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027.
 
-    Raises ValueError if an array is not integer or has other than one or two axes.
+    Raises ValueError if an array is not integer or has other than one or two axes, if not exactly one of
+    `segment_ids`, `lengths` and `offsets` is given, or if traced lengths or offsets describe more than 256 documents.
 
     Picture of `document(np.array([0, 0, 0, 1, 1, 2, 2, 2]))`, 8 x 8:
 
@@ -34,14 +52,78 @@ def document(segment_ids: ArrayLike, kv_segment_ids: ArrayLike | None = None) ->
         . . . . . # # #
         . . . . . # # #
     """
+    given = [n for n, x in (("segment_ids", segment_ids), ("lengths", lengths), ("offsets", offsets)) if x is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"`document` got {' and '.join(f'`{n}`' for n in given) or 'no description of the documents'}; expected exactly one "
+            "of `segment_ids`, `lengths` and `offsets`. They say the same thing in three ways."
+        )
+    if segment_ids is None:
+        if kv_segment_ids is not None:
+            raise ValueError(
+                f"`document` got `kv_segment_ids` beside `{given[0]}`; expected it beside `segment_ids`. Number the keys with "
+                "`segment_ids` too."
+            )
+        return _of_offsets(_starts(lengths) if offsets is None else _offsets(offsets))
     advice = "Pass the document number of each token."
     q_ids = integer_array("document", "segment_ids", segment_ids, {1: "[T]", 2: "[B, T]"}, advice)
     kv_ids = q_ids
     if kv_segment_ids is not None:
         kv_ids = integer_array("document", "kv_segment_ids", kv_segment_ids, {1: "[S]", 2: "[B, S]"}, advice)
+    return _of_ids(q_ids, kv_ids)
 
+
+def _of_ids(q_ids: Array, kv_ids: Array) -> MaskMod:
     @named("document")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         return batched_value_at(q_ids, b, q_idx) == batched_value_at(kv_ids, b, kv_idx)
+
+    return mask_mod
+
+
+def _starts(lengths: ArrayLike | None) -> Array:
+    """Offsets `[n + 1]` or `[B, n + 1]` of documents of the given lengths."""
+    assert lengths is not None
+    shapes = {1: "[n]", 2: "[B, n]"}
+    counted = integer_array("document", "lengths", lengths, shapes, "Pass the number of tokens of each document.")
+    return jnp.pad(jnp.cumsum(counted, axis=-1), [(0, 0)] * (counted.ndim - 1) + [(1, 0)]).astype(jnp.int32)
+
+
+def _offsets(offsets: ArrayLike) -> Array:
+    shapes = {1: "[n + 1]", 2: "[B, n + 1]"}
+    advice = "Pass where each document starts, and where the last one ends."
+    return integer_array("document", "offsets", offsets, shapes, advice).astype(jnp.int32)
+
+
+def _of_offsets(offsets: Array) -> MaskMod:
+    """The mask of documents that start and end at `offsets`, `[n + 1]` or `[B, n + 1]`.
+
+    Known offsets become ids of tokens, which a kernel reads faster.  Traced ones do not say how many tokens there
+    are; the document of a token is then the number of offsets up to it.
+    """
+    if not isinstance(offsets, Tracer):
+        with jax.ensure_compile_time_eval():
+            known = np.atleast_2d(np.asarray(offsets))
+        tokens = np.arange(max(int(known.max()), 0) + 1)  # the last of them is past every document
+        ids = (known[:, None, :] <= tokens[:, None]).sum(-1, dtype=np.int32) - 1
+        outside = (ids < 0) | (ids >= known.shape[1] - 1)
+        shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
+        q_ids, kv_ids = (jnp.asarray(np.where(outside, nobody, ids).reshape(shape)) for nobody in (-1, -2))
+        return _of_ids(q_ids, kv_ids)
+    count = offsets.shape[-1] - 1
+    if count > MOST_TRACED:
+        raise ValueError(
+            f"`document` got traced offsets or lengths of {count} documents; expected at most {MOST_TRACED}. Pass `segment_ids`, "
+            "for example jnp.repeat(jnp.arange(n), lengths, total_repeat_length=T)."
+        )
+
+    @named("document")
+    def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        def number(index: Array, nobody: int) -> Array:
+            at = [batched_value_at(offsets, b, jnp.int32(n)) for n in range(count + 1)]
+            found = sum(((start <= index).astype(jnp.int32) for start in at[1:]), jnp.int32(0))
+            return jnp.where((index >= at[0]) & (index < at[-1]), found, nobody)
+
+        return number(q_idx, -1) == number(kv_idx, -2)
 
     return mask_mod

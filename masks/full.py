@@ -16,3 +16,18 @@ def full(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         # # # # # # # #
     """
     return kv_idx >= 0
+
+
+def noop_mask(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    """mask = True
+
+    `full` under the name that torch FlexAttention has for it.
+
+    Source: PyTorch, torch.nn.attention.flex_attention.noop_mask.
+
+    Picture of `noop_mask`, 2 x 4:
+
+        # # # #
+        # # # #
+    """
+    return full(b, h, q_idx, kv_idx)

@@ -1,7 +1,11 @@
 """Every example runs, small, and what it shows is true."""
 
 import importlib.util
+import json
+import os
 import pathlib
+import subprocess
+import sys
 import types
 
 import pytest
@@ -22,9 +26,54 @@ TINY = ["--batch=2", "--length=128", "--layers=2", "--width=32", "--heads=2", "-
 TINY += ["--sample=24", "--steps=80", "--seconds=600"]
 
 
+SHARED = "small_training"  # what examples import, and no example itself
+TRAINED: dict[str, dict[str, int]] = {
+    "long_context_window": {"length": 512, "window": 64, "steps": 12, "width": 32},
+    "extrapolation": {"length": 32, "longer": 128, "steps": 25, "width": 32, "batch": 4},
+    "vision_natten": {"side": 64, "steps": 20, "width": 24},
+    "train_nnx": {"length": 64, "steps": 12, "width": 32, "batch": 2},
+    "moe_on_a_mesh": {"length": 32, "steps": 10, "width": 32},
+}
+"""Examples that train, with the arguments of a small run."""
+
+
 def test_every_example_is_tested():
-    tested = {"train_packed_lm", "alibi_window", "pair_bias_gradient", "block_diffusion", "topk_blocks"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+    tested = {"train_packed_lm", "alibi_window", "pair_bias_gradient", "block_diffusion", "topk_blocks", "fp8_keys"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | set(TRAINED) | {SHARED}
+
+
+def test_the_gallery_names_every_example():
+    text = (EXAMPLES / "README.md").read_text()
+    assert all(f"({path.name})" in text for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_examples_learn(name: str, tmp_path: pathlib.Path):
+    """In a process of its own, with four devices, as the line in the example's docstring starts it."""
+    for library in {"train_nnx": ["flax"], "vision_natten": ["PIL"]}.get(name, []):
+        pytest.importorskip(library)
+    pytest.importorskip("matplotlib")
+    code = f"import json, {name}; print(json.dumps({name}.main(**{TRAINED[name]})))"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    where = dict(
+        os.environ, PYTHONPATH=f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}", XLA_FLAGS=flags, TMPDIR=str(tmp_path)
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=where)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    if name == "extrapolation":
+        assert results["ALiBi beyond"] < 4.2  # 4.85 nats is where training begins
+    else:
+        assert results["last"] < results["first"] - (0.01 if name == "vision_natten" else 0.15)
+    assert results.get("devices", 4) == 4
+    assert (tmp_path / f"{name}.png").stat().st_size > 2000
+    assert "step" in done.stderr
+
+
+def test_fp8_keys():
+    results = load("fp8_keys").main(length=200)
+    assert results["error"] < 0.03 < results["unscaled"]
 
 
 def test_train_packed_lm(capsys):

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flexjax
 from flexjax import masks
+from flexjax.combine import and_masks
 from flexjax.mod_tools.signatures import MaskMod
 
 Sizes = list[tuple[int, int]]
@@ -59,6 +61,25 @@ class Case:
 
 def past(q: int) -> list[int]:
     return list(range(q + 1))
+
+
+RUNS = np.array([0, 0, 0, 2, 2, 2, 2, *[-1] * 4])  # documents of 3, 0 and 4 tokens, then tokens of none
+KV_RUNS = np.where(RUNS < 0, -2, RUNS)
+
+
+def run_of(ids: np.ndarray, q: int) -> range:
+    """The tokens around q that have its id, without a gap."""
+    first = last = q
+    while first and ids[first - 1] == ids[q]:
+        first -= 1
+    while last + 1 < len(ids) and ids[last + 1] == ids[q]:
+        last += 1
+    return range(first, last + 1)
+
+
+def prefixes_of(ids: np.ndarray) -> Callable[[int, int], Iterable[int]]:
+    """The tokens of q's document that are not later than q, and its first two."""
+    return lambda q, s: [k for n, k in enumerate(run_of(ids, q)) if n < 2 or k <= q]
 
 
 def chunk_of(q: int, chunk: int) -> range:
@@ -250,7 +271,27 @@ CASES: dict[str, list[Case]] = {
         Case(masks.document(IDS, KV_IDS), same_group(IDS, KV_IDS), [(13, 17)]),
         Case(masks.document(IDS_BY_BATCH, KV_IDS), same_group(IDS[::-1], KV_IDS), [(13, 17)], b=1),
         Case(masks.document(np.full(4, -1), np.full(9, -2)), lambda q, s: [], [(4, 9)]),
+        Case(masks.document(lengths=np.array([3, 0, 4])), same_group(RUNS, KV_RUNS), [(11, 11), (5, 11)]),
+        Case(masks.document(offsets=np.array([0, 3, 3, 7])), same_group(RUNS, KV_RUNS), [(11, 11)]),
+        Case(masks.document(offsets=np.array([[1, 9], [0, 3]])), lambda q, s: [k for k in range(1, 9) if 1 <= q < 9]),
+        Case(masks.document(lengths=np.array([[1, 9], [3, 4]])), same_group(RUNS, KV_RUNS), [(11, 11)], b=1),
     ],
+    "per_document": [
+        Case(masks.per_document(masks.causal, IDS), lambda q, s: [k for k in run_of(IDS, q) if k <= q], [(13, 13)]),
+        Case(masks.per_document(masks.prefix_lm(2), IDS_BY_BATCH), prefixes_of(IDS[::-1]), [(13, 13), (7, 13)], b=1),
+        Case(masks.per_document(masks.block_diagonal(2), np.zeros(9, int)), lambda q, s: chunk_of(q, 2), [(9, 9)]),
+    ],
+    "batched": [
+        Case(masks.batched([masks.causal, masks.full]), lambda q, s: past(q)),
+        Case(masks.batched([masks.causal, masks.full, masks.chunked(5)]), lambda q, s: range(s), b=1),
+        Case(masks.batched([masks.full, masks.causal]), lambda q, s: past(q), b=7),
+    ],
+    "shared_prefix": [
+        Case(masks.shared_prefix(3, masks.causal), lambda q, s: past(q)),
+        Case(masks.shared_prefix(3, masks.sliding_window(2)), lambda q, s: [*range(3 if q >= 3 else 0), q - 1, q]),
+        Case(masks.shared_prefix(np.array([0, 5]), masks.full), lambda q, s: range(s), b=1),
+    ],
+    "noop_mask": [Case(masks.noop_mask, lambda q, s: range(s))],
     "padding": [
         Case(masks.padding(np.array([5, 0, 14])), lambda q, s: [*range(s)][:5]),
         Case(masks.padding(np.array([5, 0, 14])), lambda q, s: [], b=1),
@@ -422,7 +463,7 @@ def test_pictures_in_docstrings_are_true(name: str) -> None:
     assert pictures, "no picture"
     for call, q_len, kv_len, picture in pictures:
         assert call.startswith(name)
-        mask = eval(call, {**vars(masks), "np": np})
+        mask = eval(call, {**vars(masks), "np": np, "and_masks": and_masks})
         drawn = [["#" if seen else "." for seen in row] for row in dense(mask, int(q_len), int(kv_len))]
         assert [line.split() for line in picture.splitlines()] == drawn
 
@@ -434,7 +475,7 @@ def test_docstrings_begin_with_the_formula_and_name_every_argument(name: str) ->
     assert text.startswith("mask = ")
     for argument in inspect.signature(function).parameters:
         assert argument in ("b", "h", "q_idx", "kv_idx") or re.search(rf"^{argument}:", text, re.M), argument
-    assert ("Raises ValueError" in text) == (name not in ("full", "causal"))
+    assert ("Raises ValueError" in text) == (name not in ("full", "noop_mask", "causal"))
 
 
 # ----------------------------------------------------------------- properties
@@ -552,6 +593,10 @@ TRACED: dict[str, tuple[Callable[..., MaskMod], np.ndarray]] = {
     "sliding_window": (masks.sliding_window, np.array([2, 5])),
     "prefix_lm": (masks.prefix_lm, np.array(3)),
     "document": (masks.document, IDS_BY_BATCH),
+    "document lengths": (lambda n: masks.document(lengths=n), np.array([[2, 3], [4, 0]])),
+    "document offsets": (lambda at: masks.document(offsets=at), np.array([1, 1, 6, 9])),
+    "per_document": (lambda ids: masks.per_document(masks.prefix_lm(2), ids), IDS_BY_BATCH),
+    "shared_prefix": (lambda length: masks.shared_prefix(length, masks.causal), np.array([2, 5])),
     "padding": (masks.padding, np.array([2, 9])),
     "query_padding": (masks.query_padding, np.array([2, 9])),
     "left_padding": (masks.left_padding, np.array([2, 9])),
@@ -623,6 +668,36 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: masks.prefix_lm(-1),
         "`prefix_lm`: `prefix` is -1; expected an int of at least 0. Pass one length, or one per batch entry.",
+    ),
+    (
+        lambda: masks.document(),
+        "`document` got no description of the documents; expected exactly one of `segment_ids`, `lengths` and `offsets`. "
+        "They say the same thing in three ways.",
+    ),
+    (
+        lambda: masks.document(np.zeros(3, int), offsets=np.array([0, 3])),
+        "`document` got `segment_ids` and `offsets`; expected exactly one of `segment_ids`, `lengths` and `offsets`. "
+        "They say the same thing in three ways.",
+    ),
+    (
+        lambda: masks.document(kv_segment_ids=np.zeros(3, int), lengths=np.array([3])),
+        "`document` got `kv_segment_ids` beside `lengths`; expected it beside `segment_ids`. Number the keys with "
+        "`segment_ids` too.",
+    ),
+    (
+        lambda: masks.per_document(np.zeros(3, int), masks.causal),
+        "`per_document`: `mask_mod` is array([0, 0, 0]); expected a function of (b, h, q_idx, kv_idx). Pass the mask of one "
+        "document first, then the ids.",
+    ),
+    (
+        lambda: masks.batched([]),
+        "`batched`: `mask_mods` is []; expected one function of (b, h, q_idx, kv_idx) for each batch entry. Pass a list of "
+        "masks.",
+    ),
+    (
+        lambda: masks.shared_prefix(masks.causal, 3),
+        "`shared_prefix`: `mask_mod` is 3; expected a function of (b, h, q_idx, kv_idx). Pass the length first, then the mask of "
+        "the other entries.",
     ),
     (
         lambda: masks.document(np.zeros(3)),
@@ -743,3 +818,23 @@ def test_names_tell_the_parameters() -> None:
     assert masks.natten_2d((32, 16), (7, 5)).__name__ == "natten_2d_32x16_7x5"
     assert masks.sliding_tile_3d((4, 4, 4), (2, 2, 4), (2, 2, 2)).__name__ == "sliding_tile_3d_4x4x4_2x2x4_2x2x2"
     assert masks.document(IDS).__name__ == "document"
+
+
+def test_traced_offsets_of_many_documents_are_refused() -> None:
+    message = (
+        "`document` got traced offsets or lengths of 300 documents; expected at most 256. Pass `segment_ids`, for example "
+        "jnp.repeat(jnp.arange(n), lengths, total_repeat_length=T)."
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        jax.eval_shape(lambda n: masks.document(lengths=n) and n, jnp.ones(300, int))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_documents_by_lengths_skip_blocks_as_documents_by_ids_do(traced: bool) -> None:
+    lengths = np.array([100, 28, 64, 190, 2])
+    of_lengths = lambda n: flexjax.create_block_mask(masks.document(lengths=n), None, None, 384, 384, block_size=32)
+    ids = np.repeat(np.arange(5), lengths)
+    wanted = flexjax.create_block_mask(masks.document(ids), None, None, 384, 384, block_size=32, exact=False)
+    got = (jax.jit(of_lengths) if traced else of_lengths)(jnp.asarray(lengths))
+    np.testing.assert_array_equal(got.to_dense(), wanted.to_dense())
+    assert got.sparsity() == wanted.sparsity()

@@ -1,0 +1,63 @@
+"""`attention_weights`: the matrix of probabilities that flex_attention never builds, for looking at small problems."""
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.attention import flex_attention
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.errors import bad_argument
+from flexjax.types import Layout, MaskMod, ScoreMod
+
+Array = jax.Array
+
+LARGEST = 2**28
+"""Entries of the matrix that are allowed: 1 GiB of float32."""
+
+
+def attention_weights(
+    query: Array,
+    key: Array,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | Array | None = None,
+    sinks: Array | None = None,
+    layout: Layout = "BTNH",
+) -> Array:
+    """softmax(where(mask, score_mod(scale * query . key), -inf)) as an array, [B, N, T, S].
+
+    query   [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH");  key  [B, S, M, D] or [B, M, S, D], M divides N
+    The other arguments are those of flexjax.flex_attention. With `sinks` a row adds up to less than 1. A row in which nothing is
+    visible is 0.
+
+    Returns float32 (float64 for float64 inputs), differentiable like flex_attention. Memory is O(B N T S), so this is for debugging and
+    pictures. Raises ValueError for arguments that do not fit and for a matrix of more than 2^28 entries.
+    """
+    tokens, head = (1, 2) if layout == "BTNH" else (2, 1)
+    kv_len = key.shape[tokens]
+    entries = query.shape[0] * query.shape[head] * query.shape[tokens] * kv_len
+    if entries > LARGEST:
+        raise bad_argument(
+            "query",
+            f"of shape {query.shape} with {kv_len} keys, {entries} weights",
+            f"at most {LARGEST} weights",
+            "Look at fewer heads or tokens at a time.",
+        )
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    # with the identity as values, the output is the weights
+    identity = jnp.expand_dims(jnp.eye(kv_len, dtype=wide), (0, head))
+    value = jnp.broadcast_to(identity, (*key.shape[:-1], kv_len))
+    out = flex_attention(
+        query.astype(wide),
+        key.astype(wide),
+        value,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
+        scale=scale,
+        sinks=sinks,
+        layout=layout,
+        implementation="reference",
+    )
+    return jnp.swapaxes(out, 1, 2) if layout == "BTNH" else out

@@ -1,0 +1,142 @@
+"""`MultiheadAttention`: equinox.nn.MultiheadAttention with flexjax attention inside, and with mods.
+
+Construction, parameters, projections and the signature of the call are equinox's: the class inherits them, so that a model
+changes one name and its saved parameters still load.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import equinox as eqx  # pyright: ignore[reportMissingImports] not installed with flexjax
+import jax
+import jax.numpy as jnp
+
+from flexjax.attention import flex_attention
+from flexjax.combine import and_masks
+from flexjax.errors import bad_argument
+from flexjax.types import Implementations, KernelOptions, MaskMod
+
+Array = jax.Array
+Heads = tuple[Array, Array, Array]
+
+
+class MultiheadAttention(eqx.nn.MultiheadAttention):
+    """equinox.nn.MultiheadAttention whose attention is flexjax.flex_attention.
+
+    The arguments of equinox's class, and besides:
+
+    score_mod, mask_mod   as in flexjax.flex_attention; h is the head, and b is 0, because the layer takes one sequence and jax.vmap maps it.
+                          A mod that is itself an equinox module is part of the model: its arrays are trained
+    implementation, kernel_options   as in flexjax.flex_attention
+
+        layer = flexjax.nn.MultiheadAttention(8, 512, mask_mod=flexjax.masks.causal, key=key)
+        y = jax.vmap(layer)(x, x, x)                     # x [B, T, 512]
+
+    A query that may see no key gives 0 before the output projection, where equinox gives the mean of all values. Dropped
+    probabilities are drawn from another random stream.
+    """
+
+    score_mod: Callable[..., Array] | None
+    mask_mod: Callable[..., Array] | None
+    implementation: Implementations | None = eqx.field(static=True)
+    kernel_options: KernelOptions | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        *args: object,
+        score_mod: Callable[..., Array] | None = None,
+        mask_mod: Callable[..., Array] | None = None,
+        implementation: Implementations | None = None,
+        kernel_options: KernelOptions | None = None,
+        key: Array,
+        **options: object,
+    ) -> None:
+        super().__init__(num_heads, query_size, *args, key=key, **options)  # type: ignore[arg-type]
+        self.score_mod = score_mod
+        self.mask_mod = mask_mod
+        self.implementation = (
+            implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
+        )
+        self.kernel_options = kernel_options
+
+    def __call__(
+        self,
+        query: Array,
+        key_: Array,
+        value: Array,
+        mask: Array | None = None,
+        *,
+        key: Array | None = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[[Array, Array, Array], Heads] | None = None,
+    ) -> Array:
+        """query [T, query_size], key_ [S, key_size], value [S, value_size] -> [T, output_size].
+
+        mask            bool [T, S] or [num_heads, T, S], True where attended
+        key             key for dropout, unused where the rate is 0
+        inference       True: no dropout; None: as the layer was built
+        deterministic   equinox's old name of `inference`
+        process_heads   query, key, value heads [T or S, num_heads, size] -> the same shapes; rotary embeddings, for example
+        """
+        if deterministic is not None:
+            inference = deterministic
+            warnings.warn(
+                "MultiheadAttention(...)(deterministic=...) is equinox's deprecated name; write inference=...",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        if key_.shape[0] != value.shape[0]:
+            raise bad_argument(
+                "value",
+                f"of {value.shape[0]} tokens",
+                f"the {key_.shape[0]} tokens of key_",
+                "Give each key one value.",
+            )
+        heads = tuple(
+            self._project(project, x)
+            for project, x in ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
+        )
+        if process_heads is not None:
+            shapes = tuple(x.shape for x in heads)
+            heads = process_heads(*heads)
+            if tuple(x.shape for x in heads) != shapes:
+                raise bad_argument(
+                    "process_heads",
+                    f"a function that returns shapes {tuple(x.shape for x in heads)}",
+                    f"the shapes that it was given, {shapes}",
+                    "Keep the shape of each.",
+                )
+        inference = self.dropout.inference if inference is None else inference
+        rate = 0.0 if inference else float(self.dropout.p)
+        if rate and key is None:
+            raise bad_argument("key", "None", "a key, since dropout is on", "Pass key=..., or inference=True.")
+        parts: list[MaskMod] = [] if self.mask_mod is None else [self.mask_mod]
+        if mask is not None:
+            parts.append(_reader(jnp.asarray(mask), (self.num_heads, query.shape[0], key_.shape[0])))
+        out = flex_attention(
+            *(x[None] for x in heads),
+            score_mod=self.score_mod,
+            mask_mod=and_masks(*parts) if parts else None,
+            implementation=self.implementation,
+            kernel_options=self.kernel_options,
+            dropout_rate=rate,
+            dropout_key=key if rate else None,
+        )
+        return jax.vmap(self.output_proj)(out[0].reshape(query.shape[0], -1))
+
+
+def _reader(mask: Array, full: tuple[int, int, int]) -> MaskMod:
+    """The mask_mod that reads `mask`, [T, S] or [N, T, S] bool."""
+    if mask.dtype != jnp.bool_ or mask.shape not in (full, full[1:]):
+        raise bad_argument(
+            "mask",
+            f"{mask.dtype}{list(mask.shape)}",
+            f"bool{list(full[1:])} or bool{list(full)}",
+            "True where attended.",
+        )
+    if mask.ndim == 2:
+        return lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]
+    return lambda b, h, q_idx, kv_idx: mask[h, q_idx, kv_idx]

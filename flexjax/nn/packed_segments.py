@@ -1,0 +1,139 @@
+"""Attention over packed documents, with the arguments that language-model trainers pass to their attention.
+
+Trainers pack several documents into a row of tokens and number them: 1, 2, ... for documents, 0 for padding. A query may
+see the keys of its own document only. Because that is a mask_mod here, blocks that hold no pair of one document are skipped, on every backend.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from flexjax import mods
+from flexjax.attention import flex_attention
+from flexjax.combine import and_masks, chain_mods
+from flexjax.errors import bad_argument
+from flexjax.types import Implementations, KernelOptions, Layout, MaskMod, ScoreMod
+
+Array = jax.Array
+
+
+def segment_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array | None = None,
+    positions: Array | None = None,
+    *,
+    kv_segment_ids: Array | None = None,
+    kv_positions: Array | None = None,
+    window: int | Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    causal: bool = True,
+    scale: float | Array | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    layout: Layout = "BTNH",
+    implementation: Implementations | None = None,
+    kernel_options: KernelOptions | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Array:
+    """Attention in which a query sees the keys of its own document.
+
+        mask = (segment_ids[b, q] == kv_segment_ids[b, kv]) & (segment_ids[b, q] != 0)
+               & (positions[b, q] >= kv_positions[b, kv])                      if causal
+               & (positions[b, q] - kv_positions[b, kv] < window)              if window
+
+    query            [B, T, N, D];  key, value  [B, S, M, D], [B, S, M, E]  (layout "BNTH": heads before tokens)
+    segment_ids      int [B, T]: the document of each query. 0 is padding, whose rows give 0 and whose keys nobody sees.
+                     None: one document
+    positions        int [B, T]: position of each query in its document; None: its index in the row. Trainers whose positions restart
+                     in each document and trainers whose positions do not get the same result
+    kv_segment_ids, kv_positions   the same for keys, [B, S]; default those of the queries, which needs S == T
+    window           a query sees the last `window` positions, its own included; without `causal` also those of the next `window - 1`
+    softcap          softcap * tanh(score / softcap), before score_mod
+    score_mod, mask_mod   are added to the above; they see indices in the row, not `positions`
+    the rest         as in flexjax.flex_attention
+
+    Returns [B, T, N, E] (layout as given). Raises ValueError for arguments that do not fit.
+
+    Example, one layer of a trainer on a packed batch:
+
+        out = flexjax.nn.segment_attention(q, k, v, batch["segment_ids"], batch["positions"], window=4096, softcap=50.0)
+    """
+    tokens = 1 if layout == "BTNH" else 2
+    batch, q_len, kv_len = query.shape[0], query.shape[tokens], key.shape[tokens]
+    q_ids = _integers("segment_ids", segment_ids, batch, q_len)
+    kv_ids = _of_keys("segment_ids", segment_ids, kv_segment_ids, batch, q_len, kv_len)
+    q_at = _integers("positions", positions, batch, q_len)
+    kv_at = _of_keys("positions", positions, kv_positions, batch, q_len, kv_len)
+    for name, one, other in (("segment_ids", q_ids, kv_ids), ("positions", q_at, kv_at)):
+        if (one is None) != (other is None):
+            raise ValueError(
+                f"`kv_{name}` is given without `{name}`; expected both or `{name}` alone. Pass `{name}` too."
+            )
+
+    masks: list[MaskMod] = [] if mask_mod is None else [mask_mod]
+    if q_ids is not None and kv_ids is not None:
+        masks.append(lambda b, h, q, kv: (q_ids[b, q] == kv_ids[b, kv]) & (q_ids[b, q] != 0))
+
+    def behind(b: Array, q: Array, kv: Array) -> Array:
+        """By how many positions the key is behind the query."""
+        return q - kv if q_at is None or kv_at is None else q_at[b, q] - kv_at[b, kv]
+
+    if causal:
+        masks.append(lambda b, h, q, kv: behind(b, q, kv) >= 0)
+    if window is not None:
+        if isinstance(window, int) and window < 1:
+            raise bad_argument("window", repr(window), "at least 1", "1 sees the query's own position only.")
+        masks.append(lambda b, h, q, kv: behind(b, q, kv) < window)
+        if not causal:
+            masks.append(lambda b, h, q, kv: behind(b, q, kv) > -window)
+    if softcap is not None and not softcap > 0:
+        raise bad_argument("softcap", repr(softcap), "a positive number", "None means no cap.")
+
+    if softcap is not None:
+        capped = mods.softcap(softcap)
+        score_mod = capped if score_mod is None else chain_mods(capped, score_mod)
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        mask_mod=and_masks(*masks) if masks else None,
+        scale=scale,
+        sinks=sinks,
+        layout=layout,
+        implementation=implementation,
+        kernel_options=kernel_options,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+
+
+def _integers(name: str, array: Array | None, batch: int, length: int) -> Array | None:
+    """The array as int32 [B, length], or None. Raises ValueError for another shape or dtype."""
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    if array.shape != (batch, length) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise bad_argument(
+            name, f"{array.dtype}{list(array.shape)}", f"integers of shape [{batch}, {length}]", "One for each token."
+        )
+    return array
+
+
+def _of_keys(
+    name: str, of_queries: Array | None, of_keys: Array | None, batch: int, q_len: int, kv_len: int
+) -> Array | None:
+    """The array of the keys: as given, or that of the queries where the lengths are equal."""
+    if of_keys is not None:
+        return _integers(f"kv_{name}", of_keys, batch, kv_len)
+    if of_queries is not None and q_len != kv_len:
+        raise bad_argument(
+            f"kv_{name}",
+            "None",
+            f"integers of shape [{batch}, {kv_len}]",
+            f"There are {q_len} queries and {kv_len} keys.",
+        )
+    return _integers(name, of_queries, batch, q_len)

@@ -1,0 +1,173 @@
+"""`profile`: the measured time of one call beside what its work predicts on this device.
+
+The roofline model (Williams, Waterman and Patterson, "Roofline", CACM 2009): a call takes at least the time of its floating-point operations
+at the device's peak rate, and at least the time of its bytes at the device's memory bandwidth. Both rates are measured in the same run,
+by a large matrix product in the dtype of the call and by a large copy, so that no table of devices is needed.
+"""
+
+import statistics
+import time
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import core
+
+from flexjax import dispatch
+from flexjax.attention import Arguments, describe_call, prepare
+from flexjax.attention import flex_attention as attend
+from flexjax.backends import target as targets
+from flexjax.errors import add_note_once, bad_argument
+from flexjax.types import ArrayArgument, AuxRequest, Implementations
+from flexjax.work import Work, work_of
+
+Array = jax.Array
+
+clock = time.perf_counter
+
+
+class Pass(typing.NamedTuple):
+    """One pass of the call: forward, or forward and backward together.
+
+    name        "forward" or "both passes"
+    seconds     median time of a call
+    calls       how many were timed
+    flops       floating-point operations, from the plan
+    predicted   seconds by the roofline
+    """
+
+    name: str
+    seconds: float
+    calls: int
+    flops: float
+    predicted: float
+
+
+class Profile(typing.NamedTuple):
+    """What `profile` measured; print it for the table.
+
+    passes        forward, and both passes where asked for
+    work          blocks, operations and bytes of the call
+    peak_flops    floating-point operations a second of a large matrix product in the dtype of the call, measured
+    bandwidth     bytes a second of a large copy, read and written, measured
+    backend       which backend ran the forward pass
+    device        on which device
+    first_call    seconds of the first call, compilation included
+    """
+
+    passes: tuple[Pass, ...]
+    work: Work
+    peak_flops: float
+    bandwidth: float
+    backend: str
+    device: str
+    first_call: float
+
+    def __str__(self) -> str:
+        intensity, ridge = self.work.forward_flops / max(self.work.bytes, 1), self.peak_flops / self.bandwidth
+        lines = [
+            f"{self.backend} on {self.device}; first call {self.first_call:.2f} s",
+            f"roofline: {self.peak_flops / 1e12:.4g} TFLOP/s, {self.bandwidth / 1e9:.4g} GB/s (measured)",
+            f"work: {self.work.visited} of {self.work.total} blocks, {self.work.bytes / 1e6:.4g} MB, {intensity:.4g} FLOP a byte: "
+            + ("bound by arithmetic" if intensity > ridge else "bound by memory"),
+            f"{'pass':<12} {'measured':>12} {'predicted':>12} {'TFLOP/s':>9} {'of roofline':>12}",
+        ]
+        for p in self.passes:
+            rate = p.flops / p.seconds / 1e12
+            lines.append(
+                f"{p.name:<12} {1e3 * p.seconds:9.3f} ms {1e3 * p.predicted:9.3f} ms {rate:9.4g} {100 * p.predicted / p.seconds:11.1f}%"
+            )
+        return "\n".join(lines)
+
+
+def profile(
+    query: ArrayArgument,
+    key: ArrayArgument,
+    value: ArrayArgument,
+    *,
+    backward: bool = True,
+    seconds: float = 2.0,
+    return_aux: AuxRequest | None = None,
+    implementation: Implementations | None = None,
+    **arguments: typing.Unpack[Arguments[ArrayArgument]],
+) -> Profile:
+    """Runs `flex_attention(query, key, value, ...)` and compares its time with the roofline of this device.
+
+    query, key, value, return_aux, implementation, **arguments   as for flex_attention; concrete arrays
+    backward         also times both passes, with a cotangent of ones
+    seconds          for the timed calls of each pass; at least three are timed
+
+        print(flexjax.profile(q, k, v, mask_mod=flexjax.masks.causal))
+
+    The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel wastes nothing,
+    and a long time with few blocks that the mask is at work. Raises what flex_attention would raise.
+    """
+    unknown = sorted(set(arguments) - set(Arguments.__annotations__))
+    if unknown:
+        raise TypeError(f"profile() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
+    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):
+        raise bad_argument("query", "traced", "concrete arrays", "Call flexjax.profile outside of jit.")
+    try:
+        call = prepare(query, key, value, return_aux=return_aux, **arguments)
+        work = work_of(call)
+        if work is None:
+            raise bad_argument("block_mask", "traced", "concrete lists", "Call flexjax.profile outside of jit.")
+        target = targets.of_device(min(jnp.asarray(query).devices(), key=lambda device: device.id))
+        run = dispatch.choose(call.plan, dispatch.candidates(implementation), target)
+    except Exception as error:
+        add_note_once(error, describe_call("profile", query, key, value, return_aux, arguments))
+        raise
+
+    def forward(query: ArrayArgument, key: ArrayArgument, value: ArrayArgument) -> Array:
+        if return_aux is None:
+            return attend(query, key, value, implementation=implementation, **arguments)
+        return attend(query, key, value, return_aux=return_aux, implementation=implementation, **arguments)[0]
+
+    def both(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, ...]]:
+        out, pull = jax.vjp(forward, query, key, value)
+        return out, pull(jnp.ones_like(out))
+
+    peak, bandwidth = peak_flops(query.dtype), memory_bandwidth()
+    passes = []
+    first_call = 0.0
+    for name, function, flops, moved in (
+        ("forward", forward, work.forward_flops, work.bytes),
+        ("both passes", both, work.forward_flops + work.backward_flops, 3 * work.bytes),
+    )[: 2 if backward else 1]:
+        step = jax.jit(function)
+        took, calls, first = _timed(lambda step=step: step(query, key, value), seconds)
+        first_call = first_call or first
+        passes.append(Pass(name, took, calls, flops, max(flops / peak, moved / bandwidth)))
+    return Profile(tuple(passes), work, peak, bandwidth, run.backend.name, target.name, first_call)
+
+
+def peak_flops(dtype: jnp.dtype) -> float:
+    """Floating-point operations a second of a square matrix product in `dtype`, measured."""
+    n = 4096 if jax.default_backend() != "cpu" else 1024
+    x = jnp.ones((n, n), dtype)
+    product = jax.jit(lambda x: x @ x)
+    return 2.0 * n**3 / _timed(lambda: product(x), 0.2)[0]
+
+
+def memory_bandwidth() -> float:
+    """Bytes a second that a copy reads and writes, measured on an array larger than the caches."""
+    n = 2**28 if jax.default_backend() != "cpu" else 2**25
+    x = jnp.ones(n, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return 8.0 * n / _timed(lambda: copy(x), 0.2)[0]
+
+
+def _timed(call: Callable[[], object], seconds: float) -> tuple[float, int, float]:
+    """(median seconds of a call, calls timed, seconds of the first call)."""
+    start = clock()
+    jax.block_until_ready(call())
+    first = clock() - start
+    jax.block_until_ready(call())
+    times: list[float] = []
+    until = clock() + seconds
+    while len(times) < 3 or (clock() < until and len(times) < 100):
+        start = clock()
+        jax.block_until_ready(call())
+        times.append(clock() - start)
+    return statistics.median(times), len(times), first

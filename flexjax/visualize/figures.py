@@ -1,0 +1,206 @@
+"""`mask`, `scores` and `weights`: any attention program as one matplotlib Figure, a panel a head.
+
+Short sequences are drawn token by token, with labels where they are given; long ones by blocks (dense.py), and the axis says how many
+tokens a cell stands for. The figures are made without pyplot, so that they need no display and are not kept alive.
+"""
+
+import math
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.errors import bad_argument
+from flexjax.types import MaskMod, ScoreMod
+from flexjax.visualize import dense
+
+if typing.TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = jax.Array
+
+MOST_LABELS = 40
+"""Token labels that fit along an axis."""
+
+HIDDEN = "#e8e8e8"
+VISIBLE = "#08519c"
+
+
+def mask(
+    mask_mod: MaskMod,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 0,
+    heads: int | Sequence[int] = 0,
+    tokens: Sequence[str] | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """Which entries `mask_mod(b, h, q_idx, kv_idx)` keeps, a panel for each of `heads`.
+
+    q_len, kv_len   lengths in tokens
+    batch, heads    the b and h that mask_mod is asked about
+    tokens          labels of the keys, and of the queries where the lengths are equal
+
+    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept.
+    Returns a matplotlib Figure. Raises ValueError for arguments that do not fit, ImportError without matplotlib.
+    """
+    heads = [heads] if isinstance(heads, int) else list(heads)
+
+    def panel(h: int) -> np.ndarray:
+        def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
+            kept = dense.visible(mask_mod, batch, h, rows, kv_len)
+            return kept, jnp.ones_like(kept)
+
+        return dense.cells(rows_of, q_len, kv_len)
+
+    name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
+    return _figure([panel(h) for h in heads], heads, (q_len, kv_len), tokens, title or name, "kept")
+
+
+def scores(
+    query: Array,
+    key: Array,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    batch: int = 0,
+    heads: int | Sequence[int] | None = None,
+    tokens: Sequence[str] | None = None,
+    scale: float | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """The scores after score_mod, masked entries grey, a panel for each of `heads`.
+
+    query    [B, T, N, D];  key  [B, S, M, D], M divides N
+    batch    the batch entry that is drawn
+    heads    query heads that are drawn; None: the first four
+    tokens   labels of the keys, and of the queries where T == S
+    scale    as in flex_attention: 1 / sqrt(D) by default
+
+    Beyond 256 tokens a cell is the mean over the visible entries of a block. Returns a matplotlib Figure; raises ValueError for
+    arguments that do not fit, ImportError without matplotlib.
+    """
+    return _over_heads(query, key, score_mod, mask_mod, batch, heads, tokens, scale, title or "scores", False)
+
+
+def weights(
+    query: Array,
+    key: Array,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    batch: int = 0,
+    heads: int | Sequence[int] | None = None,
+    tokens: Sequence[str] | None = None,
+    scale: float | None = None,
+    title: str | None = None,
+) -> "Figure":
+    """The probabilities, softmax over the keys of what `scores` draws; the arguments are those of `scores`."""
+    return _over_heads(query, key, score_mod, mask_mod, batch, heads, tokens, scale, title or "weights", True)
+
+
+def _over_heads(
+    query: Array,
+    key: Array,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    batch: int,
+    heads: int | Sequence[int] | None,
+    tokens: Sequence[str] | None,
+    scale: float | None,
+    title: str,
+    softmax: bool,
+) -> "Figure":
+    if query.ndim != 4 or key.ndim != 4 or query.shape[2] % max(key.shape[2], 1) or query.shape[3] != key.shape[3]:
+        raise bad_argument(
+            "query",
+            f"of shape {query.shape} beside a key of shape {key.shape}",
+            "[B, T, N, D] and [B, S, M, D], M divides N",
+            'Swap the axes of arrays in layout "BNTH".',
+        )
+    count = query.shape[2]
+    chosen = list(range(min(4, count))) if heads is None else [heads] if isinstance(heads, int) else list(heads)
+    for name, index, limit in (("batch", batch, query.shape[0]), *(("heads", h, count) for h in chosen)):
+        if not 0 <= index < limit:
+            raise bad_argument(name, str(index), f"from 0 to {limit - 1}", "Indices count from 0.")
+    factor = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    kv_len = key.shape[1]
+
+    def panel(h: int) -> np.ndarray:
+        one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
+
+        def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
+            on = dense.visible(mask_mod, batch, h, rows, kv_len)
+            values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
+            if softmax:
+                values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
+            return values, on & jnp.isfinite(values)
+
+        return dense.cells(rows_of, query.shape[1], kv_len)
+
+    unit = "weight" if softmax else "score"
+    return _figure([panel(h) for h in chosen], chosen, (query.shape[1], kv_len), tokens, title, unit)
+
+
+def _figure(
+    panels: Sequence[np.ndarray],
+    heads: Sequence[int],
+    lengths: tuple[int, int],
+    tokens: Sequence[str] | None,
+    title: str,
+    unit: str,
+) -> "Figure":
+    """The panels beside each other under one title, with one colour scale."""
+    try:
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("flexjax.visualize needs matplotlib: pip install 'flexjax[plot]'") from error
+    if tokens is not None and len(tokens) != lengths[1]:
+        raise bad_argument("tokens", f"{len(tokens)} labels", f"{lengths[1]}, one for each key", "Label every token.")
+    finite = np.concatenate([p[np.isfinite(p)] for p in panels] or [np.zeros(0)])
+    low, high = (0.0, 1.0) if unit == "kept" else (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    if unit == "kept":
+        colours = LinearSegmentedColormap.from_list("kept", [HIDDEN, VISIBLE])
+    else:
+        from matplotlib import colormaps
+
+        colours = colormaps["viridis"].with_extremes(bad=HIDDEN)
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(1.2 + 3.2 * columns, 0.7 + 3.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    image = None
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, panel, h in zip(grid.flat, panels, heads, strict=False):
+        image = axes.imshow(panel, cmap=colours, vmin=low, vmax=high, interpolation="nearest", aspect="equal")
+        if len(panels) > 1:
+            axes.set_title(f"head {h}", fontsize=9)
+        _label(axes, lengths, tokens)
+    figure.suptitle(title, fontsize=11)
+    single = all(dense.block_of(n) == 1 for n in lengths)
+    if image is not None and not (unit == "kept" and single):
+        figure.colorbar(image, ax=list(grid.flat), shrink=0.8, label=unit if single else f"{unit}, mean of a block")
+    return figure
+
+
+def _label(axes: "Axes", lengths: tuple[int, int], tokens: Sequence[str] | None) -> None:
+    """Names the axes, in tokens whatever a cell stands for, and labels the tokens where there is room."""
+    for axis, length, name, labelled in (
+        (axes.yaxis, lengths[0], "query", lengths[0] == lengths[1]),
+        (axes.xaxis, lengths[1], "key", True),
+    ):
+        block = dense.block_of(length)
+        axis.set_label_text(name if block == 1 else f"{name}, {block} tokens a cell")
+        if tokens is not None and labelled and length <= MOST_LABELS:
+            axis.set_ticks(range(length), list(tokens), rotation=90 if name == "key" else 0, fontsize=7)
+        else:
+            cells = -(-length // block)
+            step = max(1, 2 ** math.ceil(math.log2(cells / 8)))
+            places = list(range(0, cells, step))
+            axis.set_ticks(places, [str(p * block) for p in places], fontsize=8)

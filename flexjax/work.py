@@ -1,0 +1,70 @@
+"""The work of a call, counted from its plan and its block lists: blocks, entries, floating-point operations, bytes."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+
+from flexjax.attention import Call
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.dense import block_mask_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a call has to do at least.
+
+    visited, total    blocks of the block mask that are visited, and all of them; 1 and 1 without a mask
+    has_mask          whether there is a block mask
+    forward_flops     floating-point operations of the forward pass: two products over the entries of visited blocks
+    backward_flops    of the backward pass: five products, 2.5 times those of the forward pass
+    bytes             of query, key, value and out, each moved once
+    """
+
+    visited: int
+    total: int
+    has_mask: bool
+    forward_flops: float
+    bytes: float
+
+    @property
+    def backward_flops(self) -> float:
+        return 2.5 * self.forward_flops
+
+
+def work_of(call: Call) -> Work | None:
+    """The work of a call; None where its block lists are traced."""
+    plan = call.plan
+    mask = block_mask_of(call.plan, call.operands)
+    if mask is None:
+        visited, total, entries = 1, 1, plan.q_len * plan.kv_len
+    elif any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
+        return None
+    else:
+        counts = [np.asarray(x).sum(dtype=np.int64) for x in (mask.kv_num_blocks, mask.full_kv_num_blocks)]
+        visited, total = int(sum(counts)), mask.kv_num_blocks.size * mask.blocks[1]
+        entries = _entries(mask)
+    flops = 2.0 * plan.batch * plan.q_heads * entries * (plan.head_dim + plan.extra_dim + plan.value_dim)
+    query_side = plan.q_heads * plan.q_len * (plan.head_dim + plan.value_dim + plan.extra_dim)
+    key_side = (
+        plan.kv_heads * plan.kv_len * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.kv_len * plan.extra_dim
+    )
+    moved = plan.batch * jnp.dtype(plan.dtype).itemsize * (query_side + key_side)
+    return Work(visited, total, mask is not None, flops, moved)
+
+
+def _entries(mask: BlockMask) -> float:
+    """Entries of the attention matrix in visited blocks, per batch entry and head; what hangs over the end is not counted."""
+    rows, columns = mask.blocks
+    tall, wide = mask.block_size
+    heights = np.minimum(tall, mask.q_len - tall * np.arange(rows))
+    total = 0
+    lists = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+    for num, index in ((np.asarray(n, np.int64), np.asarray(i)) for n, i in lists):
+        listed = np.arange(index.shape[-1]) < num[..., None]
+        at_end = (listed & (index == columns - 1)).any(-1)
+        total += ((num * wide - at_end * (columns * wide - mask.kv_len)) * heights).sum()
+    return total / max(1, math.prod(mask.kv_num_blocks.shape[:2]))

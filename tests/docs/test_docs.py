@@ -1,0 +1,45 @@
+"""Every python block of the pages in docs/ runs as it is pasted, in the order of its page."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def needs(block: str) -> str | None:
+    """The library that a block says it needs, in a first line `# needs flax`."""
+    found = re.match(r"# needs (\w+)\n", block)
+    return found.group(1) if found else None
+
+
+@pytest.mark.filterwarnings("ignore::flexjax.FallbackWarning")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_blocks_run(page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some blocks save pictures
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        library = needs(block)
+        if library is not None and importlib.util.find_spec(library) is None:
+            continue
+        exec(compile(block, page, "exec"), names)
+
+
+def test_the_navigation_names_every_page() -> None:
+    listed = re.findall(r": (\w+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_images_lead_somewhere(page: str) -> None:
+    """Pages and images of the site; mkdocs checks anchors when it builds."""
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", (DOCS / page).read_text()):
+        if "://" not in target:
+            assert (DOCS / target).is_file(), target

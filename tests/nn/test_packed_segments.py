@@ -1,0 +1,126 @@
+"""segment_attention against dense attention with the mask written out, and trained beside it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax.nn
+from flexjax import masks
+from tests.nn.training import assert_same_training, batch, losses
+
+HEADS, DIM = 2, 8
+X, _ = batch()
+ROWS, TOKENS, WIDTH = X.shape
+IDS = jnp.asarray(np.repeat([[1, 2, 3, 0]], ROWS, 0).repeat([9, 4, 5, 2], axis=1))  # 20 tokens, the last two padding
+RESTARTING = jnp.broadcast_to(jnp.concatenate([jnp.arange(n) for n in (9, 4, 5, 2)]), IDS.shape)
+Q, K, V = jax.random.normal(jax.random.key(0), (3, ROWS, TOKENS, HEADS, DIM))
+
+
+def dense(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None, causal: bool = True) -> jax.Array:
+    at = jnp.arange(TOKENS)
+    distance = at[:, None] - at
+    mask = (IDS[:, :, None] == IDS[:, None]) & (IDS[:, :, None] != 0)
+    mask &= (distance >= 0) if causal else True
+    mask &= True if window is None else (jnp.abs(distance) < window)
+    logits = jnp.where(mask[:, None], jnp.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(q.shape[-1]), -1e30)
+    weights = jnp.where(mask[:, None], jax.nn.softmax(logits), 0)
+    return jnp.einsum("bnts,bsnd->btnd", weights, v)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("positions", [None, RESTARTING])
+def test_documents(window: int | None, causal: bool, positions: jax.Array | None) -> None:
+    out = flexjax.nn.segment_attention(Q, K, V, IDS, positions, window=window, causal=causal)
+    np.testing.assert_allclose(out, dense(Q, K, V, window, causal), atol=2e-6)
+
+
+def test_padding_gives_zero_and_no_gradient_crosses_documents() -> None:
+    out = flexjax.nn.segment_attention(Q, K, V, IDS)
+    assert (np.asarray(out[:, 18:]) == 0).all()
+    grad = jax.grad(lambda v: flexjax.nn.segment_attention(Q, K, v, IDS)[:, 9:].sum())(V)
+    assert (np.asarray(grad[:, :9]) == 0).all()
+    assert (np.asarray(grad[:, 18:]) == 0).all()
+    assert (np.abs(grad[:, 9:18]) > 0).all()
+
+
+def test_softcap_sinks_mods_and_layout_reach_the_call() -> None:
+    sinks = jnp.array([0.3, -0.2])
+    score_mod = lambda s, b, h, i, j: s + 0.1 * (i - j)
+    heads_first = [x.swapaxes(1, 2) for x in (Q, K, V)]
+    ours = flexjax.nn.segment_attention(
+        *heads_first,
+        IDS,
+        softcap=2.0,
+        sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=masks.sliding_window(4),
+        layout="BNTH",
+    )
+    theirs = flexjax.flex_attention(
+        Q,
+        K,
+        V,
+        sinks=sinks,
+        score_mod=lambda s, b, h, i, j: score_mod(2.0 * jnp.tanh(s / 2.0), b, h, i, j),
+        mask_mod=lambda b, h, i, j: (IDS[b, i] == IDS[b, j]) & (IDS[b, i] != 0) & (i >= j) & (i - j < 4),
+    )
+    np.testing.assert_allclose(ours.swapaxes(1, 2), theirs, atol=2e-6)
+
+
+def test_a_chunk_of_queries_with_ids_and_positions_of_its_own() -> None:
+    whole = flexjax.nn.segment_attention(Q, K, V, IDS)
+    at = jnp.broadcast_to(jnp.arange(TOKENS), IDS.shape)
+    part = flexjax.nn.segment_attention(
+        Q[:, 5:12], K, V, IDS[:, 5:12], at[:, 5:12], kv_segment_ids=IDS, kv_positions=at
+    )
+    np.testing.assert_allclose(part, whole[:, 5:12], atol=2e-6)
+
+
+def test_trains_as_dense_attention() -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    parameters = [jax.random.normal(k, (WIDTH, HEADS * DIM)) / 4 for k in keys[:3]]
+    parameters.append(jax.random.normal(keys[3], (HEADS * DIM, WIDTH)) / 4)
+
+    def layer(attend: object) -> object:
+        def apply(p: list[jax.Array], x: jax.Array, _: jax.Array) -> jax.Array:
+            q, k, v = ((x @ w).reshape(ROWS, TOKENS, HEADS, DIM) for w in p[:3])
+            return attend(q, k, v).reshape(ROWS, TOKENS, -1) @ p[3]
+
+        return apply
+
+    ours = losses(parameters, layer(lambda q, k, v: flexjax.nn.segment_attention(q, k, v, IDS)))
+    assert_same_training(ours, losses(parameters, layer(dense)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"segment_ids": IDS[:, :5]},
+            "`segment_ids` is int32[4, 5]; expected integers of shape [4, 20]. One for each token.",
+        ),
+        (
+            {"positions": IDS * 1.0},
+            "`positions` is float32[4, 20]; expected integers of shape [4, 20]. One for each token.",
+        ),
+        ({"window": 0}, "`window` is 0; expected at least 1. 1 sees the query's own position only."),
+        ({"softcap": 0.0}, "`softcap` is 0.0; expected a positive number. None means no cap."),
+        (
+            {"kv_positions": IDS},
+            "`kv_positions` is given without `positions`; expected both or `positions` alone. Pass `positions` too.",
+        ),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        flexjax.nn.segment_attention(Q, K, V, **arguments)
+
+
+def test_keys_of_another_length_need_ids_of_their_own() -> None:
+    message = "`kv_segment_ids` is None; expected integers of shape [4, 20]. There are 6 queries and 20 keys."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flexjax.nn.segment_attention(Q[:, :6], K, V, IDS[:, :6])

@@ -1,0 +1,96 @@
+"""Pictures show the numbers of the attention that they draw."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import masks, mods, visualize
+from flexjax.visualize import dense
+
+pytest.importorskip("matplotlib")
+
+Q = jax.random.normal(jax.random.key(0), (2, 12, 4, 8))
+K = jax.random.normal(jax.random.key(1), (2, 12, 2, 8))
+
+
+def drawn(figure: object) -> list[np.ndarray]:
+    """The arrays behind the images of a figure, NaN where nothing is drawn."""
+    return [axes.images[0].get_array().filled(np.nan) for axes in figure.axes if axes.images and axes.get_xlabel()]
+
+
+def test_weights_are_those_of_attention():
+    options = {"score_mod": mods.alibi(4), "mask_mod": masks.sliding_window(5)}
+    figure = visualize.weights(Q, K, batch=1, heads=[0, 3], **options)
+    expected = flexjax.attention_weights(Q, K, **options)[1]
+    for image, h in zip(drawn(figure), (0, 3), strict=True):
+        np.testing.assert_allclose(np.nan_to_num(image), expected[h], atol=1e-6)
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["head 0", "head 3"]
+
+
+def test_attention_weights_give_the_output():
+    value = jax.random.normal(jax.random.key(2), K.shape)
+    for layout in ("BTNH", "BNTH"):
+        q, k, v = (x if layout == "BTNH" else x.swapaxes(1, 2) for x in (Q, K, value))
+        p = flexjax.attention_weights(q, k, mask_mod=masks.causal, layout=layout)
+        out = jnp.einsum("bnts,bsnd->btnd", p, jnp.repeat(value, 2, axis=2))
+        expected = flexjax.flex_attention(q, k, v, mask_mod=masks.causal, layout=layout)
+        np.testing.assert_allclose(out if layout == "BTNH" else out.swapaxes(1, 2), expected, atol=2e-6)
+
+
+def test_attention_weights_refuse_a_huge_matrix():
+    big = jax.ShapeDtypeStruct((1, 65536, 1, 8), jnp.float32)
+    message = (
+        "`query` is of shape (1, 65536, 1, 8) with 65536 keys, 4294967296 weights; expected at most 268435456 weights. "
+        "Look at fewer heads or tokens at a time."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flexjax.attention_weights(big, big)
+
+
+def test_scores_are_grey_where_masked():
+    captured = np.linspace(0, 1, 12, dtype=np.float32)  # a numpy array, indexed by a tracer
+    score_mod = lambda s, b, h, q, kv: s * 2 + captured[kv]
+    (image,) = drawn(visualize.scores(Q, K, score_mod=score_mod, mask_mod=masks.causal, heads=3))
+    dots = np.asarray(Q[0, :, 3] @ K[0, :, 1].T) / np.sqrt(8)
+    np.testing.assert_allclose(image[np.tril_indices(12)], (2 * dots + captured)[np.tril_indices(12)], rtol=1e-5)
+    assert np.isnan(image[np.triu_indices(12, 1)]).all()
+
+
+def test_long_masks_are_drawn_by_blocks():
+    (image,) = drawn(visualize.mask(masks.causal, 600, 1500))
+    tall, wide = dense.block_of(600), dense.block_of(1500)
+    assert (tall, wide) == (3, 6)
+    kept = np.arange(600)[:, None] >= np.arange(1500)
+    np.testing.assert_allclose(image, kept.reshape(200, 3, 250, 6).mean((1, 3)))
+
+
+def test_tokens_label_the_axes():
+    words = ["the", "cat", "sat", "on", "the", "mat"]
+    axes = visualize.mask(masks.causal, 6, 6, tokens=words).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == words
+    assert [label.get_text() for label in axes.get_yticklabels()] == words
+    with pytest.raises(ValueError, match=r"^`tokens` is 6 labels; expected 7, one for each key\. Label every token\.$"):
+        visualize.mask(masks.causal, 7, 7, tokens=words)
+
+
+def test_figures_are_saved_without_a_display(tmp_path: types.SimpleNamespace):
+    for n, figure in enumerate((visualize.mask(masks.causal, 300, 300, heads=[0, 1]), visualize.weights(Q, K))):
+        figure.savefig(tmp_path / f"{n}.png")
+        assert (tmp_path / f"{n}.png").stat().st_size > 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": 2}, "`batch` is 2; expected from 0 to 1. Indices count from 0."),
+        ({"heads": [0, 4]}, "`heads` is 4; expected from 0 to 3. Indices count from 0."),
+    ],
+)
+def test_bad_indices(arguments: dict[str, object], message: str):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        visualize.scores(Q, K, **arguments)
