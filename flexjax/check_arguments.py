@@ -4,6 +4,7 @@ Every message names the argument, what it got, what was expected and what to do.
 """
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,7 @@ def check_inputs(
         "kv_len": k.shape[tokens], "kv_heads": k.shape[heads], "value_dim": v.shape[3],
     }  # fmt: skip
     _check_key_value(q, k, v, str(layout), sizes)
+    _warn_of_swapped_axes(q, str(layout))
     batch = q.shape[0]
     spread = lambda x: x if x.shape[0] == batch else jnp.broadcast_to(x, (batch, *x.shape[1:]))
     qx, kx = _check_extra(query_extra, key_extra, q, k, tokens, heads)
@@ -117,6 +119,21 @@ def check_inputs(
         dtype=dtype,
         **sizes,
     )
+
+
+MOST_HEADS = 128
+"""More heads than this are rare, so that an array of more heads than tokens may be in the other layout."""
+
+
+def _warn_of_swapped_axes(query: Array, layout: str) -> None:
+    """Warns if query, read as [B, T, N, D], has so many heads for so few tokens that it may be [B, N, T, D]."""
+    if layout == "BTNH" and 1 < query.shape[1] < query.shape[2] and query.shape[2] > MOST_HEADS:
+        warnings.warn(
+            f'`query` has shape {query.shape}, which layout "BTNH" reads as {query.shape[1]} tokens and {query.shape[2]} heads. '
+            'If it is [batch, heads, tokens, dim], as in torch, pass layout="BNTH".',
+            UserWarning,
+            stacklevel=5,
+        )
 
 
 def _array(name: str, x: object) -> Array:

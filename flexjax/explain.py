@@ -5,6 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core
 from jax.sharding import AxisType
 
@@ -12,6 +13,7 @@ from flexjax import dispatch
 from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
+from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.program import AXES, Load, Program, classify_load
@@ -160,7 +162,22 @@ def _blocks(call: Call) -> str:
     batches, heads = mask.kv_num_blocks.shape[:2]
     first = mask if batches * heads == 1 else mask[0, 0]
     head = "" if batches * heads == 1 else f" (the first of {batches * heads})"
-    return f"blocks{head}: █ full, ░ partial\n{first.to_string(48)}"
+    text = f"blocks{head}: █ full, ░ partial\n{first.to_string(48)}"
+    if 0 < call.plan.q_len <= DRAWN_BY_TOKEN and 0 < call.plan.kv_len <= DRAWN_BY_TOKEN:
+        text += f"\nentries{head}: █ kept\n{_entries(first)}"
+    return text
+
+
+DRAWN_BY_TOKEN = 128
+"""Up to this many queries and keys, the entries of a mask are drawn beside its blocks."""
+
+
+def _entries(mask: BlockMask) -> str:
+    """A picture of the entries that a mask of one batch entry and head keeps: a line a query, a character a key."""
+    with jax.ensure_compile_time_eval():
+        kept = np.asarray(mask.to_mask())[0, 0]
+    rule = "─" * kept.shape[1]
+    return "\n".join([f"┌{rule}┐", *("│" + "".join("█" if k else " " for k in row) + "│" for row in kept), f"└{rule}┘"])
 
 
 def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) -> str:

@@ -191,7 +191,9 @@ class BlockMask(Parts):
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
         """Draws one (batch, head) with matplotlib (the `plot` extra); returns its Axes."""
         self._refuse_stack()
-        return picture.plot(self, repr(self), batch, head, axes)
+        b, h, q_len, kv_len = self.shape
+        place = f", b={batch} h={head}" if b * h > 1 else ""
+        return picture.plot(self, f"{q_len} x {kv_len}, {self.sparsity():.1f}% skipped{place}", batch, head, axes)
 
     def _repr_html_(self) -> str:
         if self.kv_num_blocks.ndim != 3:

@@ -70,13 +70,14 @@ def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> ty
     try:
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError("BlockMask.plot needs matplotlib: pip install 'flexjax[plot]'") from error
-    axes = axes if axes is not None else plt.subplots()[1]
+    axes = axes if axes is not None else plt.subplots(layout="constrained")[1]
     axes.imshow(classes(mask, batch, head), cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=2, aspect="auto")
-    axes.set(
-        xlabel=f"key block of {mask.block_size[1]}",
-        ylabel=f"query block of {mask.block_size[0]}",
-        title=title,
-    )
+    axes.set_xlabel(f"key block of {mask.block_size[1]}")
+    axes.set_ylabel(f"query block of {mask.block_size[0]}")
+    axes.set_title(title, fontsize=9, wrap=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # on blocks, not between them
     return axes

@@ -421,6 +421,10 @@ def test_plot(block_mask: BlockMask) -> None:
     axes = block_mask.plot(1, 2)
     assert axes.get_xlabel() == "key block of 32"
     np.testing.assert_array_equal(axes.images[0].get_array(), classes(dense(mixed, SIZES), (16, 32))[1, 2])
+    assert axes.get_title().endswith("% skipped, b=1 h=2")
+    axes.figure.canvas.draw()
+    ticks = [t for axis in (axes.xaxis, axes.yaxis) for t in axis.get_major_locator()()]
+    assert all(t == int(t) for t in ticks)
     plt.close(axes.figure)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +298,16 @@ def test_a_mod_without_a_derivative_says_so_when_it_is_needed() -> None:
     assert bool(jnp.isfinite(attend(a, score_mod=looped)).all())
     with pytest.raises(ValueError, match=r"derivative|differentiat"):
         jax.grad(lambda q: attend(a, q=q, score_mod=looped).sum())(a["q"])
+
+
+def test_arrays_of_more_heads_than_tokens_are_warned_of():
+    torch_like = jax.ShapeDtypeStruct((2, 8, 1024, 64), np.float32)
+    message = (
+        '`query` has shape (2, 8, 1024, 64), which layout "BTNH" reads as 8 tokens and 1024 heads. If it is [batch, heads, '
+        'tokens, dim], as in torch, pass layout="BNTH".'
+    )
+    with pytest.warns(UserWarning, match="^" + re.escape(message) + "$"):
+        jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q), torch_like)
+    jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q, layout="BNTH"), torch_like)
+    one_token = jax.ShapeDtypeStruct((2, 1, 1024, 64), np.float32)
+    jax.eval_shape(lambda q: flexjax.flex_attention(q, q, q), one_token)
