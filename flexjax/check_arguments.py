@@ -72,7 +72,11 @@ def check_inputs(
     query_extra: object,
     key_extra: object,
 ) -> Inputs:
-    """The checked arrays with their sizes. Raises ValueError for a shape, dtype or layout that does not fit."""
+    """Checks the arrays and the layout of a call, and returns the arrays with their sizes.
+
+    A key, value or key_extra of batch 1 is broadcast to the batch of query. Raises ValueError for a shape, dtype or layout that
+    does not fit.
+    """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
     q, k, v = (_array(n, x) for n, x in (("query", query), ("key", key), ("value", value)))

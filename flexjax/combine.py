@@ -50,7 +50,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
 
 def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
-    """`.. score_mods[1](score_mods[0](score, ..), ..)`: the first mod is applied first."""
+    """One score mod that applies one or more: `.. score_mods[1](score_mods[0](score, ..), ..)`, the first mod first."""
     _check("chain_mods", "score_mods", score_mods, _SCORE_ARGUMENTS)
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

@@ -88,7 +88,10 @@ class DenseBackend:
 
 
 def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callable[..., Array]:
-    """The score program as a score_mod of scalars, computed in the score dtype of the plan."""
+    """The score program as a score_mod of scalars.
+
+    The program runs in the score dtype of the plan; the result has the dtype of the score that the function is given.
+    """
 
     def score_mod(score: Array, *at: Array) -> Array:
         made = call_program(program, operands.score_captures, at, score.astype(plan.score_dtype))

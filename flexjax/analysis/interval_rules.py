@@ -173,7 +173,10 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
 
 
 def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
-    """The rule of an increasing function of one operand."""
+    """The rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low), f(high)].
+
+    keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous` stays true
+    """
 
     def rule(op: Op, args: list[Interval]) -> Interval:
         (x,) = args

@@ -67,7 +67,10 @@ def wide_type(dtype: str) -> jnp.dtype:
 
 
 def of_literal(lit: Lit) -> Abstract:
-    """The interval or truth of a literal."""
+    """What is known of a literal: an interval with equal ends, contiguous if it is an integer, or the truth of a bool.
+
+    The arrays have shape [1, 1, 1, 1], because a literal has one value in all blocks.
+    """
     if lit.dtype == "bool":
         yes, no = jnp.full((1, 1, 1, 1), bool(lit.value)), jnp.full((1, 1, 1, 1), not lit.value)
         return Truth(yes, no, yes, no)

@@ -50,9 +50,10 @@ def may_be_large(program: Program | None) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def may_be_large_product(program: Program | None) -> bool:
-    """Whether scores may be large and the last operation is a product.
+    """Whether scores may be large and the operation that makes them is a product, such as `mul`, `div` or `square`.
 
-    A compiler may fuse that product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents it.
+    Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in one.
+    A compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents this.
     """
     if program is None or not may_be_large(program):
         return False
@@ -69,7 +70,9 @@ def may_be_large_product(program: Program | None) -> bool:
 
 
 PRODUCTS = frozenset({"mul", "div", "square", "integer_pow"})
+"""Operations that a compiler may compute as a product, so that a subtraction that follows can be fused with them."""
 SAME_MAGNITUDE = frozenset({"neg", "convert_element_type"})
+"""Operations whose result has the magnitude of their operand."""
 
 
 def _is_large(atom: Lit) -> bool:

@@ -84,7 +84,10 @@ def build(case: Case, deterministic: bool) -> Compiled:
 
 
 def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
-    """Median time of a backward pass for each of the two: in a fixed order and in any order."""
+    """Seconds of a backward pass in a fixed order and in any order: the median of TURNS measurements of each, which alternate.
+
+    both   the compiled passes, fixed order first
+    """
     keys = jax.random.split(jax.random.key(case.tokens), 4)
     q, k, v, d_out = (jax.random.normal(key, (1, case.tokens, case.heads, case.dim), jnp.bfloat16) for key in keys)
     pulls = [compiled.forward(q, k, v) for compiled in both]

@@ -87,7 +87,11 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
 
 
 def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
-    """Exact-arithmetic range of an integer primitive from those of its operands."""
+    """The range (least, largest) of an operation's integer result, in exact arithmetic; None if no rule gives one.
+
+    prim     name of the operation
+    ranges   ranges of its operands; for select_n of the cases alone
+    """
     if prim in ("select_n", "convert_element_type"):
         return (min(r[0] for r in ranges), max(r[1] for r in ranges))
     if prim == "neg":

@@ -115,11 +115,15 @@ def _given(*programs: Program | None) -> tuple[Program, ...]:
 
 
 def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
-    """How to split the work, from how the arrays are split.
+    """Which mesh axes split the batch, the query heads and the key heads of a call, from how its arrays are split.
 
-    The batch as the array whose batch is split over most devices, the query heads likewise; the first of those in the
-    order of the arrays. If no array has its query heads split, as the key heads. Shares have one size. Key heads that are
-    not split stay so: to split their gradients would take another collective.
+    dims    for each array the names of its dimensions, as `operand_dims` gives them
+    specs   for each array the axes that split each of its dimensions
+
+    The batch is split over the axes of the array whose batch is split over most devices (the first such array), and the query
+    heads likewise. If no array has its query heads split, they are split over the axes of the key heads. Axes
+    count up to the first that would make the shares unequal. The key heads are split over the leading axes that split them and
+    the query heads alike. Over other axes they stay whole, because splitting their gradients would take another collective.
     """
 
     batch = widest("b", plan.batch, dims, specs, mesh)

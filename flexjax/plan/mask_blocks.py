@@ -41,7 +41,11 @@ def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPla
 
 
 def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
-    """`plan_with_blocks` and the operands of the new plan."""
+    """The plan of `plan_with_blocks` and the operands for it, with block lists of blocks of block_q x block_kv.
+
+    If the block mask comes from user lists, the classes of its old blocks become a captured array of the new mask program.
+    Both results are the arguments themselves if the plan stays the same.
+    """
     made = plan_with_blocks(plan, block_q, block_kv)
     if made is plan:
         return plan, operands
@@ -95,7 +99,7 @@ def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> t
 
 
 def _classes(plan: KernelPlan, lists: BlockLists) -> Array:
-    """int8 [batch, heads, q blocks, kv blocks]: EMPTY, PARTIAL or FULL."""
+    """The class of each block of the plan's block layout: int8 [batch, heads, q blocks, kv blocks], EMPTY, PARTIAL or FULL."""
     blocks = plan.blocks
     assert blocks is not None
     shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))

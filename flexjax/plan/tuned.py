@@ -57,7 +57,9 @@ def plan_text(plan: KernelPlan) -> str:
 
 
 def summary(plan: KernelPlan) -> str:
-    """The plan in one line, for people to read."""
+    """The plan in one line of text: sizes, dtype, layout, which of score_mod, mask_mod, blocks and dropout it has, and "any order"
+    if the backward pass may add in any order.
+    """
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
         f"E={plan.value_dim} {plan.dtype} {plan.layout}",

@@ -219,7 +219,10 @@ class Lift:
         return fresh
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """A copy of a Python function with copies of its closure, defaults and the globals that it uses."""
+        """A copy of a Python function with copies of what its closure, its defaults and the globals that it uses hold.
+
+        The copy shares the original's globals if none of those that the function uses reaches an array.
+        """
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)
         lifted_names = any(reaches_array(v, set()) for v in names.values())

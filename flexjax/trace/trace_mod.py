@@ -133,7 +133,7 @@ def _lowered(
 
 
 def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program of this result, checked, and the captured arrays that it reads."""
+    """Ends a translation: the program whose result is `result`, checked, and the captured arrays that it reads, in its order."""
     program = lowering.builder.finish([result])
     check(program)
     used = sorted(

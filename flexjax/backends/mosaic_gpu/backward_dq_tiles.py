@@ -128,7 +128,10 @@ def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
 
 
 def dq_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DqTiles:
-    """The best sizes of the dQ kernel that fit."""
+    """The best sizes of the dQ kernel that fit shared memory; if none fit, 64 keys, rings of one slot and no staged array.
+
+    bias   dtypes of the staged array and of the direct gradients
+    """
     found = _candidates(plan, bias)
     if found:
         return found[0]

@@ -217,7 +217,14 @@ def _scattered(
     load_number: int,
     bias: DenseBiasPlan,
 ) -> jax.Array:
-    """The gradient of an array whose elements the kernel adds to itself: flat, float32."""
+    """The gradient of one load by query and key where several positions may read one element: float32, flat.
+
+    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the derivative of the
+    mod has no usable bound (`_largest_total`), a first kernel sums |g|. If the load's index repeats along the diagonals
+    (`_period`), the kernel sums the tiles of a diagonal in registers before it adds them.
+
+    bias   says which captured array the kernel stages in shared memory
+    """
     load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR

@@ -174,7 +174,10 @@ class CaptureKernel:
         return row * shape.tile, (row - difference) * shape.tile
 
     def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
-        """[64, 64] int32: for each query and key, the flat index of the array element that the load reads."""
+        """[64, 64] int32: for each query and key, the flat index of the array element that the load reads.
+
+        The part starts at query row0 and key column0. Where tiles reach past the ends of the matrix, indices are clamped to the array.
+        """
         math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
             with_results(self.derivative, index),

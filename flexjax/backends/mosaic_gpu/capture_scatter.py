@@ -110,7 +110,13 @@ def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
 
 
 def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, rank: int) -> list[jax.Array]:
-    """The load's index for all (b, h, position), as arrays that broadcast to [b, h, ...]."""
+    """The elements that a load reads: an array of indices for each dimension of the captured array.
+
+    rank   that of the sums: 2, [b, h], for a load of class scalar; 4, [b, h, q, kv], for class tile; else 3, [b, h, position]
+
+    The index arrays broadcast to the shape of the sums. A position is a query, a key, or, for a load of class diagonal, the
+    difference q - kv counted from -(kv_len - 1). Raises NotImplementedError for an index that a `Call` computes.
+    """
     kind, own = ir.classify_load(load).kind, axes(load)
     shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])
     zero = jnp.zeros((1,) * rank, jnp.int32)

@@ -362,7 +362,14 @@ class QueryTile:
         return score.holding(setup.staged, value)
 
     def _scores(self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase) -> Scaled:
-        """What the softmax sees of Q K^T: scaled, the score program applied, -inf where masked or past the last key."""
+        """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the last key.
+
+        at      the key tile of the step
+        phase   Phase.UNMASKED leaves out the mask and the check of the last key
+
+        The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile, for
+        the softmax to apply. With large scores, and with a scale that is not positive, the tile holds the whole score.
+        """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = Scaled(s, plan.scale)
         if at.programs.score is not None and setup.large_scores:

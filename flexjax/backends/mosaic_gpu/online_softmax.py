@@ -42,7 +42,7 @@ f32 = np.float32
 class State(typing.NamedTuple):
     """The softmax between two tiles, both [rows] float32.
 
-    base    the reference
+    base    the reference: a score times log2(e), or a score if OnlineSoftmax.large_scores
     total   sum of the exponentials; each thread has the sum over its own columns
     """
 
@@ -69,7 +69,7 @@ class OnlineSoftmax:
     lazy_rescale   references may lag behind the maximum
     reference      static reference; None: the running maximum
     polynomials    how many of eight exponentials are polynomials (exponential.py)
-    large_scores   references are scores, not powers of two
+    large_scores   references are scores, not scores times log2(e)
     program        the score program, None for the identity
     """
 
@@ -179,9 +179,13 @@ class OnlineSoftmax:
         return out * memory.stretch(rescale.factor, "row", out.shape)
 
     def finish(self, state: State, row_part: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """(reference, sum of exponentials) of each row, [rows]; reference -inf: the row has no visible score.
+        """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows], after the last tile.
 
-        row_part   [rows], the part of the scores that `step` left out because it is the same over the row; None: nothing
+        row_part   [rows], the part of the scores that `step` left out because it is the same over the row, in units of scores;
+                   None: nothing was left out, as always with large scores and with a static reference
+
+        The reference includes `row_part` and has the unit of `State.base`. A row without visible scores has reference -inf and
+        sum 0; a `row_part` of -inf hides its row. A visible row whose `row_part` is NaN or +inf has sum NaN.
         """
         total, top = thread_tiles.join_lanes(state.total, self.interpret), state.base
         if row_part is not None:  # -inf hides the row; any other value that is not finite is passed on

@@ -45,7 +45,10 @@ Dims = tuple[tuple[str, int], ...]
 
 
 def _axis_and_start(atom: ir.Atom) -> tuple[str, int] | None:
-    """The entry of `Dims` for one index, None unless the index is a constant or one axis plus a constant."""
+    """(axis, index at position 0) if the index is that axis plus a constant, ("", constant) if it is constant, else None.
+
+    This is the entry of `Dims` for one dimension. An axis times 2, or an axis plus a number that is not constant, gives None.
+    """
     if isinstance(atom, ir.Lit):
         return "", int(atom.value)
     line = atom.linear

@@ -71,7 +71,11 @@ class Staging:
         self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
 
     def read_staged(self, tile: ColumnMath, slots: Ref, slot: Scalar, group: Scalar) -> ColumnMath:
-        """In computing warpgroup `group`: `tile` with the load's values read from this group's part of a full slot."""
+        """In computing warpgroup `group`: `tile` with the values of the load, which it reads from `slots[slot]` to registers.
+
+        The copy into `slots[slot]` must have arrived. The warpgroup reads an equal share of the staged tile's
+        queries; if the kernel's score tile is transposed, an equal share of its keys, transposed.
+        """
         size = self.shape[int(self.transposed)] // self.readers
         own = pl.ds(group * size, size)
         interpret = self.plan.options.interpret

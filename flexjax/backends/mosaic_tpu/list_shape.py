@@ -37,7 +37,15 @@ class ListShape:
 
 
 def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:
-    """The sizes of a kernel's lists, from the widths of the block lists. A list entry takes 8 bytes and its bit sets."""
+    """The sizes of the visit lists of one kernel, from the static widths of the block lists.
+
+    group       query heads of one key head
+    key_major   whether a tile row is a column of tiles; if each query head has block lists of its own, the column has the tiles
+                of the whole group
+
+    One launch takes as many tile rows as TABLE_BYTES hold, where a list entry takes 8 bytes and its two bit sets: all rows if
+    they fit, else whole heads if one fits, else parts of a head.
+    """
     blocks, g = plan.blocks, geometry
     assert blocks is not None
     r, c = max(1, g.block_q // blocks.block_q), max(1, g.block_kv // blocks.block_kv)

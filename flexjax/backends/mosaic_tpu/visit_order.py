@@ -105,7 +105,10 @@ class VisitOrder:
 
 
 class DenseOrder(VisitOrder):
-    """Every tile, in plain grid dimensions: (b, h, q tile, kv tile), or (b, key head, kv tile, q tile, group member)."""
+    """Every tile, in plain grid dimensions: (b, h, q tile, kv tile), or (b, key head, kv tile, q tile, group member).
+
+    With a mask every visit is PARTIAL. Without one a visit is FULL, or EDGE if its tile reaches past an end of the matrix.
+    """
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool):
         self.geometry, self.group, self.key_major = geometry, group, key_major

@@ -237,7 +237,10 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
 
 
 def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
-    """Tiles of both backward kernels that fit the chip, best first; score: score_mod's derivative program."""
+    """Tiles for both backward kernels whose model of VMEM fits the chip, best first; the plan's options fix q and kv if given.
+
+    score   score_mod's derivative program, None without score_mod
+    """
     found: list[Tiles] = []
     options = plan.options
     for q, kv, strip in _choices(plan, DENSE_BACKWARD, BACKWARD_CHOICES, large=2):

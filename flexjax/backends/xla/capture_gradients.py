@@ -135,7 +135,15 @@ class CaptureGradients:
         return buffer.at[tuple(index)].add(tile, mode="drop")
 
     def _add_slices(self, plan: SlicePlan, buffer: Array, region: Region, tile: Array) -> Array:
-        """The buffer of a load that reads slices, with the cotangents of a region added at those slices."""
+        """The buffer of a load that reads slices, with the cotangents of one visit added where the load reads the array.
+
+        buffer   in the shape of the captured array, which is padded to whole tiles
+        region   the positions of the visit
+        tile     [batch, heads, queries, keys], the cotangents of the values that the load reads there
+
+        Cotangents are first summed over the batch and the heads if the load's index does not depend on them. Each key block is
+        then one dynamic slice of the buffer, so no scatter is needed.
+        """
         names = {name for name, _ in plan.index}
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in names)
         tile = tile.sum(drop, keepdims=True) if drop else tile

@@ -59,7 +59,13 @@ def tangent(
 
 
 class TiledTangents:
-    """The tangents of the operands in tiles, beside the operands `tiled`; None where an operand has no tangent."""
+    """The tangents of the operands, and out and lse of the forward pass, laid out in tiles as the operands `tiled` are.
+
+    query, key, value, query_extra, key_extra   padded to whole blocks; None where an operand has no tangent
+    sinks                                       [N]; None without a tangent
+    captures                                    of each array that score_mod captures, padded as the array is; None without
+    lse, out                                    [B, N, padded T, 1] and [B, N, padded T, E], in the compute dtype
+    """
 
     def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
         maybe = lambda f, x: None if x is None else f(x)
