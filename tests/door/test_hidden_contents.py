@@ -46,5 +46,5 @@ def test_zeroed_contents_are_those_of_no_contents(implementation: str) -> None:
 
 def test_the_docstring_says_so() -> None:
     text = " ".join((flexjax.flex_attention.__doc__ or "").split())
-    assert "NaN and infinities in keys and values at positions that the mask hides may spread" in text
+    assert "NaN and infinity in key and value at a hidden position can reach the output" in text
     assert "jnp.where(valid[:, :, None, None], value, 0)" in text

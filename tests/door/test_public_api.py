@@ -18,18 +18,18 @@ from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
     "AuxOutput", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
-    "ScoreMod", "MaskMod", "Layout", "Implementation",
+    "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
 }
 FUNCTIONS = [
     "flex_attention", "dot_product_attention", "create_block_mask", "and_masks", "or_masks", "not_mask", "chain_mods",
-    "explain", "autotune",
+    "explain", "autotune", "profile", "attention_weights",
 ]
 ALIASES = {"Layout", "Implementation"}
 
 SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
-        "query_extra=None, key_extra=None",
+        "broadcast_dropout=False, query_extra=None, key_extra=None",
     "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
         "block_size=128, mask_mod=None, q_len=None, kv_len=None",
@@ -55,7 +55,11 @@ def public() -> dict[str, object]:
 
 def test_names() -> None:
     """Beside submodules, which Python itself adds when they are imported."""
-    mine = {n for n, v in public().items() if not isinstance(v, types.ModuleType) or n in ("masks", "mods")}
+    mine = {
+        n
+        for n, v in public().items()
+        if not isinstance(v, types.ModuleType) or n in ("masks", "mods", "nn", "visualize")
+    }
     assert mine == NAMES
     assert set(flexjax.__all__) == NAMES
     assert len(flexjax.__all__) == len(NAMES)
@@ -66,7 +70,7 @@ def test_help_lists_the_functions_first() -> None:
     """In the text above PACKAGE CONTENTS, in the order of __all__; then help prints each function's own text."""
     text = pydoc.plain(pydoc.render_doc(flexjax))
     top = text[: text.index("PACKAGE CONTENTS")]
-    places = [re.search(rf"\b{name}\b", top[top.index("Functions") :]) for name in flexjax.__all__]
+    places = [re.search(rf"(?<![.\w]){name}\b", top[top.index("Functions") :]) for name in flexjax.__all__]
     assert all(places), top
     starts = [place.start() for place in places if place]
     assert starts == sorted(starts)

@@ -101,9 +101,9 @@ def test_names_and_counts() -> None:
         assert name == "bench" or hasattr(flexjax, name), name
     factories = lambda module: [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
     helpers = {"alibi_slopes", "t5_buckets", "tanh_approx"}
-    assert len(factories(masks)) == 30
+    assert len(factories(masks)) == 34
     assert len(set(factories(mods)) - helpers) == 16
-    assert "thirty masks and sixteen score functions" in README
+    assert "34 masks and sixteen score functions" in README
 
 
 def test_the_example_of_flex_attention() -> None:
