@@ -21,7 +21,6 @@ uint32 (narrower ones wrapped after arithmetic), booleans booleans.
 """
 
 import dataclasses
-import math
 import typing
 from collections.abc import Sequence
 
@@ -31,14 +30,11 @@ import numpy as np
 from jax import lax
 
 from flexjax.analysis.bounds import bounds
+from flexjax.backends.mosaic_gpu import memory, registers, thread_tiles
 from flexjax.backends.mosaic_gpu.integer_division import power_of_two
 from flexjax.backends.mosaic_gpu.tile_ops import (
-    DTYPES,
-    SUPPORTED,
     apply,
     inner_dtype,
-    is_float,
-    precision_name,
 )
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
@@ -48,48 +44,6 @@ NARROW = "narrow"  # a tile that repeats after PERIOD columns (thread_tiles.py),
 Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
 MAX_EXACT = 1 << 24  # integers up to here are exact in float32
 MAX_DIFFERENCE = 1 << 29  # differences and sums of integers up to here are int32, tiles that hang over included
-
-
-def unsupported(program: ir.Program) -> str | None:
-    """What of the program cannot run on a tile, as the end of a sentence, or None."""
-    if program.calls:
-        return f"contains control flow that could not be unrolled (`{program.calls[0].name}`)"
-    for array in program.captures:
-        if array.dtype not in DTYPES:
-            return f"reads a captured array of {array.dtype}; the kernel takes {', '.join(sorted(DTYPES))}"
-    for step in program.steps:
-        for value in step.outs:
-            if value.dtype not in DTYPES:
-                return f"computes a value of {value.dtype}; the kernel computes in 32 bits"
-        if isinstance(step, ir.Load):
-            array = program.captures[step.capture]
-            if math.prod(array.shape) == 0:
-                return "reads an empty array"
-            kind = ir.classify_load(step)
-            moving = [n for n, d in zip(array.shape, kind.dims, strict=True) if d != "uniform"]
-            if math.prod(moving) >= 1 << 31:
-                return "walks over 2^31 or more elements of one captured array"
-        elif isinstance(step, ir.Op):
-            reason = _unsupported_op(step)
-            if reason:
-                return reason
-    return None
-
-
-def _unsupported_op(step: ir.Op) -> str | None:
-    if step.prim not in SUPPORTED:
-        return f"uses the primitive `{step.prim}`, which has no form on a tile"
-    operand = step.inputs[0].dtype
-    if step.prim == "pow" and not (is_float(operand)):
-        return "raises integers to a power"
-    params = dict(step.params)
-    if step.prim == "reduce_precision" and precision_name(params) is None:
-        return "rounds to a format (`reduce_precision`) other than bfloat16, float16 or float32"
-    if step.prim == "bitcast_convert_type" and {operand, step.out.dtype} - {"float32", "int32", "uint32"}:
-        return f"reinterprets {operand} bits as {step.out.dtype}"
-    if step.prim == "select_n" and len(step.inputs) != 3 and operand == "bool":
-        return "selects in an unknown way"
-    return None
 
 
 def _harmless(factor: float) -> bool:
@@ -179,25 +133,21 @@ class TileProgram:
 
     def at_rows(self, start: Value) -> "TileProgram":
         """The program with its row vectors computed, for the rows from `start`."""
-        from flexjax.backends.mosaic_gpu import memory
-
         new = self._copy()
         new.row_start = jnp.asarray(start, jnp.int32)
         row = ir.Q if self.row_axis == "q" else ir.KV
         if row in new.live:
-            new.env[row] = _Slot(ROW, memory.row_iota(self.shape[0]) + new.row_start)
+            new.env[row] = _Slot(ROW, registers.row_iota(self.shape[0]) + new.row_start)
         new._run(ROW)
         return new
 
     def columns(self, start: Value) -> "TileProgram":
         """The program with its column vectors computed, for the columns from `start`: reads that `tile` need not wait for."""
-        from flexjax.backends.mosaic_gpu import memory
-
         new = self._copy()
         new.col_start = jnp.asarray(start, jnp.int32)
         column = ir.KV if self.row_axis == "q" else ir.Q
         if column in new.live:
-            new.env[column] = _Slot(COLUMN, memory.columns_from(new.col_start, self.shape[1], self.interpret))
+            new.env[column] = _Slot(COLUMN, registers.columns_from(new.col_start, self.shape[1], self.interpret))
         new._run(COLUMN)
         return new
 
@@ -318,8 +268,6 @@ class TileProgram:
         return _Slot(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
     def _stretch(self, slot: _Slot, kind: str) -> Value:
-        from flexjax.backends.mosaic_gpu import memory, thread_tiles
-
         if slot.exact is not None:
             return slot.exact
         if slot.by is not None:
@@ -333,19 +281,19 @@ class TileProgram:
         narrow = (self.shape[0], thread_tiles.PERIOD)
         if slot.kind == SCALAR:
             size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape, NARROW: narrow}[kind]
-            return memory.splat(slot.value, TILE if kind == NARROW else kind, size, self.interpret)
+            return registers.splat(slot.value, TILE if kind == NARROW else kind, size, self.interpret)
         if slot.kind == NARROW:
             return thread_tiles.repeat_columns(slot.value, self.shape, self.interpret)
-        return memory.stretch(slot.value, slot.kind, narrow if kind == NARROW else self.shape)
+        return registers.stretch(slot.value, slot.kind, narrow if kind == NARROW else self.shape)
 
     def _with_columns(self, slot: _Slot) -> jax.Array:
         """The tile without its row vector."""
-        from flexjax.backends.mosaic_gpu import memory
-
         alone = self._stretch(dataclasses.replace(slot, row=None, at=None, along=None, exact=None), TILE)
         if slot.along is None:
             return alone
-        return alone + memory.stretch(memory.column_iota(self.shape[1], jnp.float32) * slot.along, COLUMN, self.shape)
+        return alone + registers.stretch(
+            registers.column_iota(self.shape[1], jnp.float32) * slot.along, COLUMN, self.shape
+        )
 
     def _as_tile(self, slot: _Slot) -> jax.Array:
         return self._stretch(slot, TILE)
@@ -353,8 +301,6 @@ class TileProgram:
     def _compared(self, step: ir.Op) -> _Slot | None:
         """A comparison of an integer that walks along the columns with one that does not, by constants: no register holds the
         numbers of the columns. None where it is no such comparison, or one might overflow."""
-        from flexjax.backends.mosaic_gpu import memory, thread_tiles
-
         if step.prim not in thread_tiles.PREDICATES or self._kind(step.out.axes) != TILE or self.col_start is None:
             return None
         for walking, other in (step.inputs, step.inputs[::-1]):
@@ -368,9 +314,9 @@ class TileProgram:
             base = self._linear_at(linear, row_start, self.col_start)
             row = self._stretch(self._read(other), ROW) - base
             if per_row:
-                row = row - memory.row_iota(self.shape[0]) * np.int32(per_row)
+                row = row - registers.row_iota(self.shape[0]) * np.int32(per_row)
             name = step.prim if walking is step.inputs[0] else thread_tiles.MIRRORED[step.prim]
-            return _Slot(TILE, thread_tiles.compared_columns(per_col, name, row, self.shape, self.interpret))
+            return _Slot(TILE, thread_tiles.compare_columns(per_col, name, row, self.shape, self.interpret))
         return None
 
     def _operate(self, step: ir.Op) -> _Slot:
@@ -474,8 +420,6 @@ class TileProgram:
         return (source, period) if source.linear.q and source.linear.kv else None
 
     def _shortcut(self, step: ir.Op) -> _Slot | None:
-        from flexjax.backends.mosaic_gpu import memory, thread_tiles
-
         found = self._shortcut_source(step)
         if found is None or self.col_start is None:
             return None
@@ -483,7 +427,7 @@ class TileProgram:
         linear = typing.cast(ir.Linear, source.linear)
         per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
         start = self._linear_at(linear, self.row_start, self.col_start)
-        row = memory.row_iota(self.shape[0]) * np.int32(per_row)
+        row = registers.row_iota(self.shape[0]) * np.int32(per_row)
         if step.out.dtype == "float32":
             first, along = (row + start).astype(jnp.float32), np.float32(per_col)
             exact = thread_tiles.affine_tile(first, along, self.shape, self.interpret)
@@ -524,8 +468,6 @@ class TileProgram:
         return tuple(steps)
 
     def _load(self, load: ir.Load) -> _Slot:
-        from flexjax.backends.mosaic_gpu import memory
-
         ref, dtype = self.refs[load.capture], load.out.dtype
         kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))
         if kind == SCALAR:
@@ -550,8 +492,6 @@ class TileProgram:
         return _Slot(kind, value)
 
     def _gather(self, load: ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
-        from flexjax.backends.mosaic_gpu import memory
-
         ref = self.refs[load.capture]
         slots = [self._read(a) for a in load.index]
         moving = tuple(s.kind != SCALAR for s in slots)
