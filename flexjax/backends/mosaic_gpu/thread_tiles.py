@@ -27,6 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
+from flexjax.backends.mosaic_gpu.exponential import by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import (
     SCALAR_INT,
     SCALAR_LAYOUT,
@@ -309,7 +310,7 @@ def follow_maximum(
                     value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
                 tops.append(arith.select(above(row, value), value, known[row]))
                 below = arith.subf(known[row], tops[-1])
-                shrinks.append(_power_of_two(below if power == 1.0 else arith.mulf(below, mgpu.c(power, f32))))
+                shrinks.append(by_instruction(below if power == 1.0 else arith.mulf(below, mgpu.c(power, f32))))
             scf.yield_([*tops, *shrinks])
         assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):
@@ -409,9 +410,3 @@ def _any_lane(mine: ir.Value) -> ir.Value:
         has_side_effects=True,
     )
     return arith.trunci(ir.IntegerType.get_signless(1), typing.cast(ir.Value, voted))
-
-
-def _power_of_two(x: ir.Value) -> ir.Value:
-    """2^x of an f32 by the `ex2` instruction."""
-    f32 = ir.F32Type.get()
-    return typing.cast(ir.Value, llvm.inline_asm(f32, [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
