@@ -372,7 +372,7 @@ def test_each_operation_is_in_each_table_or_left_out_on_purpose(table: str) -> N
     there, left_out = TABLES[table]
     assert OPERATIONS - there - left_out == set(), f"decide on these in {table}, or leave them out here"
     assert there & left_out == set(), "these are in the table and said to be left out"
-    assert there - OPERATIONS == set(), "no program has these"
+    assert there - OPERATIONS <= REWRITTEN, "no program has these"
 
 
 def test_every_elementwise_primitive_is_an_operation_or_rewritten() -> None:

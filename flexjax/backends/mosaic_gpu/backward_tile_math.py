@@ -248,7 +248,7 @@ class ColumnMath:
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
         """The tile with the values of one load given, [rows, columns]; the program then does not load them."""
         assert self.score is not None
-        return dataclasses.replace(self, score=self.score.holding(load, value))
+        return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))
 
     def dropout_multiplier(self) -> jax.Array:
         """The dropout multiplier of each entry of the tile: 0, or 1 / (1 - rate)."""

@@ -34,8 +34,9 @@ from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outp
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, rows_of
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
-from flexjax.backends.mosaic_gpu.tile_programs import Scaled, TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
+from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir import program as ir
 
 f32 = np.float32
@@ -359,7 +360,7 @@ class QueryTile:
         rows = pl.ds(self.group * setup.tile.rows, setup.tile.rows)
         value = memory.load_staged(present(scratch.staged).at[slot, rows], setup.interpret)
         setup.slots.release("staged", scratch.staged_free, slot)
-        return score.holding(setup.staged, value)
+        return score.with_loaded_tile(setup.staged, value)
 
     def _scores(self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase) -> Scaled:
         """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the last key.
