@@ -236,6 +236,7 @@ class TileProgram:
         return TileValue(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
     def _stretch(self, slot: TileValue, kind: str) -> Value:
+        """The value broadcast to `kind`, with deferred factors computed; `exact` where the value has deferred terms."""
         if slot.exact is not None:
             return slot.exact
         if slot.by is not None:
@@ -386,6 +387,9 @@ class TileProgram:
         return (source, period) if source.linear.q and source.linear.kv else None
 
     def _affine(self, step: ir.Op) -> TileValue | None:
+        """The result of a step that equals an affine integer (`_affine_source`), from its coefficients without its operands; None
+        for every other step. A period up to PERIOD gives a narrow tile, a cast to float32 an affine tile.
+        """
         found = self._affine_source(step)
         if found is None or self.col_start is None:
             return None
@@ -405,6 +409,7 @@ class TileProgram:
         return TileValue(TILE, thread_tiles.affine_tile(row, per_col, self.shape, self.interpret, period))
 
     def _affine_value(self, linear: ir.Linear, row: Value, col: Value) -> Value:
+        """The affine integer at the tile's row number `row` and column number `col` of the attention matrix, int32."""
         q, kv = (row, col) if self.row_axis == "q" else (col, row)
         total: Value = np.int32(linear.const)
         parts = [(linear.q, q), (linear.kv, kv)]
@@ -459,6 +464,7 @@ class TileProgram:
         return TileValue(kind, value)
 
     def _gather(self, load: ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
+        """The load by `memory.gather`, for indices that are no affine integers or must be clamped."""
         ref = self.refs[load.capture]
         slots = [self._read(a) for a in load.index]
         moving = tuple(s.kind != SCALAR for s in slots)
