@@ -44,8 +44,8 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
     scalar_of,
     splat_int,
 )
+from flexjax.backends.mosaic_gpu.kernel_parts import slot_of as slot_of
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
-from flexjax.backends.mosaic_gpu.memory import slot_of as slot_of
 from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists

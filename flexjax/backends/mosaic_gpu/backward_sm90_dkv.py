@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import memory, tile_visits
+from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, Scratch, dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
@@ -68,7 +68,7 @@ def backward_dkv(
         when(group < tiles.groups)(lambda: cta.compute(group, outputs))
         when(group == tiles.groups)(cta.copy)
 
-    shapes = (memory.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
+    shapes = (kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
     return launch(
         kernel,
         Inputs(tokens, lists, order, captures),

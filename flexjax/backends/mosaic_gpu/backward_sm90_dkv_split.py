@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_visits
+from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
@@ -59,7 +59,7 @@ def backward_dkv_split(
         when(group == 1)(lambda: cta.compute_dk(outputs.d_key))
         when(group == 2)(cta.copy)
 
-    shapes = (memory.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
+    shapes = (kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
     return launch(
         kernel,
         Inputs(tokens, lists, order, captures),

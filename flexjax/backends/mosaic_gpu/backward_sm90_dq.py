@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import kernel_parts, memory, tile_visits
+from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
@@ -82,8 +82,8 @@ def backward_dq(
         kernel,
         Inputs(tokens, lists, order, captures, skipped_blocks(plan, lists) if bias.direct_gradients else VisitLists()),
         Outputs(
-            memory.output(tokens.query.shape, tokens.query.dtype, tokens.query),
-            tuple(memory.output(*one.output_shape(plan), tokens.query) for one in bias.direct_gradients),
+            kernel_parts.output(tokens.query.shape, tokens.query.dtype, tokens.query),
+            tuple(kernel_parts.output(*one.output_shape(plan), tokens.query) for one in bias.direct_gradients),
         ),
         dq_scratch(plan, tiles, bias.types),
         name="flexjax_backward_dq",

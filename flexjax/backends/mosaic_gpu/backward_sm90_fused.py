@@ -39,7 +39,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir as mlir
 
-from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, memory, tile_visits
+from flexjax.backends.mosaic_gpu import atomic_counter, dq_order, kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import DS_SLOTS, GROUPS, ROWS, FusedTiles, Scratch, fused_scratch
 from flexjax.backends.mosaic_gpu.backward_fused_visits import FusedVisits, OwnKeys, QueryVisits, query_visits
@@ -166,7 +166,7 @@ def backward_fused(
     d_key, d_value = launch(
         kernel,
         Inputs[typing.Any](tokens, visits, captures, dq_sum, counts),
-        Outputs(*(memory.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))),
+        Outputs(*(kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))),
         fused_scratch(plan, tiles),
         name="flexjax_backward_fused",
         programs=ctas,

@@ -25,7 +25,7 @@ from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
-from flexjax.backends.mosaic_gpu.thread_tiles import affine_tile, repeat_columns, rising_columns
+from flexjax.backends.mosaic_gpu.thread_tiles import add_column_slope, affine_tile, repeat_columns
 from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -242,13 +242,13 @@ class ColumnMath:
         if math.row_axis == "q":
             row = row - lse2
             return math.broadcast_rows(row) if along is None else affine_tile(row, along * LOG2E, math.shape, interpret)
-        columns = -lse2 if along is None else rising_columns(-lse2, along * LOG2E, interpret)
+        columns = -lse2 if along is None else add_column_slope(-lse2, along * LOG2E, interpret)
         return math.broadcast(columns, "q") + math.broadcast_rows(row)
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
         """The tile with the values of one load given, [rows, columns]; the program then does not load them."""
         assert self.score is not None
-        return dataclasses.replace(self, score=self.score.holding(load, value))
+        return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))
 
     def dropout_multiplier(self) -> jax.Array:
         """The dropout multiplier of each entry of the tile: 0, or 1 / (1 - rate)."""

@@ -1,7 +1,8 @@
-"""Branches of kernels: pl.when and lax.cond that are lowered faster.
+"""`when` and `cond` for kernels, which lower faster than pl.when and lax.cond.
 
-Both turn the condition, a boolean, into a number, and jax asks ptxas for its version, in a process of its own, each time that
-it lowers such a conversion: 15 ms, thirty times in a call with gradients. A choice of two numbers is the same machine code.
+jax's versions convert the boolean condition to an integer. Each lowering of that conversion starts a ptxas process to ask for its
+version, 15 ms, and a call with gradients has thirty of them. These versions select between the integers 0 and 1, which gives the
+same machine code.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,10 @@ Result = TypeVar("Result")
 
 
 def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
-    """As pl.when: the decorated function takes part where the condition, a boolean scalar, is true."""
+    """Decorates a function without arguments, which runs where the condition, a boolean scalar, is true; like pl.when.
+
+    A Python bool decides when the kernel is traced, and leaves no branch in it.
+    """
 
     def run(function: Callable[[], None]) -> None:
         if not isinstance(condition, bool):
@@ -28,5 +32,8 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
 
 
 def cond(condition: Array, true: Callable[..., Result], false: Callable[..., Result], *operands: object) -> Result:
-    """As lax.cond, of a boolean scalar; branches return alike."""
+    """true(*operands) where the condition, a boolean scalar, is true, otherwise false(*operands); like lax.cond.
+
+    Both return arrays of the same shapes and dtypes.
+    """
     return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (false, true), *operands)

@@ -254,7 +254,7 @@ class CaptureKernel:
         return launch(
             kernel,
             inputs,
-            Outputs(None if shape is None else memory.output(shape, self.dtype, tokens.query)),
+            Outputs(None if shape is None else kernel_parts.output(shape, self.dtype, tokens.query)),
             capture_scratch(self.groups, rings, dims, dtype, bias.staged),
             name="flexjax_capture_gradient",
             programs=inputs.lists.count.shape[0],

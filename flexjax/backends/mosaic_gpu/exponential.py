@@ -1,14 +1,14 @@
-"""Powers of two of a tile, part of them as polynomials.
+"""2^x of a tile of scores, for a share of the elements as a polynomial instead of the `ex2` instruction.
 
-The unit for exponentials (and for tanh) takes 16 numbers a clock; the units for multiplication take 128. Where exponentials
-bound a kernel, some of them are better multiplied out, as FlashAttention-4 does on Blackwell:
+An SM computes 16 exponentials (or tanh) a clock and 128 multiplications. Where exponentials bound a kernel, the kernel computes a
+share of them by FMAs, as FlashAttention-4 does on Blackwell:
 
     2^x = 2^n * 2^r     n = round(x), by adding and subtracting 1.5 * 2^23;  r = x - n in [-1/2, 1/2]
     2^r = 1 + r (c1 + r (c2 + r (c3 + r c4)))         relative error 2.9e-6
     2^n                 n added to the exponent bits
 
-x is cut off at -127, which gives exactly 0: what a mask switched off stays off. NaN gives a number of the order of 1e38, or NaN:
-never one that looks like a weight.
+x is clamped to -127 from below, where the result is exactly 0, so masked scores have weight 0. NaN gives NaN or a number near 1e38,
+which is never mistaken for a weight.
 """
 
 import typing
@@ -23,64 +23,70 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxlib.mlir.dialects import vector as vectors
 
-from flexjax.backends.mosaic_gpu.memory import TILE
+from flexjax.backends.mosaic_gpu.kernel_parts import inline_mgpu
+from flexjax.backends.mosaic_gpu.registers import TILE
 
-# Least largest relative error on [-1/2, 1/2] with the value 1 at 0, in float32.
 COEFFICIENTS = (0.6931242346763611, 0.24024099111557007, 0.05590631067752838, 0.00958279613405466)
-ROUNDS = 1.5 * 2.0**23
-"""A float32 this large has no bits below 1."""
+"""c1 to c4: the float32 polynomial with value 1 at 0 whose largest relative error on [-1/2, 1/2] is smallest."""
+ROUNDING_SHIFT = 1.5 * 2.0**23
+"""A float32 this large has no bits below 1, so adding it rounds x to an integer."""
 LOWEST = -127.0
-MANTISSA = 23
+MANTISSA_BITS = 23
 GROUP = 8
 """Shares are counted in eighths."""
 
 
 def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
-    """2**x of a float32 tile [rows, columns]; of every eight pairs of numbers that a thread holds, `share` by polynomial."""
+    """2^x of a float32 tile [rows, columns].
+
+    share   of every eight registers of a thread, each two neighbouring elements, this many are computed by the polynomial
+    """
     if not share:
         return jnp.exp2(x)
     if interpret:
         chosen = jnp.arange(x.shape[1]) // 2 % GROUP < share
         return jnp.where(chosen[None, :], polynomial(x), jnp.exp2(x))
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
-    def powers(_: typing.Any, tile: typing.Any) -> typing.Any:
+    @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
+    def powers(tile: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         out = np.empty_like(tile.registers)
         for number, (index, register) in enumerate(np.ndenumerate(tile.registers)):
-            one = _by_polynomial if number % GROUP < share else _by_unit
+            power_of_two = _by_polynomial if number % GROUP < share else by_instruction
             for element in range(ir.VectorType(register.type).shape[0]):
                 value = vectors.extract(register, dynamic_position=[], static_position=[element])
-                register = vectors.insert(one(value), register, dynamic_position=[], static_position=[element])
+                register = vectors.insert(power_of_two(value), register, dynamic_position=[], static_position=[element])
             out[index] = register
         return mgpu.FragmentedArray(_registers=out, _layout=tile.layout, _is_signed=None)
 
-    return powers(x)  # pyright: ignore[reportCallIssue]  # the context argument is filled in
+    return powers(x)
 
 
 def polynomial(x: jax.Array) -> jax.Array:
-    """2**x for float32 x up to 127, as the kernel computes it."""
+    """2^x for float32 x up to 127, by the polynomial at the top of this file, with the operations of `_by_polynomial`."""
     x = jnp.maximum(x, np.float32(LOWEST))
-    shifted = lax.optimization_barrier(x + np.float32(ROUNDS))  # XLA would cancel the two additions
-    r = x - (shifted - np.float32(ROUNDS))
+    shifted = lax.optimization_barrier(x + np.float32(ROUNDING_SHIFT))  # XLA would cancel the two additions
+    r = x - (shifted - np.float32(ROUNDING_SHIFT))
     value = jnp.full_like(r, COEFFICIENTS[-1])
     for c in (*COEFFICIENTS[-2::-1], 1.0):
         value = value * r + np.float32(c)
-    bits = lax.bitcast_convert_type(value, jnp.int32) + (lax.bitcast_convert_type(shifted, jnp.int32) << MANTISSA)
+    bits = lax.bitcast_convert_type(value, jnp.int32) + (lax.bitcast_convert_type(shifted, jnp.int32) << MANTISSA_BITS)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _by_unit(x: ir.Value) -> ir.Value:
+def by_instruction(x: ir.Value) -> ir.Value:
+    """2^x of an f32 by the `ex2` instruction, which flushes denormals to 0."""
     return typing.cast(ir.Value, llvm.inline_asm(x.type, [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
 def _by_polynomial(x: ir.Value) -> ir.Value:
+    """2^x of an f32 by the polynomial at the top of this file."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     number = lambda value: mgpu.c(float(value), f32)
     x = arith.maximumf(x, number(LOWEST))
-    shifted = arith.addf(x, number(ROUNDS))
-    r = arith.subf(x, arith.subf(shifted, number(ROUNDS)))
+    shifted = arith.addf(x, number(ROUNDING_SHIFT))
+    r = arith.subf(x, arith.subf(shifted, number(ROUNDING_SHIFT)))
     value = number(COEFFICIENTS[-1])
     for c in (*COEFFICIENTS[-2::-1], 1.0):
         value = typing.cast(ir.Value, llvm.intr_fma(value, r, number(c)))
-    power = arith.shli(arith.bitcast(i32, shifted), mgpu.c(MANTISSA, i32))
+    power = arith.shli(arith.bitcast(i32, shifted), mgpu.c(MANTISSA_BITS, i32))
     return arith.bitcast(f32, arith.addi(arith.bitcast(i32, value), power))

@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar, inline_mgpu, scalar_of
-from flexjax.backends.mosaic_gpu.memory import TILE, element, places_of
+from flexjax.backends.mosaic_gpu.registers import TILE, element, lowered, positions_of
 
 LARGEST_POWER = 60
 ROWS_OF_A_THREAD = 8
@@ -78,7 +78,7 @@ def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
         by = scalar_of(factor)
         where, what = {}, {}
-        for register, item, at in places_of(TILE.to_mgpu(), values.shape).constants:
+        for register, item, at in positions_of(lowered(TILE), values.shape).constants:
             where[at] = element(indices.registers[register], item)
             number = arith.mulf(element(values.registers[register], item), by)
             what[at] = llvm.inline_asm(i64, [number], "cvt.rni.s64.f32 $0, $1;", "=l,f")

@@ -28,14 +28,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import memory, thread_tiles, tile_scheduler
+from flexjax.backends.mosaic_gpu import kernel_parts, memory, registers, thread_tiles, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import cond, when
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, rows_of
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
-from flexjax.backends.mosaic_gpu.tile_programs import Scaled, TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
+from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir import program as ir
 
 f32 = np.float32
@@ -117,7 +118,7 @@ class Consumer:
             return
 
         def receive(turn: Scalar) -> tuple[Scalar, WorkItem]:
-            slot = memory.slot_of(turn, tile.query_slots)
+            slot = kernel_parts.slot_of(turn, tile.query_slots)
             plgpu.barrier_wait(self.scratch.query_full.at[slot])
             return tile_scheduler.get(present(self.scratch.mailbox), slot)
 
@@ -175,7 +176,7 @@ class QueryTile:
             at_rows(setup.plan.mask, inputs.mask),
             at_rows(setup.plan.dropout, inputs.dropout),
         )
-        slot = memory.slot_of(turn, tile.query_slots)
+        slot = kernel_parts.slot_of(turn, tile.query_slots)
         queries = scratch.query.at[slot, pl.ds(group * tile.rows, tile.rows)]
         if not tile.dynamic_scheduler:
             plgpu.barrier_wait(scratch.query_full.at[slot])
@@ -192,7 +193,7 @@ class QueryTile:
     def compute(self) -> None:
         """All steps of the item, then its results."""
         setup, tile = self.setup, self.setup.tile
-        out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), memory.TILE)
+        out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), registers.TILE)
         steps = self._staggered_steps if tile.overlap else self._whole_steps
 
         def no_steps(out: jax.Array) -> tuple[jax.Array, State, Position]:
@@ -297,7 +298,7 @@ class QueryTile:
 
         # The operands' registers are settled here: moving them between the two WGMMAs would make the second wait for the first.
         out, weights = lax.optimization_barrier((out, weights))
-        zeros = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), jnp.float32), memory.TILE)
+        zeros = plgpu.layout_cast(jnp.zeros((tile.rows, tile.block_kv), jnp.float32), registers.TILE)
         results, tree = jax.tree.flatten((zeros, setup.softmax.no_rescale, state))
         refs = (accumulator_from(out), accumulator_from(zeros), *results)
         out, _, *results = typing.cast(tuple, pl.run_state(products)(refs))
@@ -310,10 +311,10 @@ class QueryTile:
     # ----------------------------------------------------------------- parts of a step
 
     def _key_slot(self, n: Scalar) -> Scalar:
-        return memory.slot_of(self.first_step + n, self.setup.tile.stages)
+        return kernel_parts.slot_of(self.first_step + n, self.setup.tile.stages)
 
     def _value_slot(self, n: Scalar) -> Scalar:
-        return memory.slot_of(self.first_step + n, self.setup.tile.value_stages)
+        return kernel_parts.slot_of(self.first_step + n, self.setup.tile.value_stages)
 
     def _await_keys(self, n: Scalar, prefetch: bool) -> None:
         """Waits for the keys of step n at one of two places: before its own WGMMA, or (`prefetch`) behind those of step n - 1.
@@ -354,12 +355,12 @@ class QueryTile:
         setup, scratch = self.setup, self.scratch
         if setup.staged is None:
             return score
-        slot = memory.slot_of(self.first_step + n, setup.tile.staged_slots)
+        slot = kernel_parts.slot_of(self.first_step + n, setup.tile.staged_slots)
         plgpu.barrier_wait(present(scratch.staged_full).at[slot])
         rows = pl.ds(self.group * setup.tile.rows, setup.tile.rows)
         value = memory.load_staged(present(scratch.staged).at[slot, rows], setup.interpret)
         setup.slots.release("staged", scratch.staged_free, slot)
-        return score.holding(setup.staged, value)
+        return score.with_loaded_tile(setup.staged, value)
 
     def _scores(self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase) -> Scaled:
         """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the last key.
@@ -379,7 +380,7 @@ class QueryTile:
             scores = at.programs.score.scaled_tile(s, plan.scale, along=True)
             if scores.along is not None:
                 slope = scores.along / f32(scores.factor)
-                scores = scores._replace(tile=thread_tiles.add_periods(scores.tile, slope, setup.interpret))
+                scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, setup.interpret))
         elif plan.scale <= 0:
             scores = Scaled(s * f32(plan.scale), 1.0)
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
@@ -388,12 +389,12 @@ class QueryTile:
         if at.programs.mask is not None:
             (on,) = at.programs.mask.tile()
             if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
-                on = on | memory.splat(n < self.item.full, "tile", s.shape, setup.interpret)
+                on = on | registers.splat(n < self.item.full, "tile", s.shape, setup.interpret)
             s = jnp.where(on, s, f32(-math.inf))
         if setup.keys_may_overhang:
             assert at.start is not None
-            inside = memory.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
-            s = jnp.where(memory.stretch(inside, "column", s.shape), s, f32(-math.inf))
+            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
+            s = jnp.where(registers.stretch(inside, "column", s.shape), s, f32(-math.inf))
         return scores._replace(tile=s)
 
     def _add_values(self, out: jax.Array, weights: jax.Array, n: Scalar) -> jax.Array:
@@ -476,7 +477,7 @@ class QueryTile:
         outputs.lse[rows] = lse
         if outputs.max_scores is not None:
             outputs.max_scores[rows] = softmax.to_score(top)
-        out = out * memory.stretch(divisor, "row", out.shape)
+        out = out * registers.stretch(divisor, "row", out.shape)
         self._write(out, rows_of(outputs.out, setup.plan.layout, b, h, q_start, tile.rows))
 
     def _write(self, out: jax.Array, target: Ref) -> None:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import memory, tile_scheduler
+from flexjax.backends.mosaic_gpu import kernel_parts, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
@@ -38,7 +38,7 @@ class Producer:
         turns = self._each_item(self._copy_item)
         if self.setup.interpret:  # the simulator wants every arrival at a barrier to be waited for
             for slot in range(tile.dynamic_scheduler, tile.query_slots):
-                slots.acquire("query", scratch.query_free, memory.slot_of(turns + slot, tile.query_slots))
+                slots.acquire("query", scratch.query_free, kernel_parts.slot_of(turns + slot, tile.query_slots))
             for slot in range(tile.stages):
                 slots.acquire("key", scratch.key_free, slot)
             for slot in range(tile.value_stages):
@@ -68,7 +68,7 @@ class Producer:
 
         first = (jnp.asarray(True), lax.axis_index("program"), i32(0), i32(0))
         _, _, turns, _ = lax.while_loop(lambda state: state[0], one, first)
-        slot = memory.slot_of(turns, tile.query_slots)
+        slot = kernel_parts.slot_of(turns, tile.query_slots)
         self.setup.slots.acquire("query", self.scratch.query_free, slot)
         tile_scheduler.put(mailbox, slot, None)
         plgpu.barrier_arrive(self.scratch.query_full.at[slot])
@@ -79,7 +79,7 @@ class Producer:
         plan, tile, slots = self.setup.plan, self.setup.tile, self.setup.slots
         inputs, scratch = self.inputs, self.scratch
         kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
-        q_slot = memory.slot_of(turn, tile.query_slots)
+        q_slot = kernel_parts.slot_of(turn, tile.query_slots)
         slots.acquire("query", scratch.query_free, q_slot)
         if tile.dynamic_scheduler:
             tile_scheduler.put(present(scratch.mailbox), q_slot, item)
@@ -87,7 +87,7 @@ class Producer:
         plgpu.copy_gmem_to_smem(rows, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
 
         def copy_tile(n: Scalar, name: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, count: int) -> None:
-            slot = memory.slot_of(first_step + n, count)
+            slot = kernel_parts.slot_of(first_step + n, count)
             start = self.setup.scheduler.kv_start(inputs.mask_rows, item, n)
             rows = rows_of(source, plan.layout, item.b, kv_head, start, tile.block_kv)
             slots.acquire(name, free, slot)
@@ -114,7 +114,7 @@ class Producer:
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         assert setup.staged is not None
         assert setup.plan.score is not None
-        slot = memory.slot_of(first_step + n, tile.staged_slots)
+        slot = kernel_parts.slot_of(first_step + n, tile.staged_slots)
         start = setup.scheduler.kv_start(self.inputs.mask_rows, item, n)
         setup.slots.acquire("staged", scratch.staged_free, slot)
         leading = TileProgram(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import memory, staging, tile_scheduler
+from flexjax.backends.mosaic_gpu import kernel_parts, memory, staging, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
 from flexjax.backends.mosaic_gpu.forward_producer import Producer
@@ -41,7 +41,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     setup = forward_setup(plan, tile)
     inputs = _inputs(setup, operands)
     scheduler = setup.scheduler
-    stats = memory.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
+    stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         role = lax.axis_index("wg")
@@ -52,7 +52,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         kernel,
         inputs,
         Outputs(
-            out=memory.output((*inputs.query.shape[:3], tile.value_dim), plan.dtype, inputs.query),
+            out=kernel_parts.output((*inputs.query.shape[:3], tile.value_dim), plan.dtype, inputs.query),
             lse=stats,
             max_scores=stats if plan.max_scores else None,
         ),

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -77,7 +78,7 @@ def launch(
     """Runs `kernel(inputs, outputs, scratch)` and returns its results in the structure of `outputs`.
 
     inputs       named tuple of arrays; of `jax.new_ref` arrays where the kernel also writes them
-    outputs      named tuple of jax.ShapeDtypeStruct, see `memory.output`
+    outputs      named tuple of jax.ShapeDtypeStruct, see `output`
     scratch      named tuple of descriptions (shared_memory.py)
     name         of the kernel in profiles
     programs     CTAs; a kernel reads its number by `lax.axis_index("program")`
@@ -156,17 +157,21 @@ def inline_mgpu(
     *arguments: object, returns: plgpu.ShapeDtypeStruct
 ) -> Callable[[Callable[..., object]], Callable[..., jax.Array]]: ...
 @typing.overload
+def inline_mgpu(
+    *arguments: object, returns: tuple[plgpu.ShapeDtypeStruct, ...]
+) -> Callable[[Callable[..., object]], Callable[..., tuple[jax.Array, ...]]]: ...
+@typing.overload
 def inline_mgpu(*arguments: object) -> Callable[[Callable[..., object]], Callable[..., None]]: ...
 def inline_mgpu(
-    *arguments: object, returns: plgpu.ShapeDtypeStruct | None = None
-) -> Callable[[Callable[..., object]], Callable[..., jax.Array | None]]:
+    *arguments: object, returns: plgpu.ShapeDtypeStruct | tuple[plgpu.ShapeDtypeStruct, ...] | None = None
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Decorates a function of MLIR values into one of arrays and Refs, which a kernel may call.
 
     arguments   for each argument a register layout (the function gets a FragmentedArray) or `plgpu.RefType()` (a memref)
-    returns     shape, dtype and layout of the FragmentedArray that the function returns; None: it returns nothing
+    returns     shape, dtype and layout of the FragmentedArray that the function returns, or a tuple of them; None: it returns nothing
     """
 
-    def decorate(function: Callable[..., object]) -> Callable[..., jax.Array | None]:
+    def decorate(function: Callable[..., object]) -> Callable[..., object]:
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
         return typing.cast(Callable, inlined(lambda _, *values: function(*values)))
 
@@ -195,6 +200,16 @@ def i32(value: jax.typing.ArrayLike) -> jax.Array:
 
 
 # ------------------------------------------------------------------- operands as the kernels take them
+
+
+def output(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """The description of a result of a kernel. Inside shard_map it varies over the mesh axes that the operand `like` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def slot_of(number: Scalar, slots: int) -> Scalar:
+    """The slot of a ring that holds tile `number`, counted from 0: number modulo slots."""
+    return number & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, jnp.int32(slots))
 
 
 def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:

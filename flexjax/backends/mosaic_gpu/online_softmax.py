@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.backends import tile_math
-from flexjax.backends.mosaic_gpu import exponential, memory, thread_tiles
+from flexjax.backends.mosaic_gpu import exponential, registers, thread_tiles
 from flexjax.backends.mosaic_gpu.static_reference import LN2, LOG2E
-from flexjax.backends.mosaic_gpu.tile_programs import Scaled
+from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir.program import Program
 
 RESCALE_THRESHOLD = 8.0
@@ -82,7 +82,7 @@ class OnlineSoftmax:
     program: Program | None = None
 
     def _row(self, value: float) -> jax.Array:
-        return memory.splat(f32(value), "row", self.shape[:1], self.interpret)
+        return registers.splat(f32(value), "row", self.shape[:1], self.interpret)
 
     @property
     def start(self) -> State:
@@ -97,7 +97,7 @@ class OnlineSoftmax:
         """The exponentials of a tile, [rows, columns] float32, how to rescale what was summed before, and the state after it.
 
         Parts of `scores` are as TileProgram.scaled_tile gives them, but `along` multiplies the column modulo PERIOD: the tile has the
-        rest (`thread_tiles.add_periods`).
+        rest (`thread_tiles.add_period_slope`).
         """
         if self.large_scores:
             return self._step_of_large_scores(scores.tile, state)
@@ -107,8 +107,8 @@ class OnlineSoftmax:
             if scores.row is not None and scores.at is not None:
                 less = less - (scores.row + scores.at) * f32(LOG2E)
             p = self._powers(scores, units, less)
-            return p, self.no_rescale, State(state.base, state.total + thread_tiles.sums_of_thread(p, self.interpret))
-        largest = thread_tiles.largest_by_column(scores.tile, self.interpret)
+            return p, self.no_rescale, State(state.base, state.total + thread_tiles.partial_row_sums(p, self.interpret))
+        largest = thread_tiles.maximum_by_column(scores.tile, self.interpret)
         if (
             scores.by is not None
         ):  # positive factors: the largest product with one factor is the largest score times that
@@ -122,16 +122,16 @@ class OnlineSoftmax:
             )
             base, rescale = self._follow(largest, f32(1), None, state.base)
         p = self._powers(scores, units, base if offset is None else base - offset)
-        total = state.total * rescale.factor + thread_tiles.sums_of_thread(p, self.interpret)
+        total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
 
     def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
         """`step` where references are scores; the tile has the whole score."""
-        largest = thread_tiles.largest_by_column(tile, self.interpret)
+        largest = thread_tiles.maximum_by_column(tile, self.interpret)
         base, rescale = self._follow(largest, f32(1), None, state.base)
-        x = tile_math.large_distance(self.program, tile, memory.stretch(base, "row", self.shape)) * f32(LOG2E)
+        x = tile_math.large_distance(self.program, tile, registers.stretch(base, "row", self.shape)) * f32(LOG2E)
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
-        total = state.total * rescale.factor + thread_tiles.sums_of_thread(p, self.interpret)
+        total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
 
     def _follow(
@@ -143,7 +143,9 @@ class OnlineSoftmax:
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
-            top, factor, needed = thread_tiles.raised(largest, units, offset, base, threshold, self.interpret, power)
+            top, factor, needed = thread_tiles.follow_maximum(
+                largest, units, offset, base, threshold, self.interpret, power
+            )
             return top, Rescale(factor, needed)
         top = largest.max(axis=1) * units
         if offset is not None:
@@ -162,7 +164,7 @@ class OnlineSoftmax:
             x = scores.tile * units + thread_tiles.repeat_columns(slope, self.shape, self.interpret)
             return exponential.exp2_tile(x, self.polynomials, self.interpret)
         if isinstance(less, jax.Array):
-            less = memory.stretch(less, "row", self.shape)
+            less = registers.stretch(less, "row", self.shape)
         factor = (
             units if scores.by is None else thread_tiles.repeat_columns(scores.by * units, self.shape, self.interpret)
         )
@@ -176,7 +178,7 @@ class OnlineSoftmax:
             return out
         if self.lazy_rescale:
             return thread_tiles.scale_rows(out, rescale.factor, rescale.needed, self.interpret)
-        return out * memory.stretch(rescale.factor, "row", out.shape)
+        return out * registers.stretch(rescale.factor, "row", out.shape)
 
     def finish(self, state: State, row_part: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows], after the last tile.
@@ -187,7 +189,7 @@ class OnlineSoftmax:
         The reference includes `row_part` and has the unit of `State.base`. A row without visible scores has reference -inf and
         sum 0; a `row_part` of -inf hides its row. A visible row whose `row_part` is NaN or +inf has sum NaN.
         """
-        total, top = thread_tiles.join_lanes(state.total, self.interpret), state.base
+        total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
         if row_part is not None:  # -inf hides the row; any other value that is not finite is passed on
             off = (row_part == f32(-math.inf)) | (total == f32(0))
             total = jnp.where(off, f32(0), total + f32(0) * row_part)

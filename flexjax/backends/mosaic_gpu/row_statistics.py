@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import memory
+from flexjax.backends.mosaic_gpu import kernel_parts, registers
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, i32, launch, load, rows_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, SwizzledTiles, dtype_name, round_up
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E
@@ -91,7 +91,7 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
         total = None
         for first, width in columns:
             part = [
-                load(tile.at[:, pl.ds(first, width)], memory.TILE, optimized=False).astype(jnp.float32)
+                load(tile.at[:, pl.ds(first, width)], registers.TILE, optimized=False).astype(jnp.float32)
                 for tile in (scratch.out, scratch.d_out)
             ]
             dots = jnp.sum(part[0] * part[1], axis=1)
@@ -102,7 +102,7 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
     results: Outputs[jax.Array] = launch(
         kernel,
         Inputs(out, d_out),
-        Outputs(memory.output((plan.batch, plan.q_heads, length), jnp.float32, out)),
+        Outputs(kernel_parts.output((plan.batch, plan.q_heads, length), jnp.float32, out)),
         Scratch(tile, tile, Barriers(arrivals=2)),
         name="flexjax_row_dots",
         programs=plan.batch * plan.q_heads * tiles,

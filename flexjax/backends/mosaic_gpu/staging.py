@@ -1,36 +1,31 @@
-"""Tiles of a captured array that the copy engine brings into shared memory, beside the keys and values.
+"""Which captured array of a score program TMA copies to shared memory, tile by tile, beside the keys and values.
 
-A pair bias, `bias[h, q, kv]`, is as large as the scores. Read by the computing warpgroups themselves, each of its elements is
-a load of two or four bytes, eight rows apart from its neighbours in the same instruction: 64 instructions a thread for a tile
-of 64 x 128, which take the first-level cache longer than the matrix units take for the products. As tiles in shared memory
-they cost an eighth of that, and the copies run ahead.
+A pair bias, `bias[h, q, kv]`, is as large as the scores. When each thread loads its own elements, one instruction of a warp touches
+eight rows, and a tile of 64 x 128 takes 64 loads of two or four bytes a thread: the L1 cache is busy for longer than the tensor
+cores are with the products. From shared memory the same tile costs an eighth, and TMA copies it ahead.
 
-One array of the score program is staged: the first that is walked by query and key alone. What hangs over its end is zero.
+One array of a program is staged: the first that is read at [..., q, kv], with leading indices that are the same for a whole head.
+TMA fills what lies past the end of the array with zeros. pair_bias.py decides what the backward pass stages.
 """
 
 from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import KernelPlan
 
 PIECE = (8, 128)
-"""Rows and bytes of the pieces that the copy engine lays out; the array must be whole pieces."""
+"""Rows and bytes of a swizzled piece; the last two dimensions of the array must be whole pieces."""
 MOST_DIMS = 5
-"""Dimensions that the copy engine knows."""
+"""Dimensions of an array that TMA can copy from."""
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def staged_load(program: ir.Program) -> ir.Load | None:
-    """The load that goes through shared memory: of those that the score, the first result, needs."""
+    """The load of the program that goes through shared memory: the first that can be staged and that the first result, the score,
+    needs; None if there is none."""
     live = ir.uses(program.steps, program.results[:1])
-    return next((load for load in program.loads if load.out.id in live and _can_be_copied(program, load)), None)
+    return next((load for load in program.loads if load.out.id in live and _can_be_staged(program, load)), None)
 
 
-def item_size(plan: KernelPlan) -> int:
-    """Bytes of an element of the array that the plan's score program has staged; 0 where there is none."""
-    load = None if plan.score is None else staged_load(plan.score)
-    return 0 if load is None or plan.score is None else ITEM_SIZES[plan.score.captures[load.capture].dtype]
-
-
-def _can_be_copied(program: ir.Program, load: ir.Load) -> bool:
+def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
+    """Whether the load reads element [..., q, kv] of an array that TMA can copy tile by tile."""
     array = program.captures[load.capture]
     size = ITEM_SIZES.get(array.dtype)
     if size is None or not 2 <= len(array.shape) <= MOST_DIMS:
@@ -43,7 +38,7 @@ def _can_be_copied(program: ir.Program, load: ir.Load) -> bool:
 
 
 def _is_position(atom: ir.Atom, axis: str) -> bool:
-    """Whether the index is the query's (key's) own number."""
+    """Whether the index is q (`axis` "q") or kv ("kv") and nothing is added."""
     if not isinstance(atom, ir.Val) or atom.linear is None:
         return False
     line = atom.linear

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 from jax.interpreters import mlir
 
-from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, tile_programs
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, program_support
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import mask_blocks
@@ -95,7 +95,7 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
 def _refuses_programs(plan: KernelPlan) -> str | None:
     """Why the kernels cannot evaluate score_mod, mask_mod or the dropout mod, or None."""
     for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("The dropout mod", plan.dropout)):
-        reason = None if program is None else tile_programs.unsupported(program)
+        reason = None if program is None else program_support.unsupported(program)
         if reason:
             return f"{name} {reason}."
     return None
@@ -131,7 +131,7 @@ class MosaicGpu:
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         if why is not None or derivative is None:
             return why
-        reason = tile_programs.unsupported(derivative)
+        reason = program_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)

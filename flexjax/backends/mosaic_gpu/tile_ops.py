@@ -1,13 +1,14 @@
 """One operation of a traced program on scalars, vectors or tiles of a Mosaic GPU kernel.
 
-`SUPPORTED` lists the primitives; what the compiler lacks is rewritten here in terms of what it has. Floats are float32,
-integers int32 or uint32 (narrower ones wrapped after arithmetic), booleans booleans; all operands have one rank.
+`apply` computes an operation of SUPPORTED; what Mosaic lacks is composed here of what it has. Floats are float32, integers int32 or
+uint32 (narrower ones are wrapped after arithmetic), booleans booleans. All operands of an operation have one shape.
 """
 
 import math
 import typing
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,48 +16,57 @@ from jax import lax
 from flexjax.backends.mosaic_gpu.integer_division import integer_division
 from flexjax.ir import program as ir
 
-Value = typing.Any  # a jax array inside the kernel, or a numpy scalar
-WIDE = {"int8": 8, "int16": 16, "uint8": 8, "uint16": 16}
-DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *WIDE}
+Value = jax.Array
+"""An array or scalar inside a kernel; a literal operand is a numpy scalar, which has the same operators."""
+NARROW_BITS = {"int8": 8, "int16": 16, "uint8": 8, "uint16": 16}
+"""Integer dtypes that are computed in int32 -> their bits."""
+DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *NARROW_BITS}
 
 
-def inner_dtype(name: str) -> typing.Any:
-    """The dtype that a value of dtype `name` is computed in."""
+def inner_dtype(name: str) -> type[np.generic]:
+    """The dtype that a kernel computes values of dtype `name` in."""
     if name == "bool":
-        return jnp.bool_
+        return np.bool_
     if name in ("float32", "bfloat16", "float16"):
-        return jnp.float32
-    return jnp.uint32 if name == "uint32" else jnp.int32
+        return np.float32
+    return np.uint32 if name == "uint32" else np.int32
 
 
 def is_float(name: str) -> bool:
+    """Whether a dtype is one of the floats, all of which are computed in float32."""
     return name in ("float32", "bfloat16", "float16")
 
 
 def _trunc(x: Value) -> Value:
+    """x rounded toward zero; from 2^23 on every float32 is an integer already."""
     small = jnp.abs(x) < np.float32(1 << 23)
     return jnp.where(small, x.astype(jnp.int32).astype(jnp.float32), x)
 
 
 def _floor(x: Value) -> Value:
+    """x rounded down."""
     t = _trunc(x)
     return jnp.where(t > x, t - np.float32(1), t)
 
 
 def _ceil(x: Value) -> Value:
+    """x rounded up."""
     t = _trunc(x)
     return jnp.where(t < x, t + np.float32(1), t)
 
 
 def _round_even(x: Value) -> Value:
+    """x rounded to the nearest integer, halves to the even one."""
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def _round_away(x: Value) -> Value:
+    """x rounded to the nearest integer, halves away from zero."""
     return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
 
 
 def _log1p(x: Value) -> Value:
+    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits."""
     s = x / (np.float32(2) + x)
     s2 = s * s
     poly = np.float32(1 / 9)
@@ -66,6 +76,7 @@ def _log1p(x: Value) -> Value:
 
 
 def _expm1(x: Value) -> Value:
+    """exp(x) - 1; for |x| < 0.35 by its Taylor polynomial, because the subtraction would cancel digits."""
     poly = x * np.float32(1 / 7) + np.float32(1)
     for n in (6, 5, 4, 3, 2):
         poly = poly * (x * np.float32(1 / n)) + np.float32(1)
@@ -77,7 +88,7 @@ def _logistic(x: Value) -> Value:
 
 
 def _reduced_angle(x: Value) -> Value:
-    """x less the nearest multiple of 2 pi, in three parts."""
+    """x minus the nearest multiple of 2 pi, which is subtracted in three parts to keep digits."""
     turns = _round_even(x * np.float32(1 / (2 * math.pi)))
     x = x - turns * np.float32(6.28125)
     x = x - turns * np.float32(0.0019350051879882812)
@@ -93,6 +104,7 @@ def _cos(x: Value) -> Value:
 
 
 def _pow(x: Value, y: Value) -> Value:
+    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer."""
     one, zero = np.float32(1), np.float32(0)
     size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
     whole = _trunc(y) == y
@@ -104,6 +116,7 @@ def _pow(x: Value, y: Value) -> Value:
 
 
 def _integer_pow(x: Value, y: int) -> Value:
+    """x ** y by repeated squaring."""
     if y < 0:
         return np.float32(1) / _integer_pow(x, -y)
     out, base = None, x
@@ -116,6 +129,7 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
+    """The remainder of a / b rounded toward zero, which has the sign of a, for floats."""
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))
     rest = jnp.where((a < 0) & (rest > 0) | (a > 0) & (rest < 0), rest + size, rest)  # the quotient was rounded up
@@ -124,6 +138,7 @@ def _float_rem(a: Value, b: Value) -> Value:
 
 
 def _sign(x: Value) -> Value:
+    """-1, 0 or 1 in the dtype of x; NaN for NaN."""
     zero, one = (np.dtype(x.dtype).type(n) for n in (0, 1))
     out = jnp.where(x > zero, one, zero)
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
@@ -133,6 +148,7 @@ def _sign(x: Value) -> Value:
 
 
 def _population_count(x: Value) -> Value:
+    """The number of bits that are set, summed pairwise within the 32 bits."""
     u = x.astype(jnp.uint32)
     u = u - ((u >> 1) & np.uint32(0x55555555))
     u = (u & np.uint32(0x33333333)) + ((u >> 2) & np.uint32(0x33333333))
@@ -141,11 +157,13 @@ def _population_count(x: Value) -> Value:
 
 
 def _cbrt(x: Value) -> Value:
+    """The cube root: exp2(log2|x| / 3) with the sign of x."""
     size = jnp.exp2(jnp.log2(jnp.abs(x)) * np.float32(1 / 3))
     return jnp.where(x == 0, x, jnp.where(x < 0, -size, size))
 
 
 def _sinh(x: Value) -> Value:
+    """sinh from e = expm1(|x|): (e + e / (e + 1)) / 2; exp(|x| - log 2) where e would overflow."""
     e = _expm1(jnp.abs(x))
     size = np.float32(0.5) * (e + e / (e + np.float32(1)))
     size = jnp.where(jnp.abs(x) > np.float32(80), jnp.exp(jnp.abs(x) - np.float32(math.log(2))), size)
@@ -153,6 +171,7 @@ def _sinh(x: Value) -> Value:
 
 
 def _asinh(x: Value) -> Value:
+    """asinh as log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))) with the sign of x; log(2 |x|) where x^2 would overflow."""
     a = jnp.abs(x)
     size = _log1p(a + a * a / (np.float32(1) + jnp.sqrt(a * a + np.float32(1))))
     size = jnp.where(a > np.float32(1e18), jnp.log(a) + np.float32(math.log(2)), size)
@@ -165,7 +184,7 @@ def _atan(x: Value) -> Value:
 
 _ONE, _HALF = np.float32(1), np.float32(0.5)
 FLOAT_UNARY: dict[str, Callable[[Value], Value]] = {
-    "exp": jnp.exp, "exp2": jnp.exp2, "log": jnp.log, "log2": jnp.log2, "tanh": jnp.tanh, "sqrt": jnp.sqrt,
+    "exp": jnp.exp, "exp2": jnp.exp2, "log": jnp.log, "tanh": jnp.tanh, "sqrt": jnp.sqrt,
     "rsqrt": lax.rsqrt, "sin": _sin, "cos": _cos, "tan": lambda x: _sin(x) / _cos(x), "logistic": _logistic,
     "log1p": _log1p, "expm1": _expm1, "floor": _floor, "ceil": _ceil, "erf": lax.erf,
     "erfc": lambda x: _ONE - lax.erf(x), "cbrt": _cbrt, "sinh": _sinh, "asinh": _asinh, "atan": _atan,
@@ -183,66 +202,52 @@ BOOL_COMPARE: dict[str, Callable[[Value, Value], Value]] = {
 COMPARE = {"eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge}
 BITS = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
 ARITHMETIC = {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min}
-OTHER = [
-    "not",
-    "neg",
-    "abs",
-    "sign",
-    "square",
-    "integer_pow",
-    "pow",
-    "div",
-    "rem",
-    "floordiv",
-    "floormod",
-    "atan2",
-    "clamp",
-    "select_n",
-    "convert_element_type",
-    "reduce_precision",
-    "bitcast_convert_type",
-    "round",
-    "shift_left",
-    "shift_right_logical",
-    "shift_right_arithmetic",
-    "clz",
-    "population_count",
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "add_any",
-    "max_any",
-]
+OTHER = frozenset(
+    {
+        "not", "neg", "abs", "sign", "square", "integer_pow", "pow", "div", "rem", "floordiv", "floormod", "atan2",
+        "select_n", "convert_element_type", "reduce_precision", "bitcast_convert_type", "round", "shift_left",
+        "shift_right_logical", "shift_right_arithmetic", "clz", "population_count",
+    }
+)  # fmt: skip
+"""Operations that `apply` computes by a branch of their own."""
 SUPPORTED = frozenset({*FLOAT_UNARY, *COMPARE, *BITS, *ARITHMETIC, *OTHER})
+"""Operations that the kernels can compute on a tile."""
 
 
 def precision_name(params: dict[str, object]) -> str | None:
+    """The float dtype that `reduce_precision` with these parameters rounds to; None if it is none of the three."""
     bits = (params.get("exponent_bits"), params.get("mantissa_bits"))
     return {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}.get(bits)  # type: ignore[arg-type]
 
 
 def _round_to(x: Value, dtype: str) -> Value:
+    """The float32 x rounded to what the float dtype can represent."""
     return x if dtype == "float32" else x.astype(dtype).astype(jnp.float32)
 
 
 def _wrap(x: Value, dtype: str) -> Value:
-    """An int32 as the narrower integer `dtype` would hold it."""
-    if dtype not in WIDE:
+    """The int32 x modulo 2^bits of the narrower integer `dtype`; x itself for other dtypes."""
+    if dtype not in NARROW_BITS:
         return x
     if dtype.startswith("u"):
-        return x & np.int32((1 << WIDE[dtype]) - 1)
-    shift = np.int32(32 - WIDE[dtype])
+        return x & np.int32((1 << NARROW_BITS[dtype]) - 1)
+    shift = np.int32(32 - NARROW_BITS[dtype])
     return lax.shift_right_arithmetic(lax.shift_left(x, jnp.full_like(x, shift)), jnp.full_like(x, shift))
 
 
 def _convert(x: Value, old: str, new: str) -> Value:
+    """convert_element_type from dtype `old` to `new`; a float that a narrow integer cannot hold becomes its nearest value."""
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)
     if is_float(new):
         out = x.astype(jnp.float32) if old == "uint32" or is_float(old) else x.astype(jnp.int32).astype(jnp.float32)
         return _round_to(out, new)
-    if is_float(old) and new in WIDE:
-        low, high = (-(1 << WIDE[new] - 1), (1 << WIDE[new] - 1) - 1) if new[0] == "i" else (0, (1 << WIDE[new]) - 1)
+    if is_float(old) and new in NARROW_BITS:
+        low, high = (
+            (-(1 << NARROW_BITS[new] - 1), (1 << NARROW_BITS[new] - 1) - 1)
+            if new[0] == "i"
+            else (0, (1 << NARROW_BITS[new]) - 1)
+        )
         return jnp.clip(x, np.float32(low), np.float32(high)).astype(jnp.int32)
     target = inner_dtype(new)
     if old == "bool":
@@ -251,6 +256,7 @@ def _convert(x: Value, old: str, new: str) -> Value:
 
 
 def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
+    """a shifted by n bits, as jax defines it for n outside 0 .. 31; a literal n (`constant`) is within."""
     function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(
         name, lax.shift_right_arithmetic
     )
@@ -263,21 +269,20 @@ def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
     return jnp.where(inside, function(a, jnp.where(inside, n, limit)), np.zeros((), a.dtype))
 
 
-def apply(step: ir.Op, args: list[Value], hang: bool) -> Value:
-    """One operation on values of one rank."""
+def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
+    """The result of the operation on the values `args` of its operands, all of one shape.
+
+    overhangs   whether the tile may extend past the end of the attention matrix, where ranges of integers do not hold
+    """
     name, params, dtype = step.prim, dict(step.params), step.out.dtype
     operand = step.inputs[0].dtype
     first = args[0]
-    if name in ("copy", "copy_p", "stop_gradient"):
-        return first
     if name in FLOAT_UNARY:
         return FLOAT_UNARY[name](first)
     if name in COMPARE:
         return (BOOL_COMPARE if operand == "bool" else COMPARE)[name](*args)
     if name in BITS:
         return BITS[name](*args)
-    if name in ("add_any", "max_any"):
-        name = name[:3]
     if name in ARITHMETIC:
         if dtype == "bool":
             return {"add": lax.bitwise_or, "max": lax.bitwise_or}.get(name, lax.bitwise_and)(*args)
@@ -306,9 +311,7 @@ def apply(step: ir.Op, args: list[Value], hang: bool) -> Value:
     if name == "rem" and is_float(dtype):
         return _float_rem(first, args[1])
     if name in ("div", "rem", "floordiv", "floormod"):
-        return _wrap(integer_division(name, step, first, args[1], hang), dtype)
-    if name == "clamp":
-        return lax.min(lax.max(args[1], first), args[2])
+        return _wrap(integer_division(name, step, first, args[1], overhangs), dtype)
     if name == "select_n":
         out = args[1]
         for n, case in enumerate(args[2:], 1):
@@ -326,10 +329,12 @@ def apply(step: ir.Op, args: list[Value], hang: bool) -> Value:
         return _round_even(first) if even else _round_away(first)
     if name.startswith("shift_"):
         if name == "shift_right_logical" and operand in ("int8", "int16"):
-            first = first & np.int32((1 << WIDE[operand]) - 1)
+            first = first & np.int32((1 << NARROW_BITS[operand]) - 1)
         return _wrap(_shift(name, first, args[1], isinstance(step.inputs[1], ir.Lit)), dtype)
     if name == "clz":
-        return lax.clz(first) - (np.int32(32 - WIDE[operand]) if operand in WIDE else np.zeros((), first.dtype))
+        return lax.clz(first) - (
+            np.int32(32 - NARROW_BITS[operand]) if operand in NARROW_BITS else np.zeros((), first.dtype)
+        )
     if name == "population_count":
-        return _population_count(first & np.int32((1 << WIDE[operand]) - 1) if operand in WIDE else first)
+        return _population_count(first & np.int32((1 << NARROW_BITS[operand]) - 1) if operand in NARROW_BITS else first)
     raise NotImplementedError(f"The primitive `{name}` has no form on a tile.")

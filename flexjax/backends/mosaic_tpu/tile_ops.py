@@ -23,7 +23,7 @@ PLAIN = frozenset(
         "abs", "add", "sub", "mul", "neg", "max", "min", "exp", "exp2", "log", "log1p", "tanh", "logistic",
         "sqrt", "rsqrt", "erf", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "atan2", "square", "sign",
         "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "shift_left", "shift_right_arithmetic",
-        "shift_right_logical", "population_count", "clz", "rem", "clamp",
+        "shift_right_logical", "population_count", "clz", "rem",
     }
 )  # fmt: skip
 """Primitives that a kernel writes as the function of jax.lax of the same name: they compile on float32 and int32 tiles."""
@@ -235,11 +235,6 @@ def _bitcast(op: Op, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype))
 
 
-def _clamp(op: Op, low: jax.Array, x: jax.Array, high: jax.Array) -> jax.Array:
-    low, x, high = broadcast([low, x, high])
-    return jnp.minimum(jnp.maximum(x, low), high)
-
-
 def _bitwise(function: Callable[..., jax.Array]) -> Rule:
     """The rule that broadcasts the operands and applies the function."""
     return lambda op, *args: function(*broadcast(args))
@@ -276,8 +271,6 @@ RULES: dict[str, Rule] = {
     "sign": _sign,
     "is_finite": _is_finite,
     "round": _round,
-    "clamp": _clamp,
-    "copy": lambda op, x: x,
     "and": _bitwise(lambda x, y: x & y),
     "or": _bitwise(lambda x, y: x | y),
     "xor": _bitwise(lambda x, y: x ^ y),

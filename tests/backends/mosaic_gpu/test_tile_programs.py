@@ -12,7 +12,7 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import memory, tile_programs
+from flexjax.backends.mosaic_gpu import memory, program_support, tile_programs
 from flexjax.trace import trace_mod
 
 SIZES = B, H, Q, KV = 2, 4, 128, 256
@@ -90,7 +90,7 @@ MODS: dict[str, typing.Callable] = {
 
 def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool) -> np.ndarray:
     traced = trace_mod.trace_score_mod(mod, SIZES)
-    assert tile_programs.unsupported(traced.program) is None
+    assert program_support.unsupported(traced.program) is None
 
     def body(score_ref: typing.Any, *refs: typing.Any) -> None:
         *captures, out = refs
@@ -132,6 +132,6 @@ def test_names_what_it_cannot_do() -> None:
         ),
     }
     for word, mod in mods.items():
-        reason = tile_programs.unsupported(trace_mod.trace_score_mod(mod, SIZES).program)
+        reason = program_support.unsupported(trace_mod.trace_score_mod(mod, SIZES).program)
         assert reason is not None
         assert word in reason
