@@ -28,7 +28,7 @@ SAMPLE_ROWS = 16
 
 
 def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
-    """The result of `measure` from a child process, or {"failed": why}."""
+    """The result of `measure` from a child process, or {"failed": why}; a child that takes longer than `timeout` s is ended."""
     task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
     command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
     try:
@@ -74,7 +74,7 @@ def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
 
 
 def _timed(call: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of each timed call, at least 5 and at most 200 of them."""
+    """The time of each call in seconds, after two calls that are not timed: calls until `seconds` have passed, 5 to 200 of them."""
     for _ in range(2):
         call()
     times: list[float] = []

@@ -67,7 +67,10 @@ class Compiled(typing.NamedTuple):
 
 
 def build(case: Case, deterministic: bool) -> Compiled:
-    """Both passes, compiled for the default device."""
+    """The two compiled functions of a case, for the default device: q, k, v -> pull-back, and pull-back, d_out -> gradients.
+
+    They are apart so that the backward pass is timed alone. `deterministic`: whether dQ additions have a fixed order.
+    """
     options = flexjax.KernelOptions(deterministic=deterministic)
     mask = masks.causal if case.causal else None
 

@@ -177,7 +177,7 @@ def _places_of_rows(
 
 
 def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarray, sizes: Sizes) -> np.ndarray:
-    """Classes of the blocks at `places` [n, 4], by evaluating every entry."""
+    """`classes_of_entries` of the blocks at `places` [n, 4], in chunks of at most CHUNK_ENTRIES entries."""
     run = _compiled_entries(program, sizes)
     at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
     if len(places) <= at_once // 8:  # chunks have one of two shapes, because each shape is compiled
@@ -197,7 +197,12 @@ def _compiled_entries(program: Program, sizes: Sizes) -> Callable:
 
 
 def classes_of_entries(program: Program, captures: Sequence[Array], places: Array, sizes: Sizes) -> Array:
-    """int8 [n]: the exact class of each block; entries beyond the matrix do not count."""
+    """int8 [n]: the class of each of n blocks, found by evaluating the mask at every entry.
+
+    Entries past q_len or kv_len do not count.
+
+    places   int32 [n, 4]: batch entry, head, query block and key block of each
+    """
     q_len, kv_len, block_q, block_kv = sizes
 
     def one_block(place: Array) -> Array:

@@ -85,7 +85,10 @@ class Call:
         return self.summed(split, [back(g, place) for g, place in zip(results, self.movable, strict=True)])
 
     def summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
-        """Gradients, each summed over the devices that have the same part of its primal and other parts of the work."""
+        """The gradients of one device, each summed (psum) over the axes that split the work but not the operand of the gradient.
+
+        Along such an axis all devices hold the same part of the operand, and each has the gradient from its own part of the work.
+        """
         plan, operands, results = self.problem.plan, operand_dims(self.problem), list(gradients)
         over: dict[Names, list[int]] = {}
         for i, place in enumerate(self.movable):
@@ -100,7 +103,12 @@ class Call:
 
 
 def rule_of(call: Call, mesh: Mesh) -> Rule:
-    """How a primitive is split over a mesh."""
+    """The partitioning rule of one primitive of autodiff.py on a mesh of automatic axes.
+
+    The rule names the dimensions of all arguments and results, chooses the axes that split the batch and the heads
+    (`choose_split`), and computes one device's share by the same primitive (`Call.on_share`). Its text has everything that the
+    results depend on, because the compilation cache compares the text and not the rule.
+    """
     problem, plan = call.problem, call.problem.plan
     arguments, results = call.dims()
 

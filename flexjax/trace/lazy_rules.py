@@ -169,7 +169,7 @@ def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[l
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `split`: each result is a slice of the operand along one axis."""
+    """The rule of `split`: each result is a slice of the operand along one axis; an index of it is shifted by the slice's start."""
     array, axis = args[0], eqn.params["axis"]
     outs, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):

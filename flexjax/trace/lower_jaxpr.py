@@ -218,10 +218,12 @@ class Lowering:
         return out
 
     def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
-        """A LazyArray of these elements.
+        """An array of the program whose elements `element(index)` makes on demand; an array of at most one element is made now.
 
-        An element that is made later still belongs to the branches of `cond` that are being translated now, so that
-        `run_branch` limits its derivative.
+        The array remembers the branches of `cond` that are being translated now. An element that is made later is translated
+        inside those branches, because `run_branch` stops the derivative of a branch that is not taken.
+
+        too_large   the error, as a sentence that starts with "it", if a rule needs all elements and they are too many
         """
         branches = list(self._branches)
 

@@ -218,7 +218,10 @@ def _scan_counts(params: Params) -> tuple[int, int]:
 
 
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
-    """The rule of `scan`: a loop of at most MAX_UNROLL rounds is unrolled; a longer one stays whole."""
+    """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
+
+    Returns None, so that the loop stays a `Call`, for a longer loop and for an empty loop with stacked results.
+    """
     p = eqn.params
     if p["length"] > MAX_UNROLL:
         return None

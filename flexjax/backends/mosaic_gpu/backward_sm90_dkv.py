@@ -113,6 +113,7 @@ class _Cta:
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+                """Computes one visit."""
                 self.visit(rows, q0, number, masked, group, dk_acc, dv_acc)
 
             self.own.each(lambda h: self.math.at_rows(self.own.b, h, kv0, self.inputs.captures), step)
@@ -130,7 +131,12 @@ class _Cta:
     def visit(
         self, rows: RowMath, q0: Scalar, number: Scalar, masked: bool, group: Scalar, dk_acc: Ref, dv_acc: Ref
     ) -> None:
-        """Adds the tile of the queries from q0 to dK and dV of warpgroup `group`."""
+        """Adds the tile of the queries from q0 to dK and dV of warpgroup `group`.
+
+        rows     P and dS of this key tile's rows
+        number   visits of this CTA before this one; it gives the ring slots and their barrier phases
+        masked   whether the mask applies
+        """
         math, scratch, products = self.math, self.scratch, self.products
         q_slot, out_slot = self.rings.slots(number)
         q_tile, out_tile = scratch.query.at[q_slot], scratch.d_out.at[out_slot]
@@ -174,6 +180,8 @@ class _Cta:
             return None if staging is None else staging.source(self.inputs.captures, self.own.b, h)
 
         def step(source: Ref | None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+            """Copies Q, dO and, if a pair bias is staged, its tile, for one visit."""
+
             def fetch_staged(q_slot: Scalar) -> None:
                 if staging is not None and source is not None and scratch.staged is not None:
                     kv0 = self.own.tile * (tiles.rows * tiles.groups)

@@ -135,7 +135,10 @@ class TileMath:
         return (*slope, *(n for n in self.load_results if n is not None))
 
     def at_rows(self, b: Scalar, h: Scalar, row0: Scalar, captures: Captures[Ref]) -> "RowMath":
-        """The tiles of head (b, h) whose rows begin at `row0`; computes what the mods need once a row of tiles."""
+        """The row of tiles of batch entry b and head h that begins at row `row0`, with its part of the mods evaluated.
+
+        That part is the scalars and row vectors, which all tiles of the row share. Rows are queries or, if row_axis is "kv", keys.
+        """
         plan = self.plan
         ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
 

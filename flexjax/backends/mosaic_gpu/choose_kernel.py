@@ -1,6 +1,6 @@
 """Which kernels run a plan on Hopper, with which tiles: the one place that answers it.
 
-    forward_kernel(plan)     the forward kernel's tile and pipeline (forward_tiles.py lists the candidates)
+    forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
     describe(plan)           both as text, for `flexjax.explain`
 

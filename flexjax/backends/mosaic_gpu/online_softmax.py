@@ -126,7 +126,10 @@ class OnlineSoftmax:
         return p, rescale, State(base, total)
 
     def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
-        """`step` where references are scores; the tile has the whole score."""
+        """`step` for large scores: base e until the reference is subtracted, and only the difference is scaled by log2(e).
+
+        tile   [rows, columns] final scores, with the parts that `Scaled` otherwise keeps apart (factor, row, column) already added
+        """
         largest = thread_tiles.maximum_by_column(tile, self.interpret)
         base, rescale = self._follow(largest, f32(1), None, state.base)
         x = tile_math.large_distance(self.program, tile, registers.stretch(base, "row", self.shape)) * f32(LOG2E)

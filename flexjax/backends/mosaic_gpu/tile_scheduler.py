@@ -114,10 +114,11 @@ class TileScheduler:
         return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= L2_SHARE))
 
     def order(self, lists: BlockLists | None) -> jax.Array | None:
-        """[rows] int32: rows of the block mask, those with most visits first; None without a block mask.
+        """Rows of the block mask (query blocks), sorted by number of visits, most first; None without a block mask.
 
-        Persistent grids sort the rows of the whole mask; otherwise each (batch entry, head) of the mask is sorted by itself.
-        Dimensions of size 1 that the call broadcasts are not expanded, so the sort is small.
+        Returns int32 [Bm * Nm * R]: Bm and Nm are the mask's own batch and head dims (1 if the call broadcasts them), R is the
+        number of query blocks of a head. In a persistent grid this is one sorted list of row numbers b * Nm * R + h * R + row.
+        Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
         """
         if self.plan.blocks is None or lists is None:
             return None
@@ -225,7 +226,11 @@ class TileScheduler:
         per_block = blocks.block_kv // self.tile.block_kv
 
         def read(index: jax.Array | None, width: int, position: Scalar) -> Scalar:
-            """First key of the tile at that position of this row of a list; positions outside are moved inside."""
+            """First key of the tile at `position` in the item's row of a block list.
+
+            index      the flat block list, `width` blocks for each row
+            position   counted in tiles, `per_block` for each block of the list; clipped to the row
+            """
             assert index is not None
             block = position if per_block == 1 else lax.div(position, i32(per_block))
             block = lax.min(lax.max(block, i32(0)), i32(width - 1))

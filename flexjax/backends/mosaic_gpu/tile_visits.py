@@ -172,9 +172,10 @@ class KeyTileVisits:
         begin: Callable[[Scalar], State],
         step: Callable[[State, Scalar, Scalar, Scalar, bool], None],
     ) -> Scalar:
-        """Calls step(begin(head), head, first query, running number, masked) for every visit; returns their number.
+        """Calls step(begin(head), head, first query, number, masked) for every visit; returns how many visits there were.
 
-        The query heads that read the key head come one after the other. `masked` says whether the mask applies.
+        The query heads that read the key head come one after the other. `number` counts the visits before this one, over all
+        of those heads. `masked` says whether the mask applies.
         """
         plan, visits = self.plan, self.visits
 

@@ -245,9 +245,11 @@ class BlockSparseOrder(VisitOrder):
         return on, full
 
     def _row_bits(self, visit: TileVisit, which: int, block: int, lane_block: jax.Array) -> jax.Array:
-        """int32 (1, columns): whether bit set `which` (0: on, 1: full) has the block of each lane in row `block` of blocks.
+        """int32 (1, columns), 1 or 0: for each lane, the bit of its mask block in a bit set of the visit.
 
-        lane_block   number of the block, along the lanes, to which each lane belongs
+        which        the bit set: 0, blocks that are on; 1, full blocks
+        block        number of the mask block along the sublanes of the tile; sublanes are queries, or keys if q_axis is 1
+        lane_block   int32 (1, columns): number of each lane's mask block along the lanes of the tile
         """
         c = self.sub_blocks[1]
         if self.geometry.q_axis == 0:

@@ -17,14 +17,14 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def load_of(derivative: Program, number: int) -> Load:
-    """The read with respect to which result `2 + number` of the derivative program is the derivative."""
+    """Load `number` of `derivative.gradients`: result 2 + number of the program is the derivative by what it reads."""
     step = derivative.steps[derivative.gradients[number]]
     assert isinstance(step, Load)
     return step
 
 
 def wanted_load_kinds(derivative: Program | None, wanted: Sequence[bool]) -> dict[int, str]:
-    """{gradient number: kind of its read (scalar, row, column, diagonal, tile)} of the captured arrays that are `wanted`."""
+    """{n: load class} of each load n of `derivative.gradients` that reads a captured array whose gradient is wanted."""
     if derivative is None:
         return {}
     found = {}
@@ -44,7 +44,9 @@ def gather_gradients(
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of every wanted captured array in its shape and dtype, None for the others.
 
-    `sums` maps gradient numbers to the float32 sums of the kernels, as `_scattered` takes them.
+    An array that several loads read gets the sum of their gradients.
+
+    sums   {n: float32 sums of the kernels for load n of `derivative.gradients`}; `_scattered` has their shapes
     """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]
     for number, values in sorted(sums.items()):
@@ -61,7 +63,7 @@ def _scattered(
 ) -> jax.Array:
     """`values` scatter-added at the positions that the load reads, in the shape of its captured array.
 
-    By kind of the load, values are: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending
+    By load class, values are: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending
     q - kv, tile [B, N, T, S].
     """
     kind = ir.classify_load(load).kind

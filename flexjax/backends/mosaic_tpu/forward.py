@@ -165,7 +165,10 @@ class ForwardKernel:
         accumulated[...] = earlier + dot(p.astype(values.dtype), values, NN)
 
     def finish_row(self, step: KernelStep) -> None:
-        """Writes out, lse and max_scores of the row. The strip of `step` is the first of the tile."""
+        """Writes out, lse and max_scores of a row of tiles, from its sums in scratch; runs at the row's last visit.
+
+        The strip of `step` may be any of the tile: it serves to evaluate the part of the score that all keys of a row share.
+        """
         refs: Refs = step.refs
         out_ref, lse_ref, max_scores_ref = refs.outputs
         accumulated = refs.scratch.accumulated

@@ -111,7 +111,7 @@ def _defined(divide: Rule) -> Rule:
 
 
 def _by_zero(op: Op, x: jax.Array) -> jax.Array:
-    """jax's result of x divided by 0."""
+    """jax's result of the integer division or remainder `op` (div, floordiv, rem, floormod) of x by 0."""
     if op.prim == "rem":
         return x
     if op.prim == "floormod":

@@ -147,22 +147,22 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
         return f"mosaic_tpu cannot run the derivative of this score_mod: {why}."
     except vmem.NoTile as why:
         return f"mosaic_tpu has no tile for the backward pass of this call: {why}."
-    for number, kind in capture_gradients.wanted_load_kinds(derivative, wanted.score_captures).items():
+    for number, load_class in capture_gradients.wanted_load_kinds(derivative, wanted.score_captures).items():
         load = capture_gradients.load_of(derivative, number)
-        reason = _capture_refusal(plan, TileGeometry.of(plan, tiles, 0), load, kind, derivative)
+        reason = _capture_refusal(plan, TileGeometry.of(plan, tiles, 0), load, load_class, derivative)
         if reason is not None:
             return reason
     return None
 
 
 def _capture_refusal(
-    plan: KernelPlan, geometry: TileGeometry, load: Load, kind: str, derivative: Program
+    plan: KernelPlan, geometry: TileGeometry, load: Load, load_class: str, derivative: Program
 ) -> str | None:
-    """Why the kernels cannot compute the gradient of what `load`, of that kind, reads; None if they can."""
+    """Why the kernels cannot compute the gradient of the captured array that `load` reads, in a sentence; None if they can."""
     shown = derivative.captures[load.capture]
     if any("score" in ir.axes_of(a) for a in load.index):
         return f"mosaic_tpu has no gradient for a captured array ({shown}) read at an index computed from the score."
-    if kind == ir.DIAGONAL:
+    if load_class == ir.DIAGONAL:
         size = 4 * diagonals.SKEW * geometry.diagonals
         if size > DIAGONAL_BYTES:
             return (
@@ -176,7 +176,7 @@ def _capture_refusal(
                 f"captured array ({shown}) read at q - kv."
             )
     size = 4 * plan.batch * plan.q_heads * plan.q_len * plan.kv_len
-    if kind == ir.TILE and size > split_program.DENSE_LIMIT:
+    if load_class == ir.TILE and size > split_program.DENSE_LIMIT:
         return (
             f"mosaic_tpu needs {size / 2**30:.1f} GiB for the gradient of a captured array ({shown}) read at each "
             f"(q, kv), more than {split_program.DENSE_LIMIT >> 30} GiB."

@@ -111,7 +111,10 @@ def _whole_length(length: int, block: int | None, quantum: int) -> int:
 
 
 def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, int]:
-    """(queries, keys) of a tile near the wanted sizes that goes with the plan's lengths and mask blocks."""
+    """(queries, keys) of a legal tile near the wanted sizes: `tile_size` of both, and at most 32 mask blocks of keys.
+
+    Raises NoTile if no legal tile exists for the plan's lengths and mask blocks.
+    """
     blocks = plan.blocks
     q = tile_size(wanted_q, plan.q_len, blocks.block_q if blocks else None, LANES)
     kv = tile_size(wanted_kv, plan.kv_len, blocks.block_kv if blocks else None, LANES)
