@@ -253,7 +253,7 @@ def gradient_of(backend: str, names: tuple[str, ...]) -> np.ndarray:
     return np.asarray(jax.jit(jax.grad(loss))(jnp.repeat(NUMBERS[:, None], len(names), 1)))
 
 
-@pytest.mark.parametrize("backend", ["mosaic_tpu", "xla"])
+@pytest.mark.parametrize("backend", [pytest.param("mosaic_tpu", marks=pytest.mark.slow), "xla"])
 def test_gradients_are_those_of_the_reference(backend: str) -> None:
     names, every = tuple(differentiable(backend)), tuple(differentiable("reference"))
     wanted = gradient_of("reference", every)[:, [every.index(name) for name in names]]

@@ -159,7 +159,7 @@ class MosaicGpu:
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
         programs = target.cores or forward_tiles.REFERENCE_SMS
         return forward_sm90.forward(
-            plan, operands, dataclasses.replace(forward_tiles.forward_tile(plan), programs=programs)
+            plan, operands, dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
         )
 
     def backward(
