@@ -6,8 +6,9 @@
 The room computes densely, with the mods as plain functions, and does not touch the compiler beyond block masks.
 """
 
+from flexjax.visualize.figures import Drawn as Drawn
 from flexjax.visualize.figures import mask as mask
 from flexjax.visualize.figures import scores as scores
 from flexjax.visualize.figures import weights as weights
 
-__all__ = ["mask", "scores", "weights"]
+__all__ = ["Drawn", "mask", "scores", "weights"]

@@ -61,60 +61,58 @@ def mask(
     return _figure([panel(h) for h in heads], heads, (q_len, kv_len), tokens, title or name, "kept")
 
 
-def scores(
-    query: Array,
-    key: Array,
-    *,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    batch: int = 0,
-    heads: int | Sequence[int] | None = None,
-    tokens: Sequence[str] | None = None,
-    scale: float | None = None,
-    title: str | None = None,
-) -> "Figure":
-    """The scores after score_mod, masked entries grey, a panel for each of `heads`.
+class Drawn(typing.TypedDict, total=False):
+    """What `scores` and `weights` draw.
 
-    query    [B, T, N, D];  key  [B, S, M, D], M divides N
-    batch    the batch entry that is drawn
-    heads    query heads that are drawn; None: the first four
+    score_mod, mask_mod   as in flex_attention
+    batch    the batch entry; 0 by default
+    heads    one query head or several; the first four by default
     tokens   labels of the keys, and of the queries where T == S
     scale    as in flex_attention: 1 / sqrt(D) by default
-
-    Beyond 256 tokens a cell is the mean over the visible entries of a block. Returns a matplotlib Figure; raises ValueError for
-    arguments that do not fit, ImportError without matplotlib.
+    title    above the panels
     """
-    return _over_heads(query, key, score_mod, mask_mod, batch, heads, tokens, scale, title or "scores", False)
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    batch: int
+    heads: int | Sequence[int] | None
+    tokens: Sequence[str] | None
+    scale: float | None
+    title: str | None
 
 
-def weights(
-    query: Array,
-    key: Array,
-    *,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    batch: int = 0,
-    heads: int | Sequence[int] | None = None,
-    tokens: Sequence[str] | None = None,
-    scale: float | None = None,
-    title: str | None = None,
-) -> "Figure":
-    """The probabilities, softmax over the keys of what `scores` draws; the arguments are those of `scores`."""
-    return _over_heads(query, key, score_mod, mask_mod, batch, heads, tokens, scale, title or "weights", True)
+def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
+    """The scores after score_mod as pictures, a panel for each head; masked entries are grey.
+
+    query    [B, T, N, D];  key  [B, S, M, D], M divides N
+    score_mod, mask_mod, batch, heads, tokens, scale, title   see Drawn
+
+    Beyond 256 tokens a cell is the mean over the visible entries of a block. Returns a matplotlib Figure. Raises ValueError for
+    arguments that do not fit, TypeError for unknown keywords, ImportError without matplotlib.
+
+    Example: visualize.scores(q, k, score_mod=mods.alibi(8), mask_mod=masks.causal, heads=[0, 7])
+    """
+    return _over_heads(query, key, drawn, "score")
 
 
-def _over_heads(
-    query: Array,
-    key: Array,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    batch: int,
-    heads: int | Sequence[int] | None,
-    tokens: Sequence[str] | None,
-    scale: float | None,
-    title: str,
-    softmax: bool,
-) -> "Figure":
+def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
+    """The probabilities as pictures: the softmax over the keys of what `scores` draws. The arguments are those of `scores`."""
+    return _over_heads(query, key, drawn, "weight")
+
+
+def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
+    """The figure of the scores (`unit` "score") or of the probabilities ("weight")."""
+    unknown = sorted(set(drawn) - set(Drawn.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"visualize got unexpected arguments {', '.join(unknown)}; it takes {', '.join(Drawn.__annotations__)}."
+        )
+    score_mod, mask_mod, batch, heads = (
+        drawn.get("score_mod"),
+        drawn.get("mask_mod"),
+        drawn.get("batch", 0),
+        drawn.get("heads"),
+    )
     if query.ndim != 4 or key.ndim != 4 or query.shape[2] % max(key.shape[2], 1) or query.shape[3] != key.shape[3]:
         raise bad_argument(
             "query",
@@ -127,6 +125,7 @@ def _over_heads(
     for name, index, limit in (("batch", batch, query.shape[0]), *(("heads", h, count) for h in chosen)):
         if not 0 <= index < limit:
             raise bad_argument(name, str(index), f"from 0 to {limit - 1}", "Indices count from 0.")
+    scale = drawn.get("scale")
     factor = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
     kv_len = key.shape[1]
 
@@ -136,14 +135,14 @@ def _over_heads(
         def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
             on = dense.visible(mask_mod, batch, h, rows, kv_len)
             values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
-            if softmax:
+            if unit == "weight":
                 values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
             return values, on & jnp.isfinite(values)
 
         return dense.cells(rows_of, query.shape[1], kv_len)
 
-    unit = "weight" if softmax else "score"
-    return _figure([panel(h) for h in chosen], chosen, (query.shape[1], kv_len), tokens, title, unit)
+    lengths, title = (query.shape[1], kv_len), drawn.get("title") or f"{unit}s"
+    return _figure([panel(h) for h in chosen], chosen, lengths, drawn.get("tokens"), title, unit)
 
 
 def _figure(

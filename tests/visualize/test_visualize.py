@@ -94,3 +94,11 @@ def test_figures_are_saved_without_a_display(tmp_path: types.SimpleNamespace):
 def test_bad_indices(arguments: dict[str, object], message: str):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         visualize.scores(Q, K, **arguments)
+
+
+def test_unknown_keywords_are_refused():
+    message = (
+        "visualize got unexpected arguments head; it takes score_mod, mask_mod, batch, heads, tokens, scale, title."
+    )
+    with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
+        visualize.weights(Q, K, head=3)
