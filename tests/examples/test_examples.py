@@ -32,7 +32,7 @@ TRAINED: dict[str, dict[str, int]] = {
     "extrapolation": {"length": 32, "longer": 128, "steps": 25, "width": 32, "batch": 4},
     "vision_natten": {"side": 64, "steps": 20, "width": 24},
     "train_nnx": {"length": 64, "steps": 12, "width": 32, "batch": 2},
-    "moe_on_a_mesh": {"length": 32, "steps": 10, "width": 32},
+    "moe_on_a_mesh": {"length": 32, "steps": 20, "width": 32},
 }
 """Examples that train, with the arguments of a small run."""
 
