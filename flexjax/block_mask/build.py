@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import blocks_along, classify_on_host
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
-from flexjax.block_mask.traced_lists import traced_lists
+from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
 from flexjax.errors import bad_argument
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
@@ -57,9 +57,11 @@ def from_traced(
     """
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
     if any(isinstance(a, Tracer) for a in traced.arrays):
-        make: Callable = functools.partial(traced_lists, traced.program, heads=heads, sizes=sizes, exact=bool(exact))
+        # with explicit axes every device makes the whole block mask, so that there is nothing for a partitioning rule to split
+        build: Callable = lists_of_whole_arrays if split else traced_lists
+        make: Callable = functools.partial(build, traced.program, heads=heads, sizes=sizes, exact=bool(exact))
         arrays = tuple(traced.arrays)
-        if split:  # every device makes the whole block mask
+        if split:
             arrays = tuple(map(_unsplit, arrays))
             make = jax.sharding.auto_axes(make, out_sharding=PartitionSpec())
         rows = blocks_along(sizes[0], sizes[2])

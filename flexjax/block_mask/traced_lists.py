@@ -39,6 +39,13 @@ def traced_lists(
     return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
 
 
+def lists_of_whole_arrays(
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+) -> list[Array]:
+    """`traced_lists` of captures that no mesh axis splits, without the partitioning rule."""
+    return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
+
+
 def _lists(*captures: Array, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> list[Array]:
     return lists_of_classes(compiled_traced(program, heads, sizes, exact)(captures))
 
