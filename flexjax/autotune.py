@@ -32,6 +32,7 @@ from flexjax import dispatch
 from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.autodiff import attention
 from flexjax.backends import target as targets
+from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.plan import tuned
@@ -146,9 +147,7 @@ def autotune(
 
     Example: flexjax.autotune(q, k, v, mask_mod=flexjax.masks.causal, seconds=30)
     """
-    unknown = sorted(set(arguments) - set(Arguments.__annotations__))
-    if unknown:
-        raise TypeError(f"autotune() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
+    refuse_unknown_keywords("autotune", arguments, Arguments.__annotations__)
     _check(backward, seconds, cache, progress)
     filled: typing.Any = {name: _concrete(name, x) for name, x in arguments.items()}
     q, k, v = (_concrete(name, x) for name, x in (("query", query), ("key", key), ("value", value)))

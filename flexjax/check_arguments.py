@@ -5,6 +5,7 @@ Every message names the argument, what it got, what was expected and what to do.
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,15 @@ def check_options(return_aux: object, options: object) -> KernelOptions:
             f"Its fields are {', '.join(f.name for f in dataclasses.fields(KernelOptions))}.",
         )
     return options
+
+
+def refuse_unknown_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises TypeError if a keyword of `function`, which takes those of flex_attention, is not one of `known`."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise TypeError(
+            f"{function}() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention."
+        )
 
 
 def check_inputs(

@@ -14,6 +14,7 @@ from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
+from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.program import AXES, Load, Program, classify_load
@@ -53,9 +54,7 @@ def explain(
 
     Example: print(flexjax.explain(q, k, v, mask_mod=flexjax.masks.causal))
     """
-    unknown = sorted(set(arguments) - set(Arguments.__annotations__))
-    if unknown:
-        raise TypeError(f"explain() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
+    refuse_unknown_keywords("explain", arguments, Arguments.__annotations__)
     target = _target(device)
     given: dict[str, object] = {"query": query, "key": key, "value": value, **arguments}
     abstract = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}

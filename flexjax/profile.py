@@ -18,6 +18,7 @@ from flexjax import dispatch
 from flexjax.attention import Arguments, describe_call, prepare
 from flexjax.attention import flex_attention as attend
 from flexjax.backends import target as targets
+from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.types import ArrayArgument, AuxRequest, Implementations
 from flexjax.work import Work, work_of
@@ -103,9 +104,7 @@ def profile(
     The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel wastes nothing,
     and a long time with few blocks that the mask is at work. Raises what flex_attention would raise.
     """
-    unknown = sorted(set(arguments) - set(Arguments.__annotations__))
-    if unknown:
-        raise TypeError(f"profile() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention.")
+    refuse_unknown_keywords("profile", arguments, Arguments.__annotations__)
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):
         raise bad_argument("query", "traced", "concrete arrays", "Call flexjax.profile outside of jit.")
     try:
