@@ -53,7 +53,7 @@ class Problem:
 
     def differentiable(self) -> "Problem":
         """This problem with plan.differentiable set: the xla backend then runs loops of known length, which jax can
-        differentiate in reverse mode. Other backends refuse such a plan.
+        differentiate in reverse mode. The kernels of GPUs and TPUs refuse such a plan.
         """
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, differentiable=True))
 
