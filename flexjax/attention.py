@@ -263,8 +263,8 @@ def prepare(
 ) -> Call:
     """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the operands.
 
-    The arguments are those of flex_attention. Only shapes and dtypes of arrays are needed, so jax.ShapeDtypeStruct will do where
-    no values are read. Raises ValueError for bad arguments.
+    The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under jax.eval_shape or with
+    random numbers for shapes). Raises ValueError for bad arguments.
     """
     get = arguments.get
     layout, sinks = get("layout", "BTNH"), get("sinks")

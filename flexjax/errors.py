@@ -13,7 +13,7 @@ class FallbackWarning(UserWarning):
 
 
 def bad_argument(name: str, got: object, expected: str, todo: str) -> ValueError:
-    """The ValueError "`name` is got; expected expected. todo"."""
+    """A ValueError with the message "`NAME` is GOT; expected EXPECTED. TODO" from the four arguments; the caller raises it."""
     return ValueError(f"`{name}` is {got}; expected {expected}. {todo}")
 
 
