@@ -26,14 +26,14 @@ from flexjax.plan.problem import Problem
 
 
 def _mosaic_gpu() -> Backend:
-    """The backend of the GPU kernels, imported here because its imports take long."""
+    """The backend of the GPU kernels, imported only if it is asked, so that other calls do not import its kernels."""
     from flexjax.backends.mosaic_gpu.support import BACKEND
 
     return BACKEND
 
 
 def _mosaic_tpu() -> Backend:
-    """The backend of the TPU kernels, imported here because its imports take long."""
+    """The backend of the TPU kernels, imported only if it is asked, so that other calls do not import its kernels."""
     from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 
     return MosaicTpuBackend()
