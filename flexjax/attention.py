@@ -238,8 +238,8 @@ def describe_call(
 
 
 def _describe(x: object) -> str:
-    """The value of an argument in at most 80 characters: dtype and shape of an array, name of a function, lengths of a block mask,
-    else its repr, or only its type if that is longer.
+    """The value of an argument in at most 80 characters: dtype and shape of an array, name of a function, lengths of a block
+    mask, else its repr, or only its type if that is longer.
     """
     if isinstance(x, BlockMask):
         b, h, q_len, kv_len = x.shape

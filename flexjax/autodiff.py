@@ -265,8 +265,8 @@ def _primitive(
     ) -> typing.Any:
         """The lowering rule: chooses the backend for the target and inlines the code of `function` on that backend.
 
-        If XLA's partitioner splits the program over devices, the primitive becomes a call with a partitioning rule, and is lowered
-        again for one device's share.
+        If XLA's partitioner splits the program over devices, the primitive becomes a call with a partitioning rule, and is
+        lowered again for one device's share.
 
         platform   that the rule is registered for; None: the first platform of the module
         """
@@ -310,8 +310,8 @@ def _target_of(array: Array) -> Target:
 
 
 def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> core.ShapedArray:
-    """The type of a result with this shape and dtype: on the mesh of query, split over no axis, and varying (in shard_map) over the
-    axes that query varies over.
+    """The type of a result with this shape and dtype: on the mesh of query, split over no axis, and varying (in shard_map) over
+    the axes that query varies over.
     """
     sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)

@@ -135,8 +135,8 @@ def autotune(
 
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                 dropout_key, broadcast_dropout, query_extra, key_extra; random numbers are timed in place of a jax.ShapeDtypeStruct. The first
-                 backend that accepts the call is the one that is timed
+                 dropout_key, broadcast_dropout, query_extra, key_extra; random numbers are timed in place of a
+                 jax.ShapeDtypeStruct. The first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;
@@ -265,8 +265,8 @@ def _search(
 
 
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
-    """The candidates for the pass `which` ("forward" or "backward"): those of the backend, each without the options that the plan's
-    own options fix; no two are equal.
+    """The candidates for the pass `which` ("forward" or "backward"): those of the backend, each without the options that the
+    plan's own options fix; no two are equal.
     """
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
     every = timed.backend.tile_candidates(plan, timed.target)
@@ -280,7 +280,9 @@ def _seconds(trial: Trial) -> float:
 
 
 def _is_better(timing: Timing, own: Timing) -> bool:
-    """Whether a candidate's measurement `timing` is below MARGIN times that of the backend's `own` choice, so that it replaces it."""
+    """Whether a candidate's measurement `timing` is below MARGIN times that of the backend's `own` choice, so that it replaces
+    it.
+    """
     return timing.seconds is not None and own.seconds is not None and timing.seconds < MARGIN * own.seconds
 
 

@@ -110,8 +110,8 @@ def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callab
 
 
 def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
-    """Which entries are visible by the block lists and the mask program: bool, broadcastable to [B, N, T, S]; None without a block
-    mask.
+    """Which entries are visible by the block lists and the mask program: bool, broadcastable to [B, N, T, S]; None without a
+    block mask.
     """
     mask = block_mask_of(plan, operands)
     return None if mask is None else mask.to_mask()

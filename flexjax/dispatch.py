@@ -219,8 +219,8 @@ def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPl
 
 @functools.lru_cache(maxsize=4096)
 def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str, int], ...]) -> KernelPlan:
-    """The plan with `tiles`, pairs (KernelOptions field, value), among its options; the plan itself, with a warning, if the backend
-    `name` refuses it with them.
+    """The plan with `tiles`, pairs (KernelOptions field, value), among its options; the plan itself, with a warning, if the
+    backend `name` refuses it with them.
     """
     filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **dict(tiles)))
     why = backend(name).refuses(filled, target)

@@ -41,14 +41,15 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
 def dropout_program(
     rate: object, key: object, sizes: Sizes, dtype: str = "float32", broadcast: object = False
 ) -> TracedMod | None:
-    """The traced program of the factor of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
+    """The traced program of the factor of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate
+    0.
 
-    rate, key, broadcast   the arguments dropout_rate, dropout_key and broadcast_dropout of a call, not checked yet. With broadcast,
-                           all batch entries and heads drop the same positions
+    rate, key, broadcast   the arguments dropout_rate, dropout_key and broadcast_dropout of a call, not checked yet. With
+                           broadcast, all batch entries and heads drop the same positions
     sizes                  batch, query heads, query length, key length
 
-    The words of the key are the program's captured array, so another key compiles nothing. Raises ValueError for a rate outside [0, 1), a missing or
-    malformed key, or a `broadcast` that is no bool.
+    The words of the key are the program's captured array, so another key compiles nothing. Raises ValueError for a rate outside
+    [0, 1), a missing or malformed key, or a `broadcast` that is no bool.
     """
     if not isinstance(broadcast, bool):
         raise bad_argument("broadcast_dropout", repr(broadcast), "True or False", "Pass a Python bool.")

@@ -149,7 +149,9 @@ def _programs(call: Call) -> list[str]:
 
 
 def describe(program: Program) -> str:
-    """The steps of a program, a line each: the axes that its value depends on and, for a read of a captured array, its load class."""
+    """The steps of a program, a line each: the axes that its value depends on and, for a read of a captured array, its load
+    class.
+    """
     lines = ["captures " + (", ".join(f"c{i} {c}" for i, c in enumerate(program.captures)) or "nothing")]
     body = program.key.splitlines()[1 : 1 + len(program.steps)]
     width = max((len(line) for line in body), default=0)
@@ -162,7 +164,8 @@ def describe(program: Program) -> str:
 
 
 def _blocks(call: Call) -> str:
-    """The section about blocks: a picture of the block mask, and of its entries if it is small, for the first batch entry and head.
+    """The section about blocks: a picture of the block mask, and of its entries if it is small, for the first batch entry and
+    head.
 
     If the block lists are traced, or there is no mask, a line says so in place of the picture.
     """

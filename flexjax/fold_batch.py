@@ -1,9 +1,9 @@
 """vmap of attention: the mapped axis, of V copies, becomes a part of the batch, V * B entries, and one kernel runs.
 
-Entry b of the folded problem is entry b % B of copy b // B. Arrays whose first axis is the batch are reshaped, and first broadcast
-if they are not mapped. Captured arrays that are mapped keep the axis of copies in front, and the programs read them at copy b // B.
-Sinks that differ between copies join the folded result afterwards, because a plan has one row of sinks. A loop over the copies
-runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
+Entry b of the folded problem is entry b % B of copy b // B. Arrays whose first axis is the batch are reshaped, and first
+broadcast if they are not mapped. Captured arrays that are mapped keep the axis of copies in front, and the programs read them at
+copy b // B. Sinks that differ between copies join the folded result afterwards, because a plan has one row of sinks. A loop over
+the copies runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
 
 "Mapped" arguments are those that have the axis over which vmap maps; the others are shared by all copies.
 """
@@ -192,8 +192,8 @@ def _with_sinks(call: Mapped) -> list[Array]:
     """The results of a call whose sinks differ between copies: those of the folded call without sinks, corrected for the sinks.
 
     z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability.
-    Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p * tz.
-    Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
+    Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p *
+    tz. Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
     """
     problem, plan, params = call.problem, call.problem.plan, dict(call.params)
     sinks_index = problem.arrange(range(call.leaves)).sinks
@@ -292,7 +292,8 @@ def _lead(x: Array, mapped: bool, size: int) -> Array:
 def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[typing.Any, int]:
     """(block lists for the folded batch, their batch size).
 
-    The batch size is `size` copies times the batch of the plan; 1 if all copies and batch entries share the lists; 0 without lists.
+    The batch size is `size` copies times the batch of the plan; 1 if all copies and batch entries share the lists; 0 without
+    lists.
 
     flags   which operands are mapped (Mapped.flags)
     """

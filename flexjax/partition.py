@@ -48,7 +48,8 @@ def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | N
     platform   that the program is lowered for
 
     Returns the mesh over whose devices it splits the program by rules, NoRule if it splits the program without asking rules, and
-    None if it does not split the program. Each axis of the mesh has prime size, because the partitioner may split an array over a part of an axis.
+    None if it does not split the program. Each axis of the mesh has prime size, because the partitioner may split an array over a
+    part of an axis.
     """
     module = ctx.module_context
     where = module.axis_context
@@ -84,7 +85,8 @@ def _whole(because: str, todo: str) -> str:
 def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
     """A function that returns a context; the context applies, in any thread, jax settings as they are in this thread now.
 
-    These are the settings that lowering depends on: x64 mode, precision of matrix products, dtype promotion. XLA asks what one device computes in a thread of its own, which has the global settings only.
+    These are the settings that lowering depends on: x64 mode, precision of matrix products, dtype promotion. XLA asks what one
+    device computes in a thread of its own, which has the global settings only.
     """
     now: typing.Any = jax.config
     x64, precision = now.jax_enable_x64, now.jax_default_matmul_precision

@@ -1,8 +1,8 @@
 """`profile`: the measured time of one call beside what its work predicts on this device.
 
-The roofline model (Williams, Waterman and Patterson, "Roofline", CACM 2009): a call takes at least the time of its floating-point operations
-at the device's peak rate, and at least the time of its bytes at the device's memory bandwidth. Both rates are measured in the same run,
-by a large matrix product in the dtype of the call and by a large copy, so that no table of devices is needed.
+The roofline model (Williams, Waterman and Patterson, "Roofline", CACM 2009): a call takes at least the time of its floating-point
+operations at the device's peak rate, and at least the time of its bytes at the device's memory bandwidth. Both rates are measured
+in the same run, by a large matrix product in the dtype of the call and by a large copy, so that no table of devices is needed.
 """
 
 import statistics

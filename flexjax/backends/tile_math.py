@@ -66,8 +66,8 @@ def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Arr
 
 
 def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator; both count the
-    sink. A row without any visible entry and without a sink has output 0 and lse -inf.
+    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator; both count
+    the sink. A row without any visible entry and without a sink has output 0 and lse -inf.
 
     maximum, total   [..., 1]: row maximum, and sum of exp(score - maximum)
     accumulated      [..., E]: sum of exp(score - maximum) * value

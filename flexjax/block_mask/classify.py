@@ -5,8 +5,8 @@ uncertain. If the caller wants exactness, uncertain blocks are evaluated entry b
 count as partial.
 
 `heads` is everywhere (batch, heads) of the block mask, `captures` the arrays that the mask program reads, `sizes` see Sizes.
-Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE neighbouring blocks; its
-coordinates count query and key blocks in squares. A code is a class or UNSURE.
+Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE neighbouring blocks;
+its coordinates count query and key blocks in squares. A code is a class or UNSURE.
 """
 
 import functools
@@ -65,7 +65,8 @@ def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
 def classify_rows(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, q_blocks: Array
 ) -> tuple[Array, Array]:
-    """(class int8, certain bool) of all blocks in the given rows, by interval analysis: each [batch, heads, len(q_blocks), kv blocks].
+    """(class int8, certain bool) of all blocks in the given rows, by interval analysis: each [batch, heads, len(q_blocks), kv
+    blocks].
 
     q_blocks   int32: the numbers of the query blocks; all key blocks of each are classified
     """

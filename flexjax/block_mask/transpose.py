@@ -20,7 +20,8 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
-    """All `widths` rounded up to one number: the smallest power of two, at least 16, that none of them exceeds, but at most `most`.
+    """All `widths` rounded up to one number: the smallest power of two, at least 16, that none of them exceeds, but at most
+    `most`.
 
     For lists whose contents may change between calls: the width is part of an array's shape, and a new shape is compiled again.
     """
@@ -81,8 +82,8 @@ def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
     lists     num, index, full_num, full_index
     columns   how many columns there are
 
-    The widths are rounded up (`rounded`) if the lists are concrete, and are the number of rows if they are traced. 0 for a list of
-    width 0.
+    The widths are rounded up (`rounded`) if the lists are concrete, and are the number of rows if they are traced. 0 for a list
+    of width 0.
     """
     rows = lists[0].shape[-1]
     widths = (rows, rows)
@@ -106,7 +107,8 @@ def longest_row(places: np.ndarray, shape: tuple[int, int, int]) -> int:
 
 @functools.partial(jax.jit, static_argnames=("columns", "width"))
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, [..., columns, width].
+    """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, [..., columns,
+    width].
 
     num, index   how many columns each row lists, and their numbers
     width        at least the largest number of rows that list one column

@@ -1,7 +1,8 @@
 """Attention whose arrays are split over automatic mesh axes: every device computes its share of the batch and the heads.
 
-Automatic axes (AxisType.Auto) are those over which XLA's partitioner decides how arrays are split, when it compiles. `rule_of` is the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A device runs the same primitive on its
-share (split.py), and gradients of what several devices share are summed over them.
+Automatic axes (AxisType.Auto) are those over which XLA's partitioner decides how arrays are split, when it compiles. `rule_of` is
+the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A device runs the same primitive on its share
+(split.py), and gradients of what several devices share are summed over them.
 
 Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
 """

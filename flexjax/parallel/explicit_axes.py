@@ -1,7 +1,8 @@
 """Attention whose arrays are split over explicit mesh axes: every device computes its share of the batch and the heads.
 
-Explicit axes (AxisType.Explicit) are those whose splits are part of the types of arrays. The type of query says over which axes its batch and its heads are split. `split_work` runs the call inside
-`jax.shard_map` over the explicit axes of that mesh, and each device gets what split.py says.
+Explicit axes (AxisType.Explicit) are those whose splits are part of the types of arrays. The type of query says over which axes
+its batch and its heads are split. `split_work` runs the call inside `jax.shard_map` over the explicit axes of that mesh, and each
+device gets what split.py says.
 
 Arrays that are already split this way need no collective. All other arrays are resharded on the way in: a query that is
 split over its tokens or its head dim is gathered. The results are resharded to the split of query. The gradients follow

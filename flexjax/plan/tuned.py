@@ -8,8 +8,8 @@ its tiles, and the versions of jax and flexjax; in the tables of the package, wi
                                           median; "measured", the time in UTC; "finished", whether every candidate was tried
 
 and in the tables of the package also "name" and "source". In this file, "entries" are a dict from digest to entry, a "tile" is
-a dict from names of KernelOptions (block_q, ...) to ints, and the "passes" are forward and backward. Two entries of one digest are joined pass by pass: a finished search
-wins over one that was cut off, then the newer measurement, then the faster.
+a dict from names of KernelOptions (block_q, ...) to ints, and the "passes" are forward and backward. Two entries of one digest
+are joined pass by pass: a finished search wins over one that was cut off, then the newer measurement, then the faster.
 
 The user's file is `tuned.json` in FLEXJAX_CACHE_DIR, by default in `flexjax` of the user's cache directory; an empty
 FLEXJAX_CACHE_DIR means none. It is read once a process. A file that cannot be read is ignored with a warning, because tiles
@@ -60,8 +60,8 @@ def plan_text(plan: KernelPlan) -> str:
 
 
 def summary(plan: KernelPlan) -> str:
-    """The plan in one line of text: sizes, dtype, layout, which of score_mod, mask_mod, blocks and dropout it has, and "any order"
-    if the backward pass may add in any order.
+    """The plan in one line of text: sizes, dtype, layout, which of score_mod, mask_mod, blocks and dropout it has, and "any
+    order" if the backward pass may add in any order.
     """
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
@@ -168,8 +168,8 @@ def _rank(made: dict[str, typing.Any]) -> tuple[bool, str, float]:
 def write(path: str | os.PathLike[str], entries: Entries) -> None:
     """Joins the entries (see `joined`) to those of the file at `path`, which is created if missing, with its folder.
 
-    Lookups of this process read the file again afterwards. A lock lets several processes write one after another, and the file is replaced at once, so that a reader sees it before
-    or after a change. A file that cannot be read is renamed, with a warning.
+    Lookups of this process read the file again afterwards. A lock lets several processes write one after another, and the file is
+    replaced at once, so that a reader sees it before or after a change. A file that cannot be read is renamed, with a warning.
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

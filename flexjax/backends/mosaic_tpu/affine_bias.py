@@ -8,8 +8,8 @@ the lse when the row ends, and the backward kernels subtract it from the lse. Th
 Positions are counted from the first element of the strip, so that the sums stay as small as the biases themselves.
 Other terms are evaluated as they are and added. All terms are in base 2: multiplied by log2(e) where that is cheapest.
 
-A strip is the part of a tile whose scores are computed at once (tile_programs.py). An atom is an operand of a program: a literal or
-the result of a step.
+A strip is the part of a tile whose scores are computed at once (tile_programs.py). An atom is an operand of a program: a literal
+or the result of a step.
 """
 
 import dataclasses

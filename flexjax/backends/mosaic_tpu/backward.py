@@ -5,8 +5,8 @@ fit VMEM, else a dq kernel and a dk/dv kernel. After: the gradients of captured 
 layouts.fold folded. The dq kernel also runs wherever a captured array wants the gradient of a read that is no column's.
 
 A read is a load of a score program: it reads an element of a captured array for each entry, and its kind (scalar, row, column,
-diagonal, tile) says on what the element depends. "Folded" arrays are those of layouts.fold: extra features joined to the head dim,
-in the shapes that kernels read.
+diagonal, tile) says on what the element depends. "Folded" arrays are those of layouts.fold: extra features joined to the head
+dim, in the shapes that kernels read.
 """
 
 import jax

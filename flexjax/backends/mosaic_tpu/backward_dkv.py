@@ -9,9 +9,9 @@ With `with_query` this kernel is the whole backward pass: ds is there anyway, so
 kernel that computes scores, exponentials and dO . V again. The sums of dq, float32 for all queries of the group, stay in VMEM
 for a whole key head; vmem.dq_sums_fit says whether they fit.
 
-A group is the query heads of one key head. A strip is a range of queries of a tile whose scores are computed at once. A column read
-is a load of the score program that reads one element of a captured array for each key. "Checked" strips may have entries that are
-hidden or past the end.
+A group is the query heads of one key head. A strip is a range of queries of a tile whose scores are computed at once. A column
+read is a load of the score program that reads one element of a captured array for each key. "Checked" strips may have entries
+that are hidden or past the end.
 """
 
 import dataclasses

@@ -8,9 +8,9 @@
 Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where they cannot hold anything but
 finite numbers (TileScores.finite_where_off), one select before the exponential does the same at less cost.
 
-Entries that are "off" are hidden by the mask or past the end of queries or keys. A read is a load of the score program: it reads an
-element of a captured array for each entry; reads are numbered as in derivative.gradients. Derivatives by the score and by reads are
-called slopes. A strip is the part of a tile whose scores are computed at once, (rows, cols).
+Entries that are "off" are hidden by the mask or past the end of queries or keys. A read is a load of the score program: it reads
+an element of a captured array for each entry; reads are numbered as in derivative.gradients. Derivatives by the score and by
+reads are called slopes. A strip is the part of a tile whose scores are computed at once, (rows, cols).
 """
 
 import dataclasses

@@ -12,9 +12,9 @@ head dimensions that the block mask has; those over which it broadcasts are plai
 The two bit sets exist where a tile holds several blocks of the mask. Lists that do not fit SMEM are cut into chunks of whole
 tile rows; the kernel runs once a chunk, and each launch writes its rows of the outputs in place.
 
-A tile row is a row of tiles in a query-major order (one query tile), and a column of tiles in a key-major order (one key tile); its
-entries have the numbers of their columns in it. A group is the query heads of one key head. Blocks of the mask are "on" if they are
-partial or full.
+A tile row is a row of tiles in a query-major order (one query tile), and a column of tiles in a key-major order (one key tile);
+its entries have the numbers of their columns in it. A group is the query heads of one key head. Blocks of the mask are "on" if
+they are partial or full.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def make_order(
 
 
 class BlockSparseOrder(VisitOrder):
-    """The visits that the block lists name. Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and heads
-    are 1 where the lists have that dimension.
+    """The visits that the block lists name. Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and
+    heads are 1 where the lists have that dimension.
 
     list_batch, list_heads   leading sizes of the block lists
     shape                    static sizes of the visit lists
@@ -259,7 +259,8 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ the bit sets on a tile
 
     def block_bits(self, visit: TileVisit, strip: Strip) -> tuple[jax.Array, jax.Array] | None:
-        """(on, full), bool (rows, cols): which entries of a strip of the visited tile lie in blocks that are on, and in full blocks.
+        """(on, full), bool (rows, cols): which entries of a strip of the visited tile lie in blocks that are on, and in full
+        blocks.
 
         None where a tile has no bit sets, because its kind alone says which entries to check.
         """

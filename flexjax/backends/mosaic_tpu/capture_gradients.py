@@ -68,7 +68,8 @@ def gather_gradients(
 def _scattered(
     plan: KernelPlan, derivative: Program, captures: Sequence[jax.Array], load: Load, values: jax.Array
 ) -> jax.Array:
-    """The gradient of the captured array of one load, float32 in its shape: `values` scatter-added where the load reads the array.
+    """The gradient of the captured array of one load, float32 in its shape: `values` scatter-added where the load reads the
+    array.
 
     values   what the kernels summed of the cotangents of what the load reads
 

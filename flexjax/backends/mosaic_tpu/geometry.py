@@ -2,8 +2,8 @@
 
 A kernel reads a value of q - kv from a *diagonal array*: one number for each diagonal of the attention matrix, padded so
 that the window of every tile starts at a multiple of 128 lanes. In kernel coordinates (rows of tiles, columns of tiles)
-the entry (row r, column c) of the matrix reads element `c - r + padded_rows` of that array. The window of a tile is the part of the
-diagonal array that has the diagonals of the tile.
+the entry (row r, column c) of the matrix reads element `c - r + padded_rows` of that array. The window of a tile is the part of
+the diagonal array that has the diagonals of the tile.
 """
 
 import dataclasses

@@ -9,8 +9,8 @@ them, and hoisted.py computes their values:
     tiles        [batch or 1, heads or 1, q_len, kv_len] blocks; a captured array itself as [planes, rows, columns]
     tables       [1, n] whole, for gathers
 
-A hoisted value is one that XLA computes before the kernel starts (split_program.py, with its axis classes). A strip is the part of a
-tile that a kernel evaluates at once. An index map is the function of a block spec from a grid step to the number of a block.
+A hoisted value is one that XLA computes before the kernel starts (split_program.py, with its axis classes). A strip is the part
+of a tile that a kernel evaluates at once. An index map is the function of a block spec from a grid step to the number of a block.
 """
 
 import dataclasses
@@ -284,8 +284,8 @@ def _as_operand_dtype(values: jax.Array, dtype: str) -> jax.Array:
 
 
 def _gather_table(array: jax.Array) -> Operand:
-    """The operand of a load that gathers in the kernel: the whole captured array, flattened to (1, n) of float32 or int32 and padded
-    with 0 to a multiple of 128.
+    """The operand of a load that gathers in the kernel: the whole captured array, flattened to (1, n) of float32 or int32 and
+    padded with 0 to a multiple of 128.
     """
     flat = array.reshape(1, -1)
     flat = flat.astype("float32" if jnp.issubdtype(array.dtype, jnp.floating) else "int32")

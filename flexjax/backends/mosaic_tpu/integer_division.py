@@ -2,8 +2,8 @@
 
 Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows it. The undefined
 cases are division by 0 and division of the least integer by -1; each needs selects, which are emitted only if the ranges of
-the operands allow the case. A rule computes a step of a program: it takes the step `op` (ir/program.py), which has dtypes and known
-ranges, and the values of its operands, of shapes that broadcast together, and returns the result.
+the operands allow the case. A rule computes a step of a program: it takes the step `op` (ir/program.py), which has dtypes and
+known ranges, and the values of its operands, of shapes that broadcast together, and returns the result.
 """
 
 import typing

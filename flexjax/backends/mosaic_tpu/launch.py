@@ -5,9 +5,9 @@ tuples. The scalar-prefetch arrays are, in this order: those of the order (rows,
 hoisted operands, and what the kernel adds (sinks). Where the visit lists are cut into chunks, the pallas_call runs in a loop
 that passes the outputs through in place.
 
-A visit is a grid step that computes one tile. A strip is the part of a tile whose scores are computed at once. Hoisted operands are
-values of the mods that XLA computes before the kernel starts (hoisted_operands.py). A reference is what a Pallas kernel body gets
-for an array: it reads and writes the current block through it.
+A visit is a grid step that computes one tile. A strip is the part of a tile whose scores are computed at once. Hoisted operands
+are values of the mods that XLA computes before the kernel starts (hoisted_operands.py). A reference is what a Pallas kernel body
+gets for an array: it reads and writes the current block through it.
 """
 
 import dataclasses

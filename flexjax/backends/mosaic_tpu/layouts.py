@@ -4,8 +4,8 @@ Kernels read blocks [tokens, dim] of one head. Arrays [B, N, T, D] (BNTH) hold t
 hold them too when D is a multiple of 128: [B, T, N * D] is the same memory, and a head is a block of lanes of it. Other BTNH
 arrays are transposed.
 
-An index map is the function of a block spec from a grid step to the number of a block; it gets the grid indices and the prefetched
-references.
+An index map is the function of a block spec from a grid step to the number of a block; it gets the grid indices and the
+prefetched references.
 """
 
 import dataclasses

@@ -73,13 +73,17 @@ class HoistedValue:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the operand: float32 for float32 and bfloat16, int32 for all others; blocks of a captured array keep theirs."""
+        """The dtype of the operand: float32 for float32 and bfloat16, int32 for all others; blocks of a captured array keep
+        theirs.
+        """
         if self.direct_load is not None:
             return self.val.dtype
         return "float32" if self.val.dtype in ("float32", "bfloat16") else "int32"
 
     def leading_sizes(self, batch: int, heads: int) -> tuple[int, int]:
-        """The sizes (along b, along h) of the operand: `batch` and `heads` of the call, or 1 if the value does not depend on them."""
+        """The sizes (along b, along h) of the operand: `batch` and `heads` of the call, or 1 if the value does not depend on
+        them.
+        """
         return (batch if "b" in self.val.axes else 1, heads if "h" in self.val.axes else 1)
 
 
@@ -260,7 +264,8 @@ FINITE_OPS = frozenset(
 
 
 def stays_finite(program: Program) -> bool:
-    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations alone.
+    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations
+    alone.
 
     A result that depends on a captured array does not count as finite.
     """

@@ -150,7 +150,8 @@ def _heads_do_not_divide(plan: KernelPlan) -> bool:
 
 
 def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | None, chip: vmem.Chip) -> str | None:
-    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None if they can.
+    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None if they
+    can.
 
     derivative   program of score_mod's derivatives; None without score_mod
     """
@@ -176,7 +177,8 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
 def _capture_refusal(
     plan: KernelPlan, geometry: TileGeometry, load: Load, load_class: str, derivative: Program
 ) -> str | None:
-    """The sentence that says why the kernels cannot compute the gradient of the captured array that `load` reads; None if they can.
+    """The sentence that says why the kernels cannot compute the gradient of the captured array that `load` reads; None if they
+    can.
 
     geometry     of the backward kernels
     load_class   the class of the load: "scalar", "row", "column", "diagonal" or "tile"

@@ -4,8 +4,8 @@ Most are the jax.lax function of the same name (PLAIN). RULES rewrites those tha
 selects between booleans become and/or, divisions by constants become shifts or multiplications (integer_division.py), and
 missing transcendental functions are composed of exp, log, erf and arctan2.
 Operands are scalars, (rows, 1), (1, columns) or (rows, columns); `apply` broadcasts them to one shape. A rule is a function
-(op, *operands) -> result, where `op` is the step of the program, which has the dtypes. Functions of numbers, such as `_sinh`, take
-and return float32 arrays.
+(op, *operands) -> result, where `op` is the step of the program, which has the dtypes. Functions of numbers, such as `_sinh`,
+take and return float32 arrays.
 """
 
 import math
@@ -167,7 +167,9 @@ def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
 
 
 def _choose(dtype: str, which: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
-    """`yes` where the bool `which` is True, else `no`; values of dtype "bool" by and/or, because Mosaic cannot select between them."""
+    """`yes` where the bool `which` is True, else `no`; values of dtype "bool" by and/or, because Mosaic cannot select between
+    them.
+    """
     if dtype == "bool":
         return (which & yes) | (~which & no)
     return jnp.where(which, yes, no)

@@ -1,7 +1,7 @@
 """The programs of a call on a strip of a tile: scores after score_mod, which entries are on, and dropout's multipliers.
 
-A strip is the part of a tile whose scores are computed at once. Entries that are "on" count: the mask shows them, and they are not
-past the end of queries or keys. Hoisted operands are values of the programs that XLA computes before the kernel starts.
+A strip is the part of a tile whose scores are computed at once. Entries that are "on" count: the mask shows them, and they are
+not past the end of queries or keys. Hoisted operands are values of the programs that XLA computes before the kernel starts.
 """
 
 import dataclasses
@@ -81,7 +81,8 @@ class TileScores:
     def _needs_only_bias(self) -> bool:
         """Whether c * s + bias is all that the kernel needs of the score program.
 
-        It is if the program has no derivatives, or the derivative by s is the literal c and those by captured reads are not wanted.
+        It is if the program has no derivatives, or the derivative by s is the literal c and those by captured reads are not
+        wanted.
         """
         assert self.score is not None
         assert self.separated is not None
@@ -125,7 +126,8 @@ class TileScores:
         return strip_bias(self.separated, values, self._view(self._number[SCORE], step))
 
     def scores(self, step: KernelStep, score: jax.Array) -> list[jax.Array]:
-        """The results of the score program on the strip of `step`: [s'], and of a derivative program also ds'/ds and each ds'/dload.
+        """The results of the score program on the strip of `step`: [s'], and of a derivative program also ds'/ds and each
+        ds'/dload.
 
         score   the scaled scores s, float32 (rows, cols)
 
@@ -137,8 +139,8 @@ class TileScores:
         return [jnp.broadcast_to(results[0].astype(jnp.float32), score.shape), *results[1:]]
 
     def dropout(self, step: KernelStep) -> jax.Array | None:
-        """What dropout multiplies each probability of the strip by: 0 or 1 / (1 - rate), float32, broadcasts to (rows, cols); None
-        without dropout.
+        """What dropout multiplies each probability of the strip by: 0 or 1 / (1 - rate), float32, broadcasts to (rows, cols);
+        None without dropout.
         """
         results = self._evaluate(DROPOUT, step)
         return None if results is None else results[0].astype(jnp.float32)

@@ -4,9 +4,9 @@ The compiler lets a kernel use up to `Chip.vmem_limit` bytes. The model counts, 
 because they are double buffered; scratch once; and the score-sized float32 temporaries that are alive together. It is meant
 to be a little high; tests compile the default tiles for every chip. Sizes of tiles are in tokens, sizes of memory in bytes.
 
-VMEM is the vector memory of a TPU core. A strip is the part of a tile whose scores are computed at once. Hoisted operands are values
-of the mods that XLA computes before the kernel starts. `score` is everywhere the program of scores that the kernel runs: score_mod's
-in the forward pass, that of its derivatives in the backward pass; None without score_mod.
+VMEM is the vector memory of a TPU core. A strip is the part of a tile whose scores are computed at once. Hoisted operands are
+values of the mods that XLA computes before the kernel starts. `score` is everywhere the program of scores that the kernel runs:
+score_mod's in the forward pass, that of its derivatives in the backward pass; None without score_mod.
 """
 
 import dataclasses
@@ -225,7 +225,8 @@ maximum and row sum are then updated once a tile."""
 
 
 def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...], large: int) -> tuple[TileChoice, ...]:
-    """The tiles to try for a plan, best first: `others`, after `dense` if the plan has no program and no block mask and is bfloat16.
+    """The tiles to try for a plan, best first: `others`, after `dense` if the plan has no program and no block mask and is
+    bfloat16.
 
     For float32 the first `large` of the others are left out, because products of float32 are six passes, unrolled: large tiles of
     them take the compiler minutes.

@@ -1,8 +1,9 @@
 """Loops over the tiles of the xla backend, guided by the lists of a block mask.
 
-A *tile row* is one query block of one group of batch entries and query heads. Tile rows run one after another. Each step of a tile
-row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of the full list come first, `chunk` at a time and unmasked;
-the rest of the full list follows together with the partial list, masked. Loops end where the lists end, so an empty block costs nothing, whether the lists are constants or traced.
+A *tile row* is one query block of one group of batch entries and query heads. Tile rows run one after another. Each step of a
+tile row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of the full list come first, `chunk` at a time and
+unmasked; the rest of the full list follows together with the partial list, masked. Loops end where the lists end, so an empty
+block costs nothing, whether the lists are constants or traced.
 """
 
 import typing
@@ -41,8 +42,8 @@ class TileRow(typing.NamedTuple):
 
 
 def row_at(plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: Array) -> TileRow:
-    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of heads, then
-    groups of batch entries. `lists` are those of the operands.
+    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of heads,
+    then groups of batch entries. `lists` are those of the operands.
     """
     row = step % sizes.rows
     group = step // sizes.rows

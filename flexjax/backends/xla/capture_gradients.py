@@ -92,8 +92,8 @@ class CaptureGradients:
         return [jnp.zeros(self._shape(slot), self.tiled.compute) for slot in self.slots]
 
     def _shape(self, slot: LoadSlot) -> tuple[int, ...]:
-        """The shape of a load's buffer: [b, h], then by kind nothing, the queries, the keys or the differences q - kv, each padded
-        to whole blocks; for kind TILE the padded shape of the captured array.
+        """The shape of a load's buffer: [b, h], then by kind nothing, the queries, the keys or the differences q - kv, each
+        padded to whole blocks; for kind TILE the padded shape of the captured array.
         """
         s = self.tiled.sizes
         head = self._head(slot)

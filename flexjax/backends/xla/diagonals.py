@@ -1,7 +1,7 @@
 """A function of q - kv spread over a tile, and the sums of a tile along its diagonals, without gathers.
 
-A window holds one number for each diagonal of a key block of `bk` keys: element x belongs to q - kv = q0 - kv_start + x - (bk - 1),
-where q0 and kv_start are the first of the `bq` queries of the tile and of the keys of the block.
+A window holds one number for each diagonal of a key block of `bk` keys: element x belongs to q - kv = q0 - kv_start + x - (bk -
+1), where q0 and kv_start are the first of the `bq` queries of the tile and of the keys of the block.
 """
 
 import jax
@@ -13,7 +13,8 @@ Array = jax.Array
 def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
     """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along each diagonal of a block.
 
-    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys of a block.
+    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys of a
+    block.
 
     Row i of a block is the reversed window from element bq - 1 - i on. A window of L + 1 numbers, repeated and cut into rows
     of L, is shifted by one element from row to row, so no gather is needed.

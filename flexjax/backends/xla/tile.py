@@ -1,7 +1,8 @@
 """Evaluates programs on a tile of the attention matrix, as rank-4 arrays.
 
-A program is a traced mod: steps on scalars (ir/program.py). Over a tile each of its values is an array. It is [nb, nh, bq, blocks * bk] (see region.py) with 1 in place of every axis on which it does not depend. A value of
-q - kv is a window for each key block, [nb, nh, blocks, bq + bk - 1] (see diagonals.py).
+A program is a traced mod: steps on scalars (ir/program.py). Over a tile each of its values is an array. It is [nb, nh, bq, blocks
+* bk] (see region.py) with 1 in place of every axis on which it does not depend. A value of q - kv is a window for each key block,
+[nb, nh, blocks, bq + bk - 1] (see diagonals.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,9 @@ class XlaTile:
         return literal_array(lit)
 
     def spread(self, value: Array, have: Axes, want: Axes) -> Array:
-        """A value with axes `have`, for use with axes `want`: a window of q - kv becomes a tile; all others broadcast as they are."""
+        """A value with axes `have`, for use with axes `want`: a window of q - kv becomes a tile; all others broadcast as they
+        are.
+        """
         if "delta" in have and "delta" not in want:
             return along_diagonals(value, self.region.bq, self.region.bk)
         return value

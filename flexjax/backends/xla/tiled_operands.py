@@ -146,7 +146,8 @@ class TiledOperands:
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_q).astype(self.operand_dtype)
 
     def columns(self, x: Array) -> Array:
-        """An operand with an entry for each key, [B, S, heads, D] in the plan's layout, as [B, heads, padded_kv, D] in operand_dtype.
+        """An operand with an entry for each key, [B, S, heads, D] in the plan's layout, as [B, heads, padded_kv, D] in
+        operand_dtype.
 
         With `read_once` the operand is only padded: layout and dtype stay as they are.
         """
@@ -210,7 +211,8 @@ class TiledOperands:
         return jnp.einsum("bmxk,bmxe->bmke", w, rows, preferred_element_type=self.compute)
 
     def _grouped(self, formula: str, rows: Array, columns: Array) -> Array:
-        """einsum(formula, rows, columns) in dtype `compute`, where formula's x is the query heads of a key head and their queries.
+        """einsum(formula, rows, columns) in dtype `compute`, where formula's x is the query heads of a key head and their
+        queries.
 
         rows [b, heads, q, ..], columns [b, key heads, ..]; the result is [b, heads, q, ..].
         """
