@@ -3,6 +3,8 @@
 The steps, in order: check the arrays, trace the mods, build or check the block mask, write the plan, bind the forward
 primitive. A backend is chosen later, when the primitive is lowered for a platform. Every error that leaves here has the user's
 call as a note.
+
+Inputs (check_arguments.py) are the checked arrays of a call with their sizes.
 """
 
 import dataclasses

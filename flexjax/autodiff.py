@@ -17,6 +17,9 @@ vmap must run one kernel and not a loop. out and lse have the names "flexjax_out
 
 `flat` are the arguments of a primitive as a flat list of arrays, in the order of the table above; the operands are the leaves of
 Operands (Problem.structure). Movable operands are those that may have a tangent (Operands.movable).
+
+A Run (dispatch.py) is the backend that was chosen for a pass, with the plan and the target; it is chosen when the primitive is
+lowered. A cotangent may be a symbolic zero (ad.Zero).
 """
 
 import dataclasses
@@ -305,7 +308,9 @@ def _primitive(
 
 
 def _target_of(array: Array) -> Target:
-    """The target of a call outside of jit: the device of its first argument, the first by name if that is on several."""
+    """The device on which a call outside of jit runs, as a Target: that of `array`, an argument of the call; the first by name if
+    the array is on several.
+    """
     return targets.of_device(min(jnp.asarray(array).devices(), key=str))
 
 

@@ -11,6 +11,9 @@ also when the two are timed again in alternation, because a device is slower whi
 files of measured tiles; `merge` joins them.
 
 A candidate is a tile that the backend proposes for a pass: a dict of KernelOptions fields, such as {"block_q": 128}.
+
+A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again. A Run
+(dispatch.py) is the backend that was chosen for the call, with its plan and target.
 """
 
 import dataclasses
@@ -420,7 +423,9 @@ def _keep(
 
     plan        of the call, without the tiles that were found
     found       the fastest candidate of each pass
+    timed       the choice of the backend, whose name and device are part of the key in the file
     timings     all measurements, and `candidates` what was to be tried, by pass, to note whether the search was finished
+    cache       as for `autotune`
 
     Returns the file, None if nothing was written.
     """

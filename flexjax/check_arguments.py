@@ -1,6 +1,8 @@
 """Checks of the arguments of flex_attention that are no mods, with a ValueError for each mistake.
 
 Every message names the argument, what it got, what was expected and what to do.
+
+Inputs are the checked arrays with their sizes. Shape letters are those of plan/kernel_plan.py.
 """
 
 import dataclasses
@@ -94,8 +96,9 @@ def check_inputs(
 ) -> Inputs:
     """Checks the arrays and the layout of a call, and returns the arrays with their sizes.
 
-    A key, value or key_extra of batch 1 is broadcast to the batch of query. Raises ValueError for a shape, dtype or layout that
-    does not fit.
+    The arguments are those of flex_attention, not checked yet: query [B, T, N, D] and so on, see there. Shapes, dtypes and
+    numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query. Raises ValueError
+    for a shape, dtype or layout that does not fit.
     """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")

@@ -8,6 +8,8 @@ whose steps depend on data, it can only run whole, on every device. `lower_with_
 
 "Axes" are those of a mesh of devices, "dimensions" those of arrays. The names of an array's dimensions are one text, such as
 "b t h d".
+
+A Rule says how a function is split: names of dimensions, and functions that choose the split.
 """
 
 import contextlib

@@ -39,7 +39,9 @@ class ScoreMod(typing.Protocol):
 
     def __call__(
         self, score: jax.Array, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /
-    ) -> jax.Array: ...
+    ) -> jax.Array:
+        """The new score of one entry of the attention matrix."""
+        ...
 
 
 class MaskMod(typing.Protocol):
@@ -51,7 +53,9 @@ class MaskMod(typing.Protocol):
     Any function, lambda, functools.partial or callable object that takes four positional arguments is one.
     """
 
-    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /) -> jax.Array | bool: ...
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /) -> jax.Array | bool:
+        """Whether query q_idx attends to key kv_idx."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ the number of key blocks.
 
 A block mask is made as `Parts` (parts.py), the base class of BlockMask. A pair of lists is two int32 arrays: how many blocks each
 row lists, and their numbers. Coordinates of blocks are [n, 4]: batch entry, head, query block, key block.
+
+A TracedMod is a mask function after tracing: its program and its captured arrays.
 """
 
 import functools

@@ -7,6 +7,8 @@ count as partial.
 `heads` is everywhere (batch, heads) of the block mask, `captures` the arrays that the mask program reads, `sizes` see Sizes.
 Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE neighbouring blocks;
 its coordinates count query and key blocks in squares. A code is a class or UNSURE.
+
+A Truth is what the analysis knows of the mask in each block: whether it can be True or False, and surely is somewhere.
 """
 
 import functools

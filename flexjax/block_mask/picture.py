@@ -1,6 +1,8 @@
 """Pictures of a block mask as text, HTML and a matplotlib image: a character or cell for each block, by its class.
 
 Traced lists raise ValueError, except in `html`. With many blocks, several share a cell.
+
+Parts are the fields of a block mask (parts.py).
 """
 
 import html as html_text

@@ -1,6 +1,8 @@
 """block_mask[b, h, q_blocks]: selects part of a block mask, and shifts its mask_mod to the positions of the selection.
 
 `picked` is everywhere the selection: three int arrays, the numbers of the selected batch entries, heads and query blocks.
+
+Parts are the fields of a block mask (parts.py).
 """
 
 from collections.abc import Callable

@@ -5,6 +5,8 @@ the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A de
 (split.py), and gradients of what several devices share are summed over them.
 
 Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
+
+A Split says over which mesh axes the batch and the heads of the work are split.
 """
 
 import dataclasses

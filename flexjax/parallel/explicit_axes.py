@@ -10,6 +10,8 @@ from shard_map: an array that several devices read gets the sum of their gradien
 primal is.
 
 The mesh axes that are not explicit are left to auto_axes.py, or to a shard_map around the call.
+
+A Split says over which mesh axes the batch and the heads of the work are split.
 """
 
 import functools

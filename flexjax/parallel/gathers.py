@@ -3,6 +3,8 @@
 The work is split by batch and heads. An array that is split over another dimension, or over other axes, is gathered first: each
 device receives the parts that its share of the work needs and that it does not have. A Spec (flexjax/partition.py) has, for each
 dimension of an array, the mesh axes that split the dimension.
+
+A Split says over which mesh axes the batch and the heads of the work are split.
 """
 
 import math

@@ -10,6 +10,8 @@ share of it:
     programs              rewritten to add the share's start to b and h, so that mods see the indices of the whole call
 
 A share is the part of the batch and heads that one device computes. "Axes" are those of the mesh, "dimensions" those of arrays.
+
+A Split says over which mesh axes the batch and the heads of the work are split.
 """
 
 import dataclasses

@@ -10,6 +10,8 @@ Other terms are evaluated as they are and added. All terms are in base 2: multip
 
 A strip is the part of a tile whose scores are computed at once (tile_programs.py). An atom is an operand of a program: a literal
 or the result of a step.
+
+A SeparatedScore is a score that was found to have this form, a StripView says where a strip lies and reads values on it.
 """
 
 import dataclasses

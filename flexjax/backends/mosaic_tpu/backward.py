@@ -7,6 +7,8 @@ layouts.fold folded. The dq kernel also runs wherever a captured array wants the
 A read is a load of a score program: it reads an element of a captured array for each entry, and its kind (scalar, row, column,
 diagonal, tile) says on what the element depends. "Folded" arrays are those of layouts.fold: extra features joined to the head
 dim, in the shapes that kernels read.
+
+A HeadLayout is how such an array lies in memory, and a Chip is a generation of TPUs, whose VMEM decides the tiles.
 """
 
 import jax

@@ -12,6 +12,10 @@ for a whole key head; vmem.dq_sums_fit says whether they fit.
 A group is the query heads of one key head. A strip is a range of queries of a tile whose scores are computed at once. A column
 read is a load of the score program that reads one element of a captured array for each key. "Checked" strips may have entries
 that are hidden or past the end.
+
+A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
+Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
+A BackwardCall is one backward pass: plan, arrays, tiles.
 """
 
 import dataclasses

@@ -10,6 +10,10 @@ are the rows of a tile. Besides dq the kernel sums, for each captured read of ki
 A read is a load of the score program: it reads an element of a captured array for each entry. d_load is the cotangent of what it
 reads. Reads are numbered as in derivative.gradients. A row is a row of tiles: one query tile with all its key tiles. A strip is a
 range of keys of a tile whose scores are computed at once; "checked" strips may have entries that are hidden or past the end.
+
+A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
+Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
+A BackwardCall is one backward pass: plan, arrays, tiles.
 """
 
 import dataclasses

@@ -11,6 +11,9 @@ finite numbers (TileScores.finite_where_off), one select before the exponential 
 Entries that are "off" are hidden by the mask or past the end of queries or keys. A read is a load of the score program: it reads
 an element of a captured array for each entry; reads are numbered as in derivative.gradients. Derivatives by the score and by
 reads are called slopes. A strip is the part of a tile whose scores are computed at once, (rows, cols).
+
+A visit is a grid step, which computes one tile. A KernelStep is one strip of the tile of a visit: references of the kernel, the
+visit, the strip, and whether some of its entries may be off ("checked").
 """
 
 import dataclasses

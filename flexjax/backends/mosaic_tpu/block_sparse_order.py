@@ -15,6 +15,9 @@ tile rows; the kernel runs once a chunk, and each launch writes its rows of the 
 A tile row is a row of tiles in a query-major order (one query tile), and a column of tiles in a key-major order (one key tile);
 its entries have the numbers of their columns in it. A group is the query heads of one key head. Blocks of the mask are "on" if
 they are partial or full.
+
+A TileGeometry has the sizes of the attention matrix and of its tiles, a TileVisit is one grid step: a tile with its kind and bit
+sets. A strip is a range of columns of a tile. BlockLists are the arrays of the block mask.
 """
 
 from collections.abc import Sequence
@@ -285,7 +288,8 @@ class BlockSparseOrder(VisitOrder):
         return on, full
 
     def _row_bits(self, visit: TileVisit, which: int, block: int, lane_block: jax.Array) -> jax.Array:
-        """int32 (1, columns), 1 or 0: for each lane, the bit of its mask block in a bit set of the visit.
+        """int32 (1, columns): for each lane of a strip 1 if its mask block is in one of the two bit sets of the visited tile,
+        else 0.
 
         which        the bit set: 0, blocks that are on; 1, full blocks
         block        number of the mask block along the sublanes of the tile; sublanes are queries, or keys if q_axis is 1

@@ -9,6 +9,9 @@ are to base 2; without a score program, the scale is folded into their argument.
 A row is a row of tiles: one query tile with all its visited key tiles. A strip is a range of keys of a tile whose scores are
 computed at once. "Checked" strips may have entries that are hidden or past the end. A separated bias is one that affine_bias.py
 takes out of the score.
+
+A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
+Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
 """
 
 import dataclasses

@@ -6,6 +6,8 @@ Each value is an array [b, h, q, kv] of size 1 along the axes that it does not d
 arrays to the kernel.
 
 A program is a traced mod: steps on scalars (ir/program.py). An atom is an operand of a step: a literal or an earlier result.
+
+A Grid says at which positions (b, h, q, kv) a program is evaluated.
 """
 
 import dataclasses

@@ -11,6 +11,9 @@ them, and hoisted.py computes their values:
 
 A hoisted value is one that XLA computes before the kernel starts (split_program.py, with its axis classes). A strip is the part
 of a tile that a kernel evaluates at once. An index map is the function of a block spec from a grid step to the number of a block.
+
+A SplitProgram is a program with the decision which of its values are hoisted, a HoistedValue one of these, a TileGeometry the
+sizes of the attention matrix and of its tiles.
 """
 
 import dataclasses

@@ -8,6 +8,8 @@ that passes the outputs through in place.
 A visit is a grid step that computes one tile. A strip is the part of a tile whose scores are computed at once. Hoisted operands
 are values of the mods that XLA computes before the kernel starts (hoisted_operands.py). A reference is what a Pallas kernel body
 gets for an array: it reads and writes the current block through it.
+
+A KernelCall is everything about one kernel but its body, and KernelRefs are the references that the body gets.
 """
 
 import dataclasses

@@ -26,7 +26,9 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands
 class HeadTileAt(typing.Protocol):
     """What an index map starts from: (grid indices and prefetched references) -> batch entry, head, number of the token tile."""
 
-    def __call__(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+    def __call__(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(batch entry, head, token tile) of the grid step with these indices and prefetched references."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Static sizes of the visit lists of a kernel: how many tile rows, how long, and how many launches they need.
 
 A *tile row* is a run of the order (see visit_order.py): a row of tiles, or a column of tiles in a key-major order.
+
+A TileGeometry has the sizes of the attention matrix and of its tiles.
 """
 
 import dataclasses

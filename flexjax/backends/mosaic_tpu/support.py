@@ -5,6 +5,8 @@ raises NotImplementedError with the sentence of `refuses_backward` for a gradien
 
 The methods of the backend do what backends/base.py says of them. A plan whose mask blocks no tile fits runs with blocks of 128
 tokens (plan/mask_blocks.py).
+
+A Chip (vmem.py) is a generation of TPUs, whose VMEM decides the tiles.
 """
 
 import contextlib

@@ -6,6 +6,8 @@ It has a loop of its own beside ir/evaluate.py because the hoisted values are re
 
 A strip is the part of a tile whose scores are computed at once: all rows of the tile and some of its columns. Hoisted values are
 those that XLA computes before the kernel starts.
+
+A SplitProgram is a program with the decision which of its values are hoisted and which steps the kernel runs.
 """
 
 import dataclasses

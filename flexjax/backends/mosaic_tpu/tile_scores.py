@@ -2,6 +2,9 @@
 
 A strip is the part of a tile whose scores are computed at once. Entries that are "on" count: the mask shows them, and they are
 not past the end of queries or keys. Hoisted operands are values of the programs that XLA computes before the kernel starts.
+
+A visit is a grid step, which computes one tile. A KernelStep is one strip of the tile of a visit: references of the kernel, the
+visit, the strip, and whether some of its entries may be off ("checked").
 """
 
 import dataclasses

@@ -6,7 +6,8 @@ to be a little high; tests compile the default tiles for every chip. Sizes of ti
 
 VMEM is the vector memory of a TPU core. A strip is the part of a tile whose scores are computed at once. Hoisted operands are
 values of the mods that XLA computes before the kernel starts. `score` is everywhere the program of scores that the kernel runs:
-score_mod's in the forward pass, that of its derivatives in the backward pass; None without score_mod.
+score_mod's in the forward pass, that of its derivatives in the backward pass; None without score_mod. Tiles are the sizes of a
+tile and its strips, a Chip is a generation of TPUs.
 """
 
 import dataclasses

@@ -13,6 +13,9 @@ With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), d
 
 A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
 (block_loop.py). In the code, `delta` is already delta - dlse.
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes. KeySums and QuerySums are the gradients so far: sums over queries, and sums over keys of one tile row.
 """
 
 import typing

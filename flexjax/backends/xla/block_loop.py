@@ -4,6 +4,8 @@ A *tile row* is one query block of one group of batch entries and query heads. T
 tile row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of the full list come first, `chunk` at a time and
 unmasked; the rest of the full list follows together with the partial list, masked. Loops end where the lists end, so an empty
 block costs nothing, whether the lists are constants or traced.
+
+TileSizes are the sizes of a tile and how many there are, BlockLists the arrays of the block mask.
 """
 
 import typing

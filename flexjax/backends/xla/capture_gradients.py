@@ -5,6 +5,10 @@ of a float array gets a buffer by its kind (see ir.program.LoadClass): a number 
 difference q - kv, or, for a load of kind tile, the shape of the array. Each visit adds to the buffers; at the end a buffer is
 scatter-added into the array at the positions that the load's index names. The buffers never have queries times keys elements
 unless the captured array has that size itself.
+
+A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
+(block_loop.py). A LoadSlot is a load with what is known of its buffer, and VisitScores are the scores of a visit with their
+derivatives. A SlicePlan says how a load reads its array by slices, a Region which part of the attention matrix a tile covers.
 """
 
 import dataclasses

@@ -2,6 +2,9 @@
 
 A tile row is one query block of one group of batch entries and query heads. A visit is one step of the loop over its key blocks
 (block_loop.py).
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes.
 """
 
 import jax

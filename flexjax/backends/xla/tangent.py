@@ -8,6 +8,9 @@ With t before the name of a tangent, s' the modified score, l_j the loads of cap
 
 A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
 (block_loop.py).
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes. TiledTangents are the tangents, laid out in the same way.
 """
 
 import typing

@@ -3,6 +3,8 @@
 A program is a traced mod: steps on scalars (ir/program.py). Over a tile each of its values is an array. It is [nb, nh, bq, blocks
 * bk] (see region.py) with 1 in place of every axis on which it does not depend. A value of q - kv is a window for each key block,
 [nb, nh, blocks, bq + bk - 1] (see diagonals.py).
+
+A Region says which part of the attention matrix the tile covers, a SlicePlan how a load reads its array by slices.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,8 @@
 """Reads of a captured array at each (q, kv) that are slices: where the slice of each key block starts, and its size.
 
 A load is a step of a program that reads a captured array; over a tile it reads one element for each entry (load class "tile").
+
+A Region says which part of the attention matrix a tile covers.
 """
 
 import dataclasses

@@ -6,6 +6,8 @@ of one row of tiles, as in decoding) keep their layout and dtype, because copyin
 
 A tile row is one query block of one group of batch entries and query heads, and a visit computes its tile at `chunk` key blocks
 (block_loop.py). In shapes, batch, heads, block_q, block_kv and chunk are the tile sizes, keys = chunk * block_kv.
+
+TileSizes are the sizes of a tile and how many there are; a TileRow says which tile row a pass computes.
 """
 
 from collections.abc import Sequence

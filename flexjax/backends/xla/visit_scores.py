@@ -2,6 +2,9 @@
 
 A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv. "Off" are
 the entries that do not count: those that the mask hides, and those past the end of queries or keys or of a block list.
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes. A Region is the same as a TileRow with its key blocks: a part of the attention matrix.
 """
 
 import dataclasses
