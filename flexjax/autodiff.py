@@ -454,7 +454,9 @@ ad.primitive_jvps[backward_p] = _through_xla(_backward)
 
 
 def _batch_rule(primitive: Primitive) -> Callable:
-    """The vmap rule of a primitive: moves each mapped axis to the front and makes it a part of the batch (fold_batch.py)."""
+    """Makes the vmap rule of a primitive, which moves each mapped axis to the front and makes it a part of the batch
+    (fold_batch.py).
+    """
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
         """(results, their mapped axes, all 0); `dims`: the mapped axis of each argument, None for those that are not mapped."""

@@ -149,8 +149,9 @@ def _programs(call: Call) -> list[str]:
 
 
 def describe(program: Program) -> str:
-    """The steps of a program, a line each: the axes that its value depends on and, for a read of a captured array, its load
-    class.
+    """A program as text: a line with its captured arrays, a line for each step, and a line with its results.
+
+    The line of a step ends with the axes on which its value depends and, for a read of a captured array, with the load class.
     """
     lines = ["captures " + (", ".join(f"c{i} {c}" for i, c in enumerate(program.captures)) or "nothing")]
     body = program.key.splitlines()[1 : 1 + len(program.steps)]

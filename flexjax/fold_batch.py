@@ -54,7 +54,8 @@ class Mapped:
     axes     which arguments are mapped; their mapped axis, of `size` copies, is in front
     params   parameters of the primitive beside the problem
     moving   tangent: which movable operands have a tangent; None for the other primitives
-    wanted   backward: which movable operands get a gradient, one for each copy; None for the other primitives
+    wanted   backward: which movable operands get a gradient (each copy its own, also where the copies share the operand); None
+             for the other primitives
     """
 
     primitive: Primitive
@@ -111,7 +112,10 @@ def batch_rule(
 
 
 def _run(call: Mapped) -> list[Array]:
-    """The results of a mapped call whose sinks are shared by all copies: folded, or by a loop."""
+    """The results of a mapped call whose sinks are not mapped, with the axis of copies in front.
+
+    One folded call computes them, or a loop over the copies if the call cannot be folded.
+    """
     try:
         folded = fold(call)
     except CannotFold:

@@ -191,7 +191,7 @@ def lower_with_rule(
 ) -> typing.Any:
     """Lowers `function` as a call that XLA's partitioner splits over the devices of `mesh` by `rule`; returns the results.
 
-    ctx    of the lowering rule that is replaced
+    ctx    the context of the lowering rule that calls this function
     flat   the lowered arguments (MLIR values)
     """
     settings = settings_now()

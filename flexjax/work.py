@@ -37,7 +37,12 @@ class Work:
 
 
 def work_of(call: Call) -> Work | None:
-    """The work of a call, all batch entries and heads together; None if its block lists are traced."""
+    """Counts the blocks, floating-point operations and bytes of a call (see Work), all batch entries and heads together.
+
+    Operations are those of the products q . k and p . v over the entries of visited blocks, two for each multiplication.
+
+    None if the block lists are traced, because their contents are not known then.
+    """
     plan = call.plan
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:

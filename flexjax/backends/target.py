@@ -70,7 +70,7 @@ def of_device(device: Device, platform: str | None = None) -> Target:
 
 
 def _platform(device: Device) -> str:
-    """The platform as lowering rules name it: `device.platform` is "gpu" for both CUDA and ROCm."""
+    """The platform of the device by the name that lowering rules use: "cuda" or "rocm" for a GPU, else `device.platform`."""
     if device.platform != "gpu":
         return device.platform
     is_rocm = str(getattr(device, "compute_capability", "")).startswith("gfx") or device.device_kind.startswith("AMD")
@@ -78,7 +78,7 @@ def _platform(device: Device) -> str:
 
 
 def default() -> Target:
-    """The target of an eager call whose arrays were not placed anywhere."""
+    """The target that describes jax's default device, on which a call outside of jit runs if its arrays were not placed."""
     return of_device(get_default_device())
 
 

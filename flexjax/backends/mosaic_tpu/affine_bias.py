@@ -81,7 +81,10 @@ def separate_bias(program: Program) -> SeparatedScore | None:
         return axis_class(ir.axes_of(atom)) == UNIFORM
 
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
-        """Adds the parts of sign * factors * atom to `scales` (factors of s) and `terms`; False if it has no such parts."""
+        """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`.
+
+        False if s occurs in the atom otherwise than in a summand that is s times literals.
+        """
         if isinstance(atom, Val) and atom.id == ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
                 scales.append(
@@ -121,7 +124,10 @@ def separate_bias(program: Program) -> SeparatedScore | None:
 
 
 def _affine(atom: Atom) -> Linear | None:
-    """The linear form of an int32 that depends on q and kv alone, if float32 holds its values exactly; None otherwise."""
+    """The linear form of an atom in q and kv, if it is an int32 that has one without b and h and is below 2^24 in magnitude.
+
+    None otherwise. float32 holds such values exactly.
+    """
     if not isinstance(atom, Val) or atom.dtype != "int32" or atom.linear is None:
         return None
     linear = atom.linear

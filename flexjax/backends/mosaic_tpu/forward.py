@@ -149,7 +149,10 @@ class ForwardKernel:
         return x if bias.tile is None else x + bias.tile
 
     def add_strip(self, step: KernelStep) -> None:
-        """One step of the online softmax: adds the strip's keys to the sums of the row."""
+        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output in scratch.
+
+        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked steps only.
+        """
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
         maximum, total, accumulated = refs.scratch

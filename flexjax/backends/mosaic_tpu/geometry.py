@@ -98,7 +98,10 @@ class TileGeometry:
         return self.padded_rows + 1 - (self.q_len if self.q_axis == 0 else self.kv_len)
 
     def pad_diagonals(self, values: jax.Array) -> jax.Array:
-        """The diagonal array [..., diagonals] of values [..., kv_len + q_len - 1], one for each diagonal by ascending q - kv."""
+        """The diagonal array [..., diagonals] of `values` [..., kv_len + q_len - 1], one for each diagonal by ascending q - kv.
+
+        The values are put in the order in which the kernel's tiles read them, with zeros before and after.
+        """
         if self.q_axis == 0:
             values = jnp.flip(values, -1)  # now by ascending kv - q, from 1 - q_len
         before = self._padding_before

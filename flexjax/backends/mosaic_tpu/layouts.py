@@ -196,7 +196,11 @@ class IndexMaps:
 
 
 def fold(plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value with the extra features folded in, in the shapes that kernels read (see FoldedShapes)."""
+    """(query, key, value) in the shapes that kernels read, with the extra features folded in.
+
+    query_extra and key_extra are appended to query and key along the head dim. If key and key_extra have different numbers of
+    heads, the heads of both and of value are repeated to the larger number.
+    """
     shapes = FoldedShapes.of(plan)
     q, k, v = operands.query, operands.key, operands.value
     if plan.extra_dim:

@@ -157,7 +157,11 @@ class _Cost(typing.NamedTuple):
     operations: int
 
     def cheaper_hoisted(self, val: Val) -> bool:
-        """Whether to hoist `val`, which has this cost, even if the kernel could compute it."""
+        """Whether to hoist `val`, which has this cost, even if the kernel could compute it.
+
+        Values of b and h alone always are; rows and columns if some step has no form in a kernel; values of q - kv in this case,
+        and if they take more than DELTA_COST operations; others never.
+        """
         kind = axis_class(val.axes)
         if kind == DELTA:
             return self.no_kernel_form or self.operations > DELTA_COST
@@ -189,7 +193,11 @@ def _has_kernel_form(step: Step) -> bool:
 
 
 def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
-    """Whether the kernel computes `val`, which `step` makes. Raises Unsupported if only the kernel could and it cannot."""
+    """Whether the kernel can compute `val`, the result of `step`.
+
+    It can gather from small tables and run the operations of tile_ops.py. Raises Unsupported, with the reason, if it cannot and
+    the value depends on the score, because XLA cannot either.
+    """
     kind = axis_class(val.axes)
     if isinstance(step, Load):
         capture = program.captures[step.capture]
@@ -214,7 +222,11 @@ def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
 
 
 def _check_hoisted(value: HoistedValue, batch: int, heads: int, entries: int) -> None:
-    """Raises Unsupported if a kernel cannot read the dtype of the value, or XLA would evaluate too large an array."""
+    """Raises Unsupported if a kernel cannot read the dtype of the value, or XLA would evaluate an array above DENSE_LIMIT.
+
+    batch, heads   of the call
+    entries        of the attention matrix of one batch entry and head: q_len * kv_len
+    """
     val = value.val
     if value.axis_class == TILE and value.direct_load is None:
         size = math.prod(value.leading_sizes(batch, heads)) * entries * 4

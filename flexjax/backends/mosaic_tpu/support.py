@@ -118,7 +118,11 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
-    """The sentence that says why the chip cannot run the plan, None if it can."""
+    """The sentence that says why the kernels cannot run the plan on the chip, None if they can.
+
+    Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
+    between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM.
+    """
     plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
     if plan.dtype not in ("float32", "bfloat16"):
         return f"mosaic_tpu computes float32 and bfloat16; query, key and value are {plan.dtype}."

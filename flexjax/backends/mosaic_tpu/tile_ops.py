@@ -39,7 +39,10 @@ F32 = jnp.float32
 
 
 def refusal(op: Op) -> str | None:
-    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can."""
+    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can.
+
+    Either the vector unit lacks a dtype (or arithmetic on it), or the operation is neither in PLAIN nor in RULES.
+    """
     name = op.prim
     for atom in (*op.inputs, op.out):
         dtype = atom.dtype
@@ -72,7 +75,9 @@ def unary_call(step: Call) -> bool:
 
 
 def cost(op: Op) -> int:
-    """A rough estimate of how many vector operations the operation takes for each vector of elements."""
+    """A rough estimate of how many vector operations the operation takes for each vector of elements: 8 for divisions, 2 for
+    exponentials and conversions, 20 for those in SLOW, 1 for all others.
+    """
     if op.prim in ("floordiv", "floormod", "rem", "div"):
         return 8
     if op.prim in ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt", "log1p", "convert_element_type"):

@@ -90,8 +90,9 @@ class VisitOrder:
     arrays: tuple[jax.Array, ...] = ()
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """(the scalar-prefetch arrays of launch number `chunk`, its number of visits); None for a number that the grid has
-        anyway.
+        """(the scalar-prefetch arrays of a launch, its number of visits); the number is None if the grid is static.
+
+        chunk   number of the launch, 0 .. chunks - 1
         """
         raise NotImplementedError
 

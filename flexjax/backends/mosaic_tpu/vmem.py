@@ -138,7 +138,11 @@ def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, i
 
 
 def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) -> int:
-    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q queries x kv keys; 0 for None."""
+    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q queries x kv keys, by the model; 0 for None.
+
+    Counted are blocks of the tile's size, windows of diagonals, rows and columns (8 sublanes each), and tables of gathers.
+    Scalars are in SMEM.
+    """
     if program is None:
         return 0
     split = split_program.split_for(program, plan)
@@ -154,7 +158,11 @@ def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) ->
 
 
 def temporaries(plan: KernelPlan, score: Program | None) -> int:
-    """How many float32 arrays of the size of a strip's scores are alive together in a kernel, estimated from its programs."""
+    """An estimate of how many float32 arrays of the size of a strip's scores are alive together in a kernel.
+
+    It is 4, and for each of the programs (score, mask, dropout) 2 more, one more for every four steps that the kernel runs (at
+    most 6), and one more for each hoisted window of diagonals.
+    """
     count = 4
     for program in (score, plan.mask, plan.dropout):
         if program is not None:
@@ -164,7 +172,7 @@ def temporaries(plan: KernelPlan, score: Program | None) -> int:
 
 
 def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
-    """Bytes of VMEM that the forward kernel takes with these tiles, by the model."""
+    """Bytes of VMEM that the forward kernel takes with these tiles, by the model at the top of this file."""
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim

@@ -170,7 +170,7 @@ class BackwardSweep(typing.NamedTuple):
         need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
         def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
-            """Both sums with the gradients from the tile of one visit added."""
+            """`state`, the gradients of the row's queries and those summed over queries, with the tile of one visit added."""
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)
             scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)
