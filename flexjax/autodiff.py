@@ -132,7 +132,7 @@ def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, 
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
-    """The types of the tangents of out and lse; `avals`: types of the arguments of `tangent`.
+    """The types of the tangents of out and lse; `avals`: types of the arguments of `tangent`; `moving`: see `_tangent`.
 
     Raises ValueError if score_mod has no derivative.
     """
@@ -163,7 +163,8 @@ def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) 
 def _backward_shapes(
     avals: Sequence[core.ShapedArray], problem: Problem, wanted: tuple[bool, ...], has_lse: bool
 ) -> Shapes:
-    """The types of the gradients of the wanted operands; `avals`: types of the arguments of `backward`.
+    """The types of the gradients of the wanted operands; `avals`: types of the arguments of `backward`; the rest: see
+    `_backward`.
 
     Raises ValueError if score_mod has no derivative.
     """

@@ -365,10 +365,10 @@ def _step(
         return lambda operands: attention(problem, operands).out
 
     def both(operands: Operands) -> object:
-        """out, and the gradients of the movable operands with out as the cotangent."""
+        """The output array of the call, and the gradients of the movable operands; the output itself is the cotangent."""
 
         def out_of(moving: list[Array]) -> Array:
-            """out as a function of the movable operands alone."""
+            """The output array as a function of the movable operands alone."""
             names = [Operands._fields[place] for place in movable]
             return attention(problem, operands._replace(**dict(zip(names, moving, strict=True)))).out
 

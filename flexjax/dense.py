@@ -45,7 +45,9 @@ class DenseBackend:
         return []
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """out, lse and, if the plan asks for them, max_scores, by reference_attention with the plan's programs as mods."""
+        """The forward pass: out, lse and, if the plan asks for it, max_scores, by reference_attention with the plan's programs as
+        mods.
+        """
         out, lse, top = reference_attention(
             operands.query,
             operands.key,
@@ -78,7 +80,7 @@ class DenseBackend:
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 
         def results_of(*moved: Array) -> tuple[Array, Array]:
-            """out and lse as a function of the wanted operands alone."""
+            """The results out and lse as a function of the wanted operands alone."""
             rest = iter(moved)
             values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
             changed = Operands._make((*values[:6], tuple(values[6:]), *operands[7:]))

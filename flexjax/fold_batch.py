@@ -254,7 +254,7 @@ def _out_and_lse(call: Mapped) -> list[Array]:
 
 
 def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    """(out, lse) of a softmax to which a column with the logits `sinks` and value 0 is added.
+    """The results (out, lse) of a softmax to which a column with the logits `sinks` and value 0 is added.
 
     out, lse   of the softmax without the column, [.., E] and [..]
     sinks      broadcastable to lse

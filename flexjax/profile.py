@@ -121,13 +121,13 @@ def profile(
         raise
 
     def forward(query: ArrayArgument, key: ArrayArgument, value: ArrayArgument) -> Array:
-        """out of the call."""
+        """The output array of the call."""
         if return_aux is None:
             return attend(query, key, value, implementation=implementation, **arguments)
         return attend(query, key, value, return_aux=return_aux, implementation=implementation, **arguments)[0]
 
     def both(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, ...]]:
-        """out of the call, and the gradients of query, key and value for a cotangent of ones."""
+        """The output array of the call, and the gradients of query, key and value for a cotangent of ones."""
         out, pull = jax.vjp(forward, query, key, value)
         return out, pull(jnp.ones_like(out))
 

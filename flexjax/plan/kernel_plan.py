@@ -122,8 +122,8 @@ class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
     query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
-    sinks [N] float32, and the captured arrays of the three programs in the order of `Program.captures`. An operand that the call
-    does not have is None, or an empty tuple.
+    sinks [N] of a floating dtype, and the captured arrays of the three programs in the order of `Program.captures`. An operand
+    that the call does not have is None, or an empty tuple.
     """
 
     query: jax.Array

@@ -125,7 +125,9 @@ def strip_gradients(
     on_after_products = None if scores.finite_where_off else on
 
     def zero_where_off(values: jax.Array) -> jax.Array:
-        """The values, with 0 at entries that are off, unless their probability is 0 already."""
+        """`values` with 0 at entries that are off; unchanged where the select before the exponential is enough
+        (`finite_where_off`).
+        """
         return values if on_after_products is None else jnp.where(on_after_products, values, 0.0)
 
     exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)

@@ -89,7 +89,10 @@ class GridTile:
         return value
 
     def diagonal(self, val: Val, uniform: Mapping[int, jax.Array]) -> jax.Array:
-        """A value that is linear in q - kv; `uniform`: the terms of its linear form that depend on b and h, by id."""
+        """The value of `val`, which is linear in q - kv, at the positions of the grid.
+
+        uniform   the values of those terms of its linear form that depend on b and h alone, by id
+        """
         differences = self.inputs[ir.Q] - self.inputs[ir.KV]
         return diagonal_value(val, differences, self.inputs.__getitem__, uniform)
 

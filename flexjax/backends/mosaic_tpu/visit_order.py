@@ -56,7 +56,7 @@ class TileVisit:
 def when_on(visit: TileVisit, kinds: frozenset[int], body: Callable[[bool], None]) -> None:
     """In a kernel: runs body(checked) unless the visit is idle. `checked` is False for a FULL visit, else True.
 
-    kinds   the kinds of visits that can occur in the kernel's order, so that no code is emitted for others
+    kinds   the kinds of visits that can occur in the kernel's order; without FULL, no code for FULL visits is emitted
     """
     if not isinstance(visit.kind, jax.Array):
         body(visit.kind != FULL)

@@ -16,8 +16,8 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
     out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys of a
     block.
 
-    Row i of a block is the reversed window from element bq - 1 - i on. A window of L + 1 numbers, repeated and cut into rows
-    of L, is shifted by one element from row to row, so no gather is needed.
+    Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the L of a
+    window and a zero), repeated and cut into rows of L, move by one element from row to row.
     """
     length = bq + bk - 1
     *head, blocks, _ = windows.shape
