@@ -1,10 +1,16 @@
 """Translates the jaxpr of a mod to a program of scalar operations.
 
-The jaxpr is interpreted once, equation by equation. A value that depends on captured arrays alone is a JAX value and is
-computed outside of the kernel, so `bias.T[h, kv]` or `exp(table)[h]` cost nothing inside, and JAX differentiates them.
-Every other value is an array of atoms or a lazy array (values.py). Small vectors inside a mod are unrolled into scalars, nested
-calls are inlined, branches become selects, loops of known length are unrolled. An equation that no rule covers becomes a
-`Call`, which only some backends run.
+The jaxpr is interpreted once, equation by equation, on values of three kinds (values.py):
+
+    known value      a JAX array that depends on captured arrays alone. It is computed outside of the kernel, so `bias.T[h, kv]`
+                     or `exp(table)[h]` cost nothing inside, and JAX differentiates them
+    array of atoms   a scalar, or a small array whose elements are atoms of the program
+    lazy array       an array whose elements become atoms when they are asked for
+
+Small vectors inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length
+are unrolled. An equation that no rule covers becomes a `Call`, which only some backends run. To capture a JAX array is to make
+it a captured array of the program. Functions with a derivative rule of their own are those of jax.custom_jvp and
+jax.custom_vjp.
 """
 
 import contextlib
@@ -56,10 +62,10 @@ from flexjax.trace.values import (
 
 
 class Lowering:
-    """The translation of one jaxpr: the builder of its program, and the arrays that the program's captures stand for.
+    """The translation of one jaxpr to a program.
 
-    builder   makes the program
-    arrays    the captured arrays, in the order of the builder's captures
+    builder                         makes the program
+    arrays                          the JAX arrays captured so far, in the order of the builder's captures
     """
 
     def __init__(
@@ -69,10 +75,13 @@ class Lowering:
         inline_constants: bool = False,
         split: Mapping[int, jax.Array] | None = None,
     ):
-        """
-        keep_custom       functions with derivative rules of their own stay whole, as Calls
-        inline_constants  elements of small known arrays become literals instead of loads
-        split             the array to capture instead of another, by the id of that other (see lift_numpy.py)
+        """Starts a translation that appends its steps to `builder`.
+
+        keep_custom        functions with derivative rules of their own, and stop_gradient, become steps, so that a derivative
+                           can be made; otherwise such functions are inlined
+        inline_constants   elements of known arrays of at most MAX_ELEMENTS elements become literals instead of loads
+        split              the array to capture instead of another, by the id of that other: arrays over explicit mesh axes (see
+                           lift_numpy.py)
         """
         self.builder = builder
         self.keep_custom = keep_custom
@@ -87,10 +96,15 @@ class Lowering:
     # ------------------------------------------------------------------ the interpreter
 
     def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """The values of the jaxpr's results, from those of its constants and inputs."""
+        """Translates a jaxpr; returns the values of its results.
+
+        jaxpr          the jaxpr, whose equations are translated in order
+        consts, args   the values of its constants and of its inputs
+        """
         env: dict[object, Value] = {}
 
         def read(var: object) -> Value:
+            """The value of a variable or literal of the jaxpr."""
             if isinstance(var, jex_core.Literal):
                 if np.ndim(var.val) == 0:
                     return scalar(literal(var.val, aval_of(var).dtype))
@@ -105,7 +119,12 @@ class Lowering:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """The values of the equation's results. Raises ModError for a primitive that a mod may not use."""
+        """Translates one equation; returns the values of its results.
+
+        args   the values of its operands
+
+        Raises ModError for a primitive that a mod may not use: collectives and callbacks.
+        """
         name = eqn.primitive.name
         if name in COLLECTIVES:
             raise ModError(
@@ -143,7 +162,10 @@ class Lowering:
         return self.call(eqn, args)
 
     def compute_now(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """The results of an equation that depends on captured arrays alone, computed outside of the kernel as JAX values.
+        """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns its results
+        as JAX values.
+
+        args   the values of its operands: known values, or literals as arrays of one atom
 
         Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the equation part
         of the caller's trace. Everything else is computed at once.
@@ -160,7 +182,11 @@ class Lowering:
             return run(*values)
 
     def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
-        """The results of one branch of a cond, which the caller selects where the bool atom `taken` is True.
+        """Translates one branch of a cond; returns the values of its results, which the caller selects where it is taken.
+
+        taken    a bool atom: whether the branch is taken
+        closed   the branch's jaxpr with its constants
+        args     the values of its inputs
 
         Where `taken` is False, no derivative enters the branch: it would be zero times the derivative of the branch, which is
         NaN where that is infinite (the square root of a negative number).
@@ -175,13 +201,20 @@ class Lowering:
         return outs
 
     def _where_taken(self, taken: Atom, atom: Atom) -> Atom:
-        """The atom, with a derivative only where `taken`; integers and literals have none anyway."""
+        """The atom with its derivative stopped where the bool atom `taken` is False; integers and literals, which have none,
+        unchanged.
+        """
         if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.floating):
             return atom
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 
     def inline(self, eqn: Equation, args: list[Value]) -> list[Value]:
-        """The results of a nested function, from its body; integer `//` and `%` of jax.numpy become floordiv and floormod."""
+        """Translates an equation that calls a nested function (jit, remat) by its body; returns the values of its results.
+
+        Integer `//` and `%` of jax.numpy, which are such functions, become floordiv and floormod.
+
+        args   the values of its operands
+        """
         jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         if function is not None and not consts and is_jnp_function(function, jaxpr):
@@ -197,9 +230,10 @@ class Lowering:
     # ------------------------------------------------------------------ operands
 
     def as_atoms(self, value: Value) -> np.ndarray:
-        """The value as an array of atoms: a JAX value is captured and each of its elements loaded.
+        """Turns any value into an array of atoms, a numpy object array of its shape.
 
-        Raises ModError for more than MAX_ELEMENTS elements.
+        A known value is captured and each of its elements loaded (or made a literal, if `inline_constants`). Raises ModError
+        for more than MAX_ELEMENTS elements.
         """
         if is_lazy(value):
             return value.atoms()
@@ -218,16 +252,19 @@ class Lowering:
         return out
 
     def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
-        """An array of the program whose elements `element(index)` makes on demand; an array of at most one element is made now.
+        """Makes a lazy array of the program; an array of at most one element is made now, as an array of atoms.
+
+        shape, dtype   of the array
+        element        makes the atom at an index; it is called when an element is asked for
+        too_large      the error, as a sentence that starts with "it", if a rule needs all elements and they are too many
 
         The array remembers the branches of `cond` that are being translated now. An element that is made later is translated
         inside those branches, because `run_branch` stops the derivative of a branch that is not taken.
-
-        too_large   the error, as a sentence that starts with "it", if a rule needs all elements and they are too many
         """
         branches = list(self._branches)
 
         def make(index: Index) -> Atom:
+            """The atom at an index, made as if the translation were still in the branches in which the array was made."""
             now, self._branches = self._branches, branches
             try:
                 return element(index)
@@ -239,9 +276,13 @@ class Lowering:
     def map_values(
         self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Value:
-        """The array whose elements are `make` of the elements of `values`, which have this shape or one element.
+        """The array whose elements are `make(*elements)` of the corresponding elements of `values`.
 
-        The result is lazy where one of the values is a captured array or lazy.
+        make           makes an atom from one atom of each value
+        values         values that have the shape of the result, or one element, which is used for every element of the result
+        shape, dtype   of the result
+
+        The result is lazy where one of the values is a known array of several elements or lazy.
         """
         if all(is_atoms(v) or v.size == 1 for v in values):
             return map_elements(make, [self.as_atoms(v) for v in values], shape)
@@ -249,7 +290,12 @@ class Lowering:
         return self.lazy(shape, dtype, lambda i: make(*(of(v, i) for v in values)), too_large_of(values, shape))
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
-        """The atom array[index] of a captured array, for an index in bounds. Raises ModError for an array of random keys."""
+        """The atom array[index] of a JAX array, which is captured if it is not yet.
+
+        index   one int32 atom for each dimension, in bounds
+
+        A complex element is made of loads of its two parts. Raises ModError for an array of random keys.
+        """
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             parts = tuple(self.load(part, index) for part in self.complex_parts(array))
             return self.builder.op("complex", parts, array.dtype)
@@ -266,21 +312,27 @@ class Lowering:
         return element
 
     def complex_parts(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The real and the imaginary part; both are captured instead of the array, because gradients are of real arrays."""
+        """The real and the imaginary part of a complex array, computed once for the same array.
+
+        They are captured instead of the array, because gradients are of real arrays.
+        """
         if id(array) not in self._parts_of:
             with contextlib.nullcontext() if isinstance(array, Tracer) else jax.ensure_compile_time_eval():
                 self._parts_of[id(array)] = (array, (lax.real(array), lax.imag(array)))
         return self._parts_of[id(array)][1]
 
     def capture(self, value: jax.Array) -> int:
-        """The number of a captured array; the same array has the same number."""
+        """The number of a JAX array among the program's captured arrays; the same array object always has the same number."""
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
             self.arrays.append(self._split.get(id(value), value))
         return self._capture_of[id(value)]
 
     def elementwise(self, eqn: Equation, args: list[Value]) -> Value:
-        """The result of an elementwise primitive: one operation of the program for each element."""
+        """Translates an equation with an elementwise primitive: one operation of the program for each element of the result.
+
+        args   the values of its operands
+        """
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
