@@ -14,7 +14,6 @@ jax.custom_vjp.
 """
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -31,6 +30,16 @@ from flexjax.errors import ModError
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import Atom, Call, Lit, axes_of
 from flexjax.trace.closed_over import body_of, explain_custom_vjp, split_closed_over
+from flexjax.trace.equations import (
+    PYTHON_DIVISION,
+    aval_of,
+    equation_function,
+    equation_text,
+    has_jaxpr,
+    inner_jaxpr,
+    is_jnp_function,
+    varying_axes,
+)
 from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole_capture
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.primitives import (
@@ -44,7 +53,7 @@ from flexjax.trace.primitives import (
     LOOPS,
     SAME,
 )
-from flexjax.trace.translation import ClosedScope, Equation, Scope, Typed, Variable
+from flexjax.trace.translation import ClosedScope, Equation, Scope
 from flexjax.trace.values import (
     MAX_ELEMENTS,
     MAX_UNROLL,
@@ -145,7 +154,7 @@ class Lowering:
         if name in SAME:
             return args
         for array in held:
-            _check_static(array.shape)
+            _refuse_symbolic_shape(array.shape)
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]
         if name in INLINED:
@@ -349,10 +358,13 @@ class Lowering:
         return self.map_values(make, args, out.shape, out.dtype)
 
     def call(self, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """Appends a Call that holds the whole equation; only backends that map a jaxpr over a tile run a Call.
+        """Appends a Call that runs the whole equation; returns its results as arrays of atoms.
 
-        Returns the results as arrays of atoms. A captured array that a loop reads, or one of more than MAX_UNROLL elements,
-        is an operand as a whole; all other operands are atoms. Raises ModError for a result of more than MAX_ELEMENTS.
+        args   the values of the operands
+
+        Only backends that map a jaxpr over a tile run a Call. A known array that a loop reads, or one of more than MAX_UNROLL
+        elements, is captured and passed whole; all other operands are atoms. Raises ModError for a result of more than
+        MAX_ELEMENTS elements.
         """
         custom = eqn.primitive.name in CUSTOM
         closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)
@@ -389,109 +401,10 @@ class Lowering:
         return [object_array(vals).reshape(shape) for shape, vals in results]
 
 
-def inner_jaxpr(eqn: Equation) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
-    """The body of a call that is inlined, and its constants."""
-    closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
-
-
-def has_jaxpr(eqn: Equation) -> bool:
-    """Whether a parameter of the equation is a jaxpr or a tuple with a jaxpr."""
-    parts = [p for param in eqn.params.values() for p in (param if isinstance(param, tuple | list) else (param,))]
-    return any(isinstance(p, jex_core.Jaxpr | jex_core.ClosedJaxpr) for p in parts)
-
-
-def varying_axes(aval: object) -> frozenset[str]:
-    """The mesh axes of shard_map over which an array of the type varies."""
-    kind = getattr(aval, "mat", None)
-    return frozenset() if kind is None else kind.varying
-
-
-def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The value, cast to vary over those of the mesh axes that belong to a shard_map around this call."""
-    missing = axes - varying_axes(jax.typeof(value))
-    over = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis in missing)
-    return jax.lax.pcast(value, over, to="varying") if over else value
-
-
-def _check_static(shape: tuple[int, ...]) -> None:
+def _refuse_symbolic_shape(shape: tuple[int, ...]) -> None:
     """Raises ModError for a shape with symbolic sizes, as jax.export makes them."""
     if any(not isinstance(n, int) for n in shape):
         raise ModError(
             f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
             "so export once for each size that you need, and pad the array to the nearest one."
         )
-
-
-def aval_of(var: object) -> Typed:
-    """The type of a variable, with the shape and dtype that jax's own declaration lacks."""
-    return cast(Variable, var).aval
-
-
-def equation_function(
-    eqn: Equation, closed_over: Mapping[int, jax.Array] | None = None
-) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its operands that returns the list of its results.
-
-    closed_over   operands that are already known, by operand number; the function does not take them
-
-    Inside shard_map the operands are cast to vary over the mesh axes that the jaxpr says, because literals, and values of
-    which a primitive of CASTS was skipped, vary over fewer.
-    """
-    known = closed_over or {}
-    over = [varying_axes(v.aval) for v in eqn.invars]
-
-    def run(*values: jax.Array) -> list[jax.Array]:
-        rest = iter(values)
-        values = tuple(known[i] if i in known else next(rest) for i in range(len(eqn.invars)))
-        values = tuple(map(cast_over, values, over))
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-        return list(out) if eqn.primitive.multiple_results else [out]
-
-    return run
-
-
-def equation_text(eqn: Equation) -> str:
-    """The equation's parameters as text, followed by a digest of the values of all constants inside nested jaxprs."""
-    digest = hashlib.sha256()
-    for const in nested_consts(tuple(eqn.params.values())):
-        digest.update(np.asarray(const).tobytes())
-    return f"{ {k: str(v) for k, v in sorted(eqn.params.items())} } {digest.hexdigest()[:16]}"
-
-
-def nested_consts(params: Sequence[object]) -> list[object]:
-    """The constants of every jaxpr among the parameters, and of the jaxprs inside those."""
-    found: list[object] = []
-    for param in params:
-        if isinstance(param, tuple | list):
-            found += nested_consts(param)
-        elif hasattr(param, "consts") and hasattr(param, "jaxpr"):
-            closed = cast(ClosedScope, param)
-            found += list(closed.consts)
-            for eqn in cast(Sequence[Equation], closed.jaxpr.eqns):
-                found += nested_consts(tuple(eqn.params.values()))
-    return found
-
-
-# ------------------------------------------------------------------- integer division as Python has it
-
-PYTHON_DIVISION = {"remainder": jnp.remainder, "floor_divide": jnp.floor_divide}
-
-
-def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether the jaxpr of two integer operands equals, as text, the one that jax makes of `function` of jax.numpy.
-
-    A function of the user may have the same name and compute something else.
-    """
-    avals = [aval_of(v) for v in jaxpr.invars]
-    if len(avals) != 2 or not jnp.issubdtype(aval_of(jaxpr.outvars[0]).dtype, jnp.integer):
-        return False
-    key = (function, str(jaxpr))
-    if key not in _jnp_functions:
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-        inside = [e.params["jaxpr"].jaxpr for e in jax.make_jaxpr(function)(*shapes).jaxpr.eqns if "jaxpr" in e.params]
-        _jnp_functions[key] = len(inside) == 1 and str(inside[0]) == str(jaxpr)
-    return _jnp_functions[key]
-
-
-_jnp_functions: dict[tuple[Callable, str], bool] = {}

@@ -1,8 +1,9 @@
 """What a lowering rule is given: the translation, and one equation of a jaxpr with the types that jax does not declare.
 
-A rule is a function of (translation, equation, operands) that returns the values of the equation's results, or None where the
-equation must stay whole. The rules are in lower_rules.py, lower_special.py, indexing.py and lazy_rules.py; the translation
-is Lowering of lower_jaxpr.py, which imports the rules. This file exists so that they need not import it.
+A rule translates one equation of a mod's jaxpr. It is a function of (translation, equation, operands) that returns the values
+(values.py) of the equation's results, or None where the equation must stay whole (a Call). The rules are in lower_rules.py,
+lower_special.py, indexing.py and lazy_rules.py; the translation is Lowering of lower_jaxpr.py, which imports the rules. This
+file exists so that they need not import it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,9 @@ from flexjax.trace.values import Index, Value
 
 
 class Typed(Protocol):
-    """The type of an array, as a jaxpr has it."""
+    """The type of an array in a jaxpr (jax calls it aval): its shape, its dtype, and whether the dtype is weak, as that of 1.0
+    is.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,14 +33,14 @@ class Typed(Protocol):
 
 
 class Variable(Protocol):
-    """A variable or a literal of a jaxpr."""
+    """A variable or a literal of a jaxpr; `aval` is its type."""
 
     @property
     def aval(self) -> Typed: ...
 
 
 class Equation(Protocol):
-    """An equation of a jaxpr: results = primitive(operands, parameters)."""
+    """An equation of a jaxpr: outvars = primitive(invars), with static parameters by name in `params`."""
 
     @property
     def primitive(self) -> jex_core.Primitive: ...
@@ -50,7 +53,9 @@ class Equation(Protocol):
 
 
 class Scope(Protocol):
-    """The parts of a jaxpr that are read to run it: its equations are Equations, its variables Variables."""
+    """The parts of a jaxpr that are read to run it: constants, inputs, equations (each an Equation) and outputs (each a
+    Variable).
+    """
 
     @property
     def constvars(self) -> Sequence[object]: ...
@@ -63,7 +68,7 @@ class Scope(Protocol):
 
 
 class ClosedScope(Protocol):
-    """A jaxpr with the values of its constants."""
+    """A jaxpr with the values of its constants, in the order of its constvars."""
 
     @property
     def jaxpr(self) -> Scope: ...
