@@ -27,7 +27,7 @@ def head_gate(gate: ArrayLike) -> ScoreMod:
 
     @named("head_gate")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The score times the gate of the head."""
+        """The score times `sigmoid(gate[h])`."""
         return score * batched_value_at(factor, b, h).astype(score.dtype)
 
     return score_mod

@@ -127,6 +127,7 @@ def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tu
 
 
 def _add(op: Op, args: list[Interval]) -> Interval:
+    """x + y: from the sum of the lower ends to the sum of the upper ends."""
     x, y = args
     return Interval(
         x.low + y.low, x.high + y.high, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -134,6 +135,7 @@ def _add(op: Op, args: list[Interval]) -> Interval:
 
 
 def _sub(op: Op, args: list[Interval]) -> Interval:
+    """x - y: from the lowest minus the highest to the highest minus the lowest."""
     x, y = args
     return Interval(
         x.low - y.high, x.high - y.low, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -149,6 +151,7 @@ def _mul(op: Op, args: list[Interval]) -> Interval:
 
 
 def _square(op: Op, args: list[Interval]) -> Interval:
+    """x * x: see `_power`."""
     return _power(args[0], 2)
 
 
@@ -162,6 +165,7 @@ def _power(x: Interval, y: int) -> Interval:
 
 
 def _neg(op: Op, args: list[Interval]) -> Interval:
+    """-x: the ends exchange."""
     return Interval(-args[0].high, -args[0].low, args[0].attained, args[0].contiguous)
 
 
@@ -336,6 +340,7 @@ def _select(op: Op, args: list[Abstract]) -> Interval | None:
 
 
 def _sign(op: Op, args: list[Interval]) -> Interval:
+    """sign(x): from the sign of the lower end to that of the upper end."""
     return Interval(jnp.sign(args[0].low), jnp.sign(args[0].high), args[0].attained)
 
 

@@ -21,25 +21,40 @@ class Tile(typing.Protocol):
     """A region of the attention matrix on which programs are evaluated; backends implement it.
 
     A backend chooses what a value is (an "Array" below may be a register tile). The axes of a value are those of program.AXES.
-
-    input      the value of one of the five inputs over the region
-    literal    the value of a literal
-    spread     a value that has the axes `have`, broadcast for use with the axes `want`, which contain them; a diagonal window
-               (axis "delta") becomes a tile here
-    diagonal   an integer value that is affine in q - kv (`val.linear`), given the values of its uniform terms by id
-    apply      the result of an Op, from operands that were spread to the axes of the result
-    load       the elements that a Load reads, from index values that were spread to the axes of its result
-    call       the values of a Call's results in order; `read` gives the value of an operand, spread to the axes of the first
-               result
     """
 
-    def input(self, val: Val) -> Array: ...
-    def literal(self, lit: Lit) -> Array: ...
-    def spread(self, value: Array, have: Axes, want: Axes) -> Array: ...
-    def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array: ...
-    def apply(self, op: Op, args: Sequence[Array]) -> Array: ...
-    def load(self, load: Load, index: Sequence[Array]) -> Array: ...
-    def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]: ...
+    def input(self, val: Val) -> Array:
+        """The value of one of the program's five inputs over the region."""
+        ...
+
+    def literal(self, lit: Lit) -> Array:
+        """The value of a literal."""
+        ...
+
+    def spread(self, value: Array, have: Axes, want: Axes) -> Array:
+        """A value that has the axes `have`, broadcast for use with the axes `want`, which contain them.
+
+        A diagonal window (axis "delta") becomes a tile if `want` has q and kv.
+        """
+        ...
+
+    def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
+        """An integer value that is affine in q - kv (`val.linear`), from the values of its uniform terms by id."""
+        ...
+
+    def apply(self, op: Op, args: Sequence[Array]) -> Array:
+        """The result of an Op, from operands that were spread to the axes of the result."""
+        ...
+
+    def load(self, load: Load, index: Sequence[Array]) -> Array:
+        """The elements that a Load reads, from index values that were spread to the axes of its result."""
+        ...
+
+    def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
+        """The values of a Call's results in order; `read` gives the value of an operand, spread to the axes of the first
+        result.
+        """
+        ...
 
 
 def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -> list[Array]:

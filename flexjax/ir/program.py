@@ -285,9 +285,7 @@ def axes_of(atom: Atom) -> Axes:
 
 
 def range_of_val(atom: Atom) -> tuple[int, int] | None:
-    """The inclusive range (lowest, highest) of an integer atom over the whole attention matrix; None where unknown or no
-    integer.
-    """
+    """The range (lowest, highest), both inclusive, of an integer atom over the whole attention matrix; None where unknown."""
     if isinstance(atom, Lit):
         return (atom.value, atom.value) if isinstance(atom.value, int) and not isinstance(atom.value, bool) else None
     return None if atom.low is None or atom.high is None else (atom.low, atom.high)

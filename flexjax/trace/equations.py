@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from flexjax.errors import ModError
 from flexjax.trace.translation import ClosedScope, Equation, Typed, Variable
 from flexjax.trace.values import Value
 
@@ -40,6 +41,15 @@ def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
     missing = axes - varying_axes(jax.typeof(value))
     over = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis in missing)
     return jax.lax.pcast(value, over, to="varying") if over else value
+
+
+def refuse_symbolic_shape(shape: tuple[int, ...]) -> None:
+    """Raises ModError for a shape with symbolic sizes, as jax.export makes them."""
+    if any(not isinstance(n, int) for n in shape):
+        raise ModError(
+            f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
+            "so export once for each size that you need, and pad the array to the nearest one."
+        )
 
 
 def aval_of(var: object) -> Typed:

@@ -38,6 +38,7 @@ from flexjax.trace.equations import (
     has_jaxpr,
     inner_jaxpr,
     is_jnp_function,
+    refuse_symbolic_shape,
     varying_axes,
 )
 from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole_capture
@@ -154,7 +155,7 @@ class Lowering:
         if name in SAME:
             return args
         for array in held:
-            _refuse_symbolic_shape(array.shape)
+            refuse_symbolic_shape(array.shape)
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]
         if name in INLINED:
@@ -218,11 +219,10 @@ class Lowering:
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 
     def inline(self, eqn: Equation, args: list[Value]) -> list[Value]:
-        """Translates an equation that calls a nested function (jit, remat) by its body; returns the values of its results.
+        """Translates an equation that calls a nested function (jit, remat) on the values `args` by its body; returns the
+        results.
 
         Integer `//` and `%` of jax.numpy, which are such functions, become floordiv and floormod.
-
-        args   the values of its operands
         """
         jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
@@ -338,9 +338,8 @@ class Lowering:
         return self._capture_of[id(value)]
 
     def elementwise(self, eqn: Equation, args: list[Value]) -> Value:
-        """Translates an equation with an elementwise primitive: one operation of the program for each element of the result.
-
-        args   the values of its operands
+        """Translates an elementwise primitive on the values `args`: one operation of the program for each element of the
+        result.
         """
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
@@ -399,12 +398,3 @@ class Lowering:
         )
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
-
-
-def _refuse_symbolic_shape(shape: tuple[int, ...]) -> None:
-    """Raises ModError for a shape with symbolic sizes, as jax.export makes them."""
-    if any(not isinstance(n, int) for n in shape):
-        raise ModError(
-            f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
-            "so export once for each size that you need, and pad the array to the nearest one."
-        )

@@ -77,20 +77,38 @@ class ClosedScope(Protocol):
 
 
 class Translation(Protocol):
-    """What the rules need of lower_jaxpr.Lowering; the methods are explained there."""
+    """What the rules need of the translation of one jaxpr, lower_jaxpr.Lowering.
+
+    builder   makes the program
+    """
 
     builder: Builder
 
-    def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]: ...
-    def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]: ...
-    def as_atoms(self, value: Value) -> np.ndarray: ...
-    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom: ...
-    def lazy(
-        self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str
-    ) -> Value: ...
+    def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        """Translates a jaxpr; returns the values of its results, from those of its constants and inputs."""
+        ...
+
+    def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
+        """Translates the branch of a cond that is taken where the bool atom `taken` is True; returns the values of its results."""
+        ...
+
+    def as_atoms(self, value: Value) -> np.ndarray:
+        """Turns any value into an array of atoms; ModError for more than MAX_ELEMENTS elements."""
+        ...
+
+    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
+        """The atom array[index] of a captured array, for an index in bounds."""
+        ...
+
+    def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
+        """Makes a lazy array from a function of the index; `too_large` is the error if a rule needs all of too many elements."""
+        ...
+
     def map_values(
         self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Value: ...
+    ) -> Value:
+        """The array whose elements are `make` of the corresponding elements of `values`, which have its shape or one element."""
+        ...
 
 
 Rule = Callable[[Translation, Equation, list[Value]], Sequence[Value] | None]
