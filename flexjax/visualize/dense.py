@@ -1,7 +1,8 @@
 """The numbers behind a picture: scores, weights and masks of one batch entry and head, entry by entry or as means of blocks.
 
-A picture has at most SIDE cells on a side. Longer sequences are cut into equal blocks, and a cell is the mean over the visible
-entries of a block. Rows of blocks are computed one after the other, so that memory is O(block x kv_len).
+An entry is a pair of a query and a key; it is visible if the mask is True there. A picture has at most SIDE cells on a side. Up
+to SIDE tokens a cell is one entry; a longer sequence is cut into equal blocks, and a cell is the mean over the visible entries
+of a block. Rows of blocks are computed one after the other, so that memory is O(block x kv_len).
 """
 
 import math
@@ -21,12 +22,18 @@ SIDE = 256
 
 
 def block_of(length: int) -> int:
-    """Tokens that a cell stands for on a side of `length` tokens."""
+    """The number of tokens that one cell of a picture stands for on a side of `length` tokens."""
     return max(1, math.ceil(length / SIDE))
 
 
 def visible(mask_mod: MaskMod | None, b: int, h: int, rows: np.ndarray, kv_len: int) -> Array:
-    """bool [len(rows), kv_len]: which entries mask_mod keeps."""
+    """Evaluates a mask on some rows of the attention matrix: bool [len(rows), kv_len], True where the query sees the key.
+
+    mask_mod   the mask; None keeps everything
+    b, h       the batch entry and the query head
+    rows       the positions of the queries
+    kv_len     number of keys
+    """
     if mask_mod is None:
         return jnp.ones((len(rows), kv_len), bool)
     entry = lift_numpy(mask_mod)[0]
@@ -37,7 +44,13 @@ def visible(mask_mod: MaskMod | None, b: int, h: int, rows: np.ndarray, kv_len: 
 def scores_of_rows(
     query: Array, key: Array, score_mod: ScoreMod | None, b: int, h: int, rows: np.ndarray, scale: float
 ) -> Array:
-    """float32 [len(rows), S]: modified scores of query [T, D] against key [S, D]."""
+    """Computes the scores after score_mod on some rows of the attention matrix: float32 [len(rows), S].
+
+    query, key   [T, D] and [S, D]: the queries of head h of batch entry b, and the keys that they read
+    score_mod    None changes nothing
+    rows         the positions of the queries
+    scale        factor of the dot products
+    """
     dots = scale * jnp.dot(query[rows].astype(jnp.float32), key.astype(jnp.float32).T, precision="highest")
     if score_mod is None:
         return dots
@@ -49,9 +62,12 @@ def scores_of_rows(
 
 
 def cells(rows_of: Callable[[np.ndarray], tuple[Array, Array]], q_len: int, kv_len: int) -> np.ndarray:
-    """float [q cells, kv cells]: the mean over the visible entries of each block, NaN where none is visible.
+    """Reduces the rows of a picture to its cells: float [q cells, kv cells], the mean over the visible entries of each block.
 
-    rows_of   rows -> (values, visible), both [len(rows), kv_len]
+    rows_of         from the positions of some queries to (values, visible), both [number of queries, kv_len]
+    q_len, kv_len   number of queries and of keys
+
+    A cell without visible entries is NaN.
     """
     tall, wide = block_of(q_len), block_of(kv_len)
     cuts = np.arange(0, kv_len, wide)

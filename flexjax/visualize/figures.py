@@ -23,7 +23,7 @@ if typing.TYPE_CHECKING:
 Array = jax.Array
 
 MOST_LABELS = 40
-"""Token labels that fit along an axis."""
+"""Most token labels along an axis; longer axes show positions."""
 
 HIDDEN = "#e8e8e8"
 VISIBLE = "#08519c"
@@ -51,7 +51,12 @@ def mask(
     heads = [heads] if isinstance(heads, int) else list(heads)
 
     def panel(h: int) -> np.ndarray:
+        """The cells of the picture of head `h`."""
+
         def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
+            """(which entries the mask keeps, True everywhere), both [len(rows), kv_len]: every entry counts in the mean of a
+            cell.
+            """
             kept = dense.visible(mask_mod, batch, h, rows, kv_len)
             return kept, jnp.ones_like(kept)
 
@@ -101,7 +106,13 @@ def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure"
 
 
 def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
-    """The figure of the scores (`unit` "score") or of the probabilities ("weight")."""
+    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight").
+
+    query, key   as in `scores`
+    drawn        the keywords of `scores`
+
+    Checks all arguments; errors as in `scores`.
+    """
     unknown = sorted(set(drawn) - set(Drawn.__annotations__))
     if unknown:
         raise TypeError(
@@ -130,9 +141,11 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
     kv_len = key.shape[1]
 
     def panel(h: int) -> np.ndarray:
+        """The cells of the picture of head `h`."""
         one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
 
         def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
+            """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
             on = dense.visible(mask_mod, batch, h, rows, kv_len)
             values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
             if unit == "weight":
@@ -153,7 +166,17 @@ def _figure(
     title: str,
     unit: str,
 ) -> "Figure":
-    """The panels beside each other under one title, with one colour scale."""
+    """Draws the panels beside each other under one title, with one colour scale; returns the Figure.
+
+    panels    the cells of each head's picture
+    heads     the number of each panel's head
+    lengths   (q_len, kv_len) in tokens
+    tokens    labels of the keys, one for each; None for positions
+    title     above the panels
+    unit      what a cell shows: "kept", "score" or "weight"
+
+    Raises ImportError without matplotlib, ValueError for a wrong number of labels.
+    """
     try:
         from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.figure import Figure
@@ -189,7 +212,11 @@ def _figure(
 
 
 def _label(axes: "Axes", lengths: tuple[int, int], tokens: Sequence[str] | None) -> None:
-    """Names the axes, in tokens whatever a cell stands for, and labels the tokens where there is room."""
+    """Names the two axes of a panel, says how many tokens a cell stands for, and labels the tokens where there is room.
+
+    lengths   (q_len, kv_len) in tokens
+    tokens    labels of the keys, and of the queries if both lengths are equal; None for positions
+    """
     for axis, length, name, labelled in (
         (axes.yaxis, lengths[0], "query", lengths[0] == lengths[1]),
         (axes.xaxis, lengths[1], "key", True),
@@ -201,5 +228,5 @@ def _label(axes: "Axes", lengths: tuple[int, int], tokens: Sequence[str] | None)
         else:
             cells = -(-length // block)
             step = max(1, 2 ** math.ceil(math.log2(cells / 8)))
-            places = list(range(0, cells, step))
-            axis.set_ticks(places, [str(p * block) for p in places], fontsize=8)
+            ticks = list(range(0, cells, step))
+            axis.set_ticks(ticks, [str(cell * block) for cell in ticks], fontsize=8)
