@@ -193,7 +193,7 @@ class RowMath:
 
         masked   whether the mask applies, as a bool or, where one loop visits both kinds of tiles, as a scalar
         """
-        at = lambda program: None if program is None else program.columns(col0).pin()
+        at = lambda program: None if program is None else program.at_columns(col0).pin()
         mask = at(self.mask) if masked is True else self.mask
         return ColumnMath(self, col0, masked, at(self.score), mask, at(self.dropout))
 
@@ -226,26 +226,36 @@ class ColumnMath:
         if may_be_large(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
             return jnp.exp2(tile_math.large_distance(plan.score, score, math.broadcast(lse2, "q")) * LOG2E), rest
-        score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
-        shift = self._shift(lse2, row, at, along)
+        score, factor, narrow_factor, row_term, offset, column_slope, rest = self.score.scaled_tile(
+            s, plan.scale, keep_column_slope=True
+        )
+        shift = self._shift(lse2, row_term, offset, column_slope)
         units = factor * LOG2E
-        if by is not None:
-            units = repeat_columns(by * units, math.shape, plan.options.interpret)
+        if narrow_factor is not None:
+            units = repeat_columns(narrow_factor * units, math.shape, plan.options.interpret)
         return jnp.exp2(score * units + shift), rest
 
     def _shift(
-        self, lse2: jax.Array, row: jax.Array | None, at: jax.Array | None, along: jax.Array | None
+        self,
+        lse2: jax.Array,
+        row_term: jax.Array | None,
+        offset: jax.Array | None,
+        column_slope: jax.Array | None,
     ) -> jax.Array:
         """The part of the exponent that is not a product with the score: row + at + along * column - lse2, broadcast to the
         tile, with the parts from `TileProgram.scaled_tile` in base 2."""
         math, interpret = self.rows.math, self.rows.math.plan.options.interpret
-        if row is None or at is None:
+        if row_term is None or offset is None:
             return -math.broadcast(lse2, "q")
-        row = (row + at) * LOG2E
+        row = (row_term + offset) * LOG2E
         if math.row_axis == "q":
             row = row - lse2
-            return math.broadcast_rows(row) if along is None else affine_tile(row, along * LOG2E, math.shape, interpret)
-        columns = -lse2 if along is None else add_column_slope(-lse2, along * LOG2E, interpret)
+            return (
+                math.broadcast_rows(row)
+                if column_slope is None
+                else affine_tile(row, column_slope * LOG2E, math.shape, interpret)
+            )
+        columns = -lse2 if column_slope is None else add_column_slope(-lse2, column_slope * LOG2E, interpret)
         return math.broadcast(columns, "q") + math.broadcast_rows(row)
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
@@ -265,7 +275,7 @@ class ColumnMath:
             return p
         if self.masked is True:
             return jnp.where(mask.tile()[0], p, 0.0)
-        return cond(self.masked, lambda p: jnp.where(mask.at_cols(self.col0)[0], p, 0.0), lambda p: p, p)
+        return cond(self.masked, lambda p: jnp.where(mask.tile_at_columns(self.col0)[0], p, 0.0), lambda p: p, p)
 
     def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
         """p with zeros past the last key, and past the last query where a score_mod may have made NaN of lse2 = inf."""

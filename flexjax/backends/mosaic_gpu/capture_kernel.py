@@ -189,13 +189,13 @@ class CaptureKernel:
             results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
         )
-        found = iter(program.at_rows(row0).at_cols(column0))
+        found = iter(program.at_rows(row0).tile_at_columns(column0))
         lengths = self.derivative.captures[self.load.capture].shape
         total, scalar = None, jnp.int32(0)
         strides = [int(np.prod(lengths[n + 1 :])) for n in range(len(lengths))]
         for atom, length, stride in zip(index, lengths, strides, strict=True):
             if not ir.axes_of(atom) - ir.UNIFORM:
-                (value,) = program.scalars((atom,))
+                (value,) = program.scalar_values((atom,))
                 scalar = scalar + jnp.asarray(value, jnp.int32) * np.int32(stride)
                 continue
             value = next(found).astype(jnp.int32)

@@ -207,10 +207,10 @@ class QueryTile:
             found = cond(self.item.total > 0, lambda: steps(out), lambda: no_steps(out))
         if not tile.overlap:
             setup.ping_pong.end_tile(self.group)
-        row_part = None
+        row_term = None
         if self.programs.score is not None and setup.reference is None and not setup.large_scores:
-            row_part = self.programs.score.row_part()
-        self._finish(row_part, *found)
+            row_term = self.programs.score.row_term()
+        self._finish(row_term, *found)
 
     # ----------------------------------------------------------------- the two orders of steps
 
@@ -377,9 +377,9 @@ class QueryTile:
             (s,) = at.programs.score.tile(s, plan.scale)
             scores = Scaled(s, 1.0)
         elif at.programs.score is not None:
-            scores = at.programs.score.scaled_tile(s, plan.scale, along=True)
-            if scores.along is not None:
-                slope = scores.along / f32(scores.factor)
+            scores = at.programs.score.scaled_tile(s, plan.scale, keep_column_slope=True)
+            if scores.column_slope is not None:
+                slope = scores.column_slope / f32(scores.factor)
                 scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, setup.interpret))
         elif plan.scale <= 0:
             scores = Scaled(s * f32(plan.scale), 1.0)
@@ -394,7 +394,7 @@ class QueryTile:
         if setup.keys_may_overhang:
             assert at.start is not None
             inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
-            s = jnp.where(registers.stretch(inside, "column", s.shape), s, f32(-math.inf))
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
         return scores._replace(tile=s)
 
     def _add_values(self, out: jax.Array, weights: jax.Array, n: Scalar) -> jax.Array:
@@ -435,7 +435,7 @@ class QueryTile:
         """The key tile that begins at `start`, with the programs' vectors over its keys read."""
         if not self._needs_start(phase):
             return StepTile(None, Programs(None, None, None))
-        score, mask, dropout = (None if p is None else p.columns(start).pin() for p in self.programs)
+        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in self.programs)
         return StepTile(start, Programs(score, mask if phase is not Phase.UNMASKED else None, dropout))
 
     # ----------------------------------------------------------------- the end of the tile
@@ -449,16 +449,16 @@ class QueryTile:
         setup.slots.release("query", scratch.query_free, self.query_slot)
         return Position(at.b, at.h, at.q_tile)
 
-    def _finish(self, row_part: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
+    def _finish(self, row_term: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
         """Adds the sink, divides by the softmax denominator, and writes out, lse and row maxima.
 
-        row_part   [rows], what the softmax left out of the scores of each row; None: nothing
+        row_term   [rows], what the softmax left out of the scores of each row; None: nothing
         out        [rows, value dim] float32, the sum of P V relative to the reference
         """
         setup, tile, outputs, softmax = self.setup, self.setup.tile, self.consumer.outputs, self.setup.softmax
         b, h, q_tile = position
         q_start = q_tile * tile.block_q + self.group * tile.rows
-        top, total = softmax.finish(state, row_part)
+        top, total = softmax.finish(state, row_term)
         base = jnp.where(top == f32(-math.inf), f32(0), top)
         shrink = None
         if self.consumer.inputs.sinks is not None:
@@ -469,7 +469,7 @@ class QueryTile:
             total = total * shrink + softmax.power(sink - joint)
             base = joint
         dead = total == f32(0)
-        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_part hides may have products in `out`
+        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
         if shrink is not None:
             divisor = divisor * shrink
         lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
@@ -477,7 +477,7 @@ class QueryTile:
         outputs.lse[rows] = lse
         if outputs.max_scores is not None:
             outputs.max_scores[rows] = softmax.to_score(top)
-        out = out * registers.stretch(divisor, "row", out.shape)
+        out = out * registers.broadcast_vector(divisor, "row", out.shape)
         self._write(out, rows_of(outputs.out, setup.plan.layout, b, h, q_start, tile.rows))
 
     def _write(self, out: jax.Array, target: Ref) -> None:

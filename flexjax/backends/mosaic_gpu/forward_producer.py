@@ -124,7 +124,7 @@ class Producer:
             batch=item.b,
             head=item.h,
             interpret=setup.interpret,
-        ).scalars(setup.staged.index[:-2])
+        ).scalar_values(setup.staged.index[:-2])
         rows, columns = pl.ds(item.q_tile * tile.block_q, tile.block_q), pl.ds(start, tile.block_kv)
         source = self.inputs.score[setup.staged.capture].at[(*leading, rows, columns)]
         target, full = present(scratch.staged), present(scratch.staged_full)

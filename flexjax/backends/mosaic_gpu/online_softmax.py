@@ -4,7 +4,7 @@
     total = total * 2^(m_before - m) + rowsum(p)
 
 Everything is in powers of two, since `ex2` is the instruction. A score program whose result has a part that is the same over the whole
-row (`Scaled.row`) is computed without that part, which does not change the probabilities; `finish` adds it to the reference.
+row (`Scaled.row_term`) is computed without that part, which does not change the probabilities; `finish` adds it to the reference.
 
 The softmax lies between two WGMMAs of its warpgroup, so the order of its instructions counts (LOG.md):
 
@@ -104,21 +104,21 @@ class OnlineSoftmax:
         units = f32(LOG2E * scores.factor)
         if self.reference is not None:
             less = f32(self.reference)
-            if scores.row is not None and scores.at is not None:
-                less = less - (scores.row + scores.at) * f32(LOG2E)
+            if scores.row_term is not None and scores.offset is not None:
+                less = less - (scores.row_term + scores.offset) * f32(LOG2E)
             p = self._powers(scores, units, less)
             return p, self.no_rescale, State(state.base, state.total + thread_tiles.partial_row_sums(p, self.interpret))
         largest = thread_tiles.maximum_by_column(scores.tile, self.interpret)
         if (
-            scores.by is not None
+            scores.narrow_factor is not None
         ):  # positive factors: the largest product with one factor is the largest score times that
-            largest = largest * scores.by
-        offset = None if scores.at is None else scores.at * f32(LOG2E)
-        if scores.along is None:
+            largest = largest * scores.narrow_factor
+        offset = None if scores.offset is None else scores.offset * f32(LOG2E)
+        if scores.column_slope is None:
             base, rescale = self._follow(largest, units, offset, state.base)
         else:
             largest = largest * units + self._slope(
-                self._row(0.0) + (f32(0) if offset is None else offset), scores.along
+                self._row(0.0) + (f32(0) if offset is None else offset), scores.column_slope
             )
             base, rescale = self._follow(largest, f32(1), None, state.base)
         p = self._powers(scores, units, base if offset is None else base - offset)
@@ -132,7 +132,9 @@ class OnlineSoftmax:
         """
         largest = thread_tiles.maximum_by_column(tile, self.interpret)
         base, rescale = self._follow(largest, f32(1), None, state.base)
-        x = tile_math.large_distance(self.program, tile, registers.stretch(base, "row", self.shape)) * f32(LOG2E)
+        x = tile_math.large_distance(self.program, tile, registers.broadcast_vector(base, "row", self.shape)) * f32(
+            LOG2E
+        )
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
@@ -156,23 +158,27 @@ class OnlineSoftmax:
         top = jnp.maximum(top, base)
         return top, Rescale(self.power(base - top), jnp.int32(1))
 
-    def _slope(self, row: jax.Array, along: jax.Array) -> jax.Array:
+    def _slope(self, row: jax.Array, column_slope: jax.Array) -> jax.Array:
         """[rows, PERIOD]: `row` plus `along * log2(e)` times the column."""
-        return thread_tiles.affine_tile(row, along * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret)
+        return thread_tiles.affine_tile(
+            row, column_slope * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret
+        )
 
     def _powers(self, scores: Scaled, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
         """2^(scores in powers of two - less): [rows, columns]. `units` is scores.factor * log2(e), `less` [rows] or one number."""
-        if scores.along is not None:
-            slope = self._slope(-less if isinstance(less, jax.Array) else self._row(float(-less)), scores.along)
+        if scores.column_slope is not None:
+            slope = self._slope(-less if isinstance(less, jax.Array) else self._row(float(-less)), scores.column_slope)
             x = scores.tile * units + thread_tiles.repeat_columns(slope, self.shape, self.interpret)
             return exponential.exp2_tile(x, self.polynomials, self.interpret)
         if isinstance(less, jax.Array):
-            less = registers.stretch(less, "row", self.shape)
+            less = registers.broadcast_vector(less, "row", self.shape)
         factor = (
-            units if scores.by is None else thread_tiles.repeat_columns(scores.by * units, self.shape, self.interpret)
+            units
+            if scores.narrow_factor is None
+            else thread_tiles.repeat_columns(scores.narrow_factor * units, self.shape, self.interpret)
         )
         x = scores.tile * factor
-        x = x - less if self.reference != 0.0 or scores.row is not None else x
+        x = x - less if self.reference != 0.0 or scores.row_term is not None else x
         return exponential.exp2_tile(x, self.polynomials, self.interpret)
 
     def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
@@ -181,22 +187,22 @@ class OnlineSoftmax:
             return out
         if self.lazy_rescale:
             return thread_tiles.scale_rows(out, rescale.factor, rescale.needed, self.interpret)
-        return out * registers.stretch(rescale.factor, "row", out.shape)
+        return out * registers.broadcast_vector(rescale.factor, "row", out.shape)
 
-    def finish(self, state: State, row_part: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows], after the last tile.
 
-        row_part   [rows], the part of the scores that `step` left out because it is the same over the row, in units of scores;
+        row_term   [rows], the part of the scores that `step` left out because it is the same over the row, in units of scores;
                    None: nothing was left out, as always with large scores and with a static reference
 
-        The reference includes `row_part` and has the unit of `State.base`. A row without visible scores has reference -inf and
-        sum 0; a `row_part` of -inf hides its row. A visible row whose `row_part` is NaN or +inf has sum NaN.
+        The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference -inf and
+        sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN.
         """
         total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
-        if row_part is not None:  # -inf hides the row; any other value that is not finite is passed on
-            off = (row_part == f32(-math.inf)) | (total == f32(0))
-            total = jnp.where(off, f32(0), total + f32(0) * row_part)
-            top = top + row_part * f32(LOG2E)
+        if row_term is not None:  # -inf hides the row; any other value that is not finite is passed on
+            off = (row_term == f32(-math.inf)) | (total == f32(0))
+            total = jnp.where(off, f32(0), total + f32(0) * row_term)
+            top = top + row_term * f32(LOG2E)
         return jnp.where(total == f32(0), f32(-math.inf), top), total
 
     def to_reference(self, score: jax.Array) -> jax.Array:

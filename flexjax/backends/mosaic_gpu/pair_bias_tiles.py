@@ -57,7 +57,7 @@ class Staging:
             results=(0,),
             interpret=self.plan.options.interpret,
         )
-        return captures.score[self.load.capture].at[program.scalars(self.load.index[:-2])]
+        return captures.score[self.load.capture].at[program.scalar_values(self.load.index[:-2])]
 
     def fetch(self, slot: Ref, source: Ref, q0: Scalar, kv0: Scalar, full: Ref) -> None:
         """In the copying warpgroup: starts the copy of the tile at (q0, kv0) into a free slot; arrives at `full`."""
