@@ -32,11 +32,11 @@ from flexjax.plan.kernel_plan import KernelPlan
 class DkvTiles(typing.NamedTuple):
     """Sizes of the dK/dV kernel.
 
-    rows, groups            keys of one computing warpgroup, and computing warpgroups
-    queries                 of a visited tile
-    query_slots, out_slots  ring depths of Q and dO
-    head_major              launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    staged_slots            ring depth of the staged array, 0 where the kernel reads the array from global memory
+    rows, groups             keys of one computing warpgroup, and number of computing warpgroups
+    queries                  of a visited tile
+    query_slots, out_slots   ring depths of Q and dO
+    head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    staged_slots             ring depth of the staged array, 0 where the kernel reads the array from global memory
     """
 
     rows: int
@@ -74,7 +74,10 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scratch[Description]:
-    """The shared memory of the dK/dV kernel with these tiles."""
+    """The shared memory of a CTA of the dK/dV kernel with these sizes.
+
+    bias   says which array is staged
+    """
     dim, value_dim = padded_dims(plan)
     staged = None
     if bias.staged is not None and tiles.staged_slots:
@@ -95,7 +98,10 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
 
 
 def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTiles:
-    """The best sizes of the dK/dV kernel that fit, for head dims up to 128."""
+    """The best sizes of the dK/dV kernel that fit shared memory, for head dims up to 128.
+
+    bias   says which array is staged; staging is left out where it does not fit
+    """
     keys = first_dividing(plan.blocks, "kv", owned_sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
     most_queries = 128 if dims <= 64 and computes_little(plan) else 64
@@ -147,7 +153,7 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
-    """The shared memory of the split dK/dV kernel with these ring depths."""
+    """The shared memory of a CTA of the split dK/dV kernel with these ring depths."""
     dim, value_dim = padded_dims(plan)
     return SplitScratch(
         query=SwizzledTiles((tiles.query_slots, SPLIT_QUERIES, dim), plan.dtype),
@@ -167,7 +173,7 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
 
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
-    """The deepest rings of the split dK/dV kernel that fit."""
+    """The deepest rings of the split dK/dV kernel that fit shared memory."""
     head_major = plan.group == 1
     for tiles in (SplitDkvTiles(2, 2, 2, head_major), SplitDkvTiles(2, 2, 1, head_major)):
         if fits(split_dkv_scratch(plan, tiles)):

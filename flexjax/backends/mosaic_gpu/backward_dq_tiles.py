@@ -28,12 +28,12 @@ MARGIN = 1024
 class DqTiles(typing.NamedTuple):
     """Sizes of the dQ kernel.
 
-    rows, groups            queries of one computing warpgroup, and computing warpgroups
-    keys                    of a visited tile
-    key_slots, value_slots  ring depths
-    head_major              launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    staged_slots            ring depth of the staged array, 0 where the kernel reads the array from global memory
-    batch_entries           that one CTA takes, one after the other for each key tile
+    rows, groups             queries of one computing warpgroup, and number of computing warpgroups
+    keys                     of a visited tile
+    key_slots, value_slots   ring depths
+    head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    staged_slots             ring depth of the staged array, 0 where the kernel reads the array from global memory
+    batch_entries            that one CTA takes, one after the other for each key tile
     """
 
     rows: int
@@ -84,7 +84,10 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratch[Description]:
-    """The shared memory of the dQ kernel with these tiles."""
+    """The shared memory of a CTA of the dQ kernel with these sizes.
+
+    bias   says which array is staged and which direct gradients leave through shared memory
+    """
     dim, value_dim = padded_dims(plan)
     own, q_tile = tiles.groups * tiles.batch_entries, tiles.rows * tiles.groups
     staged = None
@@ -110,7 +113,11 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
 
 
 def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
-    """Sizes that fit shared memory, the best first: staging an array goes before deeper rings of keys and values."""
+    """Sizes of the dQ kernel that fit shared memory, the best first: staging an array goes before deeper rings of
+    keys and values.
+
+    bias   dtypes of the staged array and of the direct gradients
+    """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) else 64
     keys = first_dividing(plan.blocks, "kv", visited_sizes(plan.options.block_kv_bwd, most_keys))
@@ -123,7 +130,7 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
 
 
 def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
-    """Whether the dQ kernel has shared memory for the staged array and the direct gradients."""
+    """Whether the dQ kernel has shared memory for the direct gradients of `bias`, with its array staged or not."""
     return bool(_candidates(plan, bias))
 
 

@@ -51,7 +51,11 @@ MOST_THREADS = 8
 
 @contextlib.contextmanager
 def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
-    """Kernels that are lowered inside are compiled ahead if the target is a GPU of this process."""
+    """A context: the kernels that are lowered inside are compiled ahead if the target is a GPU of this process.
+
+    module   what the pass is lowered into
+    target   the device that the pass is lowered for
+    """
     before = attempt(operations)
     yield
     if before is not None:
@@ -59,7 +63,7 @@ def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
 
 
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
-    """function(*arguments); None, with a line in the log, where it raises."""
+    """function(*arguments); None, with a line in the log, where the call raises."""
     try:
         return function(*arguments)
     except Exception as error:  # a jax whose internals have changed may raise anything
@@ -68,14 +72,19 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
 
 
 def operations() -> "list[ir.OpView]":
-    """Operations so far of the MLIR block that is being lowered into."""
+    """The operations so far of the MLIR block that is being lowered into."""
     from jax.extend.mlir import ir
 
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
-    """Removes the file names from the kernels that were lowered after the operations `before`, and starts to compile them."""
+    """Removes the file names from the kernels that were lowered since, and starts to compile these kernels.
+
+    before   the block's operations before the pass was lowered (`operations`)
+    module   what the pass is lowered into
+    target   the device that the pass is lowered for; kernels are compiled only if it is a GPU of this process
+    """
     from jax.extend.mlir import ir
 
     gpu = own_gpu(target)
@@ -98,7 +107,11 @@ def own_gpu(target: Target) -> "SingleDeviceSharding | None":
 
 
 def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
-    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash of what is left."""
+    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash made anew.
+
+    config    the attribute CONFIG of the kernel's custom call
+    context   in which new attributes are made
+    """
     from jax.extend.mlir import ir
 
     parsed = parse(ir.StringAttr(config[MODULE]).value_bytes, context)
@@ -114,7 +127,9 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
 
 
 def parse(module: bytes, context: "ir.Context") -> "ir.Module":
-    """The module of a kernel from its bytecode, whose dialect (`stable_mosaic_gpu`) is registered nowhere."""
+    """The MLIR module of a kernel, from its bytecode. Its dialect, `stable_mosaic_gpu`, is registered nowhere, which
+    is allowed for the call.
+    """
     from jax.extend.mlir import ir
 
     allowed = context.allow_unregistered_dialects
@@ -133,7 +148,7 @@ class KernelCall(typing.NamedTuple):
 
 
 def kernel_of(config: "ir.DictAttr") -> KernelCall:
-    """The kernel of a backend configuration."""
+    """Hash and module of the kernel, from the backend configuration of its custom call."""
     from jax.extend.mlir import ir
 
     return KernelCall(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
@@ -141,7 +156,9 @@ def kernel_of(config: "ir.DictAttr") -> KernelCall:
 
 @functools.cache
 def threads() -> concurrent.futures.ThreadPoolExecutor | None:
-    """The pool that kernels compile in: a thread for each core but the caller's, at most MOST_THREADS; None on one core."""
+    """The pool of threads in which kernels compile: one for each core but the caller's, at most MOST_THREADS; None on
+    one core.
+    """
     spare = min(MOST_THREADS, (os.cpu_count() or 1) - 1)
     return concurrent.futures.ThreadPoolExecutor(spare, "flexjax_compile") if spare > 0 else None
 
@@ -151,7 +168,11 @@ begun: set[bytes] = set()
 
 
 def begin(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Starts to compile a kernel in a thread, unless this process has done so before."""
+    """Starts to compile a kernel in a thread, unless this process has done so before or has one core. It does not
+    wait.
+
+    gpu   the device to compile for
+    """
     pool = threads()
     if pool is not None and kernel.kernel_hash not in begun:
         begun.add(kernel.kernel_hash)
@@ -159,7 +180,10 @@ def begin(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
 
 
 def compile_alone(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Compiles a program whose only operation calls the kernel. Machine code does not depend on the operands, so any do."""
+    """Compiles a program whose only operation calls the kernel, so that Mosaic's cache has its machine code.
+
+    The operands are of any shape, because machine code does not depend on them. The program is never run.
+    """
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))
     jax.jit(lambda x: call(x, **kernel._asdict(), use_custom_barrier=False)).lower(one).compile()
