@@ -113,12 +113,12 @@ class CaptureKernel:
         return int(np.prod(self.derivative.captures[self.load.capture].shape))
 
     @property
-    def scatters_tiles(self) -> bool:
+    def scatters_each_tile(self) -> bool:
         """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
         return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
 
     @property
-    def one_sum(self) -> bool:
+    def sums_over_keys(self) -> bool:
         """Whether all key parts of a tile share one accumulator, because g is summed over keys later anyway."""
         return self.shape.kind in (ir.SCALAR, ir.ROW)
 
@@ -129,23 +129,23 @@ class CaptureKernel:
 
     # ------------------------------------------------------------- tile coordinates
 
-    def steps(self, lists: TileLists[Ref], mine: Scalar) -> Scalar:
-        """How many visits list `mine` has, its repeats included."""
+    def steps(self, lists: TileLists[Ref], list_number: Scalar) -> Scalar:
+        """How many visits list `list_number` has, its repeats included."""
         batch, heads = self.shape.repeats
-        return lists.count[mine] * (batch * heads)
+        return lists.count[list_number] * (batch * heads)
 
-    def visit(self, lists: TileLists[Ref], mine: Scalar, steps: Scalar, i: Scalar) -> Visit:
-        """The i-th visit of list `mine`, which has `steps` visits.
+    def visit(self, lists: TileLists[Ref], list_number: Scalar, steps: Scalar, i: Scalar) -> Visit:
+        """The i-th visit of list `list_number`, which has `steps` visits.
 
         Past the end of the list: its last visit. In an empty list: the list's first head, and tile code 0.
         """
         i = jnp.maximum(jnp.minimum(i, steps - 1), 0)
-        head, (batch, heads) = lists.head[mine], self.shape.repeats
+        head, (batch, heads) = lists.head[list_number], self.shape.repeats
         if batch * heads > 1:
-            count = jnp.maximum(lists.count[mine], 1)
+            count = jnp.maximum(lists.count[list_number], 1)
             repeat, i = lax.div(i, count), lax.rem(i, count)
             head = head + (repeat if heads > 1 else repeat * self.plan.q_heads)  # either all heads are joined or none
-        at = lists.begin[mine] + i
+        at = lists.begin[list_number] + i
         # `begin` of an empty list may lie past the last visit
         at = jnp.minimum(at, jnp.int32(lists.tile.shape[0] - 1))
         if lists.head_offset is not None:
@@ -157,17 +157,17 @@ class CaptureKernel:
         number, code = visit
         b, h = self.head(number)
         tile = lax.shift_right_logical(code, jnp.int32(1))
-        row, column = _divided(tile, self.shape.columns)
+        row, column = _quotient_and_remainder(tile, self.shape.columns)
         return b, h, row * self.shape.tile, column * self.shape.tile
 
     def head(self, number: Scalar) -> tuple[Scalar, Scalar]:
         """(b, h) of the head with number b * N + h."""
-        return _divided(number, self.plan.q_heads)
+        return _quotient_and_remainder(number, self.plan.q_heads)
 
-    def first_on_diagonal(self, mine: Scalar) -> tuple[Scalar, Scalar]:
-        """First query and first key of the first tile on the diagonal of list `mine`, even if the list does not visit it."""
+    def first_on_diagonal(self, list_number: Scalar) -> tuple[Scalar, Scalar]:
+        """First query and first key of the first tile on the diagonal of list `list_number`, even if the list does not visit it."""
         shape = self.shape
-        diagonal, phase = _divided(lax.rem(mine, jnp.int32(shape.keys)), shape.period)
+        diagonal, phase = _quotient_and_remainder(lax.rem(list_number, jnp.int32(shape.keys)), shape.period)
         difference = diagonal - (shape.columns - 1)
         row = jnp.maximum(difference, 0)
         row = row + lax.rem(phase + shape.period - lax.rem(row, jnp.int32(shape.period)), jnp.int32(shape.period))
@@ -245,8 +245,10 @@ class CaptureKernel:
 
         def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
             group = lax.axis_index("wg")
-            mine = inputs.order[lax.axis_index("program")]
-            cta = _Cta(self, rings, staging, inputs, outputs, scratch, mine, self.steps(inputs.lists, mine))
+            list_number = inputs.order[lax.axis_index("program")]
+            cta = _Cta(
+                self, rings, staging, inputs, outputs, scratch, list_number, self.steps(inputs.lists, list_number)
+            )
             when(group < self.groups)(lambda: cta.compute(group))
             when(group == self.groups)(cta.copy)
 
@@ -274,7 +276,7 @@ class CaptureKernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel: it works through list `mine`, which has `steps` visits."""
+    """One CTA inside the kernel: it works through list `list_number`, which has `steps` visits."""
 
     kernel: CaptureKernel
     rings: RingDepths
@@ -282,7 +284,7 @@ class _Cta:
     inputs: Inputs[Ref]
     outputs: Outputs[Ref]
     scratch: Scratch[Ref]
-    mine: Scalar
+    list_number: Scalar
     steps: Scalar
 
     @property
@@ -294,7 +296,7 @@ class _Cta:
         return Products(self.interpret)
 
     def visit(self, i: Scalar | int) -> Visit:
-        return self.kernel.visit(self.inputs.lists, self.mine, self.steps, jnp.asarray(i, jnp.int32))
+        return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
         return rows_of(ref, self.kernel.plan.layout, b, h, start, size)
@@ -306,13 +308,13 @@ class _Cta:
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
         if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
-            self.outputs.sums.at[self.mine, group][...] = jnp.zeros((kernel.size,), jnp.float32)
+            self.outputs.sums.at[self.list_number, group][...] = jnp.zeros((kernel.size,), jnp.float32)
         zero = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), common.WGMMA)
         first = self.visit(0)
-        accumulators = 0 if kernel.scatters_tiles else 1 if kernel.one_sum else kernel.groups
+        accumulators = 0 if kernel.scatters_each_tile else 1 if kernel.sums_over_keys else kernel.groups
         begin = Carry((zero,) * accumulators, first, self.visit(1), self.statistics(first, group))
         found = lax.fori_loop(0, self.steps, functools.partial(self.step, group=group), begin)
-        if not kernel.scatters_tiles:
+        if not kernel.scatters_each_tile:
             self.write(found.sums, zero, group)
 
     def statistics(self, visit: Visit, group: Scalar) -> tuple[jax.Array, jax.Array]:
@@ -326,10 +328,10 @@ class _Cta:
     def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
         """One visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array."""
         kernel, rings, scratch = self.kernel, self.rings, self.scratch
-        sums, now, soon, (lse2, delta) = carry
-        later, statistics_soon = (
+        sums, now, upcoming, (lse2, delta) = carry
+        later, upcoming_statistics = (
             self.visit(i + 2),
-            self.statistics(soon, group),
+            self.statistics(upcoming, group),
         )  # loads for the next steps, issued early
         b, h, q0, kv0 = kernel.corner(now)
         masked = (now.code & 1) == 1
@@ -347,15 +349,15 @@ class _Cta:
             own = OwnTile(q_slot, k_slot, here, part, lse2, delta)
             cotangents = functools.partial(self.load_cotangents, tile=tile, own=own)
             g = self.products.accumulators(cotangents, (ROWS, ROWS), (ROWS, ROWS))
-            if kernel.scatters_tiles:
+            if kernel.scatters_each_tile:
                 self.scatter(b, h, q0, kv0 + part * ROWS, g, group)
                 continue
-            at = 0 if kernel.one_sum else part
+            at = 0 if kernel.sums_over_keys else part
             new[at] = new[at] + (jnp.abs(g) if kernel.sink is Sink.MAGNITUDES else g)
             if not self.interpret:  # the next part must not start earlier: too few registers
                 new = list(lax.optimization_barrier(tuple(new)))
         self.products.release(scratch.query_free.at[q_slot])
-        return Carry(tuple(new), soon, later, statistics_soon)
+        return Carry(tuple(new), upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
         """g of one part of a tile, [ROWS, ROWS]; frees the slot of the keys."""
@@ -381,7 +383,7 @@ class _Cta:
             sums = self.inputs.words
         else:
             assert self.outputs.sums is not None
-            sums = self.outputs.sums.at[self.mine, group]
+            sums = self.outputs.sums.at[self.list_number, group]
         assert self.inputs.factor is not None
         indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0 + group * ROWS, column0)
         fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
@@ -390,22 +392,22 @@ class _Cta:
         """Writes the sums of the list to their place, or scatters those of a diagonal to the array."""
         kernel, shape = self.kernel, self.kernel.shape
         for part in range(kernel.groups):
-            total = zero if kernel.one_sum and part else sums[part]
+            total = zero if kernel.sums_over_keys and part else sums[part]
             if kernel.sink is Sink.SCATTER:
 
                 @when(self.steps > 0)
                 def _(part: int = part, total: jax.Array = total) -> None:
-                    q0, kv0 = kernel.first_on_diagonal(self.mine)
-                    b, h = kernel.head(self.inputs.lists.head[self.mine])
+                    q0, kv0 = kernel.first_on_diagonal(self.list_number)
+                    b, h = kernel.head(self.inputs.lists.head[self.list_number])
                     self.scatter(b, h, q0, kv0 + part * ROWS, total, group)
 
                 continue
             assert self.outputs.sums is not None
-            out = self.outputs.sums.at[self.mine, pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)]
+            out = self.outputs.sums.at[self.list_number, pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)]
             if kernel.sink is Sink.MATRIX:
-                head, at = _divided(self.mine, shape.rows * shape.columns)
-                b, h = _divided(head, shape.heads)
-                row, column = _divided(at, shape.columns)
+                head, at = _quotient_and_remainder(self.list_number, shape.rows * shape.columns)
+                b, h = _quotient_and_remainder(head, shape.heads)
+                row, column = _quotient_and_remainder(at, shape.columns)
                 rows = pl.ds(row * shape.tile + group * ROWS, ROWS)
                 out = self.outputs.sums.at[b, h, rows, pl.ds(column * shape.tile + part * ROWS, ROWS)]
             out[...] = total.astype(kernel.dtype)
@@ -423,7 +425,7 @@ class _Cta:
     def copy_visit(self, i: Scalar, visits: tuple[Visit, Visit]) -> tuple[Visit, Visit]:
         """Copies the tiles of the i-th visit; `visits` are this one and the next."""
         kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.inputs.tokens
-        now, soon = visits
+        now, upcoming = visits
         later = self.visit(i + 2)
         b, h, q0, kv0 = kernel.corner(now)
         h_kv = lax.div(h, jnp.int32(kernel.plan.group))
@@ -442,7 +444,7 @@ class _Cta:
             visited = functools.partial(self.rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
             plgpu.copy_gmem_to_smem(visited(tokens.key), scratch.key.at[k_slot], scratch.key_full.at[k_slot])
             plgpu.copy_gmem_to_smem(visited(tokens.value), scratch.value.at[k_slot], scratch.key_full.at[k_slot])
-        return soon, later
+        return upcoming, later
 
 
 class Carry(typing.NamedTuple):
@@ -450,7 +452,7 @@ class Carry(typing.NamedTuple):
 
     sums: tuple[jax.Array, ...]
     now: Visit
-    soon: Visit
+    upcoming: Visit
     statistics: tuple[jax.Array, jax.Array]
 
 
@@ -465,6 +467,6 @@ class OwnTile(typing.NamedTuple):
     delta: jax.Array
 
 
-def _divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
+def _quotient_and_remainder(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
     """Quotient and remainder of a non-negative number."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

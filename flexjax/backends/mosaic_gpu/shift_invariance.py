@@ -46,11 +46,11 @@ def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> di
             continue
         given = [_change_of(a, known, period) for a in step.inputs]
         for out in step.outs:
-            known[out.id] = _change_of_op(step, given) if isinstance(step, ir.Op) else _all_the_same(given)
+            known[out.id] = _change_of_op(step, given) if isinstance(step, ir.Op) else _unchanged(given)
     return known
 
 
-def _all_the_same(given: list[int | None]) -> int | None:
+def _unchanged(given: list[int | None]) -> int | None:
     """0 where no argument changes, None where one may."""
     return 0 if all(g == 0 for g in given) else None
 
@@ -59,13 +59,13 @@ def _change_of_op(step: ir.Op, given: list[int | None]) -> int | None:
     """By how much the result of an operation changes, from the changes of its arguments."""
     if all(g == 0 for g in given):
         return 0
-    if any(g is None for g in given) or not all(_exact(a) for a in step.inputs if _integer(a)):
+    if any(g is None for g in given) or not all(_never_wraps(a) for a in step.inputs if _is_integer(a)):
         return None
-    if not all(_integer(a) or g == 0 for a, g in zip(step.inputs, given, strict=True)):
+    if not all(_is_integer(a) or g == 0 for a, g in zip(step.inputs, given, strict=True)):
         return None
     moved = typing.cast(list[int], given)
     name, first = step.prim, moved[0]
-    if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _exact(step.out)):
+    if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _never_wraps(step.out)):
         return first
     if name == "neg":
         return -first
@@ -84,10 +84,10 @@ def _change_of_op(step: ir.Op, given: list[int | None]) -> int | None:
             if isinstance(factor, ir.Lit):
                 return int(factor.value) * (moved[1] if other is step.inputs[1] else first)
         return None
-    return _divided(step, first)
+    return _change_of_quotient(step, first)
 
 
-def _divided(step: ir.Op, first: int) -> int | None:
+def _change_of_quotient(step: ir.Op, change: int) -> int | None:
     """The change of a quotient or remainder by a literal that divides the change of the numerator."""
     name, by = step.prim, step.inputs[-1]
     if len(step.inputs) != 2 or not isinstance(by, ir.Lit) or not isinstance(by.value, int) or by.value <= 0:
@@ -104,15 +104,15 @@ def _divided(step: ir.Op, first: int) -> int | None:
         divisor = by.value
     else:
         return None
-    if first % divisor:
+    if change % divisor:
         return None
-    return 0 if name in ("rem", "floormod", "and") else first // divisor
+    return 0 if name in ("rem", "floormod", "and") else change // divisor
 
 
-def _integer(atom: ir.Atom) -> bool:
+def _is_integer(atom: ir.Atom) -> bool:
     return atom.dtype.startswith(("int", "uint"))
 
 
-def _exact(atom: ir.Atom) -> bool:
+def _never_wraps(atom: ir.Atom) -> bool:
     """Whether the atom is an integer that does not wrap around."""
     return ir.range_of_val(atom) is not None
