@@ -4,8 +4,9 @@ One CTA works through one list. For each tile of the list, WGMMAs compute the sc
 
     g = dsp * d mod / d load,    dsp = p * (dP - delta)
 
-`Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128 queries
-by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in parts of 64.
+`Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128
+queries by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in *parts* of 64
+keys. "mod" is score_mod, "load" its read of the array.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class Sink(enum.Enum):
 
 
 class Visit(typing.NamedTuple):
-    """One tile of one head: the head's number b * N + h, and the code of the tile (`TileLists.tile`)."""
+    """One tile of one head, int32 scalars: the head's number b * N + h, and the code of the tile (`TileLists.tile`)."""
 
     head: Scalar
     code: Scalar
@@ -63,9 +64,11 @@ class Visit(typing.NamedTuple):
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel.
 
-    order    [lists] list numbers by falling number of visits
-    factor   [1] for SCATTER: what multiplies g before g is rounded to an integer (`fixed_point.scale`)
-    words    [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
+    tokens, lists, captures   arrays over tokens, lists of tiles, captured arrays
+    order                     [lists] list numbers by falling number of visits
+    factor                    [1] for SCATTER: what multiplies g before g is rounded to an integer
+                              (`fixed_point.scale`)
+    words                     [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
     """
 
     tokens: Tokens[Part]
@@ -87,7 +90,13 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 class CaptureKernel:
     """The kernel for one load, whose derivative is `derivative.results[2 + load_number]`.
 
-    dtype   of what the kernel writes for SUMS and MATRIX
+    plan          with extra features joined to the head dim
+    derivative    score_mod with its derivatives
+    load_number   of the load among those with a gradient
+    shape         of the lists
+    bias          which captured array is staged
+    sink          what happens to g
+    dtype         of what the kernel writes for SUMS and MATRIX
     """
 
     plan: KernelPlan
@@ -100,11 +109,12 @@ class CaptureKernel:
 
     @property
     def groups(self) -> int:
-        """Computing warpgroups, and parts of 64 keys in a tile."""
+        """Number of computing warpgroups, and of parts of 64 keys in a tile."""
         return self.shape.tile // ROWS
 
     @property
     def load(self) -> ir.Load:
+        """The load of score_mod whose array's gradient is summed."""
         return typing.cast(ir.Load, self.derivative.steps[self.derivative.gradients[self.load_number]])
 
     @property
@@ -124,18 +134,22 @@ class CaptureKernel:
 
     @property
     def math(self) -> TileMath:
+        """How P, dP and d mod / d load of a warpgroup's part of a tile are computed."""
         tile = self.shape.tile
         return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), loads_only=(self.load_number,))
 
     # ------------------------------------------------------------- tile coordinates
 
     def steps(self, lists: TileLists[Ref], list_number: Scalar) -> Scalar:
-        """How many visits list `list_number` has, its repeats included."""
+        """How many visits the list with number `list_number` has, its repeats included, an int32 scalar."""
         batch, heads = self.shape.repeats
         return lists.count[list_number] * (batch * heads)
 
     def visit(self, lists: TileLists[Ref], list_number: Scalar, steps: Scalar, i: Scalar) -> Visit:
-        """The i-th visit of list `list_number`, which has `steps` visits.
+        """The i-th visit of a list, read from the lists in the kernel.
+
+        list_number   number of the list
+        steps         how many visits it has
 
         Past the end of the list: its last visit. In an empty list: the list's first head, and tile code 0.
         """
@@ -153,7 +167,7 @@ class CaptureKernel:
         return Visit(head, jnp.where(steps > 0, lists.tile[at], 0))
 
     def corner(self, visit: Visit) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """Batch entry, head, first query and first key of a visit."""
+        """(batch entry, query head, first query, first key) of a visit."""
         number, code = visit
         b, h = self.head(number)
         tile = lax.shift_right_logical(code, jnp.int32(1))
@@ -165,7 +179,11 @@ class CaptureKernel:
         return _quotient_and_remainder(number, self.plan.q_heads)
 
     def first_on_diagonal(self, list_number: Scalar) -> tuple[Scalar, Scalar]:
-        """First query and first key of the first tile on the diagonal of list `list_number`, even if the list does not visit it."""
+        """(first query, first key) of the first tile on the diagonal of a list, even if the list does not visit that
+        tile.
+
+        list_number   number of the list
+        """
         shape = self.shape
         diagonal, phase = _quotient_and_remainder(lax.rem(list_number, jnp.int32(shape.keys)), shape.period)
         difference = diagonal - (shape.columns - 1)
@@ -174,9 +192,12 @@ class CaptureKernel:
         return row * shape.tile, (row - difference) * shape.tile
 
     def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
-        """[64, 64] int32: for each query and key, the flat index of the array element that the load reads.
+        """[64, 64] int32: for each query and key of a part, the flat index of the array element that the load reads.
 
-        The part starts at query row0 and key column0. Where tiles reach past the ends of the matrix, indices are clamped to the array.
+        captures        captured arrays, Refs
+        row0, column0   first query and first key of the part
+
+        Where tiles reach past the ends of the attention matrix, indices are clamped to the array.
         """
         math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
@@ -215,9 +236,11 @@ class CaptureKernel:
         captures: Captures[jax.Array],
         total: jax.Array | None = None,
     ) -> jax.Array:
-        """The sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat, in float32.
+        """Runs the kernel: the sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat,
+        in float32.
 
-        total   for SCATTER: a bound from above of the sum of all |g|
+        tokens, lists, captures   what the kernel reads
+        total                     for SCATTER: a bound from above of the sum of all |g|
         """
         simulated, scatter = self.plan.options.interpret, self.sink is Sink.SCATTER
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
@@ -237,6 +260,7 @@ class CaptureKernel:
         return fixed_point.decoded(jax.freeze(words), total)
 
     def _launch(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
+        """Launches the kernel with one CTA for each list."""
         plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
         dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
         rings = ring_depths(self.groups, dims, dtype, bias.staged)
@@ -244,6 +268,7 @@ class CaptureKernel:
         staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
         def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+            """Runs one warpgroup of a CTA: a computing one, or as the last of them the copying one."""
             group = lax.axis_index("wg")
             list_number = inputs.order[lax.axis_index("program")]
             cta = _Cta(
@@ -265,7 +290,9 @@ class CaptureKernel:
         )
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
-        """The shape of `Outputs.sums`, None for SCATTER on the device, which adds to `Inputs.words`."""
+        """The shape of `Outputs.sums` for so many lists, None for SCATTER on the device, which adds to
+        `Inputs.words`.
+        """
         shape = self.shape
         if self.sink is Sink.MATRIX:
             return (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
@@ -276,7 +303,13 @@ class CaptureKernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel: it works through list `list_number`, which has `steps` visits."""
+    """One CTA inside the kernel: it works through the list `list_number`, which has `steps` visits.
+
+    kernel                     what is known at compile time
+    rings                      ring depths
+    staging                    of a pair bias; None: none is staged
+    inputs, outputs, scratch   Refs to operands, results and shared memory
+    """
 
     kernel: CaptureKernel
     rings: RingDepths
@@ -289,22 +322,26 @@ class _Cta:
 
     @property
     def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
         return self.kernel.plan.options.interpret
 
     @property
     def products(self) -> Products:
+        """WGMMA, or dots in the simulator."""
         return Products(self.interpret)
 
     def visit(self, i: Scalar | int) -> Visit:
+        """The i-th visit of the CTA's list, as `CaptureKernel.visit` gives it."""
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+        """The rows start .. start + size of head (b, h) of `ref`, an array over tokens: [size, D]."""
         return rows_of(ref, self.kernel.plan.layout, b, h, start, size)
 
     # ------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar) -> None:
-        """Computing warpgroup `group`: g of its queries in every visit of the list."""
+        """Computing warpgroup `group`: g of its queries in every visit of the list, and what `Sink` says of it."""
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
         if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
@@ -318,7 +355,7 @@ class _Cta:
             self.write(found.sums, zero, group)
 
     def statistics(self, visit: Visit, group: Scalar) -> tuple[jax.Array, jax.Array]:
-        """lse2 and delta of the warpgroup's queries."""
+        """(lse2, delta) of the warpgroup's queries of a visit, [ROWS] float32 each, from global memory."""
         b, h, q0, _ = self.kernel.corner(visit)
         own = pl.ds(q0 + group * ROWS, ROWS)
         stats = self.inputs.tokens.stats
@@ -326,7 +363,11 @@ class _Cta:
         return read(0), read(1)
 
     def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
-        """One visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array."""
+        """The i-th visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array.
+
+        carry   of this visit; that of the next is returned
+        group   number of the warpgroup
+        """
         kernel, rings, scratch = self.kernel, self.rings, self.scratch
         sums, now, upcoming, (lse2, delta) = carry
         later, upcoming_statistics = (
@@ -360,7 +401,12 @@ class _Cta:
         return Carry(tuple(new), upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
-        """g of one part of a tile, [ROWS, ROWS]; frees the slot of the keys."""
+        """g of one part of a tile, [ROWS, ROWS] float32; frees the slot of the keys.
+
+        s_acc, dp_acc   accumulators for S and dP
+        tile            P of the part
+        own             its slots, and the row statistics
+        """
         math, scratch, products = self.kernel.math, self.scratch, self.products
         products.add(s_acc, scratch.query.at[own.q_slot, own.rows], scratch.key.at[own.k_slot], b_t=True)
         if math.starts_at_minus_delta:
@@ -378,7 +424,12 @@ class _Cta:
         return found.cotangent(factor, dp, None if math.starts_at_minus_delta else math.broadcast(own.delta, "q"))
 
     def scatter(self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar) -> None:
-        """Adds a tile of g to the elements that the load reads, for the tile from row0 and the part from column0."""
+        """Adds g of one part of a tile to the elements that the load reads.
+
+        row0      first query of the tile
+        column0   first key of the part
+        value     [ROWS, ROWS] float32, g of the warpgroup's queries and the part's keys
+        """
         if self.inputs.words is not None:
             sums = self.inputs.words
         else:
@@ -389,7 +440,12 @@ class _Cta:
         fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
 
     def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar) -> None:
-        """Writes the sums of the list to their place, or scatters those of a diagonal to the array."""
+        """Writes the sums of the list to their place in `Outputs.sums`, or scatters those of a diagonal to the array.
+
+        sums    [ROWS, ROWS] float32 for each part, or one of them for all
+        zero    such a tile of zeros
+        group   number of the warpgroup
+        """
         kernel, shape = self.kernel, self.kernel.shape
         for part in range(kernel.groups):
             total = zero if kernel.sums_over_keys and part else sums[part]
@@ -397,6 +453,7 @@ class _Cta:
 
                 @when(self.steps > 0)
                 def _(part: int = part, total: jax.Array = total) -> None:
+                    """Scatters the sums of one part of the diagonal's tiles."""
                     q0, kv0 = kernel.first_on_diagonal(self.list_number)
                     b, h = kernel.head(self.inputs.lists.head[self.list_number])
                     self.scatter(b, h, q0, kv0 + part * ROWS, total, group)
@@ -423,7 +480,10 @@ class _Cta:
         common.wait_until_read(self.steps * groups, (self.scratch.key_free, self.rings.keys))
 
     def copy_visit(self, i: Scalar, visits: tuple[Visit, Visit]) -> tuple[Visit, Visit]:
-        """Copies the tiles of the i-th visit; `visits` are this one and the next."""
+        """Starts the copies of Q, dO, K, V and the staged tile for the i-th visit, once their slots are free.
+
+        visits   (this visit, the next); the same for the next step is returned
+        """
         kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.inputs.tokens
         now, upcoming = visits
         later = self.visit(i + 2)
@@ -448,7 +508,12 @@ class _Cta:
 
 
 class Carry(typing.NamedTuple):
-    """What a computing warpgroup carries from visit to visit: sums of g, this visit, the next, and lse2 and delta of this one."""
+    """What a computing warpgroup carries from visit to visit.
+
+    sums            [ROWS, ROWS] float32 sums of g, one for each part of a tile, or one for all
+    now, upcoming   this visit and the next
+    statistics      lse2 and delta of this visit's queries
+    """
 
     sums: tuple[jax.Array, ...]
     now: Visit
@@ -457,7 +522,13 @@ class Carry(typing.NamedTuple):
 
 
 class OwnTile(typing.NamedTuple):
-    """One part of a visited tile: slots, the warpgroup's rows in the slot of Q, the number of the part, row statistics."""
+    """One part of a visited tile, as a computing warpgroup reads it.
+
+    q_slot, k_slot   slots of the queries and of the part's keys
+    rows             the warpgroup's rows in the slot of Q
+    part             number of the part
+    lse2, delta      [ROWS] float32, row statistics
+    """
 
     q_slot: Scalar
     k_slot: Scalar
@@ -468,5 +539,5 @@ class OwnTile(typing.NamedTuple):
 
 
 def _quotient_and_remainder(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    """Quotient and remainder of a non-negative number."""
+    """Quotient and remainder of a non-negative int32 scalar by a positive Python int."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
