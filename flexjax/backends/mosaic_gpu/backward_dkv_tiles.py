@@ -1,6 +1,10 @@
 """Tile sizes, ring depths and shared memory of the dK/dV kernels: one for head dims up to 128, the split one above.
 
-The two kernels are backward_sm90_dkv.py and backward_sm90_dkv_split.py.
+The two kernels are backward_sm90_dkv.py and backward_sm90_dkv_split.py. A CTA owns a tile of keys and visits tiles of
+queries, whose Q and dO come through *rings*: buffers in shared memory with several slots of one tile each, filled by
+a copying warpgroup and read by the computing warpgroups. lse2 and delta are the row statistics (row_statistics.py).
+The *staged array* is a captured array, such as a pair bias, whose tiles come through shared memory too
+(pair_bias.py).
 """
 
 import typing
@@ -101,6 +105,9 @@ def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTile
     """The best sizes of the dK/dV kernel that fit shared memory, for head dims up to 128.
 
     bias   says which array is staged; staging is left out where it does not fit
+
+    The CTA owns block_kv_bwd keys, by default 128, and visits 64 queries, or 128 for head dims up to 64 and small
+    mods (`computes_little`).
     """
     keys = first_dividing(plan.blocks, "kv", owned_sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)

@@ -1,4 +1,10 @@
-"""Tile sizes, ring depths and shared memory of the dQ kernel (backward_sm90_dq.py)."""
+"""Tile sizes, ring depths and shared memory of the dQ kernel (backward_sm90_dq.py).
+
+A CTA owns a tile of queries and visits tiles of keys, which come through *rings*: buffers in shared memory with
+several slots of one tile each, filled by a copying warpgroup and read by the computing warpgroups. Two kinds of
+captured arrays with an element for each (query, key) take shared memory (pair_bias.py): the *staged array*, whose
+tiles come in through a ring, and arrays with a *direct gradient*, whose gradient tiles leave through shared memory.
+"""
 
 import typing
 

@@ -1,7 +1,7 @@
 """Tile sizes, ring depths and shared memory of the fused kernel (backward_sm90_fused.py), and which plans it can run.
 
 A CTA owns FUSED_KEYS keys, and GROUPS computing warpgroups take ROWS of them each. It visits tiles of 64 or 128
-queries.
+queries, whose Q and dO come through *rings*: buffers in shared memory with several slots of one tile each.
 """
 
 import typing
@@ -114,6 +114,9 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
 
 def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     """The largest sizes of the fused kernel that fit; None where the fused kernel cannot run the plan or the options'
+    tile.
+
+    It runs head dims D of 33 to 128 (padded to 64 or 128) and E up to 128, with mask blocks that are multiples of its
     tile.
     """
     dim, value_dim = padded_dims(plan)

@@ -1,9 +1,11 @@
 """Which query tiles each CTA of the fused backward kernel visits, and in which order.
 
-A CTA owns a key tile. `query_visits` turns the block lists into one list of query tiles for each key tile, in which
-tiles with and without the mask are mixed in the order of their queries, because a fixed order of dQ additions
-(dq_order.py) runs over both. A list holds *codes*: the number of a query tile times 2, plus 1 where the mask applies.
-`FusedVisits.each` goes through the list inside the kernel. tile_visits.py has the visits of the other kernels.
+A CTA owns a key tile of one key head, and visits query tiles of the query heads that read this key head (the
+*group*). `query_visits` turns the block lists into one list of query tiles for each key tile, in which tiles with and
+without the mask are mixed in the order of their queries, because a fixed order of dQ additions (dq_order.py) runs
+over both. A list holds *codes*: the number of a query tile times 2, plus 1 where the mask applies. `FusedVisits.each`
+goes through the list inside the kernel, from its first to its last entry, or with `DqOrder.downward` from its last to
+its first. tile_visits.py has the visits of the other kernels.
 """
 
 import dataclasses
@@ -94,10 +96,12 @@ def query_visits(
 
 
 class OwnKeys(typing.NamedTuple):
-    """What a CTA owns: batch entry, key head and key tile.
+    """What a CTA owns: batch entry, key head and key tile, int32 scalars.
 
-    mask_b   the batch entry of its lists
-    rank     of the key tile in its head (dq_order.py), 0 where additions are in any order
+    b, key_head   numbers of the batch entry and of the key head
+    mask_b        the batch entry of its lists: b, or 0 where all batch entries share lists
+    tile          number of the key tile in its head
+    rank          of the key tile in its head (dq_order.py), 0 where additions are in any order
     """
 
     b: Scalar
@@ -122,12 +126,12 @@ class FusedVisits:
 
     @property
     def lists_by_head(self) -> bool:
-        """Whether each query head has lists of its own."""
+        """Whether each query head has lists of its own; otherwise all heads share them, or there is no block mask."""
         return self.plan.blocks is not None and self.plan.blocks.heads > 1
 
     @property
     def lists_by_batch(self) -> bool:
-        """Whether each batch entry has lists of its own."""
+        """Whether each batch entry has lists of its own; otherwise all share them, or there is no block mask."""
         return self.plan.blocks is not None and self.plan.blocks.batch > 1
 
     @property
@@ -198,8 +202,8 @@ class FusedVisits:
                     step(begin(head), head, q_tile, i * plan.group + g, masked)
 
             def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-                """Visits the tiles of one run, that is, of adjacent entries of the list that all or none need the
-                mask (`masked`).
+                """Visits one run, that is, adjacent entries of the list that all need the mask (`masked` True) or all
+                do not.
 
                 here   (position in the list, code at this position) of the run's first entry
 

@@ -33,7 +33,7 @@ def backward(
     wanted: Wanted,
     derivative: ir.Program | None,
 ) -> Gradients:
-    """The gradients of the wanted operands; None for the others.
+    """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others.
 
     results        of the forward pass
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None where lse is not used
@@ -125,7 +125,9 @@ def _capture_gradients(
 
 
 def _cut(plan: KernelPlan, x: jax.Array, length: int, first: int, last: int) -> jax.Array:
-    """x, [B, T', N, D'] or [B, N, T', D'], cut to `length` tokens and to the features `first` to `last` - 1."""
+    """x, [B, T', N, D'] or [B, N, T', D'], cut to its first `length` tokens and to the features `first` to `last` -
+    1.
+    """
     x = x[:, :length] if plan.layout == "BTNH" else x[:, :, :length]
     return x[..., first:last]
 

@@ -63,9 +63,10 @@ def computes_little(plan: KernelPlan) -> bool:
 
 
 def first_dividing(blocks: BlockLayout | None, axis: str, sizes: tuple[int, ...]) -> int:
-    """The first of the tile sizes, in tokens, that divides the mask's block of queries (`axis` "q") or keys ("kv").
+    """The first of the tile sizes, in tokens, that divides the mask's block size of queries (`axis` "q") or keys
+    ("kv").
 
-    blocks   None: there is no mask, and the first size is taken
+    blocks   None: there is no block mask, and the first size is taken
     """
     block = None if blocks is None else (blocks.block_q if axis == "q" else blocks.block_kv)
     return next(size for size in sizes if block is None or block % size == 0)
@@ -77,14 +78,16 @@ def owned_sizes(asked: int | None) -> tuple[int, ...]:
 
 
 def visited_sizes(asked: int | None, most: int) -> tuple[int, ...]:
-    """Tile sizes in tokens to try, best first, for the axis that a kernel visits: none above `most` or the option
-    `asked`.
+    """Tile sizes in tokens to try, best first, for the axis that a kernel visits: 128 and 64, without those above
+    `most`, the largest that the kernel takes, or above the option `asked` (None: any).
     """
     return tuple(size for size in (128, 64) if size <= min(most, asked or most))
 
 
 def refuses(plan: KernelPlan) -> str | None:
-    """A sentence that says why no kernel has the tile that block_q_bwd or block_kv_bwd ask for; None if one has."""
+    """A sentence that says why no kernel has the tile that the options block_q_bwd or block_kv_bwd ask for; None if
+    one has.
+    """
     options, blocks = plan.options, plan.blocks
     split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
     key_sizes = (64,) if split else (64, 128)

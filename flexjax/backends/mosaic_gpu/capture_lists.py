@@ -102,16 +102,19 @@ def most_visits(plan: KernelPlan, tile: int) -> int:
 
 
 def most_codes(plan: KernelPlan, tile: int) -> int:
-    """Upper bound of the values in `TileLists.tile`, for square tiles of `tile` queries and keys."""
+    """Upper bound of the tile codes in `TileLists.tile`, for square tiles of `tile` queries and keys."""
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
 def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> ListShape:
-    """The shape of the lists for a load of class `kind`, with tiles of `tile` x `tile`.
+    """The shape of the lists for a load of class `kind`: which heads are joined, and how many lists there are.
 
-    shared   (whether batch entries, whether heads share the elements that the load reads); those that share may be
-             joined
+    tile     queries, and keys, of a tile
+    shared   (whether batch entries, whether heads share the elements that the load reads)
     period   of a diagonal, in tiles (shift_invariance.py)
+
+    Those that share are joined for scalar and tile loads, and for the others where enough lists for a GPU
+    (LISTS_WANTED) are left.
     """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (rows + columns - 1) * period
@@ -209,10 +212,10 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
 
 
 def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) -> jax.Array:
-    """What each visit adds to the number b * N + h of the first head of its list, int32 of `shape` [batch, heads,
-    visits].
+    """What each visit adds to the number b * N + h of the first head of its list, int32 of `shape`
+    [batch, heads, visits].
 
-    merged   (whether batch entries, whether heads are joined into one list)
+    merged   (whether batch entries, whether heads are joined into one list although their block lists differ)
     """
     b = jnp.arange(shape[0], dtype=jnp.int32)[:, None, None] * (plan.q_heads * merged[0])
     h = jnp.arange(shape[1], dtype=jnp.int32)[:, None] * int(merged[1])
@@ -220,7 +223,11 @@ def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) 
 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
-    """x, [batch, heads, visits], with those of the first two axes that `merged` names folded into the last."""
+    """x, [batch, heads, visits], as [1 or batch, 1 or heads, all visits], with the axes that are joined folded into
+    the last.
+
+    merged   (whether batch entries, whether heads are folded)
+    """
     batch, heads, _ = x.shape
     if merged == (True, False):
         x = x.transpose(1, 0, 2)

@@ -1,10 +1,13 @@
 """Adds the sums of capture_kernel.py to the elements of a captured array that the load's index names.
 
-The sums are one number for each (b, h) and query, key, difference of both, or (query, key). There are three cases. Where each dimension
-of the array is indexed by one axis, the sums are transposed and added as they are. Where no two sums share an element,
-they are scattered with unique indices. Otherwise they are sorted by element and each run of equal elements is summed.
-Sums for each (query, key) where several positions may read one element do not come here, because capture_kernel.py adds
-those to the array itself.
+The sums are one number for each (b, h) and query, key, difference of both, or (query, key): the *position*. There are
+three cases. Where each dimension of the array is indexed by one axis, the sums are transposed and added as they are.
+Where no two sums share an element, they are scattered with unique indices. Otherwise they are sorted by element and
+each run of equal elements is summed. Sums for each (query, key) where several positions may read one element do not
+come here, because capture_kernel.py adds those to the array itself.
+
+A *load* is score_mod's read of a captured array, with an index of one atom for each dimension; the axis delta stands
+for q - kv.
 """
 
 import jax
@@ -24,12 +27,12 @@ past its end."""
 
 
 def axes(load: ir.Load) -> frozenset[str]:
-    """The axes among b, h, q, kv and delta that the load's index depends on."""
+    """The axes among "b", "h", "q", "kv" and "delta" that the load's index depends on."""
     return frozenset().union(*(ir.axes_of(a) for a in load.index))
 
 
 def distinct(load: ir.Load) -> bool:
-    """Whether different (b, h, position) read different elements.
+    """Whether different (b, h, position) certainly read different elements.
 
     True where each axis that the index depends on indexes some dimension alone, with step 1 or -1.
     """
@@ -178,8 +181,9 @@ def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load:
 
 
 def diagonal_sums(tiles: jax.Array) -> jax.Array:
-    """[..., 2n - 1]: the sums of each [n, n] tile along its diagonals row - column = -(n - 1) .. n - 1, from [..., n,
-    n].
+    """The sums of each tile along its diagonals row - column = -(n - 1) .. n - 1: [..., 2n - 1].
+
+    tiles   [..., n, n]
     """
     n = tiles.shape[-1]
     flipped = jnp.pad(tiles[..., ::-1], [(0, 0)] * (tiles.ndim - 1) + [(0, n)])
@@ -188,7 +192,10 @@ def diagonal_sums(tiles: jax.Array) -> jax.Array:
 
 
 def join_windows(windows: jax.Array) -> jax.Array:
-    """Adds up windows [..., d, 2n - 1], each of which starts n numbers after the one before: [..., n * (d + 1) - 1]."""
+    """Adds up overlapping windows of numbers into one vector, [..., n * (d + 1) - 1].
+
+    windows   [..., d, 2n - 1]: d windows, each of which starts n numbers after the one before
+    """
     *head, count, width = windows.shape
     n = (width + 1) // 2
     padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 1) + [(0, 1)]).reshape(*head, count, 2, n)

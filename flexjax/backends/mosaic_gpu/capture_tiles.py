@@ -1,4 +1,9 @@
-"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py)."""
+"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py).
+
+A tile of scores has 64 or 128 queries and as many keys; a computing warpgroup has ROWS of the queries, and keys come
+in slots of ROWS. A *ring* is a buffer in shared memory with several slots, filled by a copying warpgroup. The *staged
+array* is a captured array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
+"""
 
 import typing
 
@@ -11,8 +16,8 @@ ROWS = 64
 
 
 def warpgroups_for(plan: KernelPlan) -> int:
-    """Number of computing warpgroups, of 64 queries each: two where 128 x 128 tiles fit shared memory and divide the
-    mask's blocks, else one.
+    """Number of computing warpgroups, of 64 queries each: two where 128 x 128 tiles fit shared memory (padded head
+    dims of keys and values of at most 256 together) and divide the mask's blocks, else one.
     """
     dims = padded_dim(plan.head_dim) + padded_dim(plan.value_dim)
     blocks = plan.blocks

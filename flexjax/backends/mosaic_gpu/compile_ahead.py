@@ -1,18 +1,21 @@
 """Compiles kernels early and in parallel, and lets Mosaic's cache find equal kernels again.
 
-XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is lowered. Mosaic
-caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running number into each module, so equal
-kernels have different hashes and the cache never hits. Therefore, as soon as a forward or backward pass is lowered,
+XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is
+lowered. Mosaic caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running
+number into each module, so equal kernels have different hashes and the cache never hits. Therefore, as soon as a
+forward or backward pass is lowered,
 
-- `lowering` removes the file name from its kernels, and equal kernels have equal hashes;
-- each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of the caller's
-  program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and then finds the machine code
-  in the cache.
+- `lowering` removes the file name from its kernels, and equal kernels have equal hashes; - each kernel starts to
+compile in a thread, as the only operation of a program that is never run, while the rest of the caller's program is
+lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and then finds the machine code
+in the cache.
 
 An error in such a thread is not reported, because XLA compiles the same kernel again and reports it to the user.
 
-All of this only saves time, and it uses parts of jax that are not public. Where a version of jax has changed them, calls work without
-it, and this module logs why: everything that may be missing is imported and used below `attempt`.
+A kernel in a lowered program is a custom call, an MLIR operation whose backend configuration holds the kernel's
+module as bytecode, and its hash. All of this only saves time, and it uses parts of jax that are not public. Where a
+version of jax has changed them, calls work without it, and this module logs why: everything that may be missing is
+imported and used below `attempt`.
 """
 
 import concurrent.futures
@@ -51,10 +54,13 @@ MOST_THREADS = 8
 
 @contextlib.contextmanager
 def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
-    """A context: the kernels that are lowered inside are compiled ahead if the target is a GPU of this process.
+    """A context: the kernels that are lowered inside get hashes that equal kernels share, and compile ahead if the
+    target is a GPU of this process.
 
     module   what the pass is lowered into
     target   the device that the pass is lowered for
+
+    Compiling begins when the context ends, and is not waited for.
     """
     before = attempt(operations)
     yield
@@ -72,7 +78,7 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
 
 
 def operations() -> "list[ir.OpView]":
-    """The operations so far of the MLIR block that is being lowered into."""
+    """The operations so far of the MLIR block into which jax is lowering, in order."""
     from jax.extend.mlir import ir
 
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,7 +106,9 @@ def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext",
 
 
 def own_gpu(target: Target) -> "SingleDeviceSharding | None":
-    """A sharding that places an array on a GPU of this process; None if the target is not such a GPU."""
+    """A sharding that places an array on the first GPU of this process; None if the target is not such a GPU, but for
+    example one that the program is compiled for on another machine.
+    """
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None
     return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
@@ -127,8 +135,10 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
 
 
 def parse(module: bytes, context: "ir.Context") -> "ir.Module":
-    """The MLIR module of a kernel, from its bytecode. Its dialect, `stable_mosaic_gpu`, is registered nowhere, which
-    is allowed for the call.
+    """The MLIR module of a kernel, from its bytecode.
+
+    The module's dialect, `stable_mosaic_gpu`, is not registered in the context, so unregistered dialects are allowed
+    while this parses.
     """
     from jax.extend.mlir import ir
 

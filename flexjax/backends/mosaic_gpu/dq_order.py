@@ -68,14 +68,15 @@ def is_full(plan: KernelPlan) -> bool:
 
 
 def is_triangle(plan: KernelPlan) -> bool:
-    """Whether the mask is causal-like: the last visible key grows with the query."""
+    """Whether the mask is causal-like, by a pattern of mask_mod: the last visible key grows with the query."""
     return plan.blocks is not None and plan.mask is not None and patterns.is_causal_like(plan.mask)
 
 
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
-    """The order of dQ additions with the smallest modelled time, for heads of `q_tiles` x `kv_tiles` tiles.
+    """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
-    A mask that is neither full nor a triangle has unknown density, so its delay is not modelled (0).
+    For full and causal-like masks it is downward, with as many partial sums as the model likes best. Any other mask
+    has unknown density: upward, one sum, and the delay is not modelled (0).
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
@@ -133,7 +134,8 @@ class Assignment(typing.NamedTuple):
 
 
 def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Assignment:
-    """What the CTA with this start number owns: groups of `order.heads` heads side by side, rank by rank.
+    """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, and among these rank 0 of
+    each head, then rank 1 of each, and so on.
 
     start       the CTA's start number, int32 scalar
     kv_tiles    key tiles of a head

@@ -32,7 +32,7 @@ element, and are added to each other first."""
 
 
 def power(total: jax.Array) -> jax.Array:
-    """k, an int32 scalar: numbers become multiples of 2^-k.
+    """k, an int32 scalar from -126 to 126: numbers become multiples of 2^-k.
 
     total   a bound of the sum of all magnitudes, a float32 scalar
     """
@@ -51,8 +51,9 @@ def scale(total: jax.Array) -> jax.Array:
 
 
 def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
-    """[size] float32 sums from the [size, 2] uint32 words of the 64-bit integers; NaN where `total` is not finite.
+    """The sums as float32, [size], from the words of their 64-bit integers; NaN where `total` is not finite.
 
+    words   [size, 2] uint32, low word first
     total   the bound for which the numbers were scaled
     """
     low, high = words[:, 0], words[:, 1]

@@ -123,7 +123,8 @@ class DirectGradient:
         return any(axis == name for name, _ in self.dims)
 
     def output_shape(self, plan: KernelPlan) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of what the kernel writes: [b, h, T', S'], b and h 1 where the array lacks that axis.
+        """Shape and dtype of the array that the dQ kernel writes: [b, h, T', S'], where b or h is 1 if the captured
+        array lacks that axis.
 
         T' and S' are T and S rounded up to what TMA copies, or to whole tiles for the simulator, which clamps copies
         that cross the end.
@@ -147,10 +148,11 @@ class DirectGradient:
 
 
 def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int) -> DirectGradient | None:
-    """The direct gradient of load number `load_number`, None where it cannot be one whatever the batch.
+    """How the dQ kernel can write the gradient of load number `load_number`; None where it cannot, whatever the
+    batch.
 
-    It needs a load that indexes the array by q, by kv and, with several heads, by h; no other load of the array; and
-    a float array.
+    It needs a load that indexes the array by q, by kv and, with several heads, by h; no other load of the array; a
+    float array; and a derivative that is not 0.
     """
     loads = gradient_loads(derivative)
     load, slope = loads[load_number], derivative.results[2 + load_number]
@@ -231,8 +233,10 @@ def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tup
 
 
 def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[jax.Array]) -> Captures[jax.Array]:
-    """The captured arrays with the staged array padded to whole tiles for the simulator, which does not zero-fill
-    past an end.
+    """The captured arrays with the staged array padded with zeros to whole tiles for the simulator, which does not
+    zero-fill past an end.
+
+    captures   as kernels take them
 
     Unchanged on the device, where TMA fills with zeros.
     """

@@ -1,9 +1,10 @@
 """Tiles of pair biases inside the backward kernels: staged tiles on their way in, gradient tiles on their way out.
 
 `Staging` copies tiles of the staged array into a ring in shared memory (in the copying warpgroup) and reads them
-there (in the computing warpgroups). `DirectGradientWriter` writes gradient tiles from the computing warpgroups of the
-dQ kernel. pair_bias.py decides which arrays are treated so. q0 and kv0 are the first query and the first key of a
-tile.
+there (in the computing warpgroups). A ring has several slots of one tile each; the running number of a tile, counted
+over the visits of the CTA, gives its slot. `DirectGradientWriter` writes tiles of direct gradients, those that the dQ
+kernel writes itself, from the computing warpgroups. pair_bias.py decides which arrays are treated so. q0 and kv0 are
+the first query and the first key of a tile.
 """
 
 import dataclasses
@@ -76,8 +77,9 @@ class Staging:
     def copy(self, ring: StagedRing[Ref], source: Ref, q0: Scalar, kv0: Scalar, number: Scalar) -> None:
         """In the copying warpgroup: starts the copy of one tile into its slot of the ring, once that slot is free.
 
-        source   the matrix from `source`
-        number   running number of the tile, which gives its slot
+        source    the matrix from `source`
+        q0, kv0   first query and key of the tile
+        number    running number of the tile
         """
         slot = common.slot_of(number, self.slots)
         when(number >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
@@ -102,10 +104,13 @@ class Staging:
     def read_from_ring(
         self, tile: ColumnMath, ring: StagedRing[Ref], number: Scalar, group: Scalar, first: bool, last: bool
     ) -> ColumnMath:
-        """`read_staged` of the tile with the running number `number`, with its waits.
+        """`tile` with the values of the load, read as by `read_staged`; waits until the staged tile is there, and
+        frees its slot.
 
-        A warpgroup may read a tile several times, once for each batch entry: the `first` read waits until the slot is
-        full, the `last` one frees the slot.
+        number        running number of the tile
+        group         number of the warpgroup
+        first, last   whether this is the warpgroup's first, last read of the tile: it reads once for each batch
+                      entry. Only the first read waits, only the last frees the slot
         """
         slot = common.slot_of(number, self.slots)
         if first:
@@ -139,8 +144,8 @@ def staging_for(
 
 
 def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
-    """For each query block the key blocks that neither of its lists names, as a full list; all None without a block
-    mask.
+    """The key blocks that neither list of a query block names, in the form of a full list for each query block; all
+    None without a block mask.
 
     lists   the block lists of each query block
     """

@@ -79,7 +79,7 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
     """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is the number of queries rounded up to UNIT;
     0 past the end.
 
-    out, d_out   [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`
+    out, d_out   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`
     """
     length, dim = round_up(plan.q_len, UNIT), out.shape[-1]
     tiles = length // ROWS
