@@ -8,6 +8,13 @@ one after another into the same accumulators, which makes the sum over the group
 
 Warpgroups 0 .. G - 1 compute, each on 64 keys of its own; the last warpgroup copies. Tiles of a pair bias are staged with the
 tiles of queries and read transposed (pair_bias_tiles.py).
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+shared memory, which the copying warpgroup fills by TMA. In all functions, h is a query head, q0 the first query of a
+visited tile, kv0 the first key of a warpgroup or CTA, `number` the running number of a visit (how many tiles the CTA
+visited before, over all heads), and `group` the number of a computing warpgroup. D and E are the padded head dims of
+keys and values.
 """
 
 import dataclasses
@@ -128,10 +135,14 @@ class _Cta:
         plgpu.barrier_wait(scratch.own_full.at[group])
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits; returns (dK times scale, dV), [rows, D] and [rows, E] float32."""
+            """Makes all visits; returns (dK times scale, dV), [rows, D] and [rows, E] float32, from their
+            accumulators.
+            """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dK and dV."""
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK and dV; `rows` is P and dS of the
+                warpgroup's keys for head h.
+                """
                 self.visit(rows, q0, number, masked, group, dk_acc, dv_acc)
 
             self.own.each(lambda h: self.math.at_rows(self.own.b, h, kv0, self.inputs.captures), step)
@@ -196,12 +207,14 @@ class _Cta:
         products.release(scratch.query_free.at[q_slot])
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with the queries of every visit."""
+        """The copying warpgroup: fills the rings with Q, row statistics, dO and the staged tile of every visit."""
         tiles, staging, scratch = self.tiles, self.staging, self.scratch
         common.lower_register_limit(tiles.groups)
 
         def begin(h: Scalar) -> Ref | None:
-            """The matrix of the staged array that query head h reads; None where nothing is staged."""
+            """The [query, key] matrix of the staged array that query head h reads, in global memory; None where
+            nothing is staged.
+            """
             return None if staging is None else staging.source(self.inputs.captures, self.own.b, h)
 
         def step(source: Ref | None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:

@@ -6,6 +6,12 @@
 An accumulator of 64 keys x 256 takes 128 registers a thread, and one warpgroup has room for one such accumulator. Split this way,
 each warpgroup has two of the four products and nothing is computed twice. The ring of P tiles has two slots, so that
 the dV warpgroup may be a tile ahead. Tiles are transposed as in backward_sm90_dkv.py.
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+shared memory, which a third warpgroup, the copying one, fills by TMA. In all functions, h is a query head, q0 the
+first query of a visited tile, `number` the running number of the visit (how many tiles the CTA visited before, over
+all heads), and `masked` says whether the mask applies. D and E are the padded head dims of keys and values.
 """
 
 import dataclasses
@@ -126,7 +132,9 @@ class _Cta:
             """Makes all visits; returns dV, [SPLIT_KEYS, E] float32."""
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dV."""
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P to the dK warpgroup; `rows` is
+                what `rows_math` returned for h.
+                """
                 q_slot, out_slot = rings.slots(number)
                 p_slot = common.slot_of(number, p_slots)
                 tile_math = rows.at_columns(q0, masked)
@@ -176,7 +184,7 @@ class _Cta:
             """Makes all visits; returns dK times scale, [SPLIT_KEYS, D] float32."""
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dK."""
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK; `rows` is what `rows_math` returned for h."""
                 q_slot, out_slot = rings.slots(number)
                 p_slot = common.slot_of(number, self.tiles.p_slots)
                 own_v = scratch.value.at[common.not_hoisted(jnp.int32(0), self.interpret)]
@@ -216,6 +224,8 @@ class _Cta:
     def write(self, gradient: jax.Array, tile: Ref, target: Ref) -> None:
         """Writes a gradient to `target` in global memory, by way of `tile`: dK over K, or dV over V, in shared
         memory.
+
+        gradient   [SPLIT_KEYS, D or E] float32, converted to the dtype of `tile`
 
         It waits until the last products of both warpgroups have read K and V.
         """

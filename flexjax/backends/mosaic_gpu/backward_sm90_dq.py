@@ -7,6 +7,12 @@ their own; each slot is freed as soon as the last product that reads it is done:
 differ in depth, which head dim 256 needs. Tiles of a pair bias come through a third ring, and tiles of its gradient
 leave while the product for dQ runs (pair_bias_tiles.py). Where that gradient is a sum over the batch, a CTA takes the
 same query tile of E batch entries, one after the other for each key tile; otherwise E is 1. `n` numbers them from 0.
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. A *direct gradient* is the gradient of a captured array with an
+element for each (query, key), which this kernel writes itself (pair_bias.py). q0 is the first query of a tile, kv0
+the first key; the *running number* of a visit is how many tiles the CTA visited before; it gives the slots. D is the
+padded head dim of queries and keys.
 """
 
 import dataclasses
@@ -163,8 +169,10 @@ class _Cta:
         return group if self.entries == 1 else group * self.entries + n
 
     def ring_number(self, visit: Scalar, n: int) -> Scalar:
-        """The running number in the rings of the key tile of running visit `visit`: each visit takes one number for
-        each batch entry.
+        """The running number, among the key tiles that go through the rings, of the n-th batch entry's tile in the
+        visit with running number `visit`.
+
+        Each visit takes one number for each batch entry.
         """
         return visit if self.entries == 1 else visit * self.entries + n
 

@@ -24,6 +24,12 @@ a mask have loops of their own, because a branch between in-flight WGMMAs forces
 Order of the additions. In any order, each dQ tile is added when it is ready. In a fixed order (dq_order.py) a start number from an
 atomic counter says which key tile a CTA owns, and memory has a count of additions for every query tile, on which a
 CTA waits. No CTA waits for a CTA that may not have started.
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. In all functions, h is a query head, `q_tile` the number of a
+visited query tile, `number` the running number of the visit (how many tiles the CTA visited before, over all heads),
+which gives the slots of the rings, and `masked` says whether the mask applies. D and E are the padded head dims of
+keys and values.
 """
 
 import dataclasses
@@ -213,8 +219,10 @@ class _Cta:
         """What this CTA owns. Each warpgroup calls it in its own branch, because a barrier before the branches spills
         registers.
 
-        takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter;
-                             the others wait for it. Only in a fixed order
+        takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter
+
+        In a fixed order the start number says what the CTA owns, and all other warpgroups wait for it. In any order
+        the number of the CTA does, with the longest key tiles first.
         """
         problem, plan, order = self.problem, self.problem.plan, self.problem.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
@@ -241,7 +249,7 @@ class _Cta:
         return OwnKeys(b, key_head, mask_b, tile, rank)
 
     def copy_in(self) -> None:
-        """The copying warpgroup: K and V once, then the queries of every visit."""
+        """The copying warpgroup: K and V once, then Q, row statistics and dO of every visit."""
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own, problem, tokens, scratch = (
             self.claim(takes_start_number=True),
@@ -378,7 +386,10 @@ class _ComputingWarpgroup:
 
     @property
     def dq_part(self) -> tuple[int, int]:
-        """(rows, columns) of the half of a dQ tile that this warpgroup makes: a half by queries or by columns of D."""
+        """(rows, columns) of the half of a dQ tile that this warpgroup makes.
+
+        Of 128 queries it is 64 of them; of 64 queries it is half of the columns of D.
+        """
         return ROWS, self.problem.tiles.dq_columns(self.scratch.key.shape[-1])
 
     def run(self, outputs: Outputs[Ref]) -> None:
@@ -534,8 +545,10 @@ class _ComputingWarpgroup:
         return ds
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
-        """Starts the product for this warpgroup's half of a dQ tile into `dq_acc`, from dS^T of both warpgroups in
-        slot `ds_slot`.
+        """Starts the product for this warpgroup's half of a dQ tile, dS K, from dS^T of both warpgroups in slot
+        `ds_slot`.
+
+        dq_acc   its accumulator, of the shape `dq_part`
         """
         share = common.not_hoisted(self.group, self.problem.simulated)
         if self.problem.tiles.dq_by_queries:
@@ -582,7 +595,8 @@ class _ComputingWarpgroup:
 def _gather_dq(problem: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
     """dQ in the layout, length and dtype of the padded queries: partial sums added, multiplied by the scale.
 
-    tiles   [B * N * sums * query tiles, parts * queries, D / parts] float32, as `add_dq_tile` adds them
+    tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of
+            the two computing warpgroups one below the other
     query   the padded queries
     """
     plan, queries, sums = problem.plan, problem.tiles.queries, problem.sums

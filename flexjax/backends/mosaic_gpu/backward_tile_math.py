@@ -109,12 +109,14 @@ class TileMath:
 
     @property
     def visited_together(self) -> tuple[int, int]:
-        """(queries, keys) that are visited together: those of a CTA, or of a larger block of the mask."""
+        """(queries, keys) that a kernel visits as a whole: the tile of a CTA, or a block of the mask where that is
+        larger.
+        """
         return self.plan.covered(*self.cta_tile)
 
     @property
     def overhangs(self) -> bool:
-        """Whether tiles may contain positions past the last query or key."""
+        """Whether some visited tile contains positions past the last query or key."""
         queries, keys = self.visited_together
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 
@@ -135,13 +137,17 @@ class TileMath:
 
     @property
     def load_results(self) -> tuple[int | None, ...]:
-        """For each load that was asked for, the result of the program that is d mod / d load; None where that is 1."""
+        """For each load that was asked for, the number of the program's result that is d mod / d load; None where
+        that is the constant 1.
+        """
         too = tuple(None if self._is_one(2 + i) else 2 + i for i in self.loads_too)
         return (*(2 + i for i in self.loads_only), *too)
 
     @property
     def evaluated(self) -> tuple[int, ...]:
-        """Numbers of the derivative program's results that a tile computes after the score."""
+        """Numbers of the derivative program's results that a tile computes after the score: d mod / d score and d mod
+        / d load, without those that are not asked for or are the constant 1.
+        """
         slope = () if self.slope_is_one or self.loads_only else (1,)
         return (*slope, *(n for n in self.load_results if n is not None))
 
@@ -317,7 +323,9 @@ class ColumnMath:
         return cond(self.masked, lambda p: jnp.where(mask.tile_at_columns(self.col0)[0], p, 0.0), lambda p: p, p)
 
     def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
-        """p with zeros past the last key, and past the last query where a score_mod may have made NaN of lse2 = inf."""
+        """p, in the shape of the tile, with zeros past the last key, and past the last query where a score_mod may
+        have made NaN of lse2 = inf.
+        """
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.visited_together
         ends = [("kv", plan.kv_len, keys)]

@@ -25,6 +25,9 @@ registers before.
 
 The order of every sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the captured
 array, never with queries times keys unless the array has that size itself.
+
+p are the probabilities, dP and delta as at the top of backward_sm90_common.py; "mod" is score_mod, and a "load"
+its read of a captured array. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
 """
 
 import math

@@ -7,6 +7,12 @@ One CTA works through one list. For each tile of the list, WGMMAs compute the sc
 `Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128
 queries by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in *parts* of 64
 keys. "mod" is score_mod, "load" its read of the array.
+
+P are the probabilities, lse2 and delta the row statistics of the queries; the formulas are at the top of
+backward_sm90_common.py. A copying warpgroup fills rings of slots in shared memory: a slot of the query ring has Q and
+dO of a visited tile, a slot of the key ring K and V of one part. `group` is the number of a computing warpgroup, b
+and h are batch entry and query head, q0 and kv0 the first query and key of a tile. The *staged array* is a captured
+array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
 """
 
 import dataclasses
@@ -134,7 +140,7 @@ class CaptureKernel:
 
     @property
     def math(self) -> TileMath:
-        """How P, dP and d mod / d load of a warpgroup's part of a tile are computed."""
+        """The TileMath of this kernel: P and d mod / d load of [64, 64] parts of a tile, with queries as rows."""
         tile = self.shape.tile
         return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), loads_only=(self.load_number,))
 
@@ -182,7 +188,8 @@ class CaptureKernel:
         """(first query, first key) of the first tile on the diagonal of a list, even if the list does not visit that
         tile.
 
-        list_number   number of the list
+        list_number   number of the list, which determines the diagonal and, with a period, the row of tiles modulo
+                      the period
         """
         shape = self.shape
         diagonal, phase = _quotient_and_remainder(lax.rem(list_number, jnp.int32(shape.keys)), shape.period)
@@ -341,7 +348,9 @@ class _Cta:
     # ------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar) -> None:
-        """Computing warpgroup `group`: g of its queries in every visit of the list, and what `Sink` says of it."""
+        """Computing warpgroup `group`: computes g of its queries in every visit of the list, and does with it what
+        `Sink` says.
+        """
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
         if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
@@ -404,8 +413,8 @@ class _Cta:
         """g of one part of a tile, [ROWS, ROWS] float32; frees the slot of the keys.
 
         s_acc, dp_acc   accumulators for S and dP
-        tile            P of the part
-        own             its slots, and the row statistics
+        tile            the part, from whose scores P is computed
+        own             its slots in the rings, and the row statistics
         """
         math, scratch, products = self.kernel.math, self.scratch, self.products
         products.add(s_acc, scratch.query.at[own.q_slot, own.rows], scratch.key.at[own.k_slot], b_t=True)
@@ -442,9 +451,8 @@ class _Cta:
     def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar) -> None:
         """Writes the sums of the list to their place in `Outputs.sums`, or scatters those of a diagonal to the array.
 
-        sums    [ROWS, ROWS] float32 for each part, or one of them for all
-        zero    such a tile of zeros
-        group   number of the warpgroup
+        sums   [ROWS, ROWS] float32 for each part of the tiles, or one such sum for all parts
+        zero   [ROWS, ROWS] zeros, written for the other parts where there is one sum for all
         """
         kernel, shape = self.kernel, self.kernel.shape
         for part in range(kernel.groups):
@@ -453,7 +461,7 @@ class _Cta:
 
                 @when(self.steps > 0)
                 def _(part: int = part, total: jax.Array = total) -> None:
-                    """Scatters the sums of one part of the diagonal's tiles."""
+                    """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
                     q0, kv0 = kernel.first_on_diagonal(self.list_number)
                     b, h = kernel.head(self.inputs.lists.head[self.list_number])
                     self.scatter(b, h, q0, kv0 + part * ROWS, total, group)

@@ -5,10 +5,10 @@ lowered. Mosaic caches machine code by a hash of the kernel's module. jax writes
 number into each module, so equal kernels have different hashes and the cache never hits. Therefore, as soon as a
 forward or backward pass is lowered,
 
-- `lowering` removes the file name from its kernels, and equal kernels have equal hashes; - each kernel starts to
-compile in a thread, as the only operation of a program that is never run, while the rest of the caller's program is
-lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and then finds the machine code
-in the cache.
+- `lowering` removes the file name from its kernels, and equal kernels have equal hashes;
+- each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of
+  the caller's program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and
+  then finds the machine code in the cache.
 
 An error in such a thread is not reported, because XLA compiles the same kernel again and reports it to the user.
 

@@ -258,11 +258,14 @@ def _ring_size(head_dim: int, value_dim: int) -> int:
 
 
 def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
-    """The fields of ForwardTile that say how steps overlap and how CTAs get work items, as a dict from field name to
-    value.
+    """The fields of ForwardTile that say how CTAs get work items and how steps overlap: field name -> value.
 
-    size     key of RINGS
+    size     64, 128 or 256: the larger head dim rounded up to a key of RINGS
     groups   consumer warpgroups
+
+    The dynamic scheduler always runs. At size 64, softmax and P V overlap only with three groups and nothing masked
+    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, and a static
+    softmax reference (a soft cap) turns off ping-pong, prefetched barriers and reversed keys.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:
@@ -299,11 +302,11 @@ def _utilization(plan: KernelPlan, rows: int) -> float:
 def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
     """Whether three consumer warpgroups are expected to beat two, by the model of `_utilization`.
 
-    size           key of RINGS
+    size           64, 128 or 256: the larger head dim rounded up to a key of RINGS
     staged_dtype   of the array that goes through shared memory; None: none does
 
-    Never where anything is masked or dropped: 160 registers a thread are too few for a second loop, and the kernel
-    spills.
+    Only at size 64 with whole tiles of 128 keys and nothing staged, and never where anything is masked or dropped:
+    160 registers a thread are too few for a second loop, and the kernel spills.
     """
     if size != 64 or staged_dtype is not None or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
         return False

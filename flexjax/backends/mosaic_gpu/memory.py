@@ -2,10 +2,12 @@
 
 There are three ways to read global memory and one to read shared memory:
 
-- `load_scalar`: one element, the same for the whole tile; - `load_affine`: each index is a constant plus multiples of
-the row and the column. The address of every element is a base address of the thread plus a constant, and elements of
-a thread that have one address, as on a diagonal, are loaded once; - `gather`: indices are arrays in registers, each
-element has its own address; - `load_staged`: a tile that TMA has copied to shared memory (staging.py).
+- `load_scalar`: one element, the same for the whole tile;
+- `load_affine`: each index is a constant plus multiples of the row and the column. The address of every element is a
+  base address of the thread plus a constant, and elements of a thread that have one address, as on a diagonal, are
+  loaded once;
+- `gather`: indices are arrays in registers, each element has its own address;
+- `load_staged`: a tile that TMA has copied to shared memory (staging.py).
 
 Results are float32, int32 or uint32 in the layouts of registers.py: a "row" vector has one number for each row of the
 tile, a "column" vector one for each column, a "tile" one for each element. Nothing here checks bounds on the device:

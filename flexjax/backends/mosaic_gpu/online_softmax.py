@@ -11,10 +11,11 @@ same over the whole row (`Scaled.row_term`) is computed without that part, which
 The softmax lies between two WGMMAs of its warpgroup, so the order of its instructions counts (LOG.md):
 
 - maximum and sum of a row are first taken within a thread, over columns that are PERIOD apart (thread_tiles.py), in
-four chains; - the sum stays in the threads until the end, so lanes do not exchange it at each step; - with
-`lazy_rescale` a reference changes only where the maximum exceeds it by a factor of 2^RESCALE_THRESHOLD. A warp votes
-on that before its lanes exchange maxima. Mostly nothing is above the threshold, and nothing is exchanged or rescaled.
-Probabilities up to 2^RESCALE_THRESHOLD cost no precision.
+  four chains;
+- the sum stays in the threads until the end, so lanes do not exchange it at each step;
+- with `lazy_rescale` a reference changes only where the maximum exceeds it by a factor of 2^RESCALE_THRESHOLD. A warp
+  votes on that before its lanes exchange maxima. Mostly nothing is above the threshold, and nothing is exchanged or
+  rescaled. Probabilities up to 2^RESCALE_THRESHOLD cost no precision.
 
 With a static reference (static_reference.py) there is no maximum at all. Where scores may be too large to scale
 before the maximum is subtracted (`large_scores`, analysis/large_scores.py), references are scores, and the difference

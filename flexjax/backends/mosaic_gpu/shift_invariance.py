@@ -31,9 +31,9 @@ def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> b
 
 
 def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
-    """The change of an atom, None where unknown.
+    """The change of an atom, None where unknown; 0 for what depends on neither query nor key.
 
-    known   id -> change of the values of earlier steps
+    known   id of a value -> its change, for the values of earlier steps
     """
     if isinstance(atom, ir.Lit):
         return 0
@@ -65,7 +65,11 @@ def _unchanged(given: list[int | None]) -> int | None:
 
 
 def _change_of_op(step: ir.Op, given: list[int | None]) -> int | None:
-    """The change of the result of an operation, from the changes of its arguments; None where unknown."""
+    """The change of the result of an operation, from the changes of its arguments; None where unknown.
+
+    step    the operation, of which integers must not wrap around
+    given   the changes of its arguments, None where unknown
+    """
     if all(g == 0 for g in given):
         return 0
     if any(g is None for g in given) or not all(_never_wraps(a) for a in step.inputs if _is_integer(a)):

@@ -3,8 +3,8 @@
 `refuses` decides from the plan, the target and the version of jax. The modules of the kernels are imported when a
 kernel is first lowered, because flexjax imports on older versions of jax than the kernels need.
 
-Block masks may have blocks of any size. Before anything else, each function here replaces the plan's blocks by blocks
-that the kernels can visit (`_kernel_blocks`).
+Block masks may have blocks of any size. Whatever chooses a tile or runs a kernel here first replaces the plan's
+blocks by blocks that the kernels can visit (`_kernel_blocks`).
 """
 
 import contextlib
@@ -57,8 +57,8 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 
 def _refuses_device(target: Target | None) -> str | None:
-    """Why the target is not a GPU that the kernels are for, in a sentence; None if it is, or if the target is not
-    known yet.
+    """Why the target is not a GPU of compute capability 9 (Hopper), in a sentence; None if it is, or if the target is
+    not known yet.
     """
     if target is None or target.kind is None:
         return None
@@ -83,9 +83,10 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot take arrays of the plan's dtype, head dims and lengths, in a sentence; None if they can.
+    """Why the kernels cannot take the arrays of this plan, in a sentence; None if they can.
 
-    It also refuses plans that jax itself has to differentiate (`plan.differentiable`).
+    They refuse dtypes other than bfloat16 and float16, head dims above LARGEST_DIM, empty arrays, a number of extra
+    feature heads that does not divide the key heads, and plans that jax itself has to differentiate.
     """
     if plan.dtype == "float32":
         return "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."
