@@ -269,15 +269,16 @@ class QueryRings:
         return slot_of(number, self.query_slots), slot_of(number, self.out_slots)
 
     def fill(
-        self, b: Scalar, h: Scalar, q0: Scalar, number: Scalar, also: Callable[[Scalar], None] | None = None
+        self, b: Scalar, h: Scalar, q0: Scalar, number: Scalar, copy_more: Callable[[Scalar], None] | None = None
     ) -> None:
         """In the copying warpgroup: starts the copies of a query tile's Q, row statistics and dO, once their slots
         are free.
 
-        b, h     batch entry and query head
-        q0       first query of the tile
-        number   running number of the visit
-        also     also(slot) starts one more copy, which arrives at the barrier of this slot of Q
+        b, h        batch entry and query head
+        q0          first query of the tile
+        number      running number of the visit
+        copy_more   copy_more(slot of Q) starts one more copy, which arrives at the barrier of this slot; None: there
+                    is none
         """
         q_slot, out_slot = self.slots(number)
         tokens, scratch, size = self.tokens, self.scratch, self.queries
@@ -286,8 +287,8 @@ class QueryRings:
         plgpu.copy_gmem_to_smem(source, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
         stats = tokens.stats.at[b, h, :, pl.ds(q0, size)]
         plgpu.copy_gmem_to_smem(stats, scratch.stats.at[q_slot], scratch.query_full.at[q_slot])
-        if also is not None:
-            also(q_slot)
+        if copy_more is not None:
+            copy_more(q_slot)
         when(number >= self.out_slots)(lambda: plgpu.barrier_wait(scratch.out_free.at[out_slot]))
         source = rows_of(tokens.d_out, self.layout, b, h, q0, size)
         plgpu.copy_gmem_to_smem(source, scratch.d_out.at[out_slot], scratch.out_full.at[out_slot])

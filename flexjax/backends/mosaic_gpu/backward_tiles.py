@@ -72,16 +72,18 @@ def first_dividing(blocks: BlockLayout | None, axis: str, sizes: tuple[int, ...]
     return next(size for size in sizes if block is None or block % size == 0)
 
 
-def owned_sizes(asked: int | None) -> tuple[int, ...]:
-    """Tile sizes in tokens to try, best first, for the axis that a kernel owns; `asked` is the option, None for any."""
-    return (128, 64) if asked is None else (asked,)
-
-
-def visited_sizes(asked: int | None, most: int) -> tuple[int, ...]:
-    """Tile sizes in tokens to try, best first, for the axis that a kernel visits: 128 and 64, without those above
-    `most`, the largest that the kernel takes, or above the option `asked` (None: any).
+def owned_sizes(option: int | None) -> tuple[int, ...]:
+    """Tile sizes in tokens to try, best first, for the axis that a kernel owns; `option` is what KernelOptions ask
+    for, None for any.
     """
-    return tuple(size for size in (128, 64) if size <= min(most, asked or most))
+    return (128, 64) if option is None else (option,)
+
+
+def visited_sizes(option: int | None, most: int) -> tuple[int, ...]:
+    """Tile sizes in tokens to try, best first, for the axis that a kernel visits: 128 and 64, without those above
+    `most`, the largest that the kernel takes, or above `option`, what KernelOptions ask for (None: any).
+    """
+    return tuple(size for size in (128, 64) if size <= min(most, option or most))
 
 
 def refuses(plan: KernelPlan) -> str | None:

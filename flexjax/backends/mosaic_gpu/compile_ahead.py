@@ -62,7 +62,7 @@ def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
 
     Compiling begins when the context ends, and is not waited for.
     """
-    before = attempt(operations)
+    before = attempt(operations_so_far)
     yield
     if before is not None:
         attempt(compile_new_kernels, before, module, target)
@@ -77,7 +77,7 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
         return None
 
 
-def operations() -> "list[ir.OpView]":
+def operations_so_far() -> "list[ir.OpView]":
     """The operations so far of the MLIR block into which jax is lowering, in order."""
     from jax.extend.mlir import ir
 
@@ -87,14 +87,14 @@ def operations() -> "list[ir.OpView]":
 def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
     """Removes the file names from the kernels that were lowered since, and starts to compile these kernels.
 
-    before   the block's operations before the pass was lowered (`operations`)
+    before   the block's operations before the pass was lowered (`operations_so_far`)
     module   what the pass is lowered into
     target   the device that the pass is lowered for; kernels are compiled only if it is a GPU of this process
     """
     from jax.extend.mlir import ir
 
-    gpu = own_gpu(target)
-    for operation in operations()[len(before) :]:
+    gpu = gpu_of_this_process(target)
+    for operation in operations_so_far()[len(before) :]:
         if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
             continue
         if ir.StringAttr(operation.attributes["call_target_name"]).value != TARGET:
@@ -102,10 +102,10 @@ def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext",
         config = without_file_name(ir.DictAttr(operation.attributes[CONFIG]), module.context)
         operation.attributes[CONFIG] = config
         if gpu is not None:
-            begin(kernel_of(config), gpu)
+            start_compiling(kernel_of(config), gpu)
 
 
-def own_gpu(target: Target) -> "SingleDeviceSharding | None":
+def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
     """A sharding that places an array on the first GPU of this process; None if the target is not such a GPU, but for
     example one that the program is compiled for on another machine.
     """
@@ -122,7 +122,7 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
     """
     from jax.extend.mlir import ir
 
-    parsed = parse(ir.StringAttr(config[MODULE]).value_bytes, context)
+    parsed = parse_module(ir.StringAttr(config[MODULE]).value_bytes, context)
     if FILE_NAME not in parsed.operation.attributes:
         return config
     del parsed.operation.attributes[FILE_NAME]
@@ -134,7 +134,7 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
     return ir.DictAttr.get(entries, context=context)
 
 
-def parse(module: bytes, context: "ir.Context") -> "ir.Module":
+def parse_module(module: bytes, context: "ir.Context") -> "ir.Module":
     """The MLIR module of a kernel, from its bytecode.
 
     The module's dialect, `stable_mosaic_gpu`, is not registered in the context, so unregistered dialects are allowed
@@ -165,7 +165,7 @@ def kernel_of(config: "ir.DictAttr") -> KernelCall:
 
 
 @functools.cache
-def threads() -> concurrent.futures.ThreadPoolExecutor | None:
+def compile_threads() -> concurrent.futures.ThreadPoolExecutor | None:
     """The pool of threads in which kernels compile: one for each core but the caller's, at most MOST_THREADS; None on
     one core.
     """
@@ -173,19 +173,19 @@ def threads() -> concurrent.futures.ThreadPoolExecutor | None:
     return concurrent.futures.ThreadPoolExecutor(spare, "flexjax_compile") if spare > 0 else None
 
 
-begun: set[bytes] = set()
-"""Hashes of the kernels that `begin` has seen."""
+started_hashes: set[bytes] = set()
+"""Hashes of the kernels that `start_compiling` has seen."""
 
 
-def begin(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
+def start_compiling(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
     """Starts to compile a kernel in a thread, unless this process has done so before or has one core. It does not
     wait.
 
     gpu   the device to compile for
     """
-    pool = threads()
-    if pool is not None and kernel.kernel_hash not in begun:
-        begun.add(kernel.kernel_hash)
+    pool = compile_threads()
+    if pool is not None and kernel.kernel_hash not in started_hashes:
+        started_hashes.add(kernel.kernel_hash)
         pool.submit(compile_alone, kernel, gpu)
 
 

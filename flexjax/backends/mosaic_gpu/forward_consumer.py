@@ -5,15 +5,17 @@
     P, rescale          online_softmax.py
     out += P V          WGMMA, P from registers
 
-A step is one key tile. Steps of a work item (tile_scheduler.py) are numbered from 0, `n` in the functions below;
-those that need no mask come first. Steps come in two orders:
+A step is one key tile. Steps of a work item (one query tile with the key tiles that it visits, tile_scheduler.py) are
+numbered from 0, `n` in the functions below; those that need no mask come first. Steps come in two orders:
 
     staggered (`ForwardTile.overlap`)   issue S of step n and P V of step n - 1 together; softmax of n while P V is in flight
     whole                               S, softmax and P V of one step after the other; the other consumer's WGMMAs run meanwhile
 
 Steps without a mask and steps with one have a loop each, because a branch between in-flight WGMMAs forces a wait.
-`Phase` says which steps a function is traced for. The producer (forward_producer.py) fills the rings of keys and
-values in the order of the steps, over all work items of the CTA.
+`Phase` says which steps a function is traced for. The producer (forward_producer.py) fills rings of slots in shared
+memory with keys, values and tiles of a staged array (staging.py), in the order of the steps over all work items of
+the CTA; a consumer waits until a slot is full and releases it when it has read it. `state` is what the online softmax
+keeps between steps.
 """
 
 import dataclasses
@@ -286,11 +288,11 @@ class QueryTile:
         setup, item = self.setup, self.item
         state = setup.softmax.start
         plgpu.barrier_wait(self.scratch.key_full.at[self._key_slot(i32(0))])
-        at = self._step_tile(self._start(i32(0), Phase.FIRST), Phase.FIRST)
+        step_tile = self._step_tile(self._start(i32(0), Phase.FIRST), Phase.FIRST)
         setup.ping_pong.wait(self.group)
         s = self._scores_alone(i32(0))
         setup.slots.release("key", self.scratch.key_free, self._key_slot(i32(0)))
-        p, _, state = self._softmax(s, i32(0), at, Phase.FIRST, state)
+        p, _, state = self._softmax(s, i32(0), step_tile, Phase.FIRST, state)
         out, weights, state = self._loops(self._staggered_step, 1, (out, p.astype(setup.plan.dtype), state))
         position = self._release_queries()
         out = self._add_values(out, weights, item.total - 1)
@@ -314,19 +316,19 @@ class QueryTile:
         return carry[1:]
 
     def _whole_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
-        """S, softmax and P V of step n.
+        """S, softmax and P V of step n; waits for its keys and values and releases their slots.
 
         carry   (first key of step n, out [rows, value dim] float32, softmax state); the same for step n + 1 is
                 returned
         """
         setup = self.setup
         start, out, state = carry
-        at = self._step_tile(start, phase)
+        step_tile = self._step_tile(start, phase)
         start = self._next_start(n, phase)
         self._await_keys(n, prefetch=False)
         s = self._scores_alone(n)
         setup.slots.release("key", self.scratch.key_free, self._key_slot(n))
-        p, rescale, state = self._softmax(s, n, at, phase, state)
+        p, rescale, state = self._softmax(s, n, step_tile, phase, state)
         out = setup.softmax.rescale(out, rescale)
         weights = p.astype(setup.plan.dtype)
         if not setup.interpret:
@@ -334,7 +336,8 @@ class QueryTile:
         return start, self._add_values(out, weights, n), state
 
     def _staggered_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
-        """S and softmax of step n, and P V of step n - 1.
+        """S and softmax of step n, and P V of step n - 1; waits for the keys and values of these and releases their
+        slots.
 
         carry   (first key of step n, out [rows, value dim] float32, P of step n - 1 [rows, block_kv] in the inputs'
                 dtype, softmax state); the same for step n + 1 is returned
@@ -342,20 +345,20 @@ class QueryTile:
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         start, out, weights, state = carry
         key_slot, value_slot = self._key_slot(n), self._value_slot(n - 1)
-        at = self._step_tile(start, phase)
+        step_tile = self._step_tile(start, phase)
         start = self._next_start(n, phase)
         self._await_keys(n, prefetch=False)
         if setup.interpret:
             s = self._scores_alone(n)
             setup.slots.release("key", scratch.key_free, key_slot)
-            p, rescale, state = self._softmax(s, n, at, phase, state)
+            p, rescale, state = self._softmax(s, n, step_tile, phase, state)
             out = self._add_values(out, weights, n - 1)
             return start, setup.softmax.rescale(out, rescale), p.astype(setup.plan.dtype), state
 
         def products(refs: tuple) -> None:
             """Issues both WGMMAs and computes the softmax of step n while P V of step n - 1 is in flight.
 
-            refs   accumulators of `out` and of S, then Refs to which the results of `_softmax` are written
+            refs   accumulators of `out` and of S, then Refs to which it writes the results of `_softmax`
             """
             acc, acc_s, *others = refs
             setup.ping_pong.wait(self.group)
@@ -366,7 +369,7 @@ class QueryTile:
             self._await_keys(n + 1, prefetch=True)
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=1))
             setup.slots.release("key", scratch.key_free, key_slot)
-            for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, at, phase, state)), strict=True):
+            for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, step_tile, phase, state)), strict=True):
                 ref[...] = value
 
         # The operands' registers are settled here: moving them between the two WGMMAs would make the second wait for the first.
@@ -408,11 +411,12 @@ class QueryTile:
         """Q K^T of step n, [rows, block_kv] float32 without scale, while no other product of this warpgroup is in
         flight.
 
-        It ends the warpgroup's ping-pong turn once the product is issued.
+        The keys must have arrived. Once the product is issued, the warpgroup's ping-pong turn ends, and with
+        `prefetch_key_barrier` it waits for the keys of step n + 1.
         """
 
         def product(acc: Ref) -> jax.Array:
-            """Issues the product into the accumulator, ends the turn, and returns the accumulator's value."""
+            """Issues the product into the accumulator `acc`, ends the turn, and returns the accumulator's value."""
             plgpu.wgmma(acc, self.queries, self.scratch.key.at[self._key_slot(n)].transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
             self.setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
@@ -421,28 +425,28 @@ class QueryTile:
         return pl.run_scoped(product, accumulator((self.setup.tile.rows, self.setup.tile.block_kv)))
 
     def _softmax(
-        self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase, state: State
+        self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
     ) -> tuple[jax.Array, Rescale, State]:
-        """The softmax of step n from its Q K^T: (the weights of the values, [rows, block_kv] float32; the rescaling;
-        the state after it).
+        """The softmax of step n from its Q K^T: (the weights of the values, [rows, block_kv] float32; the rescaling
+        of what was summed before; the state after it).
 
-        s       Q K^T, [rows, block_kv] float32 without scale
-        at      the key tile of the step
-        state   of the softmax before the step
+        s           Q K^T, [rows, block_kv] float32 without scale
+        step_tile   the key tile of the step
+        state       before the step
 
         Weights are exponentials, not yet divided by their sum, times the dropout multiplier.
         """
-        if at.programs.score is not None:
-            score = self._with_staged(at.programs.score, n)
-            at = at._replace(programs=at.programs._replace(score=score))
-        p, rescale, state = self.setup.softmax.step(self._scores(s, n, at, phase), state)
-        if at.programs.dropout is not None:
-            p = p * at.programs.dropout.tile(p)[0]
+        if step_tile.programs.score is not None:
+            score = self._with_staged(step_tile.programs.score, n)
+            step_tile = step_tile._replace(programs=step_tile.programs._replace(score=score))
+        p, rescale, state = self.setup.softmax.step(self._scores(s, n, step_tile, phase), state)
+        if step_tile.programs.dropout is not None:
+            p = p * step_tile.programs.dropout.tile(p)[0]
         return p, rescale, state
 
     def _with_staged(self, score: TileProgram, n: Scalar) -> TileProgram:
-        """The score program with the staged tile of step n read from its slot, which is then released; `score` itself
-        if nothing is staged.
+        """The score program with the values of the staged array for step n, read from their slot, which is then
+        released; `score` itself if nothing is staged.
         """
         setup, scratch = self.setup, self.scratch
         if setup.staged is None:
@@ -454,12 +458,12 @@ class QueryTile:
         setup.slots.release("staged", scratch.staged_free, slot)
         return score.with_loaded_tile(setup.staged, value)
 
-    def _scores(self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase) -> Scaled:
+    def _scores(self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase) -> Scaled:
         """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the
         last key.
 
         s       [rows, block_kv] float32 without scale
-        at      the key tile of the step
+        step_tile   the key tile of the step
         phase   Phase.UNMASKED leaves out the mask and the check of the last key
 
         The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its
@@ -469,11 +473,11 @@ class QueryTile:
         """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = Scaled(s, plan.scale)
-        if at.programs.score is not None and setup.large_scores:
-            (s,) = at.programs.score.tile(s, plan.scale)
+        if step_tile.programs.score is not None and setup.large_scores:
+            (s,) = step_tile.programs.score.tile(s, plan.scale)
             scores = Scaled(s, 1.0)
-        elif at.programs.score is not None:
-            scores = at.programs.score.scaled_tile(s, plan.scale, keep_column_slope=True)
+        elif step_tile.programs.score is not None:
+            scores = step_tile.programs.score.scaled_tile(s, plan.scale, keep_column_slope=True)
             if scores.column_slope is not None:
                 slope = scores.column_slope / f32(scores.factor)
                 scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, setup.interpret))
@@ -482,14 +486,14 @@ class QueryTile:
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
             return scores
         s = scores.tile
-        if at.programs.mask is not None:
-            (on,) = at.programs.mask.tile()
+        if step_tile.programs.mask is not None:
+            (on,) = step_tile.programs.mask.tile()
             if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
                 on = on | registers.splat(n < self.item.full, "tile", s.shape, setup.interpret)
             s = jnp.where(on, s, f32(-math.inf))
         if setup.keys_may_overhang:
-            assert at.start is not None
-            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
+            assert step_tile.start is not None
+            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start
             s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
         return scores._replace(tile=s)
 
@@ -558,19 +562,22 @@ class QueryTile:
         the steps.
         """
         setup, scratch = self.setup, self.scratch
-        at = self.item
+        item = self.item
         if setup.tile.dynamic_scheduler:
-            at = tile_scheduler.get(present(scratch.mailbox), self.query_slot)[1]
+            item = tile_scheduler.get(present(scratch.mailbox), self.query_slot)[1]
         setup.slots.release("query", scratch.query_free, self.query_slot)
-        return Position(at.b, at.h, at.q_tile)
+        return Position(item.b, item.h, item.q_tile)
 
     def _finish(self, row_term: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
-        """Adds the sink, divides by the softmax denominator, and writes out, lse and row maxima to global memory.
+        """Adds the sink to the softmax denominator, divides by it, and writes out, lse and row maxima to global
+        memory.
 
         row_term   [rows], what the softmax left out of the scores of each row; None: nothing
         out        [rows, value dim] float32, the sum of P V relative to the softmax reference
-        state      of the softmax after the last step
+        state      after the last step
         position   of the query tile
+
+        A row without visible keys (and without a sink) gets out 0 and lse -inf.
         """
         setup, tile, outputs, softmax = self.setup, self.setup.tile, self.consumer.outputs, self.setup.softmax
         b, h, q_tile = position

@@ -245,11 +245,13 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _allowed(size: int, asked: int | None, block: int | None) -> bool:
-    """Whether a tile of `size` tokens is what the option asks for (`asked`; None: anything) and divides the mask's
-    block (`block` tokens; None: no mask).
+def _allowed(size: int, option: int | None, mask_block: int | None) -> bool:
+    """Whether a tile of `size` tokens on one axis is allowed.
+
+    option       the size that KernelOptions ask for; None: any
+    mask_block   size of the mask's blocks on this axis, which the tile must divide; None: there is no block mask
     """
-    return (asked is None or asked == size) and (block is None or block % size == 0)
+    return (option is None or option == size) and (mask_block is None or mask_block % size == 0)
 
 
 def _ring_size(head_dim: int, value_dim: int) -> int:

@@ -192,13 +192,14 @@ class DenseBiasPlan:
         return DenseBiasTypes(staged, tuple(one.dtype for one in self.direct_gradients), self.batch_entries)
 
 
-def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, found: DirectGradient) -> int:
-    """How many batch entries a CTA must take to write `found` beside the direct gradients of `bias`; 0 if it cannot.
+def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradient) -> int:
+    """How many batch entries a CTA of the dQ kernel must take to write `gradient` beside the direct gradients of
+    `bias`; 0 if it cannot.
 
-    Entries can share a CTA if they have the same block lists and the same staged tile, and if their dQ accumulators
-    fit.
+    It is 1 for an array with an element for each batch entry, otherwise the whole batch. Entries can share a CTA if
+    they have the same block lists and the same staged tile, and if their dQ accumulators fit.
     """
-    entries = 1 if found.has("b") else plan.batch
+    entries = 1 if gradient.has("b") else plan.batch
     if bias.direct_gradients and entries != bias.batch_entries:
         return 0
     if entries == 1:

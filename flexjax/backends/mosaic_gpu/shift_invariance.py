@@ -53,49 +53,52 @@ def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> di
     for step in program.steps:
         if not any(o.id in needed for o in step.outs):
             continue
-        given = [_change_of(a, known, period) for a in step.inputs]
+        changes = [_change_of(a, known, period) for a in step.inputs]
         for out in step.outs:
-            known[out.id] = _change_of_op(step, given) if isinstance(step, ir.Op) else _unchanged(given)
+            known[out.id] = _change_of_op(step, changes) if isinstance(step, ir.Op) else _unchanged(changes)
     return known
 
 
-def _unchanged(given: list[int | None]) -> int | None:
-    """0 where no argument changes, None where one may; `given` are the changes of the arguments."""
-    return 0 if all(g == 0 for g in given) else None
+def _unchanged(changes: list[int | None]) -> int | None:
+    """0 where no argument changes, None where one may.
+
+    changes   those of the arguments, None where unknown
+    """
+    return 0 if all(g == 0 for g in changes) else None
 
 
-def _change_of_op(step: ir.Op, given: list[int | None]) -> int | None:
+def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
     """The change of the result of an operation, from the changes of its arguments; None where unknown.
 
-    step    the operation, of which integers must not wrap around
-    given   the changes of its arguments, None where unknown
+    step      the operation, of which integers must not wrap around
+    changes   those of its arguments, None where unknown
     """
-    if all(g == 0 for g in given):
+    if all(g == 0 for g in changes):
         return 0
-    if any(g is None for g in given) or not all(_never_wraps(a) for a in step.inputs if _is_integer(a)):
+    if any(g is None for g in changes) or not all(_never_wraps(a) for a in step.inputs if _is_integer(a)):
         return None
-    if not all(_is_integer(a) or g == 0 for a, g in zip(step.inputs, given, strict=True)):
+    if not all(_is_integer(a) or g == 0 for a, g in zip(step.inputs, changes, strict=True)):
         return None
-    moved = typing.cast(list[int], given)
-    name, first = step.prim, moved[0]
+    known_changes = typing.cast(list[int], changes)
+    name, first = step.prim, known_changes[0]
     if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _never_wraps(step.out)):
         return first
     if name == "neg":
         return -first
     if name in ("add", "add_any"):
-        return first + moved[1]
-    if name in SAME and first == moved[1]:
+        return first + known_changes[1]
+    if name in SAME and first == known_changes[1]:
         return 0
     if name == "sub":
-        return first - moved[1]
+        return first - known_changes[1]
     if name in JOINS:
-        return first if first == moved[1] else None
+        return first if first == known_changes[1] else None
     if name == "select_n":
-        return moved[1] if first == 0 and len(set(moved[1:])) == 1 else None
+        return known_changes[1] if first == 0 and len(set(known_changes[1:])) == 1 else None
     if name == "mul":
         for factor, other in (step.inputs, step.inputs[::-1]):
             if isinstance(factor, ir.Lit):
-                return int(factor.value) * (moved[1] if other is step.inputs[1] else first)
+                return int(factor.value) * (known_changes[1] if other is step.inputs[1] else first)
         return None
     return _change_of_quotient(step, first)
 

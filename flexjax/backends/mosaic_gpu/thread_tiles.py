@@ -462,12 +462,12 @@ def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array, interpret:
     return scale(tile, factor, needed)
 
 
-def _any_lane(mine: ir.Value) -> ir.Value:
-    """Whether the i1 `mine` is true in any lane of the warp, an i1."""
+def _any_lane(condition: ir.Value) -> ir.Value:
+    """Whether the i1 `condition` is true in any lane of the warp, an i1."""
     i32 = ir.IntegerType.get_signless(32)
     voted = llvm.inline_asm(
         i32,
-        [arith.extui(i32, mine)],
+        [arith.extui(i32, condition)],
         "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
         "=r,r",
         has_side_effects=True,
