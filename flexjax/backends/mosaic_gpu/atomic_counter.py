@@ -31,7 +31,12 @@ def take(counter: Ref, shared: Ref) -> Scalar:
 
     @inline_mgpu(MEMORY, MEMORY, returns=SCALAR_INT)
     def add(counter: ir.Value, shared: ir.Value) -> mgpu.FragmentedArray:
-        """One thread adds and stores the number in `shared`; after a barrier of the warpgroup every thread reads it."""
+        """Adds one to the counter in one thread, and returns what the counter was before to every thread of the
+        warpgroup.
+
+        counter   memref of the counter, in global memory
+        shared    memref of one word in shared memory, through which the number passes
+        """
         word = arith.constant(ir.IndexType.get(), 0)
         with _one_thread():
             memref.store(_fetch_add(counter), shared, [word])
@@ -50,7 +55,11 @@ def take_start(counter: Ref, word: Ref) -> None:
 
     @inline_mgpu(MEMORY, MEMORY)
     def add(counter: ir.Value, word: ir.Value) -> None:
-        """One thread adds and stores the number in `word`; then the warpgroup meets at a barrier."""
+        """Adds one to the counter in one thread, and stores what the counter was before in `word`; the warpgroup
+        meets at a barrier.
+
+        counter, word   memrefs in global memory
+        """
         with _one_thread():
             memref.store(_fetch_add(counter), word, [arith.constant(ir.IndexType.get(), 0)])
         mgpu_utils.warpgroup_barrier()
@@ -65,7 +74,9 @@ def read_start(word: Ref) -> Scalar:
 
     @inline_mgpu(MEMORY, returns=SCALAR_INT)
     def read(word: ir.Value) -> mgpu.FragmentedArray:
-        """Each thread reads the word; then all lanes of a warp take the first lane's value."""
+        """What `take_start` wrote to `word`, a memref in global memory: each thread reads it, then takes the first
+        lane's value.
+        """
         i32 = ir.IntegerType.get_signless(32)
         found = ptx("ld.relaxed.cta.global.b32 $0, [$1];", mgpu_utils.memref_ptr(word), result=i32)
         # The first lane's value: the compiler then knows that a warp agrees, and keeps what follows in uniform registers.

@@ -197,7 +197,7 @@ class FusedVisits:
 
                 @pl.loop(0, plan.group)
                 def _(g: Scalar) -> None:
-                    """Calls `step` for head number `g` of the group."""
+                    """Calls `step` for head number `g` of the group, at the same query tile."""
                     head = h_kv * plan.group + g
                     step(begin(head), head, q_tile, i * plan.group + g, masked)
 

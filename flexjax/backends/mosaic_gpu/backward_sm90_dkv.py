@@ -72,7 +72,7 @@ def backward_dkv(
     staging = staging_for(plan, derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """Runs one warpgroup of a CTA: a computing one, or as the last of them the copying one."""
+        """The dK/dV kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan.layout, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
@@ -115,7 +115,7 @@ class _Cta:
 
     @property
     def products(self) -> Products:
-        """WGMMA, or dots in the simulator."""
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.math.plan.options.interpret)
 
     def rows_of(self, ref: Ref, kv0: Scalar) -> Ref:

@@ -60,7 +60,7 @@ def backward_dkv_split(
     math = TileMath(plan, derivative, (SPLIT_KEYS, SPLIT_QUERIES), "kv", (SPLIT_QUERIES, SPLIT_KEYS))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: SplitScratch[Ref]) -> None:
-        """Runs one warpgroup of a CTA: 0 computes dV, 1 computes dK, 2 copies."""
+        """The split dK/dV kernel: runs one warpgroup of a CTA; 0 computes dV, 1 computes dK, 2 copies."""
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, SPLIT_QUERIES)
         rings = QueryRings(plan.layout, inputs.tokens, scratch, SPLIT_QUERIES, tiles.query_slots, tiles.out_slots)
@@ -109,7 +109,7 @@ class _Cta:
 
     @property
     def products(self) -> Products:
-        """WGMMA, or dots in the simulator."""
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.interpret)
 
     def rows_of(self, ref: Ref) -> Ref:
@@ -129,7 +129,7 @@ class _Cta:
         plgpu.barrier_wait(scratch.own_full.at[KEYS_ARRIVED])
 
         def accumulate(dv_acc: Ref) -> jax.Array:
-            """Makes all visits; returns dV, [SPLIT_KEYS, E] float32."""
+            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32."""
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
                 """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P to the dK warpgroup; `rows` is
@@ -181,7 +181,7 @@ class _Cta:
         plgpu.barrier_wait(scratch.own_full.at[VALUES_ARRIVED])
 
         def accumulate(dk_acc: Ref) -> jax.Array:
-            """Makes all visits; returns dK times scale, [SPLIT_KEYS, D] float32."""
+            """Makes all visits of the CTA; returns the sum of dS^T Q times scale, dK, [SPLIT_KEYS, D] float32."""
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
                 """Adds one visit, as `KeyTileVisits.each` calls it, to dK; `rows` is what `rows_math` returned for h."""
@@ -238,7 +238,9 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
-        """The copying warpgroup: K and V once, then the queries of every visit."""
+        """The copying warpgroup: copies K and V once, then Q, row statistics and dO of every visit, and waits until
+        all were read.
+        """
         scratch, tokens = self.scratch, self.inputs.tokens
         plgpu.set_max_registers(24, action="decrease")
         for source, target, arrived in (
@@ -249,7 +251,7 @@ class _Cta:
             plgpu.barrier_arrive(arrived)
 
         def step(_: None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-            """Copies Q, row statistics and dO for one visit."""
+            """Starts the copies of Q, row statistics and dO of one visit, as `KeyTileVisits.each` calls it."""
             self.rings.fill(self.own.b, h, q0, number)
 
         self.rings.drain(self.own.each(lambda h: None, step))

@@ -75,7 +75,7 @@ def backward_dq(
     heads = plan.batch // tiles.batch_entries * plan.q_heads
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """Runs one warpgroup of a CTA: a computing one, or as the last of them the copying one."""
+        """The dQ kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, tiles.head_major)
@@ -152,7 +152,7 @@ class _Cta:
 
     @property
     def products(self) -> Products:
-        """WGMMA, or dots in the simulator."""
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.interpret)
 
     @property
@@ -202,8 +202,10 @@ class _Cta:
         writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
         def accumulate(*dq_accs: Ref) -> list[jax.Array]:
-            """Makes all visits; returns dQ times scale, [rows, D] float32, of each batch entry. `dq_accs` are their
-            accumulators.
+            """Makes all visits of the CTA; returns the sum of dS K times scale, dQ, [rows, D] float32, of each batch
+            entry.
+
+            dq_accs   an accumulator for each batch entry
             """
             step = functools.partial(self.visit, group=group, owned=owned, rows=rows, dq_accs=dq_accs, writer=writer)
             pl.loop(0, self.counts.unmasked)(functools.partial(step, masked=False))
@@ -322,7 +324,9 @@ class _Cta:
     # --------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with the keys, values and staged tile of every visit."""
+        """The copying warpgroup: copies the keys, values and staged tile of every visit into their rings, and waits
+        until all were read.
+        """
         common.lower_register_limit(self.tiles.groups)
         source = None if self.staging is None else self.staging.source(self.inputs.captures, self.b, self.h)
         pl.loop(0, self.counts.unmasked)(functools.partial(self.copy_visit, masked=False, source=source))

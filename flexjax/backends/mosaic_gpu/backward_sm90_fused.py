@@ -167,7 +167,9 @@ def backward_fused(
     problem = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """Runs one warpgroup of a CTA: a computing one, the copying one, or the one that adds dQ tiles to memory."""
+        """The fused kernel: runs one warpgroup of a CTA, a computing one, the copying one, or the one that adds dQ
+        tiles to memory.
+        """
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         cta = _Cta(problem, inputs, scratch, program)
@@ -264,7 +266,7 @@ class _Cta:
         plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Copies Q, row statistics and dO for one visit."""
+            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it."""
             self.rings.fill(own.b, h, q_tile * problem.tiles.queries, number)
 
         self.rings.drain(problem.visits.each(self.inputs.visits, own, lambda h: None, step))
@@ -281,7 +283,7 @@ class _Cta:
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
-            """Adds the dQ tile of one visit to memory."""
+            """Adds the dQ tile of one visit to memory, as `FusedVisits.each` calls it."""
             self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(problem.dq_is_late), problem.tiles.dq_slots))
 
         problem.visits.each(self.inputs.visits, own, lambda h: None, step)
@@ -332,7 +334,7 @@ def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
 
     @inline_mgpu(plgpu.RefType(), SCALAR_LAYOUT)
     def wait(count: mlir.Value, least: FragmentedArray) -> None:
-        """The wait of one thread, on a semaphore at the address of the count."""
+        """Waits on a semaphore, in global memory at the address of `count`, until it is at least `least`."""
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(count))
         semaphore.wait(scalar_of(least), decrement=False, memory_scope="gpu")
 
@@ -347,7 +349,7 @@ def _signal_addition(counts: Ref, index: Scalar) -> None:
 
     @inline_mgpu(plgpu.RefType())
     def signal(count: mlir.Value) -> None:
-        """The signal of one thread, on a semaphore at the address of the count."""
+        """Adds one to a semaphore, in global memory at the address of `count`."""
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(count))
         semaphore.signal(1, memory_scope="gpu")
 
@@ -381,7 +383,7 @@ class _ComputingWarpgroup:
 
     @property
     def products(self) -> Products:
-        """WGMMA, or dots in the simulator."""
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.problem.simulated)
 
     @property
@@ -403,7 +405,9 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.own_full)
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits; returns (dK times scale, dV), [ROWS, D] and [ROWS, E] float32."""
+            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and
+            [ROWS, E] float32.
+            """
 
             def step(rows: RowMath, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
                 """Adds one visit, as `FusedVisits.each` calls it, to dK, dV and dQ."""
@@ -458,7 +462,10 @@ class _ComputingWarpgroup:
             products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
 
         def cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the visit, once the product of `scores` is started; `dp_acc` is the accumulator for dP^T."""
+            """dS^T of the visit (`score_cotangents`), once the product of `scores` is started.
+
+            s_acc, dp_acc   accumulators for S^T and dP^T
+            """
             return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, scratch.value.at[mine], (q_slot, out_slot))
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
@@ -514,9 +521,10 @@ class _ComputingWarpgroup:
         own_v: Ref,
         slots: tuple[Scalar, Scalar],
     ) -> jax.Array:
-        """dS^T of one visit, [ROWS, queries] in the dtype of the operands; starts the product for dV.
+        """dS^T of one visit, [ROWS, queries] in the dtype of the operands; starts the product for dV, and waits for
+        dO.
 
-        tile             P and dS of the visited tile
+        tile             the visited tile, which gives P and dS from its scores
         s_acc            accumulator into which the product S^T is started already
         dp_acc, dv_acc   accumulators for dP^T and dV
         own_v            this warpgroup's values in shared memory

@@ -165,8 +165,11 @@ class TileMath:
             refs: tuple[Ref, ...],
             results: tuple[int, ...] | None = None,
         ) -> TileProgram | None:
-            """The program of one mod at these rows, computing `results` (None: all); None without the mod. `refs` are
-            its captured arrays.
+            """One mod's program with its scalars and row vectors computed for this row of tiles; None without the
+            mod.
+
+            refs      its captured arrays
+            results   numbers of the program's results that are needed; None: all
             """
             if source is None:
                 return None
@@ -339,8 +342,10 @@ class ColumnMath:
             first = self.col0 if dim else self.rows.row0
 
             def cut(p: jax.Array, first: jax.Array = first, dim: int = dim, end: int = end) -> jax.Array:
-                """p with zeros from number `end` on, along dimension `dim` of the tile, whose first position has the
-                number `first`.
+                """p, in the shape of the tile, with zeros at the positions along dimension `dim` whose number is
+                `end` or more.
+
+                first   number of the tile's first position along `dim`
                 """
                 index = plgpu.broadcasted_iota(jnp.int32, math.shape, dim, layout=WGMMA)
                 return jnp.where(index < end - first, p, 0.0)

@@ -24,7 +24,9 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
     """
 
     def run(function: Callable[[], None]) -> None:
-        """Runs the decorated function under the condition."""
+        """Calls `function` under the condition: in a branch of the kernel, or, for a Python bool, while the kernel is
+        traced.
+        """
         if not isinstance(condition, bool):
             cond(condition, function, lambda: None)
         elif condition:

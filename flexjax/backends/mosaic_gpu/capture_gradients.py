@@ -202,7 +202,8 @@ def _summed(
     """
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """The reduced sums of some of the lists, which one run of the kernel makes.
+        """The sums of some of the lists, from one run of the kernel, reduced over queries, keys or diagonals as the
+        kind of load asks for.
 
         part   `head`, `begin` and `count` of these lists (`TileLists`)
         """
@@ -224,7 +225,10 @@ def _summed(
 
 
 def _sum_type(derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
-    """dtype of the sums of a tile load: that of the array if the sums are the array's whole gradient, else float32."""
+    """dtype of the sums of a tile load: that of the array where the sums are its whole gradient, else float32.
+
+    They are if no other load reads the array and each index is a constant or an axis of its own plus a constant.
+    """
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
     direct = alone and axis_aligned_dims(loads[load_number]) is not None

@@ -267,7 +267,7 @@ class CaptureKernel:
         return fixed_point.decoded(jax.freeze(words), total)
 
     def _launch(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
-        """Launches the kernel with one CTA for each list."""
+        """Launches the kernel with one CTA for each list, the longest lists first; returns what the kernel wrote."""
         plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
         dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
         rings = ring_depths(self.groups, dims, dtype, bias.staged)
@@ -275,7 +275,7 @@ class CaptureKernel:
         staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
         def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-            """Runs one warpgroup of a CTA: a computing one, or as the last of them the copying one."""
+            """The kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
             group = lax.axis_index("wg")
             list_number = inputs.order[lax.axis_index("program")]
             cta = _Cta(
@@ -334,7 +334,7 @@ class _Cta:
 
     @property
     def products(self) -> Products:
-        """WGMMA, or dots in the simulator."""
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.interpret)
 
     def visit(self, i: Scalar | int) -> Visit:
@@ -480,7 +480,9 @@ class _Cta:
     # ------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with what every visit of the list reads."""
+        """The copying warpgroup: copies what every visit of the list reads into the rings, and waits until all of it
+        was read.
+        """
         groups = self.kernel.groups
         common.lower_register_limit(groups)
         lax.fori_loop(0, self.steps, self.copy_visit, (self.visit(0), self.visit(1)))

@@ -100,7 +100,10 @@ def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
     value = jnp.pad(value, extra).reshape(parts, each)
 
     def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        """One step of the scan: adds the sums of one part, (elements, values), to the total."""
+        """One step of a scan: `total` [size] plus the sums of one part, and None.
+
+        part   (elements, values), [n] each
+        """
         return total + _sum_runs(part[0], part[1], size), None
 
     return lax.scan(add, jnp.zeros((size,), value.dtype), (element, value))[0]
@@ -116,7 +119,9 @@ def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
     element, value = lax.sort((element, value), num_keys=1, is_stable=True)
 
     def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Adds two neighbouring pairs (element, running sum): the sum starts anew where the element changes."""
+        """Joins two neighbouring pairs (element, running sum) of a segmented scan: the sum of `b` goes on where the
+        element is the same, and starts anew where it changes.
+        """
         return b[0], jnp.where(a[0] == b[0], a[1] + b[1], b[1])
 
     _, running = lax.associative_scan(join, (element, value))
@@ -159,7 +164,9 @@ def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load:
     }
 
     def read(atom: ir.Atom) -> jax.Array:
-        """The value of an atom: of a literal, or of a step that is computed already."""
+        """The value of an atom of the index: a literal as an array of one element, or a result that is computed
+        already.
+        """
         if isinstance(atom, ir.Lit):
             return jnp.full((1,) * rank, atom.value, jnp.dtype(atom.dtype))
         return env[atom.id]

@@ -51,7 +51,11 @@ def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
     def powers(tile: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The exponentials of one thread's registers."""
+        """One thread's registers of 2^x, by the polynomial for `share` of every eight registers and by `ex2` for the
+        others.
+
+        tile   registers of x
+        """
         out = np.empty_like(tile.registers)
         for number, (index, register) in enumerate(np.ndenumerate(tile.registers)):
             power_of_two = _exp2_by_polynomial if number % GROUP < share else exp2_by_instruction

@@ -83,10 +83,15 @@ def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret
     def scatter(
         memory: ir.Value, indices: mgpu.FragmentedArray, values: mgpu.FragmentedArray, factor: mgpu.FragmentedArray
     ) -> None:
-        """Adds the elements that one thread holds, after adding those that meet on a diagonal to each other.
+        """Adds the numbers that one thread holds to their elements, as 64-bit integers by atomic instructions.
 
-        memory            the sums
-        indices, values   registers of `index` and `value`
+        memory    the sums
+        indices   registers of the element of each number
+        values    registers of the numbers
+        factor    what multiplies the numbers before they are rounded
+
+        Numbers of the thread on one diagonal of the tile that go to one element are added to each other first; zeros
+        are left out.
         """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))

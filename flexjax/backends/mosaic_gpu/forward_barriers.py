@@ -34,7 +34,7 @@ def _named_barrier(operation: str, number: Scalar | int, threads: int) -> None:
 
         @inline_mgpu()
         def constant() -> None:
-            """The instruction for a barrier whose number is known when the kernel is traced."""
+            """Emits `bar.<operation>` for a barrier whose number is known when the kernel is traced."""
             ptx(f"bar.{operation} {number}, {threads};")
 
         constant()
@@ -42,7 +42,7 @@ def _named_barrier(operation: str, number: Scalar | int, threads: int) -> None:
 
     @inline_mgpu(SCALAR_LAYOUT)
     def traced(number: mgpu.FragmentedArray) -> None:
-        """The instruction for a barrier whose number is a scalar of the kernel."""
+        """Emits `bar.<operation>` for a barrier whose number is a scalar of the kernel."""
         ptx(f"bar.{operation} $0, {threads};", scalar_of(number))
 
     traced(i32(number))

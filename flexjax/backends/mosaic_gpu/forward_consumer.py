@@ -122,8 +122,8 @@ class Consumer:
         self.setup.ping_pong.begin(group)
 
         def compute_item(item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
-            """Computes one work item; returns the number of the first step of the next one, counted over the items of
-            the CTA.
+            """Computes this warpgroup's rows of one work item; returns the number of the first step of the CTA's next
+            item.
 
             turn         number of the item in this CTA
             first_step   number of the item's first step, counted over the items of the CTA
@@ -205,7 +205,11 @@ class QueryTile:
         q_start = item.q_tile * tile.block_q + group * tile.rows
 
         def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
-            """The program (None: None) at this warpgroup's rows. `refs` are its captured arrays."""
+            """A program of score_mod, mask_mod or dropout with its row vectors computed at this warpgroup's rows;
+            None for None.
+
+            refs   its captured arrays
+            """
             if program is None:
                 return None
             return TileProgram(
@@ -246,8 +250,8 @@ class QueryTile:
         steps = self._staggered_steps if tile.overlap else self._whole_steps
 
         def no_steps(out: jax.Array) -> tuple[jax.Array, State, Position]:
-            """What `steps` returns for an item whose block lists are empty: `out` as it is, and the softmax state
-            before the first tile.
+            """For a work item whose block lists are empty: (`out` as it is, the softmax state before the first tile,
+            position of the tile).
             """
             return out, setup.softmax.start, self._release_queries()
 

@@ -70,7 +70,8 @@ class Producer:
         mailbox = present(self.scratch.mailbox)
 
         def one(state: tuple[Scalar, Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-            """Copies for one item and takes the number of the next from the counter.
+            """Copies for one work item, takes the number of the CTA's next item from the counter, and returns the
+            state for it.
 
             state   (whether there is an item, its number in the whole call, its number in this CTA, number of its
                     first step in this CTA)
@@ -125,7 +126,7 @@ class Producer:
             plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
 
         def copy_keys(n: Scalar) -> None:
-            """Starts the copy of the keys of step n."""
+            """Starts the copy of the key tile of step n, once a slot of the key ring is free."""
             copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)
 
         def copy_step(n: Scalar, _: None) -> None:

@@ -67,7 +67,7 @@ class ForwardSetup:
 
     @property
     def scheduler(self) -> TileScheduler:
-        """Which CTA computes which work item."""
+        """The tile scheduler: which CTA computes which work item, and which key tiles that visits."""
         return TileScheduler(self.plan, self.tile)
 
     @property

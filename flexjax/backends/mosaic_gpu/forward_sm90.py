@@ -47,7 +47,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
-        """Runs one warpgroup of a CTA: a consumer, or as the last of them the producer."""
+        """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
         role = lax.axis_index("wg")
         when(role < tile.groups)(Consumer(setup, inputs, outputs, scratch).run)
         when(role == tile.groups)(Producer(setup, inputs, scratch).run)

@@ -165,7 +165,9 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
     """
 
     def free(slots: int) -> Barriers | None:
-        """The barriers of a ring with so many slots that every consumer arrives at; None outside the simulator."""
+        """Barriers for a ring of so many slots, at which every consumer arrives when it releases a slot; None outside
+        the simulator.
+        """
         return Barriers(slots, arrivals=tile.groups) if interpret else None
 
     staged = tile.staged_slots > 0

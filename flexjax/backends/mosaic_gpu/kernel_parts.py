@@ -103,8 +103,9 @@ def launch(
     thread_name = None if warpgroups is None else "wg"
 
     def on_refs(inputs: tuple, *results: Ref) -> None:
-        """Allocates the shared memory and runs the kernel on Refs, in the form that `pl.kernel` calls: `results` are
-        the leaves of `outputs`.
+        """The function that `pl.kernel` calls on Refs: allocates the CTA's shared memory and calls the kernel.
+
+        results   Refs to the leaves of `outputs`
         """
         run = lambda scratch: kernel(inputs, jax.tree.unflatten(structure, results), scratch)
         pl.run_scoped(run, memory, collective_axes=() if thread_name is None else thread_name)
@@ -197,7 +198,7 @@ def inline_mgpu(
     """
 
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
-        """The function of arrays and Refs for one function of MLIR values."""
+        """The function of arrays and Refs that stands for `function`, one of MLIR values."""
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
         return typing.cast(Callable, inlined(lambda _, *values: function(*values)))
 

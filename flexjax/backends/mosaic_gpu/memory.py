@@ -88,10 +88,10 @@ def gather(
 
     @inline_mgpu(plgpu.RefType(), layout, returns=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout))
     def read(memory: ir.Value, offsets: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The elements at these offsets, for one thread.
+        """One thread's registers of the elements at these offsets, each loaded from global memory.
 
         memory    the part of the array that the indices vary over
-        offsets   number of each element in `memory`, in elements from its first one
+        offsets   registers of the numbers of the elements in `memory`, int32, counted from its first element
         """
         # The cast says that addresses are in global memory, which takes fewer registers. `load_affine` does without it, because
         # LLVM would lose their alignment and no longer load two neighbouring elements at once.
@@ -100,8 +100,8 @@ def gather(
         i64 = ir.IntegerType.get_signless(64)
 
         def read_one(place: ir.Value, _: object) -> ir.Value:
-            """The element `offset` elements (i32) after the first one of `memory`; the second argument is what the
-            created array held.
+            """Loads the element `place`, an i32, elements after the first one of `memory`; the second argument is not
+            used.
             """
             return _load_element(base, arith.extui(i64, place), element)
 
@@ -152,10 +152,11 @@ def load_affine(
 
     @inline_mgpu(plgpu.RefType(), SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout))
     def read(memory: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The elements of the vector or tile that one thread holds; elements at the same address are loaded once.
+        """One thread's registers of a vector or tile that is read at affine indices; elements at the same address are
+        loaded once.
 
         memory   the part of the array that the indices vary over
-        first    offset of the element at row 0 and column 0, in elements from the first one of `memory`
+        first    number of the element at row 0 and column 0, counted from the first one of `memory`
         """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(memory.type).element_type
@@ -167,7 +168,9 @@ def load_affine(
         loaded: dict[int, ir.Value] = {}
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, loaded value) of each element that the thread holds."""
+            """(register, number of the element in the register, value loaded from global memory) of each element that
+            the thread holds.
+            """
             for register, item, position in positions.constants:
                 offset = sum(p * s for p, s in zip(position, elements_per_step, strict=True))
                 if offset not in loaded:

@@ -243,8 +243,8 @@ class OnlineSoftmax:
         return reference if self.large_scores else reference * f32(LN2)
 
     def power(self, difference: jax.Array) -> jax.Array:
-        """e^(score - other score), for the difference of two references: 2 to that difference, scaled by log2(e) with
-        large scores.
+        """e^(difference of two scores), from the difference of their references: 2^difference, or with large scores
+        2^(difference * log2(e)).
         """
         return jnp.exp2(difference * f32(LOG2E) if self.large_scores else difference)
 

@@ -210,7 +210,7 @@ class DirectGradientWriter:
 
         @when(count > 0)
         def _() -> None:
-            """Fills the buffers with zeros and sends them to every skipped tile."""
+            """Fills the buffers with zeros and copies them to every key tile that the query tile skips."""
             zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), common.WGMMA)
             self._fill((zero,) * len(self.gradients))
             key_tile = lambda i: visits.tile(skipped, self.b, self.h, tile, i, False)

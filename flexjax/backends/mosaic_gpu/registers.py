@@ -73,7 +73,7 @@ def columns_from(start: Scalar, columns: int, interpret: bool) -> jax.Array:
 
     @inline_mgpu(SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct((columns,), jnp.int32, layout=COLUMN))
     def count(first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The column vector that begins at `first`, an i32, for one thread."""
+        """One thread's registers of the column vector first, first + 1, ..., int32; `first` is an i32."""
         i32 = ir.IntegerType.get_signless(32)
         positions = positions_of(lowered(COLUMN), (columns,))
         base = arith.addi(scalar_of(first), positions.lane[0])

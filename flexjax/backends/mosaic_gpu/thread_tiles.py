@@ -93,7 +93,9 @@ def repeat_columns(narrow: jax.Array, shape: tuple[int, int], interpret: bool) -
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(shape, narrow.dtype, layout=TILE))
     def repeat(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The tile of one thread, from the thread's registers of the narrow tile."""
+        """One thread's registers of the tile that repeats a narrow tile, from its registers of the narrow tile
+        (`array`).
+        """
         layout = lowered(TILE)
         known = _elements_by_column(array, (shape[0], PERIOD))
         positions = positions_of(layout, shape).constants
@@ -123,7 +125,7 @@ def affine_tile(
     number = None if isinstance(step, jax.Array) else typing.cast(float, step)
 
     def build(vector: mgpu.FragmentedArray, *rest: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The tile of one thread.
+        """One thread's registers of the tile row[r] + step * c, modulo `period` where it is not 0.
 
         vector   registers of `row`
         rest     `step`, where it is a scalar of the kernel
@@ -143,13 +145,18 @@ def affine_tile(
 
         @functools.cache
         def repeated(row: int, offset: int) -> ir.Value:
-            """The element modulo `period` of this row, `offset` above the row's value for the thread's first column;
-            made once.
+            """bases[row] + offset, modulo the period, as an i32; emitted once for each pair of arguments.
+
+            row      row of the element, as the first thread has it; bases[row] is row[r] plus the lane's part of step
+                     * c
+            offset   the constant part of step * c, modulo the period
             """
             return arith.andi(add(bases[row], mgpu.c(offset, kind)), mgpu.c(period - 1, kind))
 
         def values() -> Iterator[Item]:
-            """(register, number of the element in the register, value) of each element that the thread holds."""
+            """(register, number of the element in the register, row[r] + step * c) of each element that the thread
+            holds.
+            """
             for register, item, position in positions.constants:
                 row, column = position
                 if period:
@@ -184,14 +191,20 @@ def add_column_slope(vector: jax.Array, step: jax.Array, interpret: bool) -> jax
 
     @inline_mgpu(COLUMN, SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(vector.shape, vector.dtype, layout=COLUMN))
     def add(array: mgpu.FragmentedArray, slope: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The column vector of one thread."""
+        """One thread's registers of vector[c] + step * c.
+
+        array   registers of the column vector
+        slope   `step`, a scalar of the kernel
+        """
         f32 = ir.F32Type.get()
         multiplier = scalar_of(slope)
         positions = positions_of(lowered(COLUMN), vector.shape)
         mine = arith.mulf(arith.sitofp(f32, positions.lane[0]), multiplier)
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, value) of each element that the thread holds."""
+            """(register, number of the element in the register, vector[c] + step * c) of each element that the thread
+            holds.
+            """
             for register, item, (column,) in positions.constants:
                 value = arith.addf(element(array.registers[register], item), mine)
                 yield register, item, mlir_math.fma(multiplier, mgpu.c(float(column), f32), value) if column else value
@@ -230,7 +243,10 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
 
     @inline_mgpu(ROW, returns=plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=TILE))
     def at_each(vector: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The tile of one thread, from the thread's registers of `row`."""
+        """One thread's registers of the boolean tile `step * c <name> row[r]`.
+
+        vector   registers of `row`
+        """
         i32 = ir.IntegerType.get_signless(32)
         layout = lowered(TILE)
         positions = positions_of(layout, shape)
@@ -261,11 +277,17 @@ def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.A
 
     @inline_mgpu(TILE, SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
     def add(array: mgpu.FragmentedArray, slope: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The tile of one thread."""
+        """One thread's registers of the tile plus step * (c - c % PERIOD).
+
+        array   registers of the tile
+        slope   `step`, a scalar of the kernel
+        """
         layout, f32 = lowered(TILE), ir.F32Type.get()
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, value) of each element that the thread holds."""
+            """(register, number of the element in the register, tile[r, c] + step * (c - c % PERIOD)) of each element
+            that the thread holds.
+            """
             for register, item, (_, column) in positions_of(layout, tile.shape).constants:
                 value = element(array.registers[register], item)
                 whole = column // PERIOD * PERIOD
@@ -289,7 +311,9 @@ def maximum_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(narrow, tile.dtype, layout=TILE))
     def largest(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The narrow tile of one thread."""
+        """One thread's registers of the narrow tile of maxima over equal columns modulo PERIOD, from its registers of
+        the tile (`array`).
+        """
         layout = lowered(TILE)
         found = _reduced_by_column(array, (rows, columns), arith.maximumf)
         items = ((register, item, found[at]) for register, item, at in positions_of(layout, narrow).constants)
@@ -329,11 +353,12 @@ def follow_maximum(
     def follow(
         tile: mgpu.FragmentedArray, before: mgpu.FragmentedArray, *rest: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, ...]:
-        """What `follow_maximum` returns, for one thread.
+        """What `follow_maximum` returns, for one thread: its registers of the new references and of the rescaling
+        factors, and whether any reference of its warp rose.
 
-        tile     registers of `maximum`
-        before   registers of `base`
-        rest     `offset`, where there is one
+        tile     registers of the narrow tile of maxima
+        before   registers of the references before
+        rest     the offset that is added to the scaled maxima, where there is one
         """
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         mine: dict[int, ir.Value] = {}
@@ -347,7 +372,9 @@ def follow_maximum(
             scaled[row] = arith.addf(value, scalar_of(rest[0])) if rest else value
 
         def above(row: int, value: ir.Value) -> ir.Value:
-            """Whether `value` exceeds this row's reference by more than the threshold, an i1."""
+            """Whether `value`, a maximum in the unit of references, exceeds the reference of row `row` by more than
+            the threshold: an i1.
+            """
             return arith.cmpf(arith.CmpFPredicate.OGT, value, arith.addf(known[row], mgpu.c(threshold, f32)))
 
         anyone = _any_lane(functools.reduce(arith.ori, (above(row, value) for row, value in scaled.items())))
@@ -395,7 +422,7 @@ def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(tile.shape[:1], tile.dtype, layout=ROW))
     def sums(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The sums of one thread."""
+        """One thread's sums, row by row, of the elements that it holds of the tile (`array`)."""
         layout = lowered(ROW)
         found: dict[int, ir.Value] = {}
         for (row, _column), value in _reduced_by_column(array, (tile.shape[0], tile.shape[1]), arith.addf).items():
@@ -417,10 +444,15 @@ def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
 
     @inline_mgpu(ROW, returns=plgpu.ShapeDtypeStruct(row.shape, row.dtype, layout=ROW))
     def join(vector: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The sums of all four lanes, for one thread."""
+        """One thread's registers of the row sums: the numbers of the four lanes of a row are exchanged and added.
+
+        vector   registers of the sums of each lane
+        """
 
         def items() -> Iterator[Item]:
-            """(register, number of the element in the register, sum) of each row that the thread holds."""
+            """(register, number of the element in the register, sum over the four lanes) of each row that the thread
+            holds.
+            """
             for register, item, _ in positions_of(lowered(ROW), row.shape).constants:
                 value = element(vector.registers[register], item)
                 for distance in LANE_DISTANCES:
@@ -446,7 +478,12 @@ def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array, interpret:
     def scale(
         values: mgpu.FragmentedArray, factors: mgpu.FragmentedArray, flag: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
-        """The scaled tile of one thread, in a branch on the flag of its warp."""
+        """One thread's registers of the tile times a factor for each row; as they were, in warps whose flag is 0.
+
+        values    registers of the tile
+        factors   registers of the row vector of factors
+        flag      `needed`, an i32 that is the same in all lanes of the warp
+        """
         anyone = arith.trunci(ir.IntegerType.get_signless(1), scalar_of(flag))
         before = list(values.registers.flat)
         branch = scf.IfOp(anyone, [v.type for v in before], has_else=True)

@@ -96,7 +96,9 @@ class TileScheduler:
 
     @property
     def programs(self) -> int:
-        """Number of CTAs of the grid."""
+        """Number of CTAs of the grid: one for each work item; at most `ForwardTile.programs` with a persistent grid
+        or the dynamic scheduler.
+        """
         return (
             min(self.items, self.tile.programs) if self.tile.persistent or self.tile.dynamic_scheduler else self.items
         )
@@ -137,7 +139,9 @@ class TileScheduler:
     # ----------------------------------------------------------------- a fixed share of the items
 
     def number(self, turn: Scalar) -> Scalar:
-        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler."""
+        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler: forth and back over the CTAs,
+        or its own number.
+        """
         program = lax.axis_index("program")
         if self.programs == self.items:
             return program

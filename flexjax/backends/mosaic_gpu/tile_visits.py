@@ -220,7 +220,8 @@ class KeyTileVisits:
         plan, visits = self.plan, self.visits
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
-            """Makes the visits of one query head; returns the number of visits up to its last.
+            """Makes the visits of one query head, those without the mask first; returns the number of visits up to
+            its last.
 
             g        number of the query head among those that read the key head
             before   how many visits the query heads before it made
@@ -231,8 +232,8 @@ class KeyTileVisits:
             state = begin(h)
 
             def one(i: Scalar, start: Scalar, masked: bool) -> None:
-                """Makes visit number i of the full or (`masked`) partial list; `start` is how many visits came before
-                that list's first.
+                """Calls `step` for visit number i of the full or (`masked`) partial list; `start` is how many visits
+                came before that list's first.
                 """
                 q_tile = visits.tile(self.lists, self.b, h, self.tile, i, masked)
                 step(state, h, q_tile * self.queries, start + i, masked)
