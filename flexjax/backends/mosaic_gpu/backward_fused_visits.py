@@ -196,7 +196,7 @@ class FusedVisits:
                     return
 
                 @pl.loop(0, plan.group)
-                def _(g: Scalar) -> None:
+                def visit_head(g: Scalar) -> None:
                     """Calls `step` for head number `g` of the group, at the same query tile."""
                     head = h_kv * plan.group + g
                     step(begin(head), head, q_tile, i * plan.group + g, masked)
@@ -226,7 +226,7 @@ class FusedVisits:
             else:
 
                 @pl.loop(0, count)
-                def _(i: Scalar) -> None:
+                def visit_entry(i: Scalar) -> None:
                     """Visits the i-th entry of the list, with `masked` as a scalar."""
                     now = code(i)
                     visit(i, query_tile(now), is_masked(now))

@@ -69,7 +69,8 @@ from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
-COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
+COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
+"""Registers of a thread of the computing warpgroups, and of the copying and adding ones; twice each fill the register file."""
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):

@@ -460,7 +460,7 @@ class _Cta:
             if kernel.sink is Sink.SCATTER:
 
                 @when(self.steps > 0)
-                def _(part: int = part, total: jax.Array = total) -> None:
+                def scatter_part(part: int = part, total: jax.Array = total) -> None:
                     """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
                     q0, kv0 = kernel.first_on_diagonal(self.list_number)
                     b, h = kernel.head(self.inputs.lists.head[self.list_number])

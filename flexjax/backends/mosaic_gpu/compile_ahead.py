@@ -47,9 +47,12 @@ TARGET = "mosaic_gpu_v2"
 """Name of the custom call that runs a Mosaic GPU kernel."""
 
 CONFIG, MODULE, HASH = "mhlo.backend_config", "module", "kernel_hash"
+"""The attribute of that call with the kernel, and the kernel's bytecode and hash in it."""
 FILE_NAME = "mosaic_gpu.dump_basename"
+"""The attribute of a kernel's module with the file name for dumps."""
 
 MOST_THREADS = 8
+"""The most threads in which kernels compile."""
 
 
 @contextlib.contextmanager

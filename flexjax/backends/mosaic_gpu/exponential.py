@@ -31,7 +31,9 @@ COEFFICIENTS = (0.6931242346763611, 0.24024099111557007, 0.05590631067752838, 0.
 ROUNDING_SHIFT = 1.5 * 2.0**23
 """A float32 this large has no bits below 1, so adding it rounds x to an integer."""
 LOWEST = -127.0
+"""From here on down the polynomial gives exactly 0."""
 MANTISSA_BITS = 23
+"""Bits of a float32 below its exponent."""
 GROUP = 8
 """Shares are counted in eighths."""
 

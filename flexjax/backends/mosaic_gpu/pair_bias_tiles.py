@@ -209,7 +209,7 @@ class DirectGradientWriter:
         count = visits.counts(skipped, self.b, self.h, tile).unmasked
 
         @when(count > 0)
-        def _() -> None:
+        def fill_and_send() -> None:
             """Fills the buffers with zeros and copies them to every key tile that the query tile skips."""
             zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), common.WGMMA)
             self._fill((zero,) * len(self.gradients))

@@ -23,7 +23,9 @@ from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
 ROWS = 64
+"""Queries of a CTA."""
 COLUMNS = 64
+"""Features that are read to registers at once."""
 UNIT = 256
 """Row statistics are padded to a multiple of this many queries."""
 
