@@ -5,6 +5,8 @@ primitive. A backend is chosen later, when the primitive is lowered for a platfo
 call as a note.
 
 Inputs (check_arguments.py) are the checked arrays of a call with their sizes.
+
+A plan is everything static about one call; operands are its arrays (plan/kernel_plan.py).
 """
 
 import dataclasses

@@ -14,6 +14,9 @@ A candidate is a tile that the backend proposes for a pass: a dict of KernelOpti
 
 A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again. A Run
 (dispatch.py) is the backend that was chosen for the call, with its plan and target.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod.
 """
 
 import dataclasses

@@ -5,6 +5,9 @@ call runs where its arrays are. `runs_everywhere` is asked before. Each backend 
 are kept for errors, for `explain` and for the warning that a call on a GPU or TPU left its kernels.
 
 Which of its kernels a backend launches is the backend's own choice.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""`explain`: what a call of flex_attention will do and why, as text, without computing it."""
+"""`explain`: what a call of flex_attention will do and why, as text, without computing it.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod. The text is made of sections, one for each function below. A Target is the device that the call would run on.
+"""
 
 import dataclasses
 import typing

@@ -6,6 +6,9 @@ copy b // B. Sinks that differ between copies join the folded result afterwards,
 the copies runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
 
 "Mapped" arguments are those that have the axis over which vmap maps; the others are shared by all copies.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses

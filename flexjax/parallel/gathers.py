@@ -5,6 +5,9 @@ device receives the parts that its share of the work needs and that it does not 
 dimension of an array, the mesh axes that split the dimension.
 
 A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program of
+score_mod and the backends to ask (plan/problem.py).
 """
 
 import math

@@ -12,6 +12,9 @@ share of it:
 A share is the part of the batch and heads that one device computes. "Axes" are those of the mesh, "dimensions" those of arrays.
 
 A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program of
+score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses

@@ -14,6 +14,8 @@ are joined pass by pass: a finished search wins over one that was cut off, then 
 The user's file is `tuned.json` in FLEXJAX_CACHE_DIR, by default in `flexjax` of the user's cache directory; an empty
 FLEXJAX_CACHE_DIR means none. It is read once a process. A file that cannot be read is ignored with a warning, because tiles
 change the speed of a call and never its results.
+
+A plan is everything static about one attention call (kernel_plan.py).
 """
 
 import contextlib
