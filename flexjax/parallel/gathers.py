@@ -6,8 +6,8 @@ dimension of an array, the mesh axes that split the dimension.
 
 A Split says over which mesh axes the batch and the heads of the work are split.
 
-A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program of
-score_mod and the backends to ask (plan/problem.py).
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import math
