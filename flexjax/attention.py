@@ -81,7 +81,9 @@ def flex_attention(
     return_aux: None = None,
     implementation: Implementations | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
-) -> Array: ...
+) -> Array:
+    """The type of a call without return_aux: out alone. The function itself is documented below."""
+    ...
 
 
 @typing.overload
@@ -93,7 +95,9 @@ def flex_attention(
     return_aux: AuxRequest,
     implementation: Implementations | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
-) -> tuple[Array, AuxOutput]: ...
+) -> tuple[Array, AuxOutput]:
+    """The type of a call with return_aux: (out, extra results). The function itself is documented below."""
+    ...
 
 
 def flex_attention(
