@@ -331,7 +331,8 @@ def prepare(
 
 
 def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product: a float, which the plan holds, or a jax scalar, which becomes a captured array.
+    """The factor of the dot product, from the argument scale: a float, which the plan holds, or a jax scalar, which becomes a
+    captured array. None gives 1 / sqrt(head dim).
 
     Raises ValueError for a number that is not finite and for an array that is no real scalar.
     """

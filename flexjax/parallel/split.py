@@ -229,9 +229,10 @@ def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array
     x       this device's part of key, value or key_extra, or of a tangent or gradient of one of them, in the plan's layout
     heads   how many heads x has on all devices together
 
-    Fewer axes may split the key heads than the query heads (`key_axes`). Then every run of `each` consecutive query
-    heads of a device reads one key head, and the device gets one copy of that key head for each run. A device whose
-    query heads all belong to one group gets a single key head.
+    Fewer axes may split the key heads than the query heads (`key_axes`). Then a device selects: its query heads are cut into runs
+    of gcd(query heads of one key head, query heads of a device), each run reads one key head, and the result has one copy of that
+    key head for each run. A device whose query heads all read one key head gets this one. If the same axes split both, x is
+    returned as it is.
     """
     own_axes = key_axes(plan, split, heads)
     rest = split.heads[len(own_axes) :]

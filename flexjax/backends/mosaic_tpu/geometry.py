@@ -36,7 +36,7 @@ class TileGeometry:
 
     @classmethod
     def of(cls, plan: KernelPlan, tiles: Tiles, q_axis: int) -> "TileGeometry":
-        """The geometry of a kernel for a plan, with these tiles."""
+        """The geometry of a kernel that computes a plan in these tiles; `q_axis` as above."""
         return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis)
 
     @property

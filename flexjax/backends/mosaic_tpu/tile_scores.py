@@ -122,7 +122,9 @@ class TileScores:
         return None if number is None else evaluate_strip(self._split[number], self._view(number, step), score)
 
     def bias(self, step: KernelStep) -> StripBias:
-        """The bias of a separated score on the strip of `step` (see StripBias). Only if `separated` is not None."""
+        """The bias of a separated score on the strip of `step`: its part that depends on the query alone, and what is added to
+        each score (see StripBias). Only if `separated` is not None.
+        """
         assert self.separated is not None
         values = self._evaluate(SCORE, step)
         assert values is not None
