@@ -129,7 +129,7 @@ class TiledOperands:
         over = jax.typeof(self.query).mat.varying
 
         def cast(x: Array) -> Array:
-            """x, varying over the axes of `over` too."""
+            """x, cast to vary also over those axes of `over` (the axes over which query varies) that it does not vary over yet."""
             missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
             return lax.pcast(x, missing, to="varying") if missing else x
 
