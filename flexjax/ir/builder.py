@@ -54,9 +54,9 @@ from flexjax.ir.rewrite import rename_steps
 
 
 def mixed_axes(parts: Sequence[Axes]) -> Axes:
-    """The axes of a value that is computed from values of these axes.
+    """The axes of a value that is computed from values of the axes `parts`: their union, in normal form.
 
-    A mix of delta with q, kv or score depends on q and kv; the score depends on every index.
+    A mix of delta with q, kv or score depends on q and kv. A value that depends on the score depends on b, h, q and kv.
     """
     union = frozenset().union(*parts)
     if "delta" in union and union & {"q", "kv", "score"}:

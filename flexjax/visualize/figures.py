@@ -106,7 +106,7 @@ def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure"
 
 
 def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
-    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight").
+    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each chosen head.
 
     query, key   as in `scores`
     drawn        the keywords of `scores`
