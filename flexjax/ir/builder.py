@@ -227,10 +227,11 @@ class Builder:
         return self.op("select_n", (predicate, on_false, on_true), on_true.dtype)
 
     def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
-        """The program of these results, without dead steps and with values renumbered in order.
+        """Ends the program: returns it with these results, without the steps that no result needs, and with values renumbered
+        in order.
 
-        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a
-                    custom derivative rule may have a derivative by a load that the value does not read
+        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a custom
+                    derivative rule may have a derivative by a load that the value does not read
         """
         live = uses(tuple(self.steps), (*results, *(load.out for load in gradients)))
         kept = [s for s in self.steps if any(o.id in live for o in s.outs)]

@@ -47,7 +47,10 @@ def whole_capture(shape: Sequence[int]) -> str:
 
 
 def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
-    """The error message for needing all elements of an array of that shape that is computed from these values."""
+    """The error message for needing all elements of an array of that shape that is computed from `values`.
+
+    It names the cause: the message of a lazy value, else a captured array that is too large, else the array itself.
+    """
     for value in values:
         if is_lazy(value):
             return value.too_large
