@@ -1,7 +1,8 @@
-"""`mask`, `scores` and `weights`: any attention program as one matplotlib Figure, a panel a head.
+"""`mask`, `scores` and `weights`: draw attention as a matplotlib Figure with a panel for each head.
 
-Short sequences are drawn token by token, with labels where they are given; long ones by blocks (dense.py), and the axis says how many
-tokens a cell stands for. The figures are made without pyplot, so that they need no display and are not kept alive.
+A panel has queries as rows and keys as columns. Short sequences are drawn token by token, with labels where they are given;
+long ones by blocks (dense.py), and the axis says how many tokens a cell stands for. The figures are made without pyplot, so
+that they need no display and are not kept alive.
 """
 
 import math
@@ -39,14 +40,15 @@ def mask(
     tokens: Sequence[str] | None = None,
     title: str | None = None,
 ) -> "Figure":
-    """Which entries `mask_mod(b, h, q_idx, kv_idx)` keeps, a panel for each of `heads`.
+    """Draws which entries `mask_mod(b, h, q_idx, kv_idx)` keeps, a panel for each of `heads`.
 
     q_len, kv_len   lengths in tokens
     batch, heads    the b and h that mask_mod is asked about
     tokens          labels of the keys, and of the queries where the lengths are equal
+    title           above the panels; the name of mask_mod by default
 
-    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept.
-    Returns a matplotlib Figure. Raises ValueError for arguments that do not fit, ImportError without matplotlib.
+    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept. Returns a
+    matplotlib Figure. Raises ValueError for arguments that do not fit, ImportError without matplotlib.
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 
@@ -67,14 +69,14 @@ def mask(
 
 
 class Drawn(typing.TypedDict, total=False):
-    """What `scores` and `weights` draw.
+    """The keywords of `scores` and `weights`: what they draw, and for which heads.
 
     score_mod, mask_mod   as in flex_attention
-    batch    the batch entry; 0 by default
-    heads    one query head or several; the first four by default
-    tokens   labels of the keys, and of the queries where T == S
-    scale    as in flex_attention: 1 / sqrt(D) by default
-    title    above the panels
+    batch                 the batch entry; 0 by default
+    heads                 one query head or several; the first four by default
+    tokens                labels of the keys, and of the queries where T == S
+    scale                 as in flex_attention: 1 / sqrt(D) by default
+    title                 above the panels
     """
 
     score_mod: ScoreMod | None
@@ -87,10 +89,11 @@ class Drawn(typing.TypedDict, total=False):
 
 
 def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
-    """The scores after score_mod as pictures, a panel for each head; masked entries are grey.
+    """Draws the scores after score_mod, a panel for each head; hidden entries are grey.
 
-    query    [B, T, N, D];  key  [B, S, M, D], M divides N
-    score_mod, mask_mod, batch, heads, tokens, scale, title   see Drawn
+    query   [B, T, N, D]
+    key     [B, S, M, D], M divides N
+    drawn   score_mod, mask_mod, batch, heads, tokens, scale, title; see Drawn
 
     Beyond 256 tokens a cell is the mean over the visible entries of a block. Returns a matplotlib Figure. Raises ValueError for
     arguments that do not fit, TypeError for unknown keywords, ImportError without matplotlib.
@@ -101,12 +104,14 @@ def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
 
 
 def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
-    """The probabilities as pictures: the softmax over the keys of what `scores` draws. The arguments are those of `scores`."""
+    """Draws the probabilities, a panel for each head: the softmax over the visible keys of what `scores` draws, with the same
+    arguments.
+    """
     return _over_heads(query, key, drawn, "weight")
 
 
 def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
-    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight").
+    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each chosen head.
 
     query, key   as in `scores`
     drawn        the keywords of `scores`

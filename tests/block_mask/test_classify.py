@@ -46,6 +46,14 @@ def check(
     traced: bool,
     promised: bool,
 ) -> None:
+    """Asserts that a block mask calls no block full or empty wrongly, and none partial wrongly if exactness is `promised`.
+
+    tree            the mask, as random_masks builds it
+    sizes, blocks   (batch, heads, q_len, kv_len) and the block size
+    seed            of the captured arrays
+    exact           argument of create_block_mask
+    traced          whether the block mask is built under jit
+    """
     arrays = random_masks.arrays_of(sizes, np.random.default_rng(seed))
     concrete = {name: jnp.asarray(a) for name, a in arrays.items()}
     make = lambda a: create_block_mask(build(tree, a), *sizes, block_size=blocks, exact=exact)

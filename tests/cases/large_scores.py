@@ -117,6 +117,7 @@ def check(
     gated: bool = False,
     options: flexjax.KernelOptions | None = None,
 ) -> None:
+    """Asserts that output and gradients of an implementation agree with `expected` beside each large number of NUMBERS."""
     want, got = expected(*inputs(dtype), sinks, gated), found(implementation, dtype, sinks, gated, options)
     step = STEPS[dtype] * float(jnp.finfo(dtype).eps)
     for name in got:

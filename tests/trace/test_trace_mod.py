@@ -40,6 +40,7 @@ def same_mask(mod: object, sizes: tuple[int, int, int, int]) -> None:
 
 
 def same_score(mod: object, sizes: tuple[int, int, int, int]) -> None:
+    """Asserts that the program of a score mod gives the mod's own results at random positions."""
     traced = trace_score_mod(mod, sizes)
     places = positions(sizes)
     scores = 2 * np.random.default_rng(4).standard_normal(64).astype(np.float32)
