@@ -325,9 +325,11 @@ def soak(seed: int) -> str:
 
 
 def _close(name: str, got: Any, want: Any, dtype: str) -> None:
-    """Raises AssertionError where `got` differs too much from `want`: by 2% (bfloat16) or 0.4% (float16) of the norm.
+    """Raises AssertionError where `got` has a NaN, is infinite where `want` is not or the other way round, or differs
+    too much from `want`.
 
-    The norm gets 0.05 a number added, so that sums that cancel are judged beside what is summed, about 1.
+    The norm of the difference may be 2% (bfloat16) or 0.4% (float16) of norm(want) + 0.05 sqrt(n), for n numbers. The
+    second term is for sums that cancel, of terms of about 1.
     """
     import numpy as np
 

@@ -46,7 +46,9 @@ class Problem(typing.NamedTuple):
     captured: tuple[tuple[int, ...], str] | None = None
 
     def arrays(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-        """Query, key, value, the captured array if there is one, and the cotangent of the result."""
+        """Normal random numbers: query, key, value, the captured array if there is one, and the cotangent of the
+        result.
+        """
         (q_len, kv_len), (heads, kv_heads), (dim, value_dim) = self.lengths, self.heads, self.dims
 
         def draw(tokens: int, heads: int, dim: int) -> jax.Array:

@@ -305,8 +305,8 @@ class ColumnMath:
         return math.broadcast(columns, "q") + math.broadcast_rows(row)
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
-        """The tile with the values of one load given as `value`, [rows, columns]; the program then does not load
-        them.
+        """The tile with the values that `load` reads given as `value`, [rows, columns], such as a staged tile; the
+        program then does not load them.
         """
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))
