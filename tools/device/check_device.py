@@ -392,9 +392,11 @@ def worker(tasks: list[Task], first_seed: int, until: float) -> None:
 def _spawn(index: int, tasks: list[Task], seed: int, until: float, folder: str) -> tuple[subprocess.Popen, str]:
     """Starts a worker process; returns (the process, path of its files without their suffix).
 
-    index                number of the worker
-    tasks, seed, until   as for `worker`
-    folder               for what it reads and prints
+    index    number of the worker
+    tasks    to run in it
+    seed     of its first soak task
+    until    time.time() at which it begins no more tasks
+    folder   for what it reads and prints
     """
     path = os.path.join(folder, f"worker{index}-{seed}")
     with open(path + ".tasks", "w") as file:

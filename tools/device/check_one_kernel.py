@@ -66,7 +66,7 @@ class Problem(typing.NamedTuple):
     def gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients of query, key, value and the captured array.
 
-        arrays   as `arrays` gives them
+        arrays   query, key, value, the captured array if there is one, and the cotangent of the result
         """
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:

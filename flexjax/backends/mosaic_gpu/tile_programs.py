@@ -84,7 +84,8 @@ class TileProgram:
         results: tuple[int, ...] | None = None,
         interpret: bool = False,
     ) -> None:
-        """Computes the scalars of the program.
+        """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
+        alone.
 
         program       the traced program
         refs          its captured arrays, in the order of `program.captures`
@@ -158,7 +159,8 @@ class TileProgram:
     def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
         """The wanted results, of which the first is the score, in the parts of `Scaled`; the others are whole tiles.
 
-        score, factor       as for `tile`
+        score               [rows, columns] float32; the score that the program reads is factor * score
+        factor              a number, such as the plan's scale
         keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
                             deferred factors, column_slope * c is added to the tile here
         """
@@ -193,11 +195,20 @@ class TileProgram:
         return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
 
     def tile_at_columns(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """`at_columns(start)`, then `tile(score)`."""
+        """The wanted results, each as a whole tile [rows, columns], on the tile whose first column has the number
+        `start`.
+
+        score   [rows, columns] float32, the score that the program reads; None for a program without a score
+        """
         return self.at_columns(start).tile(score)
 
     def _results(self, score: jax.Array | None, factor: float = 1.0) -> list[TileValue]:
-        """The wanted results on this tile as TileValues, which may have deferred parts; arguments as for `tile`."""
+        """The wanted results on this tile as TileValues, which may have deferred parts.
+
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
+                 without a score
+        factor   a number, such as the plan's scale
+        """
         new = self._copy()
         if score is not None:
             new.env[ir.SCORE] = TileValue(TILE, score, factor)
@@ -364,8 +375,8 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The result of one operation, deferred where `_defer` can, otherwise computed by `tile_ops.apply` at the
-        highest rank of its operands.
+        """The result of one operation of the program, with deferred parts where `_defer` can, otherwise computed at
+        the highest rank of its operands.
         """
         compared = self._compare_columns(step)
         if compared is not None:
