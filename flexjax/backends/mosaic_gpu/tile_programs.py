@@ -163,6 +163,9 @@ class TileProgram:
         factor              a number, such as the plan's scale
         keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
                             deferred factors, column_slope * c is added to the tile here
+
+        A score that is an affine tile, that has a negative factor or that does not depend on q and kv both comes as a
+        whole tile with factor 1.
         """
         tile_value, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
@@ -186,10 +189,11 @@ class TileProgram:
         return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)
 
     def row_term(self) -> jax.Array | None:
-        """`Scaled.row_term` of the score, [rows], the same for every tile of the row of tiles; None where the score
-        has none.
+        """The part of the score that is the same along a row of the attention matrix and is deferred
+        (`Scaled.row_term`), [rows]; None where the score has none.
 
-        The compiler removes everything else that is computed here.
+        It is computed without scores, after the last tile; the compiler removes everything else that is computed
+        here.
         """
         score = self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
         return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
@@ -345,8 +349,8 @@ class TileProgram:
         return self._broadcast(tile_value, TILE)
 
     def _compare_columns(self, step: ir.Op) -> TileValue | None:
-        """The result of a comparison of an affine integer with a value that is the same along each row; None for any
-        other step.
+        """The result of a comparison of an affine integer, which changes from column to column, with a value that is
+        the same along each row; None for any other step.
 
         `thread_tiles.compare_columns` compares multiples of the column number with one number for each row, so no
         register holds column numbers. None also where a difference of the two might overflow int32.
