@@ -164,7 +164,7 @@ class TileProgram:
         keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
                             deferred factors, column_slope * c is added to the tile here
 
-        A score that is an affine tile, that has a negative factor or that does not depend on q and kv both comes as a
+        A score that is an affine tile, that has a negative factor, or that is a scalar or vector comes as a
         whole tile with factor 1.
         """
         tile_value, *others = self._results(score, factor)
