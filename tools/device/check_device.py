@@ -174,38 +174,40 @@ def _masks(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, Callable[[], A
     import numpy as np
 
     def documents(by_batch: bool) -> Any:
-        """Tokens see those of their own document; with `by_batch` each batch entry has documents of its own."""
+        """A mask_mod by which tokens see those of their own document; with `by_batch` each batch entry has documents
+        of its own.
+        """
         ids = jnp.asarray(np.sort(rng.integers(0, 5, (B, max(T, S)) if by_batch else max(T, S))), jnp.int32)
         at = (lambda b, i: ids[b, i]) if by_batch else (lambda b, i: ids[i])
         return lambda b, h, q, k: at(b, q) == at(b, k)
 
     def lengths() -> Any:
-        """The keys of each batch entry end at a random length."""
+        """A mask_mod that ends the keys of each batch entry at a random length."""
         length = jnp.asarray(rng.integers(0, S + 1, B), jnp.int32)
         return lambda b, h, q, k: k < length[b]
 
     def window() -> Any:
-        """A causal window of a random width."""
+        """A mask_mod: a causal window of a random width."""
         width = int(rng.integers(1, S + 1))
         return lambda b, h, q, k: (q >= k) & (q - k < width)
 
     def head_windows() -> Any:
-        """A causal window of a random width for each head."""
+        """A mask_mod: a causal window of a random width for each head."""
         width = jnp.asarray(rng.integers(1, S + 1, N), jnp.int32)
         return lambda b, h, q, k: (q >= k) & (q - k < width[h])
 
     def prefix() -> Any:
-        """Causal, and every query sees a random number of first keys."""
+        """A mask_mod: causal, and every query sees a random number of first keys."""
         n = int(rng.integers(0, S + 1))
         return lambda b, h, q, k: (k < n) | (q >= k)
 
     def flags() -> Any:
-        """Each key is visible or hidden at random."""
+        """A mask_mod by which each key is visible or hidden at random, for all queries."""
         flag = jnp.asarray(rng.integers(0, 2, S), bool)
         return lambda b, h, q, k: flag[k]
 
     def strided() -> Any:
-        """Queries see the keys at distances that are multiples of a random number."""
+        """A mask_mod by which queries see the keys at distances that are multiples of a random number."""
         n = int(rng.integers(2, 9))
         return lambda b, h, q, k: (q - k) % n == 0
 
