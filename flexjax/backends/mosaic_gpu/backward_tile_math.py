@@ -232,7 +232,7 @@ class RowMath:
 class ColumnMath:
     """One tile: the rows of `RowMath`, and the columns from `col0`.
 
-    masked                 whether the mask applies, as in `RowMath.at_columns`
+    masked                 whether the mask applies, a bool or, where one loop visits both kinds of tiles, a scalar
     score, mask, dropout   the programs with their column vectors computed; with a scalar `masked`, those of `mask`
                            are not
     """
@@ -258,10 +258,11 @@ class ColumnMath:
         return Probabilities(p, computed.get(1), None if self.dropout is None else self.dropout_multiplier(), slopes)
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
-        """exp(mod(s) - lse) without the mask, and the results `TileMath.evaluated` of the derivative program, each in
+        """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated` of the derivative program), each in
         the shape of the tile.
 
-        s, lse2   as for `probabilities`
+        s      q . k, the product without scale, float32
+        lse2   of row_statistics.py, a vector over the queries
         """
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
@@ -288,7 +289,10 @@ class ColumnMath:
         """What is added to the scaled scores in the exponent, in base 2: row_term + offset + column_slope * c - lse2,
         broadcast to the tile.
 
-        row_term, offset, column_slope   as in `tile_values.Scaled`
+        lse2           a vector over the queries
+        row_term       [rows], the part of the scores that is the same along a row; None: 0, and `offset` too
+        offset         scalar
+        column_slope   scalar, by which the scores grow from column to column; None: 0
         """
         math, interpret = self.rows.math, self.rows.math.plan.options.interpret
         if row_term is None or offset is None:
@@ -305,8 +309,8 @@ class ColumnMath:
         return math.broadcast(columns, "q") + math.broadcast_rows(row)
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
-        """The tile with the values of one load given as `value`, [rows, columns]; the program then does not load
-        them.
+        """The tile with the values that `load` reads given as `value`, [rows, columns], such as a staged tile; the
+        program then does not load them.
         """
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))

@@ -272,10 +272,12 @@ def _scattered(
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """The number of tiles along a diagonal after which the load's index repeats; 0 where summing such tiles saves too
-    little.
+    """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough.
 
     tile   queries and keys of a tile
+
+    Soon enough is where there are at most half as many diagonal lists as tiles of a head; otherwise summing the tiles
+    of a diagonal saves too little.
     """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     most = rows * columns // (2 * (rows + columns - 1))

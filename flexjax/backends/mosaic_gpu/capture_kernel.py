@@ -338,7 +338,7 @@ class _Cta:
         return Products(self.interpret)
 
     def visit(self, i: Scalar | int) -> Visit:
-        """The i-th visit of the CTA's list, as `CaptureKernel.visit` gives it."""
+        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:

@@ -287,7 +287,10 @@ class QueryTile:
     def _staggered_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
         """Runs every step in the staggered order: S of step 0 before the loop, P V of the last step after it.
 
-        Parameter and result are those of `_whole_steps`.
+        out   [rows, value dim] float32, zeros
+
+        Returns (`out` plus P V of every step, not yet divided by the softmax denominator; softmax state; position of
+        the query tile).
         """
         setup, item = self.setup, self.item
         state = setup.softmax.start

@@ -268,8 +268,9 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     groups   consumer warpgroups
 
     The dynamic scheduler always runs. At size 64, softmax and P V overlap only with three groups and nothing masked
-    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, and a static
-    softmax reference (a soft cap) turns off ping-pong, prefetched barriers and reversed keys.
+    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are
+    prefetched, and keys are visited in reverse with a score_mod; a static softmax reference (a soft cap) turns off
+    all three.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:

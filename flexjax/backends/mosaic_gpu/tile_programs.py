@@ -84,7 +84,8 @@ class TileProgram:
         results: tuple[int, ...] | None = None,
         interpret: bool = False,
     ) -> None:
-        """Computes the scalars of the program.
+        """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
+        alone.
 
         program       the traced program
         refs          its captured arrays, in the order of `program.captures`
@@ -158,9 +159,13 @@ class TileProgram:
     def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
         """The wanted results, of which the first is the score, in the parts of `Scaled`; the others are whole tiles.
 
-        score, factor       as for `tile`
+        score               [rows, columns] float32; the score that the program reads is factor * score
+        factor              a number, such as the plan's scale
         keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
                             deferred factors, column_slope * c is added to the tile here
+
+        A score that is an affine tile, that has a negative factor, or that is a scalar or vector comes as a
+        whole tile with factor 1.
         """
         tile_value, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
@@ -184,20 +189,30 @@ class TileProgram:
         return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)
 
     def row_term(self) -> jax.Array | None:
-        """`Scaled.row_term` of the score, [rows], the same for every tile of the row of tiles; None where the score
-        has none.
+        """The part of the score that is the same along a row of the attention matrix and is deferred
+        (`Scaled.row_term`), [rows]; None where the score has none.
 
-        The compiler removes everything else that is computed here.
+        It is computed without scores, after the last tile; the compiler removes everything else that is computed
+        here.
         """
         score = self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
         return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
 
     def tile_at_columns(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """`at_columns(start)`, then `tile(score)`."""
+        """The wanted results, each as a whole tile [rows, columns], on the tile whose first column has the number
+        `start`.
+
+        score   [rows, columns] float32, the score that the program reads; None for a program without a score
+        """
         return self.at_columns(start).tile(score)
 
     def _results(self, score: jax.Array | None, factor: float = 1.0) -> list[TileValue]:
-        """The wanted results on this tile as TileValues, which may have deferred parts; arguments as for `tile`."""
+        """The wanted results on this tile as TileValues, which may have deferred parts.
+
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
+                 without a score
+        factor   a number, such as the plan's scale
+        """
         new = self._copy()
         if score is not None:
             new.env[ir.SCORE] = TileValue(TILE, score, factor)
@@ -334,8 +349,8 @@ class TileProgram:
         return self._broadcast(tile_value, TILE)
 
     def _compare_columns(self, step: ir.Op) -> TileValue | None:
-        """The result of a comparison of an affine integer with a value that is the same along each row; None for any
-        other step.
+        """The result of a comparison of an affine integer, which changes from column to column, with a value that is
+        the same along each row; None for any other step.
 
         `thread_tiles.compare_columns` compares multiples of the column number with one number for each row, so no
         register holds column numbers. None also where a difference of the two might overflow int32.
@@ -364,8 +379,8 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The result of one operation, deferred where `_defer` can, otherwise computed by `tile_ops.apply` at the
-        highest rank of its operands.
+        """The result of one operation of the program, with deferred parts where `_defer` can, otherwise computed at
+        the highest rank of its operands.
         """
         compared = self._compare_columns(step)
         if compared is not None:
