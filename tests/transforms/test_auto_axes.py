@@ -237,8 +237,8 @@ RUNS: dict[str, Callable[[], Outcome]] = {
 }
 
 
-SLOW = ("heads", "grouped heads", "one key head")
-"""Cases that are left to the slow run."""
+SLOW = ("batch", "heads", "grouped heads", "one key head")
+"""Cases that are left to the slow run: "batch and heads" splits both at once."""
 
 
 def main(*given: str) -> None:
