@@ -33,7 +33,7 @@ add_xla_flags()
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-pytest.register_assert_rewrite("tests.backends.conformance", "tests.compare")
+pytest.register_assert_rewrite("tests.backends.conformance", "tests.cases.on_hopper", "tests.compare")
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
