@@ -15,8 +15,8 @@ QUICK_TO_COMPILE = {
     "xla_cpu_parallel_codegen_split_count": "1",  # more modules of LLVM for a program cost more, on as many cores as workers
     "xla_cpu_prefer_vector_width": "128",
 }
-"""Most programs of the tests run once: compiling them takes most of the time, and with these 40% of that. XLA_FLAGS with one
-of them, whatever its value, leaves all of them to XLA_FLAGS."""
+"""Most programs of the tests run once, and compiling them takes most of the time; these settings shorten it. XLA_FLAGS with
+one of them, whatever its value, leaves all of them to XLA_FLAGS."""
 
 
 def add_xla_flags() -> None:
