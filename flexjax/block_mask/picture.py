@@ -90,7 +90,7 @@ def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> ty
         from matplotlib.colors import ListedColormap
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("BlockMask.plot needs matplotlib: pip install 'flexjax[plot]'") from error
+        raise ImportError("BlockMask.plot needs matplotlib: pip install matplotlib") from error
     axes = axes if axes is not None else plt.subplots(layout="constrained")[1]
     rows, columns = mask.blocks
     square = "equal" if columns <= 4 * rows and rows <= 4 * columns else "auto"  # long strips would be too thin to see

@@ -186,7 +186,7 @@ def _figure(
         from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("flexjax.visualize needs matplotlib: pip install 'flexjax[plot]'") from error
+        raise ImportError("flexjax.visualize needs matplotlib: pip install matplotlib") from error
     if tokens is not None and len(tokens) != lengths[1]:
         raise bad_argument("tokens", f"{len(tokens)} labels", f"{lengths[1]}, one for each key", "Label every token.")
     finite = np.concatenate([p[np.isfinite(p)] for p in panels] or [np.zeros(0)])

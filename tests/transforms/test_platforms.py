@@ -277,7 +277,7 @@ def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
     (a100,) = said(attend(), A100, shape())
     if jax.__version_info__ < (0, 11):
         assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in a100
-        assert "In such a Python: `pip install -U 'flexjax[cuda13]'`." in a100
+        assert "In such a Python, in a checkout: `pip install -U '.[cuda13]'`." in a100
     else:
         assert "the compute capability of NVIDIA A100-SXM4-80GB is not known." in a100
 
