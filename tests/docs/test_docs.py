@@ -43,3 +43,8 @@ def test_links_and_images_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", (DOCS / page).read_text()):
         if "://" not in target:
             assert (DOCS / target).is_file(), target
+
+
+def test_the_page_of_examples_names_every_script() -> None:
+    scripts = {path.name for path in (DOCS.parent / "examples").glob("*.py") if "def main(" in path.read_text()}
+    assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "examples.md").read_text(), re.MULTILINE))
