@@ -5,6 +5,7 @@ long ones by blocks (dense.py), and the axis says how many tokens a cell stands 
 that they need no display and are not kept alive.
 """
 
+import functools
 import math
 import typing
 from collections.abc import Sequence
@@ -148,7 +149,7 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
     kv_len = key.shape[1]
 
     @jax.jit
-    def rows_of(h: Array, rows: Array) -> tuple[Array, Array]:
+    def computed(query: Array, key: Array, h: Array, rows: Array) -> tuple[Array, Array]:
         """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
         one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
         on = dense.visible(mask_mod, batch, h, rows, kv_len)
@@ -158,6 +159,9 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
         return values, on & jnp.isfinite(values)
 
     lengths, title = (query.shape[1], kv_len), drawn.get("title") or f"{unit}s"
+    rows_of = functools.partial(
+        computed, query, key
+    )  # as arguments, because a captured array would be a literal of the program
     panels = [dense.cells(rows_of, h, *lengths) for h in chosen]
     return _figure(panels, chosen, lengths, drawn.get("tokens"), title, unit)
 
