@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -223,7 +224,7 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     except ModError as error:
         raise ModError(f"`{name}` cannot be compiled: {error}") from error
     except AttributeError as error:
-        if not isinstance(error.obj, jax.core.Tracer):
+        if not isinstance(error.obj, Tracer):
             raise
         raise ModError(
             f"`{name}` uses .{error.name} of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example "
