@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from flexjax.backends.base import Backend
 from flexjax.backends.target import Target
 from flexjax.dense import DenseBackend
-from flexjax.errors import FallbackWarning, bad_argument
+from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.ir.program import Program
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
@@ -265,6 +265,6 @@ def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
         f"The {which} of a call runs on {name}, not on the kernels of {kernels}, for {run.target.name}. {why} To get the "
         f"kernels, change what is refused; to run on {name} without this warning, pass implementation={asked!r}. {problem.call}",
         FallbackWarning,
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     _warned.add(key)  # after the warning, so that a warning that is turned into an error is raised at the next call too

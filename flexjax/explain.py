@@ -182,7 +182,8 @@ def _blocks(call: Call) -> str:
     batches, heads = mask.kv_num_blocks.shape[:2]
     first = mask if batches * heads == 1 else mask[0, 0]
     head = "" if batches * heads == 1 else f" (the first of {batches * heads})"
-    text = f"blocks{head}: █ full, ░ partial\n{first.to_string(48)}"
+    picture = first.to_string(48).split("\n", 1)[1]
+    text = f"blocks{head}: █ full, ░ partial\n{mask!r}\n{picture}"
     if 0 < call.plan.q_len <= DRAWN_BY_TOKEN and 0 < call.plan.kv_len <= DRAWN_BY_TOKEN:
         text += f"\nentries{head}: █ kept\n{_entries(first)}"
     return text

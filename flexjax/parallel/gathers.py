@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from flexjax.errors import FallbackWarning
+from flexjax.errors import FallbackWarning, stacklevel_of_user
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
 from flexjax.plan.kernel_plan import BlockLists, Operands
@@ -45,7 +45,7 @@ def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any]
         f"Each device receives {total} before the forward pass of a call: {each}. Of how arrays are split over a mesh, "
         f"attention keeps the batch and the heads. Split those instead. {problem.call}",
         FallbackWarning,
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     _said.add(problem.plan)  # last: a warning that is an error is one at the next call too
 
@@ -57,7 +57,7 @@ def warn_of_whole_calls(problem: Problem, why: str) -> None:
     """
     if (problem.plan, why) in _said:
         return
-    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=2)
+    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=stacklevel_of_user())
     _said.add((problem.plan, why))
 
 

@@ -5,6 +5,7 @@ long ones by blocks (dense.py), and the axis says how many tokens a cell stands 
 that they need no display and are not kept alive.
 """
 
+import functools
 import math
 import typing
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.errors import bad_argument
-from flexjax.types import MaskMod, ScoreMod
+from flexjax.types import Layout, MaskMod, ScoreMod
 from flexjax.visualize import dense
 
 if typing.TYPE_CHECKING:
@@ -52,20 +53,15 @@ def mask(
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 
-    def panel(h: int) -> np.ndarray:
-        """The cells of the picture of head `h`."""
+    @jax.jit
+    def rows_of(h: Array, rows: Array) -> tuple[Array, Array]:
+        """(which entries the mask keeps, True everywhere), both [len(rows), kv_len]: every entry counts in the mean of a cell."""
+        kept = dense.visible(mask_mod, batch, h, rows, kv_len)
+        return kept, jnp.ones_like(kept)
 
-        def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
-            """(which entries the mask keeps, True everywhere), both [len(rows), kv_len]: every entry counts in the mean of a
-            cell.
-            """
-            kept = dense.visible(mask_mod, batch, h, rows, kv_len)
-            return kept, jnp.ones_like(kept)
-
-        return dense.cells(rows_of, q_len, kv_len)
-
+    panels = [dense.cells(rows_of, h, q_len, kv_len) for h in heads]
     name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    return _figure([panel(h) for h in heads], heads, (q_len, kv_len), tokens, title or name, "kept")
+    return _figure(panels, heads, (q_len, kv_len), tokens, title or ("mask" if name == "<lambda>" else name), "kept")
 
 
 class Drawn(typing.TypedDict, total=False):
@@ -76,6 +72,7 @@ class Drawn(typing.TypedDict, total=False):
     heads                 one query head or several; the first four by default
     tokens                labels of the keys, and of the queries where T == S
     scale                 as in flex_attention: 1 / sqrt(D) by default
+    layout                the order of the axes of query and key, "BTNH" by default or "BNTH"
     title                 above the panels
     """
 
@@ -85,6 +82,7 @@ class Drawn(typing.TypedDict, total=False):
     heads: int | Sequence[int] | None
     tokens: Sequence[str] | None
     scale: float | None
+    layout: Layout
     title: str | None
 
 
@@ -92,8 +90,8 @@ def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
     """Draws the scores after score_mod, a panel for each head; hidden entries are grey.
 
     query   [B, T, N, D]
-    key     [B, S, M, D], M divides N
-    drawn   score_mod, mask_mod, batch, heads, tokens, scale, title; see Drawn
+    key     [B, S, M, D], M divides N; layout="BNTH": heads before tokens
+    drawn   score_mod, mask_mod, batch, heads, tokens, scale, layout, title; see Drawn
 
     Beyond 256 tokens a cell is the mean over the visible entries of a block. Returns a matplotlib Figure. Raises ValueError for
     arguments that do not fit, TypeError for unknown keywords, ImportError without matplotlib.
@@ -129,12 +127,17 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
         drawn.get("batch", 0),
         drawn.get("heads"),
     )
+    layout = drawn.get("layout", "BTNH")
+    if layout not in ("BTNH", "BNTH"):
+        raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
+    if layout == "BNTH" and query.ndim == key.ndim == 4:
+        query, key = query.swapaxes(1, 2), key.swapaxes(1, 2)
     if query.ndim != 4 or key.ndim != 4 or query.shape[2] % max(key.shape[2], 1) or query.shape[3] != key.shape[3]:
         raise bad_argument(
             "query",
             f"of shape {query.shape} beside a key of shape {key.shape}",
             "[B, T, N, D] and [B, S, M, D], M divides N",
-            'Swap the axes of arrays in layout "BNTH".',
+            'Pass layout="BNTH" for [B, N, T, D] and [B, M, S, D].',
         )
     count = query.shape[2]
     chosen = list(range(min(4, count))) if heads is None else [heads] if isinstance(heads, int) else list(heads)
@@ -145,22 +148,22 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
     factor = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
     kv_len = key.shape[1]
 
-    def panel(h: int) -> np.ndarray:
-        """The cells of the picture of head `h`."""
+    @jax.jit
+    def computed(query: Array, key: Array, h: Array, rows: Array) -> tuple[Array, Array]:
+        """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
         one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
-
-        def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
-            """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
-            on = dense.visible(mask_mod, batch, h, rows, kv_len)
-            values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
-            if unit == "weight":
-                values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
-            return values, on & jnp.isfinite(values)
-
-        return dense.cells(rows_of, query.shape[1], kv_len)
+        on = dense.visible(mask_mod, batch, h, rows, kv_len)
+        values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
+        if unit == "weight":
+            values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
+        return values, on & jnp.isfinite(values)
 
     lengths, title = (query.shape[1], kv_len), drawn.get("title") or f"{unit}s"
-    return _figure([panel(h) for h in chosen], chosen, lengths, drawn.get("tokens"), title, unit)
+    rows_of = functools.partial(
+        computed, query, key
+    )  # as arguments, because a captured array would be a literal of the program
+    panels = [dense.cells(rows_of, h, *lengths) for h in chosen]
+    return _figure(panels, chosen, lengths, drawn.get("tokens"), title, unit)
 
 
 def _figure(
@@ -183,32 +186,37 @@ def _figure(
     Raises ImportError without matplotlib, ValueError for a wrong number of labels.
     """
     try:
-        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib import colormaps
+        from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("flexjax.visualize needs matplotlib: pip install 'flexjax[plot]'") from error
+        raise ImportError("flexjax.visualize needs matplotlib: pip install matplotlib") from error
     if tokens is not None and len(tokens) != lengths[1]:
         raise bad_argument("tokens", f"{len(tokens)} labels", f"{lengths[1]}, one for each key", "Label every token.")
     finite = np.concatenate([p[np.isfinite(p)] for p in panels] or [np.zeros(0)])
-    low, high = (0.0, 1.0) if unit == "kept" else (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
     if unit == "kept":
-        colours = LinearSegmentedColormap.from_list("kept", [HIDDEN, VISIBLE])
+        colours, norm = LinearSegmentedColormap.from_list("kept", [HIDDEN, VISIBLE]), Normalize(0, 1)
     else:
-        from matplotlib import colormaps
-
         colours = colormaps["viridis"].with_extremes(bad=HIDDEN)
-    columns = min(len(panels), 4)
+        # a row of n keys has weights of about 1 / n: their square roots still differ beside a weight of 1
+        norm = PowerNorm(0.5, 0, high) if unit == "weight" else Normalize(low, high)
+    columns = 3 if len(panels) in (5, 6) else min(len(panels), 4)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(1.2 + 3.2 * columns, 0.7 + 3.2 * rows), layout="constrained")
+    ratio = min(max(panels[0].shape[0] / panels[0].shape[1], 0.3), 1.5) if panels and panels[0].size else 1.0
+    figure = Figure(figsize=(1.2 + 3.2 * columns, max(2.6, 0.7 + 3.2 * rows * ratio)), layout="compressed")
     grid = figure.subplots(rows, columns, squeeze=False)
     image = None
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    for axes, panel, h in zip(grid.flat, panels, heads, strict=False):
-        image = axes.imshow(panel, cmap=colours, vmin=low, vmax=high, interpolation="nearest", aspect="equal")
+    for place, (axes, panel, h) in enumerate(zip(grid.flat, panels, heads, strict=False)):
+        image = axes.imshow(panel, cmap=colours, norm=norm, interpolation="nearest", aspect="equal")
         if len(panels) > 1:
             axes.set_title(f"head {h}", fontsize=9)
         _label(axes, lengths, tokens)
+        if place % columns:  # the panel to the left has the same labels
+            axes.yaxis.set_tick_params(labelleft=False)
+            axes.set_ylabel("")
     figure.suptitle(title, fontsize=11)
     single = all(dense.block_of(n) == 1 for n in lengths)
     if image is not None and not (unit == "kept" and single):

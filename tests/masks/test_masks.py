@@ -690,6 +690,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "They say the same thing in three ways.",
     ),
     (
+        lambda: masks.document(lengths=[[3, 4], [7]]),
+        "`document`: `lengths` is no array of numbers; expected integers [n] or [B, n]. Rows of unequal length are padded first. "
+        "Pass the number of tokens of each document.",
+    ),
+    (
         lambda: masks.document(kv_segment_ids=np.zeros(3, int), lengths=np.array([3])),
         "`document` got `kv_segment_ids` beside `lengths`; expected it beside `segment_ids`. Number the keys with "
         "`segment_ids` too.",

@@ -89,6 +89,7 @@ def test_an_export_for_a_device_that_nobody_names_is_for_every_device() -> None:
     with pytest.warns(FallbackWarning) as found:
         done = jax.export.export(jax.jit(attend()), platforms=["cpu", "tpu"])(shape())
     assert "tpu_custom_call" not in done.mlir_module()
+    assert found[0].filename == __file__  # the line that a user wrote, not one of flexjax
     assert [str(w.message) for w in found] == [
         "The forward pass of a call runs on xla, not on the kernels of mosaic_tpu, for an unknown device of the platform tpu. "
         "The program is lowered for the platform tpu without a device, so its kind is unknown. Lower it with arguments or a mesh "
@@ -277,7 +278,7 @@ def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
     (a100,) = said(attend(), A100, shape())
     if jax.__version_info__ < (0, 11):
         assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in a100
-        assert "In such a Python: `pip install -U 'flexjax[cuda13]'`." in a100
+        assert "In such a Python, in a checkout: `pip install -U '.[cuda13]'`." in a100
     else:
         assert "the compute capability of NVIDIA A100-SXM4-80GB is not known." in a100
 

@@ -52,7 +52,7 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
     have, python = ".".join(map(str, version)), ".".join(map(str, sys.version_info[:2]))
     return (
         f"The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax {have} on Python {python}). "
-        "In such a Python: `pip install -U 'flexjax[cuda13]'`."
+        "In such a Python, in a checkout: `pip install -U '.[cuda13]'`."
     )
 
 
