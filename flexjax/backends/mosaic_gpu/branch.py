@@ -39,6 +39,6 @@ def cond(condition: Array, true: Callable[..., Result], false: Callable[..., Res
     """true(*operands) where the condition, a boolean scalar of the kernel, is true, otherwise false(*operands); like
     lax.cond.
 
-    Both return arrays of the same shapes and dtypes.
+    Both are traced, and return arrays of the same shapes and dtypes.
     """
     return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (false, true), *operands)
