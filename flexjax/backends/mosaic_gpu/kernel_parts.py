@@ -266,10 +266,11 @@ def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
 
 
 def join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
-    """Plan and operands with the extra features of queries and keys appended to the head dim.
+    """Plan and operands with the extra features of queries and keys, in the plan's dtype, appended to the head dim.
 
     Q K^T of the longer rows is q . k + q_extra . k_extra, which is what the plan asks for. Extra features of a key
-    head that serves several key heads are repeated. Without extra features both come back as they are.
+    head that serves several adjacent key heads are repeated. The new plan and operands have no extra features. Without
+    extra features both come back as they are.
     """
     if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
         return plan, operands

@@ -149,9 +149,11 @@ def staging_for(
 
 def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
     """The key blocks that neither list of a query block names, as a full list (number, ascending indices) for each
-    query block; all None without a block mask.
+    query block; all None without a block mask. A mask without lists skips every block.
 
     lists   the block lists of each query block
+
+    Indices past the number of a list are the number of key blocks.
     """
     blocks = plan.blocks
     if blocks is None:
@@ -203,7 +205,8 @@ class DirectGradientWriter:
             self._send(kv0)
 
     def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
-        """Writes zeros to the key tiles that query tile `tile` skips.
+        """Starts the copies of zeros to the key tiles that query tile `tile` skips, for each gradient. Nothing without direct
+        gradients, without a block mask, or if it skips none.
 
         visits    of the dQ kernel
         skipped   from `skipped_blocks`

@@ -88,7 +88,9 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The kernel: one CTA computes rowsum(dO * O) of ROWS queries of one head, and writes it to `outputs.dots`."""
+        """The kernel: one CTA of one warpgroup copies O and dO of ROWS queries of one head to shared memory, sums their products
+        in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
+        """
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
