@@ -74,7 +74,9 @@ class SlotBarriers:
             _named_barrier("arrive", self.tile.named_barriers[ring].start + slot, self._threads)
 
     def acquire(self, ring: str, free: Ref | None, slot: Scalar | int) -> None:
-        """In the producer: waits until every consumer has released the slot."""
+        """In the producer: waits until every consumer has released the slot, once for each use of the slot. So consumers also
+        release every slot before its first use.
+        """
         if self.interpret:
             assert free is not None
             plgpu.barrier_wait(free.at[slot])

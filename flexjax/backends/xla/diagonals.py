@@ -17,7 +17,7 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
     block.
 
     Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the L of a
-    window and a zero), repeated and cut into rows of L, move by one element from row to row.
+    window and a zero, which no entry of the tile gets), repeated and cut into rows of L, move by one element from row to row.
     """
     length = bq + bk - 1
     *head, blocks, _ = windows.shape

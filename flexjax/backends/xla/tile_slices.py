@@ -67,7 +67,9 @@ class SlicePlan:
 
 
 def slice_plan(load: Load) -> SlicePlan | None:
-    """How to read the load as slices; None if its class is not "tile" or it needs a gather."""
+    """How to read the load as slices; None if it needs a gather: its class is not "tile", it is not contiguous, one of its
+    indices has a form that SlicePlan lacks, or b, h, q or kv indexes two dimensions.
+    """
     if classify_load(load).kind != TILE or not classify_load(load).contiguous:
         return None
     index: list[tuple[str, int]] = []
@@ -80,7 +82,9 @@ def slice_plan(load: Load) -> SlicePlan | None:
 
 
 def _index_part(atom: Atom) -> tuple[str, int] | None:
-    """What indexes one dimension of a load, as an entry of SlicePlan.index; None if the atom has no such form."""
+    """What indexes one dimension of a load, as an entry of SlicePlan.index; None if the atom is no literal, b, h, q + c or
+    kv + c with c >= 0, also for b + c, 2 * q, or a sum with a value that only the kernel knows.
+    """
     if isinstance(atom, Lit):
         return ("at", int(typing.cast(int, atom.value)))
     linear = atom.linear
