@@ -167,7 +167,11 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
-    """The shared memory of a CTA of the split dK/dV kernel with these ring depths."""
+    """The shared memory of a CTA of the split dK/dV kernel with these ring depths.
+
+    Each barrier of `own_full` expects two arrivals: a copy and the copying warpgroup, or at the last one both computing
+    warpgroups. Barriers of the rings expect each copy (Q with its statistics is two) or both readers; those of P one.
+    """
     dim, value_dim = padded_dims(plan)
     return SplitScratch(
         query=SwizzledTiles((tiles.query_slots, SPLIT_QUERIES, dim), plan.dtype),

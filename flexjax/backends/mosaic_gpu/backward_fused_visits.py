@@ -175,7 +175,9 @@ class FusedVisits:
             number of visits up to its last.
 
             g        number of the query head in its group, 0 where `heads_inside`
-            before   how many visits were made before it
+            before   how many visits were made before it; 0 where `heads_inside`
+
+            The list is that of the query head, or the one that all heads share; it is walked backwards with `DqOrder.downward`.
             """
             h = h_kv * plan.group + g
             mask_h = h if self.lists_by_head else zero

@@ -131,7 +131,9 @@ class _Cta:
         plgpu.barrier_wait(scratch.own_full.at[KEYS_ARRIVED])
 
         def accumulate(dv_acc: Ref) -> jax.Array:
-            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32."""
+            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32. In the simulator it also waits until
+            every tile of P was read.
+            """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
                 """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P times d mod / d score to the dK warpgroup; frees

@@ -283,15 +283,15 @@ class _Cta:
     def add_to_dq(
         self, visited: "VisitedTile", own: OwnQueries, rows: RowMath, dq_acc: Ref
     ) -> tuple[tuple[jax.Array, ...], Scalar]:
-        """Starts the product dQ += dS K for one tile; returns (the direct gradients of the tile, the slot of its
-        keys).
+        """Starts the product dQ += dS K for one tile, once its keys, values and staged tile have arrived; returns (the direct
+        gradients of the tile, the slot of its keys).
 
         visited     the tile and its batch entry
         own, rows   the warpgroup's queries of this batch entry, and P and dS of their rows
         dq_acc      accumulator of dQ, [rows, D] float32
 
-        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the keys by the
-        caller once the product is done.
+        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the staged tile at the last
+        batch entry, that of the keys by the caller once the product is done.
         """
         n, number, kv0, masked, group = visited
         math, tiles, scratch, products = self.math, self.tiles, self.scratch, self.products
@@ -303,7 +303,7 @@ class _Cta:
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             """(dS, g of each direct gradient), each [rows, keys] float32, where g = p * (dP - delta) * d mod / d
-            load.
+            load. It waits for the tiles, and frees the slot of the values.
 
             s_acc, dp_acc   accumulators for S and dP
             """

@@ -345,7 +345,8 @@ class _Cta:
 
 
 def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
-    """Waits until counts[index] is at least `least`; then makes visible what other CTAs wrote before they counted.
+    """Waits until counts[index] is at least `least`, without changing it; then makes visible what other CTAs wrote before they
+    counted.
 
     counts   int32 in global memory
     """
@@ -468,7 +469,8 @@ class _ComputingWarpgroup:
         masked           whether the mask applies
         dk_acc, dv_acc   accumulators, [ROWS, D] and [ROWS, E] float32
 
-        It waits for Q and dO of the visit and frees their slots.
+        It waits for Q and dO of the visit and frees their slots, and writes dS^T to shared memory. Where dQ is not late it
+        waits for the dS^T of the other warpgroup.
         """
         problem, scratch, products, late = self.problem, self.scratch, self.products, self.problem.dq_is_late
         q_slot, out_slot = self.cta.rings.slots(number)
@@ -491,7 +493,7 @@ class _ComputingWarpgroup:
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
             """dS^T of the visit, where dQ is late: hands over dQ of the visit before while the product S^T is in
-            flight.
+            flight. In the first visit that is a tile without meaning, which `_Cta.add_dq` drops.
 
             s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ
             """
@@ -576,8 +578,8 @@ class _ComputingWarpgroup:
         return ds
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
-        """Starts the product for this warpgroup's half of a dQ tile, dS K, from dS^T of both warpgroups in slot
-        `ds_slot`.
+        """Starts the product for this warpgroup's half of a dQ tile, dS K, without scale, from dS^T of both warpgroups in slot
+        `ds_slot`: its half of the queries (`dq_by_queries`) or of the columns.
 
         dq_acc   its accumulator, of the shape `dq_part`
         """
@@ -610,7 +612,9 @@ class _ComputingWarpgroup:
         plgpu.barrier_arrive(scratch.dq_full.at[slot])
 
     def finish_late_dq(self, total: Scalar) -> None:
-        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does."""
+        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does. Without visits it hands
+        over the tile without meaning that `_Cta.add_dq` drops.
+        """
 
         def last(dq_acc: Ref) -> jax.Array:
             """This warpgroup's half of dQ of the last visit, float32."""

@@ -21,6 +21,8 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
 
     condition   a boolean scalar of the kernel, or a Python bool, which decides when the kernel is traced and leaves
                 no branch in it
+
+    The decorated name becomes None.
     """
 
     def run(function: Callable[[], None]) -> None:

@@ -90,7 +90,7 @@ class ListShape:
 
 def most_visits(plan: KernelPlan, tile: int) -> int:
     """Upper bound of the number of visits over all batch entries and heads, for square tiles of `tile` queries and
-    keys.
+    keys: all tiles without a block mask, else the widths of both lists for every query block.
     """
     blocks = plan.blocks
     if blocks is None:
@@ -231,7 +231,7 @@ def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
     """x, [batch, heads, visits], as [1 or batch, 1 or heads, all visits], with the axes that are joined folded into
-    the last.
+    the last, batch entries before heads before visits.
 
     merged   (whether batch entries, whether heads are folded)
     """

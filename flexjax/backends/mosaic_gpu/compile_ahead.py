@@ -73,7 +73,7 @@ def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
 
 
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
-    """function(*arguments); None, with a line in the log, where the call raises."""
+    """function(*arguments); None, with a line in the log (INFO), where the call raises any Exception."""
     try:
         return function(*arguments)
     except Exception as error:  # a jax whose internals have changed may raise anything

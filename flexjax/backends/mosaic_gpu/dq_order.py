@@ -156,7 +156,8 @@ def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: in
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
-    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32.
+    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32. It is the number of
+    visiting key tiles of lower rank whose rank is the same modulo `order.sums`.
 
     visited   1 where the key tile visits the query tile, else 0, in the same shape
 

@@ -73,7 +73,7 @@ def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
 
 
 def exp2_polynomial(x: jax.Array) -> jax.Array:
-    """2^x for float32 x up to 127, by the polynomial at the top of this file, in jax.numpy.
+    """2^x for float32 x up to 127, by the polynomial at the top of this file, in jax.numpy; exactly 0 from LOWEST down.
 
     The operations are those of `_exp2_by_polynomial`, in the same order; the simulator and tests use it.
     """

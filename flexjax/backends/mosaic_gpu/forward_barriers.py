@@ -63,8 +63,8 @@ class SlotBarriers:
     interpret: bool
 
     def release(self, ring: str, free: Ref | None, slot: Scalar | int) -> None:
-        """In a consumer: tells the producer that this warpgroup has read the slot for the last time. It does not
-        wait.
+        """In a consumer: tells the producer that this warpgroup has read the slot for the last time, or, at the start of the
+        kernel, that the slot is free. It does not wait.
         """
         if self.interpret:
             plgpu.commit_smem()  # the simulator's products read the slot as ordinary memory

@@ -74,8 +74,8 @@ class Producer:
         mailbox = present(self.scratch.mailbox)
 
         def one(state: tuple[Scalar, Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-            """Copies for one work item, takes the number of the CTA's next item from the counter, and returns the
-            state for it.
+            """Copies for one work item, takes the number of the CTA's next item from the counter (in the simulator by adding the
+            number of CTAs), and returns the state for it.
 
             state   (whether there is an item, its number in the whole call, its number in this CTA, number of its
                     first step in this CTA)
@@ -134,7 +134,9 @@ class Producer:
             copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)
 
         def copy_step(n: Scalar, _: None) -> None:
-            """Starts the copies of the keys of step n + 1, then of the staged tile and the values of step n."""
+            """Starts the copies of the keys of step n + 1, if the item has it, then of the staged tile, if an array is staged, and the
+            values of step n.
+            """
             when(n + 1 < item.total)(lambda: copy_keys(n + 1))
             if self.setup.staged is not None:
                 self._copy_staged(item, n, first_step)

@@ -28,7 +28,9 @@ def power_of_two(atom: ir.Atom) -> int | None:
 
 
 def _low(atom: ir.Atom) -> float:
-    """A lower bound of the atom's value; -inf if none is known."""
+    """A lower bound of the atom's value: a literal's value, 0 for unsigned integers, else the bound that the traced program
+    knows; -inf if none is known.
+    """
     if isinstance(atom, ir.Lit):
         return typing.cast(float, atom.value)
     if atom.dtype.startswith("u"):

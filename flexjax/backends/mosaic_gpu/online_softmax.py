@@ -239,7 +239,8 @@ class OnlineSoftmax:
                    of scores; None: nothing was left out, as always with large scores and with a static reference
 
         The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference
-        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN.
+        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN. A finite
+        `row_term` leaves the sum as it is.
         """
         total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
         if row_term is not None:  # -inf hides the row; any other value that is not finite is passed on

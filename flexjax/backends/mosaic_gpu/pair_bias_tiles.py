@@ -52,7 +52,9 @@ class Staging:
     transposed: bool = False
 
     def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
-        """The [query, key] matrix of the array in global memory that head (b, h) reads."""
+        """The [query, key] matrix of the array in global memory that head (b, h) reads, by the load's leading indices; nothing is
+        read of it.
+        """
         program = TileProgram(
             self.derivative,
             captures.score,
@@ -224,8 +226,10 @@ class DirectGradientWriter:
             pl.loop(0, count)(lambda i: self._send(key_tile(i) * self.tiles.keys))
 
     def _fill(self, values: tuple[jax.Array, ...]) -> None:
-        """Stores one tile of each gradient in the buffers, converted to its dtype, once the copies before have read
+        """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype, once the copies before have read
         them.
+
+        values   [queries, keys] float32 for each gradient
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for one, smem, value in zip(self.gradients, self.buffers, values, strict=True):

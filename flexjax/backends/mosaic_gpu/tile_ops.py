@@ -25,8 +25,8 @@ DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *NARROW_B
 
 
 def inner_dtype(name: str) -> type[np.generic]:
-    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32, uint32 or
-    int32.
+    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32 for floats, uint32 for
+    uint32, int32 for all other integers.
     """
     if name == "bool":
         return np.bool_
@@ -69,7 +69,9 @@ def _round_half_away(x: Value) -> Value:
 
 
 def _log1p(x: Value) -> Value:
-    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits."""
+    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits. -inf for -1, NaN
+    below.
+    """
     s = x / (np.float32(2) + x)
     s2 = s * s
     poly = np.float32(1 / 9)
@@ -150,7 +152,7 @@ def _float_rem(a: Value, b: Value) -> Value:
 
 
 def _sign(x: Value) -> Value:
-    """-1, 0 or 1 in the dtype of x; NaN for NaN."""
+    """-1, 0 or 1 in the dtype of x; 0 or 1 for unsigned integers; NaN for NaN."""
     zero, one = (np.dtype(x.dtype).type(n) for n in (0, 1))
     out = jnp.where(x > zero, one, zero)
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
@@ -160,7 +162,9 @@ def _sign(x: Value) -> Value:
 
 
 def _population_count(x: Value) -> Value:
-    """The number of bits that are set, summed pairwise within the 32 bits."""
+    """The number of bits that are set, in the dtype of x, summed pairwise within the 32 bits; `apply` cuts narrower integers to
+    their bits before.
+    """
     u = x.astype(jnp.uint32)
     u = u - ((u >> 1) & np.uint32(0x55555555))
     u = (u & np.uint32(0x33333333)) + ((u >> 2) & np.uint32(0x33333333))

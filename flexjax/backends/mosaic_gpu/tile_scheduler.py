@@ -119,13 +119,14 @@ class TileScheduler:
         return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= L2_SHARE))
 
     def order(self, lists: BlockLists | None) -> jax.Array | None:
-        """Rows of the block mask (query blocks), sorted by number of visits, most first; None without a block mask.
+        """Rows of the block mask (query blocks), sorted by number of visits, most first, equal ones by number; None without a block
+        mask. A mask without lists has no visits.
 
         lists   the block lists of the call
 
         Returns int32 [Bm * Nm * R]: Bm and Nm are the mask's own batch and head dims (1 if the call broadcasts them),
-        R is the number of query blocks of a head. In a persistent grid this is one sorted list of row numbers b * Nm
-        * R + h * R + row. Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
+        R is the number of query blocks of a head. In a persistent grid this is one sorted list of the row numbers
+        (b * Nm + h) * R + row. Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
         """
         if self.plan.blocks is None or lists is None:
             return None
@@ -140,10 +141,10 @@ class TileScheduler:
     # ----------------------------------------------------------------- a fixed share of the items
 
     def number(self, turn: Scalar) -> Scalar:
-        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler.
+        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler; it may be past the last item.
 
-        With one CTA for each item that is the number of the CTA; in a persistent grid of P CTAs, CTA p takes items p,
-        2 P - 1 - p, 2 P + p, ....
+        With one CTA for each item that is the number of the CTA, whatever the turn; in a persistent grid of P CTAs, CTA p takes
+        items p, 2 P - 1 - p, 2 P + p, ....
         """
         program = lax.axis_index("program")
         if self.programs == self.items:

@@ -225,7 +225,7 @@ class KeyTileVisits:
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
             """Makes the visits of one query head, those without the mask first; returns the number of visits up to
-            its last.
+            its last. Without a mask_mod and a block mask there is no second loop.
 
             g        number of the query head among those that read the key head
             before   how many visits the query heads before it made
