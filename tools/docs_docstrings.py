@@ -26,6 +26,7 @@ class Docstrings(griffe.Extension):
     """Replaces each docstring by its Markdown."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called by griffe for each object: replaces its docstring, if it has one; those of modules stay."""
         if obj.docstring is not None and not obj.is_module:
             obj.docstring.value = markdown(obj.docstring.value, "field" if obj.is_class else "argument")
 
@@ -90,6 +91,7 @@ def _paragraph(lines: list[str], column: str) -> list[str]:
 
 
 def _names(names: str) -> str:
+    """Names of arguments, separated by ", ", each as code; "the rest" as it is."""
     return names if names == "the rest" else ", ".join(f"`{name}`" for name in names.split(", "))
 
 

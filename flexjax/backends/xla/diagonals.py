@@ -31,7 +31,8 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
 def sum_diagonals(tile: Array, bq: int, bk: int) -> Array:
     """The sum of each diagonal of each key block of a tile [.., bq, blocks * bk], as windows [.., blocks, bq + bk - 1].
 
-    It is the transpose of along_diagonals. bq, bk: queries of the tile, keys of a block.
+    It is the transpose of along_diagonals: element i - k + bk - 1 of a window sums tile[i, j * bk + k]. bq, bk: queries of the
+    tile, keys of a block.
     """
     length = bq + bk - 1
     *head, _, width = tile.shape

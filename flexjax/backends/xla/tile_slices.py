@@ -45,9 +45,12 @@ class SlicePlan:
         return (nb if "b" in names else 1, nh if "h" in names else 1, bq, width)
 
     def window(self, region: Region, block: int) -> tuple[list[Array | int], list[int]]:
-        """The slice of the array that one key block of the region reads: its start (int32) and its size in each dimension.
+        """The slice of the array that one key block of the region reads: its start (int32) and its size in each dimension, 1 for a
+        literal index.
 
         block   which of the region's key blocks, 0 .. region.blocks - 1
+
+        The slice is not clipped; `padding` says how long the array must be.
         """
         at = {"b": region.b0, "h": region.h0, "q": region.q0, "kv": region.kv_starts[block], "at": 0}
         size = {"b": region.nb, "h": region.nh, "q": region.bq, "kv": region.bk, "at": 1}
@@ -55,7 +58,8 @@ class SlicePlan:
         return starts, [size[walk] for walk, _ in self.index]
 
     def padding(self, array: ArrayType, q_len: int, kv_len: int) -> list[tuple[int, int]]:
-        """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the array.
+        """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the array; 0 for
+        dimensions that q and kv do not index.
 
         q_len, kv_len   the lengths that the tiles cover, rounded up to whole blocks
         """
