@@ -60,7 +60,7 @@ def backward_dkv(
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block; CTAs with the most visits start first
+    lists        the block lists of each key block; of a head, CTAs with the most visits start first
     captures     captured arrays as kernels take them
     tiles        sizes of the kernel
     bias         which captured array is staged, if `tiles` has slots for it
@@ -126,7 +126,7 @@ class _Cta:
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
         """What computing warpgroup `group` does: dK (times scale) and dV of its keys.
 
-        It raises its register limit, copies its K and V to shared memory, makes all visits, overwrites K and V there by dK
+        With two computing warpgroups it raises its register limit. It copies its K and V to shared memory, makes all visits, overwrites K and V there by dK
         and dV in the dtypes of K and V, and copies these to `outputs` by TMA.
         """
         tiles, scratch, products, tokens = self.tiles, self.scratch, self.products, self.inputs.tokens
@@ -211,7 +211,7 @@ class _Cta:
         products.release(scratch.query_free.at[q_slot])
 
     def copy(self) -> None:
-        """The copying warpgroup: lowers its register limit, fills the rings with Q, row statistics, dO and, if an array is
+        """The copying warpgroup: lowers its register limit if two compute, fills the rings with Q, row statistics, dO and, if an array is
         staged, its tile of every visit, and waits until all were read.
         """
         tiles, staging, scratch = self.tiles, self.staging, self.scratch

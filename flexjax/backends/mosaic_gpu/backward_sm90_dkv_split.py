@@ -51,7 +51,7 @@ def backward_dkv_split(
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block; CTAs with the most visits start first
+    lists        the block lists of each key block; of a head, CTAs with the most visits start first
     captures     captured arrays as kernels take them
     tiles        ring depths of the kernel
     """

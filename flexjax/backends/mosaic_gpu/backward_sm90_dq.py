@@ -61,7 +61,7 @@ def backward_dq(
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
-    lists        the block lists of each query block; CTAs with the most visits start first
+    lists        the block lists of each query block; of a head, CTAs with the most visits start first
     captures     captured arrays as kernels take them
     tiles        sizes of the kernel
     bias         which captured array is staged, if `tiles` has slots for it, and which gradients this kernel writes
@@ -194,7 +194,7 @@ class _Cta:
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
         """What computing warpgroup `group` does: dQ of its queries for each of the E batch entries.
 
-        It raises its register limit, starts the copies of its Q and dO, and makes the unmasked visits, then the masked ones.
+        With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO, and makes the unmasked visits, then the masked ones.
         dQ is scaled, converted to the dtype of query, and copied to `outputs.d_query` by TMA. Direct gradients are written
         tile by tile during the visits, and zeros to the key tiles that this query tile skips.
         """
@@ -333,7 +333,7 @@ class _Cta:
     # --------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: lowers its register limit, copies the keys, values and staged tile of every visit into their
+        """The copying warpgroup: lowers its register limit if two compute, copies the keys, values and staged tile of every visit into their
         rings, visits without the mask first, and waits until all were read.
         """
         common.lower_register_limit(self.tiles.groups)

@@ -79,9 +79,10 @@ def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
     changes   those of its arguments, None where unknown
 
     0 where no argument changes. Otherwise None unless the change of each argument is known, and is 0 for floats and bools,
-    and no integer argument may wrap around. Then rules exist for copies and conversions, neg, add, sub, comparisons, max
-    and min of equal changes (comparisons and sub then give 0), select_n between equal changes by an argument that does not
-    change, products with a literal, and what `_change_of_quotient` has.
+    and the range of each integer argument is known, so that it does not wrap around. Then there are rules for copies,
+    conversions to an integer of known range, neg, add, sub, products with a literal, comparisons of two equal changes (0),
+    max and min of two equal changes, select_n between equal changes by an argument that does not change, and what
+    `_change_of_quotient` has.
     """
     if all(g == 0 for g in changes):
         return 0

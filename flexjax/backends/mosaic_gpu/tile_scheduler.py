@@ -167,8 +167,8 @@ class TileScheduler:
     def item(self, mask: MaskRows, number: Scalar) -> WorkItem:
         """The work item with the number `number`, read from the block mask inside the kernel.
 
-        Without a block mask it visits all key tiles; unmasked are none if the plan has a mask_mod, else those that end before
-        the last key. With one it visits the full blocks of its row, then the partial ones; tiles of a full block that reach
+        Without a block mask it visits all key tiles; unmasked are none if the plan has a mask_mod, else all but
+        one that reaches past the last key. With one it visits the full blocks of its row, then the partial ones; tiles of a full block that reach
         past the last key are masked. A query tile wholly past the last query visits nothing.
         """
         plan, blocks = self.plan, self.plan.blocks
