@@ -57,9 +57,7 @@ def block_grid(
     return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes, placed)
 
 
-def block_tiles(
-    places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE
-) -> BlockGrid:
+def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE) -> BlockGrid:
     """Squares of side x side neighbouring blocks: a grid of [n, 1, side, side] blocks.
 
     places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares

@@ -84,9 +84,7 @@ def codes_of(found: Array, certain: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_rows(
-    program: Program, heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
-) -> Callable:
+def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None) -> Callable:
     def classify(captures: Sequence[Array], q_blocks: Array) -> Array:
         return codes_of(*classify_rows(program, captures, heads, sizes, q_blocks, origin))
 

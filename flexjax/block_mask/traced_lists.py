@@ -164,9 +164,7 @@ def _rule(
             own_origin = dataclasses.replace(origin, rows=own_heads[0])
         read, tables = (captures, ()) if origin is None else (captures[:-2], captures[-2:])
         arrays = (*read, *starts, *tables)
-        return _lists(
-            *arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin
-        )
+        return _lists(*arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin)
 
     return Rule(
         arguments,

@@ -54,7 +54,10 @@ def _refuses_origin(plan: KernelPlan) -> str | None:
             "The GPU kernels take a block mask from user lists beside an origin in blocks of multiples of 64 tokens, "
             f"not {blocks.block_q} x {blocks.block_kv}."
         )
-    for name, run, runs in (("queries", origin.query_run, origin.query_runs), ("keys", origin.key_run, origin.key_runs)):
+    for name, run, runs in (
+        ("queries", origin.query_run, origin.query_runs),
+        ("keys", origin.key_run, origin.key_runs),
+    ):
         if runs > 1 and run % LARGEST_TILE:
             return f"The GPU kernels take several runs of {name} that are multiples of {LARGEST_TILE} tokens long, not {run}."
     return None

@@ -75,9 +75,7 @@ class TileOrigin:
         axis    "q" or "kv"
         start   number of the first row of the tile; None where the axis has one run, for any tile
         """
-        table, run = (
-            (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
-        )
+        table, run = (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
         entry = batch if self.layout.rows > 1 else 0
         if start is None:
             return table[entry, 0]

@@ -148,7 +148,9 @@ def _origin_refusal(plan: KernelPlan) -> str | None:
         )
     runs = (origin.query_runs + origin.key_runs) * plan.batch * plan.q_heads
     if not origin.single and runs > OFFSETS:
-        return f"mosaic_tpu takes at most {OFFSETS} runs of queries and keys over all batch entries and heads, not {runs}."
+        return (
+            f"mosaic_tpu takes at most {OFFSETS} runs of queries and keys over all batch entries and heads, not {runs}."
+        )
     return None
 
 

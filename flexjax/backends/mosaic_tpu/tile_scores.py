@@ -70,7 +70,9 @@ class TileScores:
                 self._split.append(split_for(program, self.plan))
                 with_captures.append((self._split[-1], captures))
         scalars_from_end = prefetch_count_after_order(self.added_prefetch)
-        self.hoisted = HoistedOperands(self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin)
+        self.hoisted = HoistedOperands(
+            self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin
+        )
 
     def _needs_only_bias(self) -> bool:
         """Whether the kernel needs only the score of the program: its derivative, if any, is the constant c."""

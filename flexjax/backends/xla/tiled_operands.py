@@ -14,7 +14,7 @@ from jax import lax
 
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import TileRow
-from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes
+from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -43,9 +43,7 @@ def pad_to(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, widths, constant_values=0.0)
 
 
-def pad_captures(
-    program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]
-) -> tuple[Array, ...]:
+def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
     """The captured arrays, padded where a tile that the program reads as a slice reaches past their end.
 
     overhang   how many queries and keys the last tiles reach past the end of the call
