@@ -117,9 +117,6 @@ class KernelOptions:
         _check_flags("kernel_options", self, ("deterministic", "interpret"))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("batch", "head", "query", "key"), meta_fields=("whole",)
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
     """Where the arrays of a call lie in the whole problem.
@@ -155,6 +152,9 @@ class Origin:
         text = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else repr(x)
         fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return f"Origin({', '.join(f'{n}={text(x)}' for n, x in fields if isinstance(x, jax.Array | np.ndarray) or x)})"
+
+
+jax.tree_util.register_dataclass(Origin, data_fields=["batch", "head", "query", "key"], meta_fields=["whole"])
 
 
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flexjax
-from flexjax import Origin, attention, masks, mods
+from flexjax import Implementation, Origin, attention, masks, mods
 from flexjax.ir import program as ir
 from flexjax.ir.origin import table_of_runs
 from tests import compare, oracle
@@ -28,7 +28,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 # ------------------------------------------------------------------- conformance cases, part by part
 
 
-def in_parts(case: Case, implementation: str) -> dict[str, Any]:
+def in_parts(case: Case, implementation: Implementation) -> dict[str, Any]:
     """The results of the case and its gradients, from calls on a batch entry, half of the heads and half of the queries each.
 
     One call is traced, and lax.map runs it on all parts, so that the numbers of its origin are traced.
@@ -120,7 +120,9 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
 
 
-def permuted(query_order: np.ndarray, key_order: np.ndarray, implementation: str, known: bool, blocks: bool) -> Any:
+def permuted(
+    query_order: np.ndarray, key_order: np.ndarray, implementation: Implementation, known: bool, blocks: bool
+) -> Any:
     """Values and gradients of the problem, with blocks of its queries and keys in these orders (one for each batch entry)."""
     rows, columns = (
         (o[..., None] * BLOCK + np.arange(BLOCK)).reshape(*o.shape[:-1], -1) for o in (query_order, key_order)
@@ -169,7 +171,7 @@ ORDERS = {
         [("by entry", "xla", False)],
     ),
 )
-def test_runs_in_any_order(order: str, implementation: str, known: bool) -> None:
+def test_runs_in_any_order(order: str, implementation: Implementation, known: bool) -> None:
     """Every gradient, dropout's mask and the block lists; a difference q - kv occurs in several runs."""
     assert_same(permuted(*ORDERS[order], implementation, known, blocks=True), gradients(whole)(*arrays()))
 
@@ -220,8 +222,8 @@ def test_forward_mode() -> None:
         return flexjax.flex_attention(x, x, x, score_mod=score_mod, origin=origin, implementation="xla")
 
     tangents = jnp.cos(x), jnp.cos(table)
-    got = jax.jvp(lambda *a: attend(*a, 0, Origin(query=jnp.int32(9))), (x, table), tangents)
-    assert_same(got, jax.jvp(lambda *a: attend(*a, 9, None), (x, table), tangents))
+    got = jax.jvp(lambda x, t: attend(x, t, 0, Origin(query=jnp.int32(9))), (x, table), tangents)
+    assert_same(got, jax.jvp(lambda x, t: attend(x, t, 9, None), (x, table), tangents))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
@@ -262,7 +264,7 @@ def test_heads_and_queries_in_shard_map(kind: AxisType) -> None:
 
 def test_new_numbers_neither_trace_nor_compile() -> None:
     compiled: list[str] = []
-    listen = lambda event, duration, **_: compiled.append(event) if event == COMPILED else None
+    listen = lambda event, duration_secs, **_: compiled.append(event) if event == COMPILED else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     traced = 0
 

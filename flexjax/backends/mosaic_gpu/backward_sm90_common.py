@@ -103,7 +103,8 @@ def captures_of(operands: Operands) -> Captures[jax.Array]:
     """The captured arrays of a call as kernels take them."""
     groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
     origin = () if operands.origin is None else tuple(operands.origin)
-    return Captures(*(tuple(kernel_operand(a) for a in group) for group in groups), origin)
+    score, mask, dropout = (tuple(kernel_operand(a) for a in group) for group in groups)
+    return Captures(score, mask, dropout, origin)
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):

@@ -213,7 +213,7 @@ class CaptureGradients:
             first = s.padded_kv - plan.kv_len
             values = buffer[:, :, None, first : first + plan.q_len + plan.kv_len - 1]
         nb, nh = self._head(slot)
-        tile = XlaTile(Everywhere(plan, self.tiled.placed, nb, nh), self.tiled.score_captures)
+        tile = XlaTile(Everywhere.of(plan, self.tiled.placed, nb, nh), self.tiled.score_captures)
         assert self.derivative is not None
         index = evaluate(with_results(self.derivative, slot.load.index), tile, [slot.axes] * len(slot.load.index))
         if not index:
@@ -222,12 +222,19 @@ class CaptureGradients:
         return total.at[places].add(values, mode="drop")
 
 
+@dataclasses.dataclass(frozen=True)
 class Everywhere(Region):
-    """The whole attention matrix of a call in positions of the whole problem, which may be several runs of queries and keys."""
+    """The whole attention matrix of a call, whose positions may be several runs of queries and keys.
 
-    def __init__(self, plan: KernelPlan, placed: Placed, nb: int, nh: int):
-        super().__init__(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len)
-        object.__setattr__(self, "placed", placed)
+    placed   where queries and keys lie in the whole problem; the fields of Region count rows of the call
+    """
+
+    placed: Placed
+
+    @classmethod
+    def of(cls, plan: KernelPlan, placed: Placed, nb: int, nh: int) -> "Everywhere":
+        """For nb batch entries and nh heads."""
+        return cls(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len, placed)
 
     def index(self, axis: int) -> Array:
         """int32 of 4 dims: positions along b, h, q or kv; those of q and kv for each batch entry where they differ."""
@@ -237,9 +244,8 @@ class Everywhere(Region):
 
     def differences(self) -> Array:
         """q - kv along the diagonals of one run of queries and one of keys, [1 or batch, 1, 1, bq + bk - 1]."""
-        rows = super().differences()
         b = super().index(B)
-        return query_positions(*self.placed, b, 0) - key_positions(*self.placed, b, 0) + rows
+        return query_positions(*self.placed, b, 0) - key_positions(*self.placed, b, 0) + super().differences()
 
 
 def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:
