@@ -25,6 +25,7 @@ Modules
 Types
 
     BlockMask              what create_block_mask returns and flex_attention takes
+    Origin                 where the arrays of a call lie in a larger problem
     AuxRequest, AuxOutput  extra results: lse and the largest score of each row
     KernelOptions          tiles, order of additions, simulation
     FallbackWarning        a call on a GPU or TPU does not run on its kernels

@@ -12,4 +12,4 @@ from tests.marks import some_slow
 
 @pytest.mark.parametrize("name", some_slow(PLACED, ["documents"]))
 def test_a_part_is_as_the_reference_computes_it(name: str) -> None:
-    assert_as_reference(name, "mosaic_gpu", "bfloat16", 0.02)
+    assert_as_reference(name, "mosaic_gpu", "bfloat16", 0.05)
