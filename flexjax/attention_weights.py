@@ -33,8 +33,8 @@ def attention_weights(
     The other arguments are those of flexjax.flex_attention. With `sinks` a row adds up to less than 1. A row in which nothing is
     visible is 0.
 
-    Returns float32 (float64 for float64 inputs), differentiable like flex_attention. Memory is O(B N T S), so this is for debugging and
-    pictures. Raises ValueError for arguments that do not fit and for a matrix of more than 2^28 entries.
+    Returns float32 (float64 for float64 inputs), differentiable like flex_attention. Memory is O(B N T S), so this is for
+    debugging and pictures. Raises ValueError for arguments that do not fit and for a matrix of more than 2^28 entries.
     """
     tokens, head = (1, 2) if layout == "BTNH" else (2, 1)
     kv_len = key.shape[tokens]
