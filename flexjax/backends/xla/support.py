@@ -55,7 +55,7 @@ class XlaBackend:
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
-        """The gradients of the wanted operands, None for the others (see Backend.backward and backward.py)."""
+        """The gradients of the wanted operands (see Backend.backward and backward.py)."""
         return backward(plan, operands, results, d_out, d_lse, wanted, derivative, target)
 
     def tangent(
@@ -70,7 +70,7 @@ class XlaBackend:
         """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
 
         results      of the forward pass
-        tangents     of the operands, None where an operand has no tangent, which counts as 0
+        tangents     of the operands, None where an operand has no tangent
         derivative   program of score_mod's derivatives; None where score_mod is the identity
         """
         return tangent(plan, operands, results, tangents, derivative, target)
