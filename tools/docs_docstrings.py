@@ -34,8 +34,9 @@ class Docstrings(griffe.Extension):
 def markdown(text: str, column: str = "argument") -> str:
     """The Markdown of a docstring; `column` heads the names in its tables.
 
-    By paragraph: indented lines become a code block, adjacent ones one block; a first paragraph of one line without a final
-    ".", ":" or "`" becomes Python code, as does the call after "Example: "; the rest becomes a table and text (`_paragraph`).
+    By paragraph: indented lines become a code block, adjacent ones one block; a first paragraph of one line without a
+    final ".", ":" or "`" becomes Python code, as does the call after "Example: "; the rest becomes a table and text
+    (`_paragraph`).
     """
     out: list[str] = []
     paragraphs = [
@@ -65,8 +66,8 @@ def _language(block: str) -> str:
 def _paragraph(lines: list[str], column: str) -> list[str]:
     """The table that `lines` begin with, if they do, and the text after it, each one string.
 
-    A row is a line that matches ENTRY, or names alone above an indented line; indented lines after it belong to it. The table
-    ends at the first other line; from there on everything is text.
+    A row is a line that matches ENTRY, or names alone above an indented line; indented lines after it belong to it. The
+    table ends at the first other line; from there on everything is text.
     """
     rows: list[tuple[str, str]] = []
     taken = 0

@@ -78,8 +78,8 @@ def text_sections(cubin: bytes) -> bytes:
 
 
 def assembled(ptx: str) -> str:
-    """The hash (`digest`) of the SASS that ptxas, from the NVIDIA wheels on sys.path, makes of the PTX text for sm_90a. Raises
-    CalledProcessError where ptxas fails.
+    """The hash (`digest`) of the SASS that ptxas, from the NVIDIA wheels on sys.path, makes of the PTX text for sm_90a.
+    Raises CalledProcessError where ptxas fails.
     """
     wheel = next(pathlib.Path(root) for root in sys.path if list(pathlib.Path(root).glob("nvidia/*/bin/ptxas")))
     with tempfile.TemporaryDirectory() as folder:
@@ -111,8 +111,8 @@ def kernels(names: Sequence[str], sass: bool) -> Iterator[tuple[str, str, str]]:
 def main() -> int:
     """Prints the hashes, or with `--against` compares them; returns the exit status.
 
-    It is 1 where a kernel of the named entries differs from the file or the file has one more, else 0. Ends the process with
-    a message for unknown entries and without the wheels.
+    It is 1 where a kernel of the named entries differs from the file or the file has one more, else 0. Ends the process
+    with a message for unknown entries and without the wheels.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", help="CASE-DTYPE; all by default")

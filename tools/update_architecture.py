@@ -15,8 +15,8 @@ TABLE = re.compile(r"(?<=<!-- files: )(\S+)( -->\n).*?(?=<!-- end -->)", re.DOTA
 
 
 def first_sentence(path: pathlib.Path) -> str:
-    """The first sentence of a module's docstring, as one cell of a Markdown table; empty without a docstring. It ends with
-    the first paragraph at the latest.
+    """The first sentence of a module's docstring, as one cell of a Markdown table; empty without a docstring. It ends
+    with the first paragraph at the latest.
     """
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())

@@ -56,8 +56,8 @@ def ratios(timings: Sequence[Any]) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Tunes every problem and prints the table; returns the exit status, 1 where a heuristic's tile takes more than --within times
-    the fastest, or fewer than two tiles of a pass ran.
+    """Tunes every problem and prints the table; returns the exit status, 1 where a heuristic's tile takes more than
+    --within times the fastest, or fewer than two tiles of a pass ran.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="gpu")

@@ -32,8 +32,8 @@ def gap(got: jax.Array, right: jax.Array) -> float:
 
 
 def check(mesh: Mesh) -> int:
-    """Runs the call on the mesh, with and without check_vma, and prints the error of each result against xla on one GPU; returns
-    how many results are wrong, by ALLOWED or more.
+    """Runs the call on the mesh, with and without check_vma, and prints the error of each result against xla on one
+    GPU; returns how many results are wrong, by ALLOWED or more.
     """
     wrong = 0
     arrays = on_mesh.arrays("bfloat16")

@@ -71,7 +71,8 @@ def run_cases(names: list[str]) -> None:
 
 
 def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
-    """The gradients of q, k and v of the sum of squares of attention over 300 tokens, computed by the fused backward kernel.
+    """The gradients of q, k and v of the sum of squares of attention over 300 tokens, computed by the fused backward
+    kernel.
 
     name             of ONE_KERNEL; "64" in it is the head dim (else 128), "any_order" and "causal" say what they say.
                      Full attention takes a fixed order; "any_order" is causal too

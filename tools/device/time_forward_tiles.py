@@ -66,9 +66,9 @@ def measure(problem: Any, fields: dict[str, Any], operands: tuple[Any, ...]) -> 
 
 
 def main() -> int:
-    """Times every configuration on every problem and prints a line for each; returns the exit status, 1 where a
-    result differs from that of the first configuration that ran by 5e-3 or more of its norm. Problems that learn are left
-    out; a configuration that raises has a line with its error and does not count.
+    """Times every configuration on every problem and prints a line for each; returns the exit status, 1 where a result
+    differs from that of the first configuration that ran by 5e-3 or more of its norm. Problems that learn are left out;
+    a configuration that raises has a line with its error and does not count.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="")

@@ -157,8 +157,8 @@ def tensors(tokens: int, heads: int, dim: int) -> tuple[Any, ...]:
 
 
 def programs(kind: Read | None, tokens: int, heads: int, dim: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """({pass: jitted function}, operands of each pass, in the order of PASSES) of attention with a mod of that class (None:
-    without one).
+    """({pass: jitted function}, operands of each pass, in the order of PASSES) of attention with a mod of that class
+    (None: without one).
     """
     import jax
     import jax.numpy as jnp
@@ -216,8 +216,8 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def main() -> int:
-    """Times every class and prints the table after each head dim; returns the exit status, 1 where a class did not run. Ends early
-    where plain attention did not.
+    """Times every class and prints the table after each head dim; returns the exit status, 1 where a class did not run.
+    Ends early where plain attention did not.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)

@@ -49,8 +49,8 @@ def take(counter: Ref, shared: Ref) -> Scalar:
 
 
 def take_start(counter: Ref, word: Ref) -> None:
-    """Adds one to `counter` and writes what it was before to `word`; called by one whole warpgroup of the CTA, whose threads
-    then meet at a barrier. Other warpgroups need a barrier of their own before they read it.
+    """Adds one to `counter` and writes what it was before to `word`; called by one whole warpgroup of the CTA, whose
+    threads then meet at a barrier. Other warpgroups need a barrier of their own before they read it.
 
     counter, word   [1] int32 in global memory. `word` lies there because the kernel that uses this has no shared
                     memory to spare

@@ -148,8 +148,8 @@ def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
 
 
 def dq_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DqTiles:
-    """The best sizes of the dQ kernel that fit shared memory (`_candidates`). If none fit: 64 keys, rings of one slot, one
-    batch entry and no staged array.
+    """The best sizes of the dQ kernel that fit shared memory (`_candidates`). If none fit: 64 keys, rings of one slot,
+    one batch entry and no staged array.
 
     bias   dtypes of the staged array and of the direct gradients
     """

@@ -118,7 +118,8 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
 
 
 def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
-    """The largest sizes of the fused kernel that fit shared memory; None where it cannot run the plan or the options' tile.
+    """The largest sizes of the fused kernel that fit shared memory; None where it cannot run the plan or the options'
+    tile.
 
     Tiles of 128 queries come first, where `fits_128_query_tile`, then tiles of 64; for each, two slots of Q, dO and dQ,
     then one slot of dQ, then one of dO and dQ. None where

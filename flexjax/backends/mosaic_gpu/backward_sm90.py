@@ -153,8 +153,8 @@ def _split_extra(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[ja
 
 
 def _sum_over_sharing_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:
-    """The gradient of key_extra from that of every key head: sums, in float32, over the adjacent key heads that share extra
-    features.
+    """The gradient of key_extra from that of every key head: sums, in float32, over the adjacent key heads that share
+    extra features.
 
     x   [B, S, M, R] or [B, M, S, R]; the result has extra_heads in place of M and the dtype of x
     """

@@ -55,8 +55,8 @@ def backward_dkv(
     tiles: DkvTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel: one CTA for each key tile of each
-    key head.
+    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel: one CTA for each key tile of
+    each key head.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
@@ -126,8 +126,8 @@ class _Cta:
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
         """What computing warpgroup `group` does: dK (times scale) and dV of its keys.
 
-        With two computing warpgroups it raises its register limit. It copies its K and V to shared memory, makes all visits, overwrites K and V there by dK
-        and dV in the dtypes of K and V, and copies these to `outputs` by TMA.
+        With two computing warpgroups it raises its register limit. It copies its K and V to shared memory, makes all
+        visits, overwrites K and V there by dK and dV in the dtypes of K and V, and copies these to `outputs` by TMA.
         """
         tiles, scratch, products, tokens = self.tiles, self.scratch, self.products, self.inputs.tokens
         common.raise_register_limit(tiles.groups)
@@ -180,8 +180,9 @@ class _Cta:
         own_k, own_v = scratch.key.at[here], scratch.value.at[here]
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the tile, [rows, queries] float32. It waits for Q and dO, starts the product for dV on the way, and leaves
-            it in flight. Values of a staged array are read from shared memory, those of other arrays by the tile's program.
+            """dS^T of the tile, [rows, queries] float32. It waits for Q and dO, starts the product for dV on the way,
+            and leaves it in flight. Values of a staged array are read from shared memory, those of other arrays by the
+            tile's program.
 
             s_acc, dp_acc   accumulators for S^T and dP^T
             """
@@ -211,8 +212,8 @@ class _Cta:
         products.release(scratch.query_free.at[q_slot])
 
     def copy(self) -> None:
-        """The copying warpgroup: lowers its register limit if two compute, fills the rings with Q, row statistics, dO and, if an array is
-        staged, its tile of every visit, and waits until all were read.
+        """The copying warpgroup: lowers its register limit if two compute, fills the rings with Q, row statistics, dO
+        and, if an array is staged, its tile of every visit, and waits until all were read.
         """
         tiles, staging, scratch = self.tiles, self.staging, self.scratch
         common.lower_register_limit(tiles.groups)

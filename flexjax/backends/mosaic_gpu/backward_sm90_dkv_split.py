@@ -122,22 +122,22 @@ class _Cta:
         return self.math.at_rows(self.own.b, h, self.kv0, self.inputs.captures)
 
     def compute_dv(self, d_value: Ref) -> None:
-        """The dV warpgroup: computes P of every visit, hands P * mod' to the dK warpgroup, and adds P (with dropout) times dO
-        to dV; at the end writes dV over V in shared memory and to `d_value`. It raises its register limit, and waits for K
-        before the first visit.
+        """The dV warpgroup: computes P of every visit, hands P * mod' to the dK warpgroup, and adds P (with dropout)
+        times dO to dV; at the end writes dV over V in shared memory and to `d_value`. It raises its register limit, and
+        waits for K before the first visit.
         """
         scratch, products, rings, p_slots = self.scratch, self.products, self.rings, self.tiles.p_slots
         plgpu.set_max_registers(240, action="increase")
         plgpu.barrier_wait(scratch.own_full.at[KEYS_ARRIVED])
 
         def accumulate(dv_acc: Ref) -> jax.Array:
-            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32. In the simulator it also waits until
-            every tile of P was read.
+            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32. In the simulator it
+            also waits until every tile of P was read.
             """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P times d mod / d score to the dK warpgroup; frees
-                the slots of Q and dO for its part.
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P times d mod / d score to the dK
+                warpgroup; frees the slots of Q and dO for its part.
 
                 rows   what `rows_math` returned for h
                 """
@@ -147,8 +147,9 @@ class _Cta:
                 own_k = scratch.key.at[common.not_hoisted(jnp.int32(0), self.interpret)]
 
                 def probabilities(s_acc: Ref) -> jax.Array:
-                    """P^T of the tile times the dropout multiplier, in the inputs' dtype; waits for Q, and frees its slot. It also writes
-                    P^T times d mod / d score, float32, to the ring of P once its slot is free, and signals that.
+                    """P^T of the tile times the dropout multiplier, in the inputs' dtype; waits for Q, and frees its
+                    slot. It also writes P^T times d mod / d score, float32, to the ring of P once its slot is free, and
+                    signals that.
 
                     s_acc   accumulator for S^T
                     """
@@ -179,9 +180,9 @@ class _Cta:
         self.write(dv, own_v, d_value)
 
     def compute_dk(self, d_key: Ref) -> None:
-        """The dK warpgroup: dS of every visit from the P that the dV warpgroup hands over, multiplied by Q; at the end writes dK
-        times scale over K in shared memory and to `d_key`. It raises its register limit, and waits for V before the first
-        visit.
+        """The dK warpgroup: dS of every visit from the P that the dV warpgroup hands over, multiplied by Q; at the end
+        writes dK times scale over K in shared memory and to `d_key`. It raises its register limit, and waits for V
+        before the first visit.
         """
         math, scratch, products, rings = self.math, self.scratch, self.products, self.rings
         plgpu.set_max_registers(240, action="increase")
@@ -191,7 +192,8 @@ class _Cta:
             """Makes all visits of the CTA; returns the sum of dS^T Q times scale, dK, [SPLIT_KEYS, D] float32."""
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dK; waits for Q, dO and P and frees their slots for its part.
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK; waits for Q, dO and P and frees their slots
+                for its part.
 
                 rows   what `rows_math` returned for h, used for dropout alone
                 """
@@ -200,8 +202,9 @@ class _Cta:
                 own_v = scratch.value.at[common.not_hoisted(jnp.int32(0), self.interpret)]
 
                 def score_cotangents(dp_acc: Ref) -> jax.Array:
-                    """dS^T of the tile in the inputs' dtype: (dP^T - delta) times the tile of the ring of P, where dP^T = V dO^T, times the
-                    dropout multiplier if there is dropout. It waits for both tiles, and frees those of dO and P.
+                    """dS^T of the tile in the inputs' dtype: (dP^T - delta) times the tile of the ring of P, where dP^T
+                    = V dO^T, times the dropout multiplier if there is dropout. It waits for both tiles, and frees those
+                    of dO and P.
 
                     dp_acc   accumulator for dP^T; it starts at -delta where `starts_at_minus_delta`
                     """
@@ -249,8 +252,8 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
-        """The copying warpgroup: lowers its register limit, copies K and V once, then Q, row statistics and dO of every visit,
-        each when its slot is free, and waits until all were read.
+        """The copying warpgroup: lowers its register limit, copies K and V once, then Q, row statistics and dO of every
+        visit, each when its slot is free, and waits until all were read.
         """
         scratch, tokens = self.scratch, self.inputs.tokens
         plgpu.set_max_registers(24, action="decrease")

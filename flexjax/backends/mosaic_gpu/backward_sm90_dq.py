@@ -194,9 +194,10 @@ class _Cta:
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
         """What computing warpgroup `group` does: dQ of its queries for each of the E batch entries.
 
-        With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO, and makes the unmasked visits, then the masked ones.
-        dQ is scaled, converted to the dtype of query, and copied to `outputs.d_query` by TMA. Direct gradients are written
-        tile by tile during the visits, and zeros to the key tiles that this query tile skips.
+        With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO, and makes the
+        unmasked visits, then the masked ones. dQ is scaled, converted to the dtype of query, and copied to
+        `outputs.d_query` by TMA. Direct gradients are written tile by tile during the visits, and zeros to the key
+        tiles that this query tile skips.
         """
         math, tiles, plan = self.math, self.tiles, self.math.plan
         common.raise_register_limit(tiles.groups)
@@ -208,8 +209,8 @@ class _Cta:
         writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
         def accumulate(*dq_accs: Ref) -> list[jax.Array]:
-            """Makes the visits without the mask, then those with it; returns the sum of dS K times scale, dQ, [rows, D] float32, of
-            each batch entry.
+            """Makes the visits without the mask, then those with it; returns the sum of dS K times scale, dQ, [rows, D]
+            float32, of each batch entry.
 
             dq_accs   an accumulator for each batch entry
             """
@@ -230,8 +231,8 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_own(self, n: int, group: Scalar, q0: Scalar, d_query: Ref) -> OwnQueries:
-        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry, which arrive at `own_full[group]`, and
-        reads their row statistics from global memory to registers.
+        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry, which arrive at
+        `own_full[group]`, and reads their row statistics from global memory to registers.
 
         group     number of the warpgroup
         q0        its first query
@@ -260,12 +261,13 @@ class _Cta:
         dq_accs: tuple[Ref, ...],
         writer: DirectGradientWriter,
     ) -> None:
-        """The i-th visit with (`masked`) or without the mask: adds a key tile to dQ of every batch entry, one after the other,
-        and writes direct gradients.
+        """The i-th visit with (`masked`) or without the mask: adds a key tile to dQ of every batch entry, one after the
+        other, and writes direct gradients.
 
         group                  number of the warpgroup
         owned, rows, dq_accs   of each batch entry: its queries, P and dS of its rows, its accumulator of dQ
-        writer                 of the direct gradients, which are summed over the batch entries in float32 and written once
+        writer                 of the direct gradients, which are summed over the batch entries in float32 and written
+                               once
 
         After each batch entry it waits for the product for dQ and frees the slot of its keys.
         """
@@ -283,15 +285,15 @@ class _Cta:
     def add_to_dq(
         self, visited: "VisitedTile", own: OwnQueries, rows: RowMath, dq_acc: Ref
     ) -> tuple[tuple[jax.Array, ...], Scalar]:
-        """Starts the product dQ += dS K for one tile, once its keys, values and staged tile have arrived; returns (the direct
-        gradients of the tile, the slot of its keys).
+        """Starts the product dQ += dS K for one tile, once its keys, values and staged tile have arrived; returns (the
+        direct gradients of the tile, the slot of its keys).
 
         visited     the tile and its batch entry
         own, rows   the warpgroup's queries of this batch entry, and P and dS of their rows
         dq_acc      accumulator of dQ, [rows, D] float32
 
-        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the staged tile at the last
-        batch entry, that of the keys by the caller once the product is done.
+        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the staged tile at
+        the last batch entry, that of the keys by the caller once the product is done.
         """
         n, number, kv0, masked, group = visited
         math, tiles, scratch, products = self.math, self.tiles, self.scratch, self.products
@@ -333,8 +335,8 @@ class _Cta:
     # --------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: lowers its register limit if two compute, copies the keys, values and staged tile of every visit into their
-        rings, visits without the mask first, and waits until all were read.
+        """The copying warpgroup: lowers its register limit if two compute, copies the keys, values and staged tile of
+        every visit into their rings, visits without the mask first, and waits until all were read.
         """
         common.lower_register_limit(self.tiles.groups)
         source = None if self.staging is None else self.staging.source(self.inputs.captures, self.b, self.h)
@@ -347,8 +349,8 @@ class _Cta:
             common.wait_until_read(self.total, (scratch.staged.free, tiles.staged_slots))
 
     def copy_visit(self, i: Scalar, masked: bool, source: Ref | None) -> None:
-        """Starts the copies of what the i-th visit with (`masked`) or without the mask reads, each once its slot is free: keys
-        and values of each batch entry, and one staged tile for all of them.
+        """Starts the copies of what the i-th visit with (`masked`) or without the mask reads, each once its slot is
+        free: keys and values of each batch entry, and one staged tile for all of them.
 
         source   the [query, key] matrix of the staged array; None: nothing is staged
         """

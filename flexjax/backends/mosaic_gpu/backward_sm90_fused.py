@@ -232,9 +232,9 @@ class _Cta:
 
         takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter
 
-        In a fixed order the start number says what the CTA owns, and all warpgroups wait for it; the simulator takes the
-        number of the CTA instead. In any order the number of the CTA does; with block lists, key tiles with most visits
-        come first.
+        In a fixed order the start number says what the CTA owns, and all warpgroups wait for it; the simulator takes
+        the number of the CTA instead. In any order the number of the CTA does; with block lists, key tiles with most
+        visits come first.
         """
         problem, plan, order = self.problem, self.problem.plan, self.problem.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
@@ -261,8 +261,8 @@ class _Cta:
         return OwnKeys(b, key_head, mask_b, tile, rank)
 
     def copy_in(self) -> None:
-        """The copying warpgroup: lowers its register limit, takes the start number (`claim`), and copies K and V once, then Q,
-        row statistics and dO of every visit; then waits until all slots were read.
+        """The copying warpgroup: lowers its register limit, takes the start number (`claim`), and copies K and V once,
+        then Q, row statistics and dO of every visit; then waits until all slots were read.
         """
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own, problem, tokens, scratch = (
@@ -284,11 +284,11 @@ class _Cta:
         self.rings.drain(problem.visits.each(self.inputs.visits, own, lambda h: None, step))
 
     def add_dq(self) -> None:
-        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register limit, and
-        waits at the end until its additions are done.
+        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register
+        limit, and waits at the end until its additions are done.
 
-        Where dQ is late, it first frees every slot, and drops the tile that the first visit hands over, because that tile is of
-        no visit.
+        Where dQ is late, it first frees every slot, and drops the tile that the first visit hands over, because that
+        tile is of no visit.
         """
         problem, scratch = self.problem, self.scratch
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
@@ -308,13 +308,14 @@ class _Cta:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
-        """Adds the dQ tile in slot `slot` to query tile `q_tile` of head h in memory, once the tile is there, and frees the slot.
+        """Adds the dQ tile in slot `slot` to query tile `q_tile` of head h in memory, once the tile is there, and frees
+        the slot.
 
         own   what the CTA owns; its rank says which partial sum of the head the tile is added to
 
-        In any order TMA adds it at once. In a fixed order it waits until as many CTAs as its ticket says have added to the
-        tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket is rank // sums where there are no
-        `tickets`. The simulator adds at once in either case, and counts nothing.
+        In any order TMA adds it at once. In a fixed order it waits until as many CTAs as its ticket says have added to
+        the tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket is rank // sums where
+        there are no `tickets`. The simulator adds at once in either case, and counts nothing.
         """
         problem, plan, scratch = self.problem, self.problem.plan, self.scratch
         sums = problem.sums
@@ -345,8 +346,8 @@ class _Cta:
 
 
 def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
-    """Waits until counts[index] is at least `least`, without changing it; then makes visible what other CTAs wrote before they
-    counted.
+    """Waits until counts[index] is at least `least`, without changing it; then makes visible what other CTAs wrote
+    before they counted.
 
     counts   int32 in global memory
     """
@@ -414,8 +415,9 @@ class _ComputingWarpgroup:
         return ROWS, self.problem.tiles.dq_columns(self.scratch.key.shape[-1])
 
     def run(self, outputs: Outputs[Ref]) -> None:
-        """All of the warpgroup's work: it raises its register limit, waits for K and V, makes all visits, and waits for the other
-        computing warpgroup's last product; then it writes dK and dV over K and V in shared memory and from there to `outputs`.
+        """All of the warpgroup's work: it raises its register limit, waits for K and V, makes all visits, and waits for
+        the other computing warpgroup's last product; then it writes dK and dV over K and V in shared memory and from
+        there to `outputs`.
         """
         problem, scratch, math = self.problem, self.scratch, self.math
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -426,7 +428,8 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.own_full)
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and [ROWS, E] float32.
+            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and [ROWS,
+            E] float32.
 
             Where dQ is late, it also hands over the last visit's dQ, which no later visit does.
             """
@@ -469,8 +472,8 @@ class _ComputingWarpgroup:
         masked           whether the mask applies
         dk_acc, dv_acc   accumulators, [ROWS, D] and [ROWS, E] float32
 
-        It waits for Q and dO of the visit and frees their slots, and writes dS^T to shared memory. Where dQ is not late it
-        waits for the dS^T of the other warpgroup.
+        It waits for Q and dO of the visit and frees their slots, and writes dS^T to shared memory. Where dQ is not late
+        it waits for the dS^T of the other warpgroup.
         """
         problem, scratch, products, late = self.problem, self.scratch, self.products, self.problem.dq_is_late
         q_slot, out_slot = self.cta.rings.slots(number)
@@ -578,8 +581,8 @@ class _ComputingWarpgroup:
         return ds
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
-        """Starts the product for this warpgroup's half of a dQ tile, dS K, without scale, from dS^T of both warpgroups in slot
-        `ds_slot`: its half of the queries (`dq_by_queries`) or of the columns.
+        """Starts the product for this warpgroup's half of a dQ tile, dS K, without scale, from dS^T of both warpgroups
+        in slot `ds_slot`: its half of the queries (`dq_by_queries`) or of the columns.
 
         dq_acc   its accumulator, of the shape `dq_part`
         """
@@ -596,8 +599,8 @@ class _ComputingWarpgroup:
         """Writes the half of a dQ tile to shared memory once its slot is free, and tells the adding warpgroup.
 
         dq       of the shape `dq_part`, float32
-        number   running number of the dQ tile, which gives its slot. Where dQ is late every call waits for the slot; otherwise
-                 the first calls, one for each slot, do not wait
+        number   running number of the dQ tile, which gives its slot. Where dQ is late every call waits for the slot;
+                 otherwise the first calls, one for each slot, do not wait
         """
         scratch, slots = self.scratch, self.problem.tiles.dq_slots
         slot = common.slot_of(number, slots)
@@ -612,8 +615,8 @@ class _ComputingWarpgroup:
         plgpu.barrier_arrive(scratch.dq_full.at[slot])
 
     def finish_late_dq(self, total: Scalar) -> None:
-        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does. Without visits it hands
-        over the tile without meaning that `_Cta.add_dq` drops.
+        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does. Without
+        visits it hands over the tile without meaning that `_Cta.add_dq` drops.
         """
 
         def last(dq_acc: Ref) -> jax.Array:
@@ -629,8 +632,8 @@ class _ComputingWarpgroup:
 
 
 def _gather_dq(problem: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
-    """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by the
-    scale.
+    """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by
+    the scale.
 
     tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of
             the two computing warpgroups one below the other, which are halves of the queries or, with tiles of 64

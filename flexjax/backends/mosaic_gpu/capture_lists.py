@@ -146,9 +146,9 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> 
     lists   the block lists of the call; None: every tile is visited
     shape   from `shape_for`
 
-    Within a list visits are in the order of heads, then tiles. A list may be empty. The visits of a scalar's list are one of
-    `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset` is None unless heads
-    with block lists of their own are joined.
+    Within a list visits are in the order of heads, then tiles. A list may be empty. The visits of a scalar's list are
+    one of `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset`
+    is None unless heads with block lists of their own are joined.
     """
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {

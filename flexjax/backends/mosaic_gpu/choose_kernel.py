@@ -98,8 +98,9 @@ def backward_kernels(
 def fused_is_faster(plan: KernelPlan) -> bool:
     """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
 
-    False with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in any
-    order, even if no tile of the fused kernel fits; in a fixed order, by `_ordered_dq_is_fast`, and False if none fits.
+    False with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in
+    any order, even if no tile of the fused kernel fits; in a fixed order, by `_ordered_dq_is_fast`, and False if none
+    fits.
     """
     if ir.TILE in _load_kinds(plan):
         return False

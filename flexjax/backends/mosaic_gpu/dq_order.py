@@ -136,8 +136,8 @@ class Assignment(typing.NamedTuple):
 
 
 def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Assignment:
-    """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, the last time the heads that are
-    left, and among these rank 0 of each head, then rank 1 of each, and so on.
+    """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, the last time the heads that
+    are left, and among these rank 0 of each head, then rank 1 of each, and so on.
 
     start       the CTA's start number, int32 scalar
     kv_tiles    key tiles of a head
@@ -156,8 +156,8 @@ def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: in
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
-    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32. It is the number of
-    visiting key tiles of lower rank whose rank is the same modulo `order.sums`.
+    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32. It is the number
+    of visiting key tiles of lower rank whose rank is the same modulo `order.sums`.
 
     visited   1 where the key tile visits the query tile, else 0, in the same shape
 

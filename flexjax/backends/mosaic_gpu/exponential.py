@@ -93,7 +93,9 @@ def exp2_by_instruction(x: ir.Value) -> ir.Value:
 
 
 def _exp2_by_polynomial(x: ir.Value) -> ir.Value:
-    """2^x of an f32 up to 127 by the polynomial at the top of this file, exactly 0 from LOWEST down; inside `inline_mgpu`."""
+    """2^x of an f32 up to 127 by the polynomial at the top of this file, exactly 0 from LOWEST down; inside
+    `inline_mgpu`.
+    """
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     number = lambda value: mgpu.c(float(value), f32)
     x = arith.maximumf(x, number(LOWEST))

@@ -70,8 +70,8 @@ def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret: bool) -> None:
-    """Adds value * factor, rounded to the nearest 64-bit integer, to sums[index], inside a kernel; several elements may have
-    one index. Indices are not checked.
+    """Adds value * factor, rounded to the nearest 64-bit integer, to sums[index], inside a kernel; several elements may
+    have one index. Indices are not checked.
 
     sums        [size, 2] uint32 in global memory; in the simulator [size] float32, to which `value` is added without
                 the factor
@@ -95,8 +95,8 @@ def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret
         values    registers of the numbers
         factor    what multiplies the numbers before they are rounded
 
-        Two numbers of the thread that are 8 rows and 8 columns apart and go to one element are added to each other first; zeros
-        are left out.
+        Two numbers of the thread that are 8 rows and 8 columns apart and go to one element are added to each other
+        first; zeros are left out.
         """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))

@@ -135,8 +135,8 @@ def simulator() -> object:
 
 
 def _allocated(part: Description) -> object:
-    """A description of shared memory in the form in which Pallas allocates it: barriers, a plain array, or swizzled tiles
-    (`_swizzled`).
+    """A description of shared memory in the form in which Pallas allocates it: barriers, a plain array, or swizzled
+    tiles (`_swizzled`).
     """
     if isinstance(part, Barriers):
         return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=() if part.count is None else part.count)
@@ -259,8 +259,8 @@ def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: in
 
 
 def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
-    """x with zeros appended up to T = `length` tokens and D = `dim` features; x itself if it has these sizes. It must not be
-    longer.
+    """x with zeros appended up to T = `length` tokens and D = `dim` features; x itself if it has these sizes. It must
+    not be longer.
 
     x   [B, T, N, D] (`layout` "BTNH") or [B, N, T, D]
     """

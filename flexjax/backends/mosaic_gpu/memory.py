@@ -122,7 +122,8 @@ def load_affine(
     shape: tuple[int, ...],
     interpret: bool,
 ) -> jax.Array:
-    """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory, as float32, int32 or uint32.
+    """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory, as float32, int32 or
+    uint32.
 
     ref         an array in global memory
     index       for each dimension of the array: the index at row 0 and column 0 of the vector or tile, a scalar
@@ -185,8 +186,8 @@ def load_affine(
 
 
 def _varying_part(ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...]) -> tuple[Ref, list[int]]:
-    """The part of `ref` that remains after its other dimensions are indexed (`ref` itself if all dimensions vary), and the
-    stride of each varying dimension.
+    """The part of `ref` that remains after its other dimensions are indexed (`ref` itself if all dimensions vary), and
+    the stride of each varying dimension.
 
     index    for each dimension the index, which is used where `varies` is false
     varies   for each dimension whether the index differs between elements; such a dimension stays whole
@@ -225,8 +226,8 @@ def load_staged(tile: Ref, interpret: bool) -> jax.Array:
 
 
 def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
-    """The transpose of a tile of a captured array, [columns, rows], read from its slot in shared memory to registers, as
-    float32, int32 or uint32.
+    """The transpose of a tile of a captured array, [columns, rows], read from its slot in shared memory to registers,
+    as float32, int32 or uint32.
 
     tile   [rows, columns] in shared memory, after the copy has arrived
 

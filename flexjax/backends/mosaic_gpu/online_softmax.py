@@ -111,8 +111,9 @@ class OnlineSoftmax:
                  because the tile has the rest (`thread_tiles.add_period_slope`)
         state    before the tile
 
-        With large scores only `scores.tile` is read, which is the whole score. With a static reference nothing is rescaled, and
-        `row_term` counts. Otherwise the reference follows the maximum of the scores without `row_term`, which `finish` adds.
+        With large scores only `scores.tile` is read, which is the whole score. With a static reference nothing is
+        rescaled, and `row_term` counts. Otherwise the reference follows the maximum of the scores without `row_term`,
+        which `finish` adds.
         """
         if self.large_scores:
             return self._step_of_large_scores(scores.tile, state)
@@ -169,8 +170,8 @@ class OnlineSoftmax:
         offset        scalar that is added to the product; None: nothing
         base          [rows] float32
 
-        With `lazy_rescale` a reference rises only where the maximum exceeds it by RESCALE_THRESHOLD powers of two. Otherwise it
-        is the larger of both, and `needed` is always 1.
+        With `lazy_rescale` a reference rises only where the maximum exceeds it by RESCALE_THRESHOLD powers of two.
+        Otherwise it is the larger of both, and `needed` is always 1.
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
@@ -223,7 +224,8 @@ class OnlineSoftmax:
         out       [rows, value dim] float32, the sum of P V
         rescale   of that tile
 
-        With a static reference `out` itself; with `lazy_rescale` warps whose references did not change skip the product.
+        With a static reference `out` itself; with `lazy_rescale` warps whose references did not change skip the
+        product.
         """
         if self.reference is not None:
             return out
@@ -239,8 +241,8 @@ class OnlineSoftmax:
                    of scores; None: nothing was left out, as always with large scores and with a static reference
 
         The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference
-        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN. A finite
-        `row_term` leaves the sum as it is.
+        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN. A
+        finite `row_term` leaves the sum as it is.
         """
         total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
         if row_term is not None:  # -inf hides the row; any other value that is not finite is passed on
@@ -264,7 +266,8 @@ class OnlineSoftmax:
         return jnp.exp2(difference * f32(LOG2E) if self.large_scores else difference)
 
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
-        """The natural logarithm of the softmax denominator, [rows]; -inf where reference and total say that nothing is visible.
+        """The natural logarithm of the softmax denominator, [rows]; -inf where reference and total say that nothing is
+        visible.
 
         reference   [rows], in the unit of references
         total       [rows], the sum of exponentials relative to `reference`

@@ -52,8 +52,8 @@ class Staging:
     transposed: bool = False
 
     def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
-        """The [query, key] matrix of the array in global memory that head (b, h) reads, by the load's leading indices; nothing is
-        read of it.
+        """The [query, key] matrix of the array in global memory that head (b, h) reads, by the load's leading indices;
+        nothing is read of it.
         """
         program = TileProgram(
             self.derivative,
@@ -207,8 +207,8 @@ class DirectGradientWriter:
             self._send(kv0)
 
     def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
-        """Starts the copies of zeros to the key tiles that query tile `tile` skips, for each gradient. Nothing without direct
-        gradients, without a block mask, or if it skips none.
+        """Starts the copies of zeros to the key tiles that query tile `tile` skips, for each gradient. Nothing without
+        direct gradients, without a block mask, or if it skips none.
 
         visits    of the dQ kernel
         skipped   from `skipped_blocks`
@@ -226,8 +226,8 @@ class DirectGradientWriter:
             pl.loop(0, count)(lambda i: self._send(key_tile(i) * self.tiles.keys))
 
     def _fill(self, values: tuple[jax.Array, ...]) -> None:
-        """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype, once the copies before have read
-        them.
+        """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype, once the copies before
+        have read them.
 
         values   [queries, keys] float32 for each gradient
         """

@@ -14,9 +14,9 @@ def unsupported(program: ir.Program) -> str | None:
     """Why the kernels cannot evaluate the program, as the end of a sentence whose subject is the program; None if
     they can.
 
-    The first of: a jaxpr that tracing could not unroll; a captured array of a dtype outside of DTYPES; then, step by step,
-    a result of such a dtype, a load from an empty array, a load whose varying indices span 2^31 or more elements, or an
-    operation that `_unsupported_op` names.
+    The first of: a jaxpr that tracing could not unroll; a captured array of a dtype outside of DTYPES; then, step by
+    step, a result of such a dtype, a load from an empty array, a load whose varying indices span 2^31 or more elements,
+    or an operation that `_unsupported_op` names.
     """
     if program.calls:
         return f"contains control flow that could not be unrolled (`{program.calls[0].name}`)"

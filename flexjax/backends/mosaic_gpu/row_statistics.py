@@ -31,8 +31,8 @@ UNIT = 256
 
 
 def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
-    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is the number of queries rounded up
-    to UNIT.
+    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is the number of queries
+    rounded up to UNIT.
 
     results        of the forward pass
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used, and counts as 0
@@ -88,8 +88,8 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The kernel: one CTA of one warpgroup copies O and dO of ROWS queries of one head to shared memory, sums their products
-        in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
+        """The kernel: one CTA of one warpgroup copies O and dO of ROWS queries of one head to shared memory, sums their
+        products in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
         """
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS

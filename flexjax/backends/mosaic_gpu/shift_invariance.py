@@ -33,8 +33,8 @@ def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> b
 def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
     """The change of an atom, None where unknown.
 
-    0 for literals and for values of b, h and q - kv alone; (a + b) * period for an affine integer a * q + b * kv + c; None
-    for what depends on the score; otherwise the entry of `known`.
+    0 for literals and for values of b, h and q - kv alone; (a + b) * period for an affine integer a * q + b * kv + c;
+    None for what depends on the score; otherwise the entry of `known`.
 
     known   id of a value -> its change, for the values of earlier steps
     """
@@ -78,11 +78,11 @@ def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
     step      the operation
     changes   those of its arguments, None where unknown
 
-    0 where no argument changes. Otherwise None unless the change of each argument is known, and is 0 for floats and bools,
-    and the range of each integer argument is known, so that it does not wrap around. Then there are rules for copies,
-    conversions to an integer of known range, neg, add, sub, products with a literal, comparisons of two equal changes (0),
-    max and min of two equal changes, select_n between equal changes by an argument that does not change, and what
-    `_change_of_quotient` has.
+    0 where no argument changes. Otherwise None unless the change of each argument is known, and is 0 for floats and
+    bools, and the range of each integer argument is known, so that it does not wrap around. Then there are rules for
+    copies, conversions to an integer of known range, neg, add, sub, products with a literal, comparisons of two equal
+    changes (0), max and min of two equal changes, select_n between equal changes by an argument that does not change,
+    and what `_change_of_quotient` has.
     """
     if all(g == 0 for g in changes):
         return 0
@@ -115,7 +115,8 @@ def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
 
 
 def _change_of_quotient(step: ir.Op, change: int) -> int | None:
-    """The change of a quotient or remainder by a positive literal that divides the change of the numerator; None otherwise.
+    """The change of a quotient or remainder by a positive literal that divides the change of the numerator; None
+    otherwise.
 
     step     any operation of integers
     change   of the numerator

@@ -122,9 +122,9 @@ def affine_tile(
     row      [rows], int32 or float32
     step     a Python or numpy number; for float32 also a scalar of the kernel
     shape    (rows, columns) of the result
-    period   for int32 alone, a power of two: the result is taken modulo this number, 0 .. period - 1. Columns of a thread
-             are 8 apart, so with a small period most elements of a thread are equal, and each distinct one is computed
-             once. 0: no modulo
+    period   for int32 alone, a power of two: the result is taken modulo this number, 0 .. period - 1. Columns of a
+             thread are 8 apart, so with a small period most elements of a thread are equal, and each distinct one is
+             computed once. 0: no modulo
     """
     floating = jnp.issubdtype(row.dtype, jnp.floating)
     if interpret:
@@ -242,8 +242,8 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
     row     [rows] int32; row[r] - step * c must not overflow
     shape   (rows, columns) of the result
 
-    It takes one signed comparison with a constant for each element, and no register for column numbers, because the lane's
-    part of step * c is subtracted from the row.
+    It takes one signed comparison with a constant for each element, and no register for column numbers, because the
+    lane's part of step * c is subtracted from the row.
     """
     if interpret:
         columns = step * jnp.arange(shape[1], dtype=jnp.int32)[None, :]
@@ -350,9 +350,9 @@ def follow_maximum(
     threshold       in the unit of references
     powers_of_two   powers of two in one unit of a reference
 
-    Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the reference
-    is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes exchange
-    maxima only in such warps.
+    Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the
+    reference is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes
+    exchange maxima only in such warps.
     """
     rows = base.shape[0]
     if interpret:
@@ -422,7 +422,8 @@ def follow_maximum(
 
 
 def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
-    """[rows]: the sum of the elements that a thread holds of each row of a tile; in the simulator the sum of the whole row.
+    """[rows]: the sum of the elements that a thread holds of each row of a tile; in the simulator the sum of the whole
+    row.
 
     The four lanes of a row have different numbers, although the layout says that they agree. `sum_lanes` adds them
     up.

@@ -25,8 +25,8 @@ DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *NARROW_B
 
 
 def inner_dtype(name: str) -> type[np.generic]:
-    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32 for floats, uint32 for
-    uint32, int32 for all other integers.
+    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32 for floats,
+    uint32 for uint32, int32 for all other integers.
     """
     if name == "bool":
         return np.bool_
@@ -69,8 +69,8 @@ def _round_half_away(x: Value) -> Value:
 
 
 def _log1p(x: Value) -> Value:
-    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits. -inf for -1, NaN
-    below.
+    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits. -inf for -1,
+    NaN below.
     """
     s = x / (np.float32(2) + x)
     s2 = s * s
@@ -114,8 +114,8 @@ def _cos(x: Value) -> Value:
 
 
 def _pow(x: Value, y: Value) -> Value:
-    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer; 1 for y = 0 or
-    x = 1.
+    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer; 1 for y =
+    0 or x = 1.
     """
     one, zero = np.float32(1), np.float32(0)
     size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
@@ -141,8 +141,8 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
-    """The remainder of a / b rounded toward zero, which has the sign of a, for floats; a where b is infinite, NaN where b is
-    0. A quotient that float32 rounded to the next integer is corrected once.
+    """The remainder of a / b rounded toward zero, which has the sign of a, for floats; a where b is infinite, NaN where
+    b is 0. A quotient that float32 rounded to the next integer is corrected once.
     """
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))
@@ -162,8 +162,8 @@ def _sign(x: Value) -> Value:
 
 
 def _population_count(x: Value) -> Value:
-    """The number of bits that are set, in the dtype of x, summed pairwise within the 32 bits; `apply` cuts narrower integers to
-    their bits before.
+    """The number of bits that are set, in the dtype of x, summed pairwise within the 32 bits; `apply` cuts narrower
+    integers to their bits before.
     """
     u = x.astype(jnp.uint32)
     u = u - ((u >> 1) & np.uint32(0x55555555))
@@ -257,9 +257,9 @@ def _wrap(x: Value, dtype: str) -> Value:
 def _convert(x: Value, old: str, new: str) -> Value:
     """x, of program dtype `old`, converted to program dtype `new` as `convert_element_type` does.
 
-    To bool: whether x is not 0. To floats: through float32, rounded to `new`. A float that an 8- or 16-bit integer cannot
-    hold becomes that integer's nearest value; integers that it cannot hold wrap around. Floats become int32 and uint32 as
-    the hardware converts them.
+    To bool: whether x is not 0. To floats: through float32, rounded to `new`. A float that an 8- or 16-bit integer
+    cannot hold becomes that integer's nearest value; integers that it cannot hold wrap around. Floats become int32 and
+    uint32 as the hardware converts them.
     """
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)
@@ -306,8 +306,9 @@ def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
 
     The result has that shape and the inner dtype of the step's result; integers narrower than 32 bits wrap around. On
     bools "add" and "max" are "or", "mul" and "min" are "and". A float division by a literal is a product with its
-    reciprocal, if that is finite. `select_n` by an integer past the last case takes the last case. Floats of 16 bits are
-    rounded only by conversions and `reduce_precision`. Raises NotImplementedError for a primitive outside of SUPPORTED.
+    reciprocal, if that is finite. `select_n` by an integer past the last case takes the last case. Floats of 16 bits
+    are rounded only by conversions and `reduce_precision`. Raises NotImplementedError for a primitive outside of
+    SUPPORTED.
     """
     name, params, dtype = step.prim, dict(step.params), step.out.dtype
     operand = step.inputs[0].dtype

@@ -72,8 +72,8 @@ class TileVisits:
     def counts(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar) -> VisitCounts:
         """How many tiles the owned tile of head (b, h) visits.
 
-        Without lists all tiles, with the mask if `mask_all`, else without; otherwise those of the full list without and those
-        of the partial list with the mask, 0 for a list that is None.
+        Without lists all tiles, with the mask if `mask_all`, else without; otherwise those of the full list without and
+        those of the partial list with the mask, 0 for a list that is None.
         """
         if not self.lists:
             zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
@@ -158,8 +158,8 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
 
 
 def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: int) -> jax.Array | None:
-    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles by falling number of visits, equal ones in
-    their own order; None without a block mask or where it has no lists, because all then visit equally many.
+    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles by falling number of visits, equal ones
+    in their own order; None without a block mask or where it has no lists, because all then visit equally many.
 
     own_tiles   how many owned tiles a head has
     """
@@ -218,8 +218,9 @@ class KeyTileVisits:
         begin   query head -> what `step` gets for all visits of this head; called once a head, also without visits
         step    called once for each visit; returns nothing
 
-        The query heads that read the key head come one after the other, and for each the visits without the mask come first.
-        `number` counts the visits before this one, over all of those heads. `masked`, a bool, says whether the mask applies.
+        The query heads that read the key head come one after the other, and for each the visits without the mask come
+        first. `number` counts the visits before this one, over all of those heads. `masked`, a bool, says whether the
+        mask applies.
         """
         plan, visits = self.plan, self.visits
 

@@ -11,13 +11,15 @@ Array = jax.Array
 
 
 def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
-    """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along each diagonal of a block.
-
-    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys of a
+    """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along each diagonal of a
     block.
 
-    Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the L of a
-    window and a zero, which no entry of the tile gets), repeated and cut into rows of L, move by one element from row to row.
+    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys
+    of a block.
+
+    Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the
+    L of a window and a zero, which no entry of the tile gets), repeated and cut into rows of L, move by one element
+    from row to row.
     """
     length = bq + bk - 1
     *head, blocks, _ = windows.shape
@@ -31,8 +33,8 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
 def sum_diagonals(tile: Array, bq: int, bk: int) -> Array:
     """The sum of each diagonal of each key block of a tile [.., bq, blocks * bk], as windows [.., blocks, bq + bk - 1].
 
-    It is the transpose of along_diagonals: element i - k + bk - 1 of a window sums tile[i, j * bk + k]. bq, bk: queries of the
-    tile, keys of a block.
+    It is the transpose of along_diagonals: element i - k + bk - 1 of a window sums tile[i, j * bk + k]. bq, bk: queries
+    of the tile, keys of a block.
     """
     length = bq + bk - 1
     *head, _, width = tile.shape

@@ -70,8 +70,8 @@ class XlaTile:
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
         """The result of an elementwise operation on operands that broadcast.
 
-        With `guard`, an operation whose result depends on both q and kv gets 1 in place of its floating operands at hidden
-        entries; other operations get their operands as they are.
+        With `guard`, an operation whose result depends on both q and kv gets 1 in place of its floating operands at
+        hidden entries; other operations get their operands as they are.
         """
         if self.guard is not None and {"q", "kv"} <= op.out.axes:
             args = [_guarded(a, self.guard) for a in args]
@@ -83,10 +83,11 @@ class XlaTile:
         return self.read(load, self.captures[load.capture])
 
     def read(self, load: Load, array: Array) -> Array:
-        """The elements that the load reads over the tile, taken from `array`: its captured array, or a tangent of that array.
+        """The elements that the load reads over the tile, taken from `array`: its captured array, or a tangent of that
+        array.
 
-        A load that is a slice for each key block is read as slices, any other as a gather at `indices`, clipped to the array, so
-        the program has to be evaluated on this tile first. A captured scalar comes as [1, 1, 1, 1].
+        A load that is a slice for each key block is read as slices, any other as a gather at `indices`, clipped to the
+        array, so the program has to be evaluated on this tile first. A captured scalar comes as [1, 1, 1, 1].
         """
         plan = slice_plan(load)
         if plan is not None:
