@@ -103,9 +103,14 @@ def prefetch_count_after_order(added: int) -> int:
 
 
 def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
-    """Runs a kernel over all visits, in one or several launches; returns its output arrays in the pytree of `call.outputs`.
+    """Runs a kernel over all visits, in one launch or one for each chunk; returns its output arrays in the pytree of
+    `call.outputs`.
 
     body   the kernel body, called in each grid step
+
+    Launches write into the same outputs, but none can read what an earlier one wrote. A block that no visit writes is 0
+    where its
+    Output is `zeroed` or there are several chunks, and undefined otherwise.
     """
     order, hoisted = call.order, call.hoisted
     inputs, input_tree = jax.tree.flatten(call.inputs)
@@ -144,7 +149,9 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
         """The outputs after one launch.
 
         chunk    which chunk of the visit lists the launch visits
-        before   the outputs before it; the launch writes into those that are passed through
+        before   the outputs before it; the launch writes into those that are passed through (all if there are several
+                 chunks, else
+                 those that are `zeroed`)
         """
         tables, visits = order.prefetch_arrays(chunk)
         pallas_call = pl.pallas_call(
