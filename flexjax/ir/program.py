@@ -349,7 +349,11 @@ class LoadClass:
 
 
 def _dim_kind(atom: Atom) -> str:
-    """What an index of a load is, in the words of LoadClass.dims: "uniform", "q", "kv", "delta", "-delta" or "other"."""
+    """What an index of a load is, in the words of LoadClass.dims: "uniform", "q", "kv", "delta", "-delta" or "other".
+
+    Terms of b and h and constants do not count; any other coefficients of q and kv than 0, 1 and these pairs give
+    "other".
+    """
     if not axes_of(atom) - UNIFORM:
         return "uniform"
     linear = atom.linear if isinstance(atom, Val) else None

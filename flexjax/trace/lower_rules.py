@@ -85,7 +85,11 @@ def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarra
 
 
 def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
-    """The rule of `pad` for an array of atoms; None (a Call) for negative padding, which cuts the array."""
+    """The rule of `pad`: the elements of the operand with low, high and interior padding, as an array of atoms; None (a
+    Call) for negative padding, which cuts the array.
+
+    Raises ModError for a captured or lazy operand that is too large to unroll.
+    """
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
@@ -111,7 +115,8 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: combines the elements along the axes one after the other, in their order."""
+        """The rule: combines the elements along the axes one after the other, in their order; no elements give `unit`.
+        """
         atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
         dtype = eqn.outvars[0].aval.dtype
         moved = np.moveaxis(atoms, axes, range(len(axes)))
@@ -182,7 +187,10 @@ def _cumulative(prim: str) -> Rule:
 
 
 def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result."""
+    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result.
+
+    Atoms are converted to the dtype of the result before they are multiplied; a sum of no products is 0.
+    """
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     a, b = (self.as_atoms(x) for x in args)
     dtype = eqn.outvars[0].aval.dtype
@@ -207,7 +215,10 @@ def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np
 
 
 def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects."""
+    """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects.
+
+    An index below 0 takes the first branch, one past the last branch the last.
+    """
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
     not_ = lambda truth: self.builder.op("not", (truth,), "bool")
