@@ -99,12 +99,15 @@ def profile(
 
     query, key, value, return_aux, implementation, **arguments   as for flex_attention; concrete arrays
     backward         also times both passes, with a cotangent of ones
-    seconds          for the timed calls of each pass; at least three are timed
+    seconds          for the timed calls of each pass; 3 to 100 are timed
 
         print(flexjax.profile(q, k, v, mask_mod=flexjax.masks.causal))
 
-    The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel wastes nothing,
-    and a long time with few blocks that the mask is at work. Raises what flex_attention would raise.
+    The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel
+    wastes nothing,
+    and a long time with few blocks that the mask is at work. Gradients are those of query, key and value alone. Raises
+    what
+    flex_attention would raise, TypeError for a keyword that it does not have, and ValueError for tracers.
     """
     refuse_unknown_keywords("profile", arguments, Arguments.__annotations__)
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):

@@ -164,7 +164,8 @@ def device_time(call: Callable[..., object], *operands: jax.Array | None, calls:
 
     calls   number of calls that CUPTI measures
 
-    Without CUPTI the time is that of back-to-back launches.
+    Where CUPTI fails the time is that of back-to-back launches: the median of 7 rounds of 10. One call before is not
+    timed.
     """
     jax.block_until_ready(call(*operands))
     try:

@@ -128,10 +128,12 @@ def _error(problem: Workload, sample: list[np.ndarray]) -> float:
 
 
 def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes out and the gradient of q of a workload by dense attention in numpy, at some queries: float64 [B, rows, N, D]
-    each.
+    """Computes out and the gradient of q of a workload by dense attention in numpy, at some queries: float64 [B, rows,
+    N, D] each.
 
     rows   the positions of these queries
+
+    The workload's mask is applied; a score mod is not.
     """
     stored = {name: jnp.asarray(x, problem.dtype).astype(jnp.float32) for name, x in problem.arrays().items()}
     q, k, v, d_out = (np.asarray(stored[name], np.float64) for name in ("q", "k", "v", "d_out"))
@@ -162,7 +164,7 @@ def machine() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The model name of the CPU."""
+    """The model name of the CPU, from /proc/cpuinfo; where there is none, what Python's `platform` says."""
     try:
         with open("/proc/cpuinfo") as info:
             names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]

@@ -17,7 +17,9 @@ from flexjax.bench.suites import MODS, Workload, document_ids
 
 
 def facts() -> dict[str, str]:
-    """The version of torch, by name; sets torch up for the suite. Raises RuntimeError if torch finds no GPU."""
+    """The version of torch, by name; sets torch up for the suite (recompilation limit, gradients asked for twice).
+    Raises RuntimeError if torch finds no GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():

@@ -148,7 +148,9 @@ _REASONS = {  # why each argument of flax cannot be honoured
 
 
 def _refuse(**given: object) -> None:
-    """Raises ValueError if one of flax's arguments, given by name, has a value that fused attention cannot honour."""
+    """Raises ValueError if one of flax's arguments, given by name, has a value that fused attention cannot honour: any
+    but None, or for `precision` any but None and the default one.
+    """
     for name, value in given.items():
         default = (None, jax.lax.Precision.DEFAULT, "default") if name == "precision" else (None,)
         if not any(value is d or (isinstance(value, str) and value == d) for d in default):

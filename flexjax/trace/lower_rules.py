@@ -115,8 +115,7 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: combines the elements along the axes one after the other, in their order; no elements give `unit`.
-        """
+        """The rule: combines the elements along the axes one after the other, in their order; no elements give `unit`."""
         atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
         dtype = eqn.outvars[0].aval.dtype
         moved = np.moveaxis(atoms, axes, range(len(axes)))
