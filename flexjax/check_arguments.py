@@ -156,7 +156,9 @@ MOST_HEADS = 128
 
 
 def _warn_of_swapped_axes(query: Array, layout: str) -> None:
-    """Warns if query in layout "BTNH" may be [B, N, T, D]: it has more heads than tokens, and more than MOST_HEADS heads."""
+    """Warns if query in layout "BTNH" may be [B, N, T, D]: it has more heads than tokens, more than one token and more
+    than MOST_HEADS heads.
+    """
     if layout == "BTNH" and 1 < query.shape[1] < query.shape[2] and query.shape[2] > MOST_HEADS:
         warnings.warn(
             f'`query` has shape {query.shape}, which layout "BTNH" reads as {query.shape[1]} tokens and {query.shape[2]} heads. '

@@ -214,9 +214,10 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
 
 def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
     """Makes the rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low),
-    f(high)].
+    f(high)], attained where the operand's ends are.
 
-    keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous` stays true
+    keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous`
+                       stays true
     """
 
     def rule(op: Op, args: list[Interval]) -> Interval:

@@ -124,7 +124,8 @@ def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array
 
 
 def _of_point(value: Array, dtype: str) -> Abstract:
-    """A point as an Interval with equal ends or, if its `dtype` is bool, as a Truth.
+    """A point as an Interval with equal ends, attained and, if it is an integer, contiguous; or, if its `dtype` is
+    bool, as a Truth.
 
     The ends of floating types narrower than float32 are stored as float32.
     """

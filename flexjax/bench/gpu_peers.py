@@ -119,7 +119,7 @@ def measure(make: Callable[[Workload], Attention], problem: Workload, folder: st
     def both(
         q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: jax.Array | None
     ) -> dict[str, jax.Array]:
-        """Output and gradients, by name, from the forward and the backward pass."""
+        """Output and gradients, by name, from the forward and the backward pass; "learned" only if the workload learns."""
         if not problem.learns:
             out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
             return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out)), strict=True))

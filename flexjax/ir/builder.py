@@ -285,7 +285,7 @@ class Builder:
         """Replaces select(p, score * c, score * d) with literals c and d by score * select(p, c, d); see simplify.py.
 
         inputs   the operands of the select_n
-        dtype    dtype name of the result
+        dtype    dtype name of the result; only floating results are replaced
 
         Returns the atom of the product, None for any other select.
         """

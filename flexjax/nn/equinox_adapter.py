@@ -53,7 +53,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key: Array,
         **options: object,
     ) -> None:
-        """Builds the layer. `score_mod` to `kernel_options` are explained at the class; all other arguments are equinox's."""
+        """Builds the layer. `score_mod` to `kernel_options` are explained at the class, and are checked at the first
+        call; all other arguments are equinox's.
+
+        A sequence of names in `implementation` is kept as a tuple, because static fields are compared.
+        """
         super().__init__(num_heads, query_size, *args, key=key, **options)  # type: ignore[arg-type]
         self.score_mod = score_mod
         self.mask_mod = mask_mod

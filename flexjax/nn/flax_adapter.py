@@ -159,13 +159,14 @@ def _refuse(**given: object) -> None:
 
 
 def _four_axes(name: str, array: Array, batch: tuple[int, ...]) -> Array:
-    """Reshapes an array that broadcasts to [batch..., N, T, S] to four axes, [B or 1, N, T, S], each of which may also be 1.
+    """Reshapes an array that broadcasts to [batch..., N, T, S] to four axes, [B or 1, N, T, S], each of which may also
+    be 1.
 
     name    the name of flax's argument, for errors
     array   any axis may be of size 1 or missing in front
     batch   the sizes of the batch axes; B is their product
 
-    Raises ValueError for an array that does not broadcast to the batch axes.
+    Raises ValueError for an array that does not broadcast to the batch axes; the last three axes are not checked.
     """
     axes = len(batch) + 3
     if array.ndim > axes:

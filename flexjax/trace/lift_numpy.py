@@ -256,7 +256,9 @@ class Lift:
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         """Copies a Python function, with copies of what its closure, its defaults and the globals that it uses contain.
 
-        The copy shares the original's globals if none of those that the function uses reaches an array.
+        The copy shares the original's globals if none of those that the function uses reaches an array; otherwise it
+        gets the one copy
+        of these globals that all such functions of a file share. Variables of its closure without a value stay without.
         """
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)
@@ -279,7 +281,9 @@ class Lift:
         return fresh
 
     def _object(self, value: object) -> object:
-        """Copies an object with the arrays in its attributes replaced; returns the object itself if its attributes reach none."""
+        """Makes a shallow copy of an object with the arrays that its attributes reach replaced; returns the object
+        itself if they reach none.
+        """
         if id(value) in self._copies:
             return self._copies[id(value)]
         held = attributes(value)

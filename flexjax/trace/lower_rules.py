@@ -256,7 +256,9 @@ def _scan_counts(params: Params) -> tuple[int, int]:
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
     """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
 
-    None (a Call) for a longer loop, and for a loop without iterations that has stacked results.
+    With `reverse` the iterations run from the last; stacked results have the order of the inputs either way. None (a
+    Call) for a
+    longer loop, and for a loop without iterations that has stacked results.
     """
     p = eqn.params
     if p["length"] > MAX_UNROLL:
@@ -279,7 +281,9 @@ def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | 
 
 
 def _one_minus_square(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `one_minus_square`, 1 - x * x, which newer jax uses in the derivative of tanh."""
+    """The rule of `one_minus_square`, which newer jax uses in the derivative of tanh, for an array of atoms: (1 - x) *
+    (x + 1).
+    """
     out = eqn.outvars[0].aval
     one = literal(1, out.dtype)
 

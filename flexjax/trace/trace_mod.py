@@ -83,7 +83,7 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
 
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program.
+    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program, without a derivative.
 
     sizes   (batch, heads, q_len, kv_len), which bound the indices
 

@@ -159,6 +159,12 @@ def strip_bias(separated: SeparatedScore, values: Sequence[jax.Array], view: Str
 
     values   the values of `separated.atoms` on the strip, in this order
     view     where the strip lies
+
+    Affine values are not among `values`: they are computed from the positions of the strip. Their part of q is the row
+    term, their
+    part of kv and the value at the strip's first element are added to the tile (to the row term if kv has no part). All
+    other terms
+    are added to the tile.
     """
     known = dict(zip(separated.atoms, values, strict=True))
     row_term: jax.Array | None = None

@@ -166,7 +166,9 @@ class DkvKernel:
             ref[visit.group_member] += column
 
     def write_key_tile(self, refs: Refs) -> None:
-        """Writes dk, dv and the sums of column reads of a key tile from the sums in VMEM to the outputs; dk is scaled here."""
+        """Writes dk (scaled here), dv and the sums of column reads of a key tile from the sums in VMEM to the outputs,
+        in the dtypes of these; what is not wanted is left out.
+        """
         sums, out = refs.scratch, refs.outputs
         if sums.dk is not None and sums.dv is not None:
             assert out.dk is not None
@@ -177,7 +179,9 @@ class DkvKernel:
             ref[...] = column[...]
 
     def write_dq(self, refs: Refs) -> None:
-        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled here."""
+        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled
+        here, and sums past the last query are dropped.
+        """
         sums, out, dim = refs.scratch.dq, refs.outputs.dq, self.shapes.dim
         assert sums is not None
         assert out is not None

@@ -153,8 +153,10 @@ class DqKernel:
                 ref[...] = jnp.sum(sums[...], axis=1, keepdims=True).reshape(1, tiles.q)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of keys of the visited tile) contributes to dq and to the sums of captured reads; writes its
-        part of d_load of tile reads.
+        """Adds what a strip (a range of keys of the visited tile) contributes to dq, if wanted, and to the sums of
+        captured reads; writes its part of d_load of tile reads.
+
+        In a checked step, keys past the end, which may hold anything, are replaced by 0.
         """
         refs: Refs = step.refs
         plan, tiles, strip, geometry = self.call.plan, self.call.tiles, step.strip, self.scores.order.geometry

@@ -109,7 +109,10 @@ class ForwardKernel:
         return np.float32(self.plan.scale if self.identity else 1.0)
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit."""
+        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit.
+
+        An idle visit adds nothing; the strips of a full tile are not checked.
+        """
         visit = self.scores.order.visit(refs.tables)
 
         @pl.when(visit.first)
