@@ -145,7 +145,7 @@ def autotune(
 
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                 dropout_key, broadcast_dropout, query_extra, key_extra; random numbers are timed in place of a
+                 dropout_key, broadcast_dropout, query_extra, key_extra, origin; random numbers are timed in place of a
                  jax.ShapeDtypeStruct. The first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed

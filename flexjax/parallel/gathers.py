@@ -123,6 +123,7 @@ def operand_names(problem: Problem) -> list[str]:
         lists=None
         if places.lists is None
         else BlockLists._make(None if x is None else "a block list" for x in places.lists),
+        origin=None if places.origin is None else ("the origin of query", "the origin of key"),
     )
     return jax.tree.leaves(named)
 

@@ -55,7 +55,8 @@ def plan_text(plan: KernelPlan) -> str:
     every process (addresses in it are removed), so that a digest of it can be stored.
     """
     options = plan.options
-    fields = [f.name for f in dataclasses.fields(plan) if f.name != "options"]
+    absent = {"options", *(["origin"] if plan.origin is None else [])}
+    fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))
