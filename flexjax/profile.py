@@ -67,7 +67,12 @@ class Profile(typing.NamedTuple):
     first_call: float
 
     def __str__(self) -> str:
-        """The measurements as a table of a few lines: device, roofline, work, and a row for each pass."""
+        """The measurements as a table of a few lines: device, roofline, work, and a row for each pass.
+
+        The line of work says whether its operations a byte make it bound by arithmetic or by memory; the last column is
+        the predicted
+        time as a percentage of the measured one.
+        """
         intensity, ridge = self.work.forward_flops / max(self.work.bytes, 1), self.peak_flops / self.bandwidth
         lines = [
             f"{self.backend} on {self.device}; first call {self.first_call:.2f} s",

@@ -27,6 +27,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line; unknown suites, peers and passes end the process with a message.
 
     argv   the arguments; None: those of the process
+
+    Without --peers, `peers` names all that the suite offers, joined by commas.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
     parser.add_argument("--suite", choices=sorted([*SUITES, ORDER]), default="cpu")

@@ -52,7 +52,10 @@ def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout:
 
 
 def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
-    """Measures one pass of one peer on a workload, in this process; returns the result (see the top of the file)."""
+    """Measures one pass of one peer on a workload, in this process; returns the result (see the top of the file).
+
+    The calls are timed for `problem.seconds`. `error` is that of out, and in the pass "forward+backward" of dq too.
+    """
     attend = PEERS[peer](problem)
     arrays = {name: jnp.asarray(x, problem.dtype) for name, x in problem.arrays().items()}
 

@@ -44,7 +44,7 @@ def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., li
     """
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        """The results of `bind` on the operands `values`."""
+        """The results of `bind` on the operands `values`; ModError in place of CustomVJPException."""
         try:
             return bind(*values)
         except Exception as error:

@@ -150,7 +150,9 @@ def _underivable(error: Exception) -> str:
 
 
 def _whole_array(call: Call) -> str:
-    """The error message for a Call that reads a whole floating array, which has no derivative here."""
+    """The error message for a Call that reads a whole floating array, which has no derivative here: one for loops, one
+    for all other primitives.
+    """
     if call.name in LOOPS:
         return (
             "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "

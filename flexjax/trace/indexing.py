@@ -55,7 +55,9 @@ def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     fill = _fill_value(eqn)
 
     def make(place: Index) -> Atom:
-        """The element at index `place` of the result: the start of its slice is read from the array of indices."""
+        """The element at index `place` of the result: the start of its slice is read from the array of indices and
+        clamped; the fill value, if there is one, where the start was out of bounds.
+        """
         batch = [place[d] for d in batch_axes]
         index: list[Atom] = [literal(0, "int32")] * len(sizes)
         valid: Atom = literal(True, "bool")

@@ -188,7 +188,9 @@ def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[l
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `split`: each result is a slice of the operand along one axis; its indices are shifted by the slice's start."""
+    """The rule of `split`: each result, a lazy array, is a slice of the operand along one axis; its indices are shifted
+    by the slice's start.
+    """
     array, axis = args[0], eqn.params["axis"]
     outs, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):

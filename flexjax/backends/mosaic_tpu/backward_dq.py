@@ -190,7 +190,7 @@ def dq_kernel(
     want_query   whether to compute dq
 
     Returns dq in the shape of the folded query (None if not wanted), and {number: sums of d_load} in the shapes that
-    capture_gradients.gather_gradients takes.
+    capture_gradients.gather_gradients takes, float32. d_load of a tile read is 0 in tiles that a block mask skips.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

@@ -70,7 +70,11 @@ class BlockSparseOrder(VisitOrder):
     prefetched = 3
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, lists: BlockLists):
-        """Computes the kind and the bit sets of every tile from the block lists; the visit lists are made in `prefetch_arrays`."""
+        """Computes the kind and the bit sets of every tile from the block lists; the visit lists are made in
+        `prefetch_arrays`.
+
+        In a key-major order they are transposed at once. Their rows are padded to a whole number of launches.
+        """
         self.geometry, self.group, self.key_major = geometry, group, key_major
         blocks, g = plan.blocks, geometry
         assert blocks is not None

@@ -121,7 +121,9 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
     passed_through = [n for n, o in enumerate(outputs) if order.chunks > 1 or o.zeroed]
 
     def kernel(*refs: jax.Ref) -> None:
-        """What pallas_call runs: sorts the flat references into KernelRefs and calls the body."""
+        """What pallas_call runs: sorts the flat references into KernelRefs and calls the body, which does not get the
+        inputs that are aliased to outputs.
+        """
         sizes = (order.prefetched, 2, len(call.prefetched), len(inputs), len(hoisted.operands), len(passed_through))
         parts, at = [], 0
         for size in (*sizes, len(outputs), len(scratch)):
