@@ -152,7 +152,8 @@ def lower_register_limit(groups: int) -> None:
 
 
 def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
-    """`index`, in a form that hides from the compiler that the value does not change in a loop.
+    """`index`, in a form that hides from the compiler that the value does not change in a loop; in the simulator
+    `index` as it is.
 
     Without it, the compiler computes the addresses of all slices of a tile in shared memory before the loop and keeps
     them in registers, two for each slice of 16 columns, which spills at large head dims.
@@ -196,7 +197,8 @@ class Products:
             acc[...] = value
 
     def add(self, acc: Ref, a: Ref | jax.Array, b: Ref, *, a_t: bool = False, b_t: bool = False) -> None:
-        """Starts acc += a @ b, and returns while the product is in flight.
+        """Starts acc += a @ b, and returns while the product is in flight; in the simulator it is done at the return,
+        in float32.
 
         acc        accumulator, [rows, columns] float32
         a          left operand, a tile in registers or in shared memory
@@ -238,7 +240,7 @@ def _store(acc: Ref, value: jax.Array) -> None:
 def wait_until_read(total: Scalar, *rings: tuple[Ref, int]) -> None:
     """In the copying warpgroup at the end: waits until every tile that went through these rings was read.
 
-    total   number of tiles that went through each ring; only its last tiles are waited for
+    total   number of tiles that went through each ring; only its last tiles, at most one for each slot, are waited for
     rings   (free barriers, number of slots) of each ring
     """
     for free, slots in rings:

@@ -137,8 +137,8 @@ class TileMath:
 
     @property
     def load_results(self) -> tuple[int | None, ...]:
-        """For each load that was asked for, the number of the program's result that is d mod / d load; None where
-        that is the constant 1.
+        """For each load that was asked for, the number of the program's result that is d mod / d load: first those of
+        `loads_only`, then those of `loads_too`, with None where that is the constant 1.
         """
         too = tuple(None if self._is_one(2 + i) else 2 + i for i in self.loads_too)
         return (*(2 + i for i in self.loads_only), *too)
@@ -246,7 +246,8 @@ class ColumnMath:
     dropout: TileProgram | None
 
     def probabilities(self, s: jax.Array, lse2: jax.Array) -> Probabilities:
-        """The probabilities of the tile and the derivatives of score_mod.
+        """The probabilities of the tile and the derivatives of score_mod: p is 0 where the mask is off and past the
+        ends, and is not multiplied by dropout; derivatives that are the constant 1 or not asked for are None.
 
         s      q . k, the product without scale, in the shape of the tile, float32
         lse2   of row_statistics.py, a vector over the queries
@@ -260,10 +261,13 @@ class ColumnMath:
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
         """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated` of the derivative program), each in
-        the shape of the tile.
+        the shape of the tile; not yet 0 past the ends.
 
         s      q . k, the product without scale, float32
         lse2   of row_statistics.py, a vector over the queries
+
+        Without a score_mod the scale is part of the exponent, and there are no results. Where scores may be large, lse2
+        is lse, subtracted before the scaling by log2(e); otherwise the parts of `Scaled` are applied in the exponent.
         """
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
@@ -291,7 +295,8 @@ class ColumnMath:
         broadcast to the tile.
 
         lse2           a vector over the queries
-        row_term       [rows], the part of the scores that is the same along a row; None: 0, and `offset` too
+        row_term       [rows], the part of the scores that is the same along a row; None: 0, and `offset` and
+                       `column_slope` are not read either
         offset         scalar
         column_slope   scalar, by which the scores grow from column to column; None: 0
         """
@@ -322,7 +327,11 @@ class ColumnMath:
         return self.dropout.tile()[0]
 
     def _masked_out(self, p: jax.Array) -> jax.Array:
-        """p, in the shape of the tile, with zeros where the mask is off."""
+        """p, in the shape of the tile, with zeros where the mask is off; p itself without a mask_mod, or where `masked`
+        is False.
+
+        With a scalar `masked` the mask is computed in a branch, its column vectors too.
+        """
         mask = self.mask
         if mask is None or self.masked is False:
             return p
@@ -333,6 +342,9 @@ class ColumnMath:
     def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
         """p, in the shape of the tile, with zeros past the last key, and past the last query where a score_mod may
         have made NaN of lse2 = inf.
+
+        Nothing along an axis whose visited tiles or mask blocks divide its length; otherwise a branch in the tile
+        decides.
         """
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.visited_together

@@ -84,6 +84,9 @@ def capture_gradients(
     wanted       for each captured array: whether its gradient is asked for
     derivative   score_mod with its derivatives
     bias         which array is staged through shared memory
+
+    The kernel runs for each load of a wanted array by which the score's derivative is not the constant 0, and sums of
+    several loads of an array are added in float32. An array without such a load has gradient 0.
     """
     totals: list[jax.Array | None] = [
         jnp.zeros(a.shape, jnp.float32) if want else None
@@ -104,7 +107,11 @@ def capture_gradients(
 
 
 def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) -> str | None:
-    """A sentence that says why the kernels cannot compute the gradient of a wanted captured array; None if they can.
+    """The first reason, as a sentence, why the kernels cannot compute the gradient of a wanted captured array; None if
+    they can.
+
+    Reasons: an index of its loads depends on the score; several positions may read one element of an array larger than
+    LARGEST_ARRAY; or the tiles to add up are more than int32 can number.
 
     derivative   score_mod with its derivatives
     wanted       for each captured array: whether its gradient is asked for
@@ -165,8 +172,9 @@ def _load_sums(
     load_number        of the load among `gradient_loads(derivative)`
     bias               which array is staged
 
-    b and h are 1 where the load does not depend on them. "..." is nothing for a scalar load, T for a row, S for a
-    column, T + S - 1 for a diagonal and (T, S) for a tile load.
+    b and h are 1 where the load does not depend on them (`_shared`: under an origin, positions may depend on b). "..."
+    is nothing for a scalar load, T for a row, S for a column, T + S - 1 for a diagonal and (T, S) for a tile load,
+    without the padding of the tiles.
     """
     load = gradient_loads(derivative)[load_number]
     kind, shared, tile = ir.classify_load(load).kind, _shared(plan, load), warpgroups_for(plan) * ROWS
@@ -197,12 +205,13 @@ def _load_sums(
 def _summed(
     kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]
 ) -> jax.Array:
-    """[lists, ...] float32: the tile of sums of each list, from the kernel, reduced as the table at the top of this
-    file says.
+    """[lists, ...] float32: the tile of sums of each list, from the kernel, reduced over what the table at the top of
+    this file says: [lists] for a scalar, [lists, tile] for a row or column, [lists, 2 * tile - 1] for a diagonal.
 
     tokens, lists, captures   what the kernel reads
 
-    More than LISTS_AT_ONCE lists are split over several runs of the kernel.
+    More than LISTS_AT_ONCE lists are split over equal runs of the kernel, one after the other, the last filled up with
+    empty lists.
     """
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -231,7 +240,8 @@ def _summed(
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
     """dtype of the sums of a tile load: that of the array where the sums are its whole gradient, else float32.
 
-    They are if no other load reads the array and each index is a constant or an axis of its own plus a constant.
+    They are without an origin, if no other load with a gradient reads the array and each index is a constant or an axis
+    of its own plus a constant.
     """
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
@@ -254,9 +264,10 @@ def _scattered(
     """The gradient of one load by query and key of which several positions may read one element: float32, one number
     for each element of the array in row-major order.
 
-    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the
-    derivative of the mod has no usable bound (`_largest_total`), a first kernel sums |g|. If the load's index repeats
-    along the diagonals (`_period`), the kernel sums the tiles of a diagonal in registers before it adds them.
+    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the derivative
+    of the mod has no bound up to LARGEST_SLOPE, a first kernel sums |g|. If the load's index repeats along the
+    diagonals (`_period`), the kernel sums the tiles of a diagonal in registers before it adds them. A total that is not
+    finite makes every element NaN.
 
     load_number   of the load among `gradient_loads(derivative)`
     bias          says which captured array the kernel stages in shared memory
@@ -276,7 +287,8 @@ def _scattered(
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough.
+    """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough,
+    and under an origin of several runs.
 
     tile   queries and keys of a tile
 
@@ -299,10 +311,11 @@ units, so a bound 2^12 times too large leaves 49 bits below the true total."""
 def _largest_total(
     plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int
 ) -> jax.Array | None:
-    """A bound of the sum of all |g| of one load, a float32 scalar; None where the derivative of the mod has no bound
-    up to LARGEST_SLOPE.
+    """A bound of the sum of all |g| of one load, a float32 scalar; None where the derivative of the mod, times the
+    largest dropout multiplier, has no bound up to LARGEST_SLOPE.
 
-    The p of one query sum to 1 (where scores may be too large to scale, each may be 1), and |dP| is at most |dO| |V|.
+    The p of one query sum to 1 (where scores may be too large to scale, each may be 1), |dP| is at most |dO| |V|, and
+    delta comes from `tokens.stats`.
     """
     (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))

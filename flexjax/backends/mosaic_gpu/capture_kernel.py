@@ -190,6 +190,8 @@ class CaptureKernel:
 
         list_number   number of the list, which determines the diagonal and, with a period, the row of tiles modulo
                       the period
+
+        With a period it is the first tile whose row has that remainder, which may lie past the ends.
         """
         shape = self.shape
         diagonal, phase = _quotient_and_remainder(lax.rem(list_number, jnp.int32(shape.keys)), shape.period)
@@ -199,12 +201,14 @@ class CaptureKernel:
         return row * shape.tile, (row - difference) * shape.tile
 
     def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
-        """[64, 64] int32: for each query and key of a part, the flat index of the array element that the load reads.
+        """[64, 64] int32: for each query and key of a part, the flat index of the array element that the load reads, in
+        row-major order.
 
         captures        captured arrays, Refs
         row0, column0   first query and first key of the part
 
-        Where tiles reach past the ends of the attention matrix, indices are clamped to the array.
+        Where tiles reach past the ends of the attention matrix, indices are clamped to the array; otherwise they are as
+        the program gives them. The index must depend on the query or the key.
         """
         math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
@@ -245,10 +249,10 @@ class CaptureKernel:
         total: jax.Array | None = None,
     ) -> jax.Array:
         """Runs the kernel: the sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat,
-        in float32.
+        in float32. For MATRIX every list writes its tile, so the matrix has zeros where lists are empty.
 
         tokens, lists, captures   what the kernel reads
-        total                     for SCATTER: a bound from above of the sum of all |g|
+        total                     for SCATTER: a bound from above of the sum of all |g|; not read for the others
         """
         simulated, scatter = self.plan.options.interpret, self.sink is Sink.SCATTER
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
@@ -268,7 +272,10 @@ class CaptureKernel:
         return fixed_point.decoded(jax.freeze(words), total)
 
     def _launch(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
-        """Launches the kernel with one CTA for each list, the longest lists first; returns what the kernel wrote."""
+        """Launches the kernel with one CTA for each list, the longest lists first; returns what the kernel wrote:
+        `sums` is None for SCATTER on the device, which adds to `inputs.words`. The array of `bias` is staged where
+        `ring_depths` finds room.
+        """
         plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
         dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
         rings = ring_depths(self.groups, dims, dtype, bias.staged)
@@ -349,8 +356,11 @@ class _Cta:
     # ------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar) -> None:
-        """Computing warpgroup `group`: computes g of its queries in every visit of the list, and does with it what
-        `Sink` says.
+        """What computing warpgroup `group` does: g of its queries in every visit of the list, and with it what `Sink`
+        says.
+
+        It raises its register limit. For SCATTER in the simulator it first zeroes its array. Sums are written after the
+        last visit, zeros for an empty list; SCATTER without sums in registers has then added all already.
         """
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
@@ -373,7 +383,9 @@ class _Cta:
         return read(0), read(1)
 
     def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
-        """The i-th visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array.
+        """The i-th visit: g of all parts of the tile, added to the sums (|g| for MAGNITUDES) or, for SCATTER without
+        sums, to the array. It waits for the tiles and frees their slots, and reads the visit after the next and the
+        next statistics early.
 
         carry   of this visit; that of the next is returned
         group   number of the warpgroup
@@ -411,7 +423,8 @@ class _Cta:
         return Carry(tuple(new), upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
-        """g of one part of a tile, [ROWS, ROWS] float32; frees the slot of the keys.
+        """g of one part of a tile, [ROWS, ROWS] float32; frees the slot of the keys. Q, dO, K, V and the staged tile
+        have arrived.
 
         s_acc, dp_acc   accumulators for S and dP
         tile            the part, from whose scores P is computed
@@ -434,7 +447,8 @@ class _Cta:
         return found.cotangent(factor, dp, None if math.starts_at_minus_delta else math.broadcast(own.delta, "q"))
 
     def scatter(self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar) -> None:
-        """Adds g of one part of a tile to the elements that the load reads.
+        """Adds g of one part of a tile to the elements that the load reads: in fixed point to `Inputs.words`, in the
+        simulator in float32 to the warpgroup's own array in `Outputs.sums`.
 
         row0      first query of the tile
         column0   first key of the part
@@ -450,7 +464,8 @@ class _Cta:
         fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
 
     def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar) -> None:
-        """Writes the sums of the list to their place in `Outputs.sums`, or scatters those of a diagonal to the array.
+        """Writes the sums of the list to their place in `Outputs.sums`, in the kernel's dtype, or for SCATTER adds
+        those of a diagonal to the array, unless the list is empty.
 
         sums   [ROWS, ROWS] float32 for each part of the tiles, or one such sum for all parts
         zero   [ROWS, ROWS] zeros, written for the other parts where there is one sum for all
@@ -481,8 +496,8 @@ class _Cta:
     # ------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: copies what every visit of the list reads into the rings, and waits until all of it
-        was read.
+        """The copying warpgroup: lowers its register limit, copies what every visit of the list reads into the rings,
+        and waits until all of it was read.
         """
         groups = self.kernel.groups
         common.lower_register_limit(groups)
@@ -491,7 +506,8 @@ class _Cta:
         common.wait_until_read(self.steps * groups, (self.scratch.key_free, self.rings.keys))
 
     def copy_visit(self, i: Scalar, visits: tuple[Visit, Visit]) -> tuple[Visit, Visit]:
-        """Starts the copies of Q, dO, K, V and the staged tile for the i-th visit, once their slots are free.
+        """Starts the copies of Q, dO, K, V and, if an array is staged, its tile for the i-th visit, once their slots
+        are free; K and V in parts of ROWS keys.
 
         visits   (this visit, the next); the same for the next step is returned
         """

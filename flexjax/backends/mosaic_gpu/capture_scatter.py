@@ -40,7 +40,9 @@ def positions_differ_by_entry(plan: KernelPlan, load: ir.Load) -> bool:
 def distinct(plan: KernelPlan, load: ir.Load) -> bool:
     """Whether different (b, h, position) certainly read different elements.
 
-    True where each axis that the index depends on indexes some dimension alone, with step 1 or -1.
+    True where each axis that the index depends on indexes some dimension alone, with step 1 or -1; also for an index of
+    constants. False where an index is no affine integer, mixes axes, or adds a number that depends on b or h, and where
+    an origin gives each batch entry positions of its own but the index does not depend on b.
     """
     if "b" not in axes(load) and positions_differ_by_entry(plan, load):
         return False
@@ -76,6 +78,11 @@ def add_at(
     derivative   the program of the load, which computes its index
     sums         [b, h, ...] from `capture_gradients._load_sums`
     total        float32, in the shape of the captured array
+
+    By the first case that holds: all sums to a captured scalar; without an origin, or for a load of class scalar, sums
+    placed by transposing, for an index of constants and axes of its own (in the array's dtype and without `total`, if
+    the sums have that dtype); a scatter with unique indices, which drops sums outside of the array (`distinct`); or a
+    sort by element, with indices clipped to the array.
     """
     if not load.index:
         return total + sums.sum()
@@ -94,7 +101,8 @@ def add_at(
 
 
 def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values with the same `element`, in one fixed order; sorts in parts of SORTED_AT_ONCE.
+    """[size] sums of the values with the same `element`, in one fixed order, 0 for elements without values; sorts in
+    equal parts of at most SORTED_AT_ONCE, whose sums are added in order.
 
     element   [n] int32, which element each value belongs to, 0 to size - 1
     value     [n] float32
@@ -118,8 +126,8 @@ def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
 
 
 def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values with the same `element`, in one fixed order: a sort by element, then a segmented
-    scan.
+    """[size] sums of the values with the same `element`, in one fixed order: a stable sort by element, then a segmented
+    scan; 0 for elements without values.
 
     element   [n] int32, which element each value belongs to, 0 to size - 1
     value     [n] float32

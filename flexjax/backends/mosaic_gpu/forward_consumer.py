@@ -105,7 +105,8 @@ class Consumer:
     def run(self) -> None:
         """Computes this warpgroup's rows of every work item of the CTA, and writes the results to `outputs`.
 
-        At first it releases every slot of every ring, so that the producer finds all of them free.
+        At first it raises its register limit, if there are several consumers, and releases every slot of every ring, so
+        that the producer finds all of them free. At the end it waits until shared memory was read by its last copies.
         """
         tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
         if tile.groups > 1:
@@ -245,7 +246,12 @@ class QueryTile:
         return self.consumer.scratch
 
     def compute(self) -> None:
-        """Runs all steps of the work item and writes its results (`_finish`)."""
+        """Runs all steps of the work item, in the order that `ForwardTile.overlap` says, and writes its results
+        (`_finish`).
+
+        An item without visits, which only a block mask has, gets the results of rows without visible keys. The row term
+        of the score is computed after the steps; there is none with a static reference or large scores.
+        """
         setup, tile = self.setup, self.setup.tile
         out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), registers.TILE)
         steps = self._staggered_steps if tile.overlap else self._whole_steps
@@ -272,7 +278,7 @@ class QueryTile:
     # ----------------------------------------------------------------- the two orders of steps
 
     def _whole_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
-        """Runs every step in the whole order.
+        """Runs every step in the whole order, and releases the queries.
 
         out   [rows, value dim] float32, zeros
 
@@ -286,7 +292,8 @@ class QueryTile:
         return out, state, self._release_queries()
 
     def _staggered_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
-        """Runs every step in the staggered order: S of step 0 before the loop, P V of the last step after it.
+        """Runs every step in the staggered order: S of step 0 before the loop, P V of the last step after it; releases
+        the queries before that last product.
 
         out   [rows, value dim] float32, zeros
 
@@ -309,7 +316,7 @@ class QueryTile:
 
     def _loops(self, step: Callable[..., tuple], begin: int, carry: tuple) -> tuple:
         """Runs `step` for the steps from `begin` on, in a loop over unmasked and one over masked steps; returns the
-        last carry.
+        last carry, without the first key. There is no second loop where no step of the kernel needs a mask.
 
         step    (step number, (first key of its tile, *carry), phase) -> (first key of the next step's tile, *carry)
         begin   number of the first step to run, 0 or 1
@@ -324,7 +331,8 @@ class QueryTile:
         return carry[1:]
 
     def _whole_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
-        """S, softmax and P V of step n; waits for its keys and values and releases their slots.
+        """S, softmax and P V of step n; waits for its keys and values and releases their slots. `out` is rescaled
+        before P V is added.
 
         carry   (first key of step n, out [rows, value dim] float32, softmax state); the same for step n + 1 is
                 returned
@@ -345,10 +353,12 @@ class QueryTile:
 
     def _staggered_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
         """S and softmax of step n, and P V of step n - 1; waits for the keys and values of these and releases their
-        slots.
+        slots. The simulator computes them one after the other.
 
         carry   (first key of step n, out [rows, value dim] float32, P of step n - 1 [rows, block_kv] in the inputs'
                 dtype, softmax state); the same for step n + 1 is returned
+
+        `out` is rescaled by the softmax of step n after P V of step n - 1 is added.
         """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         start, out, weights, state = carry
@@ -442,7 +452,8 @@ class QueryTile:
         step_tile   the key tile of the step
         state       before the step
 
-        Weights are exponentials, not yet divided by their sum, times the dropout multiplier.
+        Weights are exponentials, not yet divided by their sum, times the dropout multiplier; the sum in the state is
+        without dropout. It waits for a staged tile and releases its slot.
         """
         if step_tile.programs.score is not None:
             score = self._with_staged(step_tile.programs.score, n)
@@ -470,14 +481,14 @@ class QueryTile:
         """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the
         last key.
 
-        s       [rows, block_kv] float32 without scale
+        s           [rows, block_kv] float32 without scale
         step_tile   the key tile of the step
-        phase   Phase.UNMASKED leaves out the mask and the check of the last key
+        phase       Phase.UNMASKED leaves out the mask and the check of the last key
 
-        The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its
-        tile, for the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile
-        here, the rest is left. With large scores, and with a scale that is not positive, the tile holds the whole
-        score.
+        The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile,
+        for the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile here, the
+        rest is left. With large scores, and without a score_mod and a scale that is not positive, the tile holds the
+        whole score. Steps of the full list are not masked even where the loop is for both, only cut at the last key.
         """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = Scaled(s, plan.scale)
@@ -529,16 +540,19 @@ class QueryTile:
     # ----------------------------------------------------------------- the key tile of a step
 
     def _needs_start(self, phase: Phase) -> bool:
-        """Whether anything in a step of the phase depends on which keys it visits: a mask, a score_mod, dropout, or
-        the last key.
+        """Whether anything in a step of the phase depends on which keys it visits: a score_mod, dropout, or, except in
+        UNMASKED, the mask or the check of the last key.
         """
         masked = phase is not Phase.UNMASKED and self.setup.has_masked_steps
         return masked or self.programs.score is not None or self.programs.dropout is not None
 
     def _start(self, n: Scalar, phase: Phase) -> Scalar:
-        """Number of the first key of the tile of step n; 0 where nothing depends on it.
+        """Number of the first key of the tile of step n; 0 where nothing depends on it (`_needs_start`).
 
         phase   of step n. For a step past the last one of the phase the result is some key that may be read
+
+        UNMASKED reads the full list, MASKED the partial one, or either if full blocks may reach past the last key;
+        FIRST either.
         """
         if not self._needs_start(phase):
             return i32(0)
@@ -554,7 +568,8 @@ class QueryTile:
 
     def _step_tile(self, start: Scalar, phase: Phase) -> StepTile:
         """The key tile whose first key is `start`, with the vectors over its keys computed in the programs that the
-        phase needs.
+        phase needs; UNMASKED has no mask. `start` and all programs are None where nothing depends on the keys
+        (`_needs_start`).
         """
         if not self._needs_start(phase):
             return StepTile(None, Programs(None, None, None))
@@ -566,8 +581,8 @@ class QueryTile:
     def _release_queries(self) -> Position:
         """Releases the query slot and returns the position of the query tile.
 
-        The position is read from the mailbox again with the dynamic scheduler, so that no register holds it during
-        the steps.
+        With the dynamic scheduler the position is read from the mailbox again before the release, so that no register
+        holds it during the steps; otherwise it is that of the item.
         """
         setup, scratch = self.setup, self.scratch
         item = self.item
@@ -577,15 +592,16 @@ class QueryTile:
         return Position(item.b, item.h, item.q_tile)
 
     def _finish(self, row_term: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
-        """Adds the sink to the softmax denominator, divides by it, and writes out, lse and row maxima to global
-        memory.
+        """Adds the sink to the softmax denominator, divides by it, and writes out, lse and, if wanted, row maxima to
+        global memory.
 
         row_term   [rows], what the softmax left out of the scores of each row; None: nothing
         out        [rows, value dim] float32, the sum of P V relative to the softmax reference
         state      after the last step
         position   of the query tile
 
-        A row without visible keys (and without a sink) gets out 0 and lse -inf.
+        lse includes the sink, row maxima do not. A row without visible keys gets out 0; its lse is the sink, or -inf
+        without sinks, and its maximum -inf.
         """
         setup, tile, outputs, softmax = self.setup, self.setup.tile, self.consumer.outputs, self.setup.softmax
         b, h, q_tile = position

@@ -84,8 +84,8 @@ class ForwardSetup:
 
     @property
     def softmax(self) -> OnlineSoftmax:
-        """The online softmax of a consumer's tile. Row maxima that are a result must not lag, so they are tracked
-        exactly.
+        """The online softmax of a consumer's tile. Row maxima that are a result must not lag, so with them
+        `lazy_rescale` is off.
         """
         tile = self.tile
         return OnlineSoftmax(
@@ -120,7 +120,9 @@ class ForwardSetup:
 
     @property
     def has_masked_steps(self) -> bool:
-        """Whether some step needs the mask, or visits keys past the last one."""
+        """Whether some step needs the mask or visits keys past the last one: there is a mask_mod, the mask has partial
+        blocks, or the number of keys is no multiple of a key tile or mask block.
+        """
         plan = self.plan
         if plan.mask is not None or plan.kv_len % self.tile.block_kv:
             return True

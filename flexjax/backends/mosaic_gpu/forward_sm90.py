@@ -32,12 +32,12 @@ TMA_ROWS = 8
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
-    """Runs the forward kernel: out, lse and, where the plan wants them, row maxima, in the plan's layout.
+    """Runs the forward kernel: out, lse and, where the plan wants them, row maxima (else None), in the plan's layout.
 
     tile   one of `forward_candidates(plan)`, whose head dim includes the extra features
 
     `support.refuses(plan)` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and
-    row maxima are [B, T, N] or [B, N, T] float32.
+    row maxima are [B, T, N] or [B, N, T] float32; padding of the operands is cut off.
     """
     assert tile.fits, tile
     plan, operands = join_extra(plan, operands)
@@ -85,8 +85,9 @@ def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
 def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them.
 
-    Lengths and head dims are padded with zeros, block lists are flat, captured arrays as `memory.kernel_operand`
-    makes them; the dynamic scheduler gets a new counter.
+    Lengths and head dims are padded with zeros: lengths to TMA_ROWS, in the simulator to whole tiles. Block lists are
+    flat, captured arrays as `memory.kernel_operand` makes them, those of the mask left out without a mask program; in
+    the simulator the staged array is padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """
     plan, tile, scheduler = setup.plan, setup.tile, setup.scheduler
     q_length, kv_length = round_up(plan.q_len, TMA_ROWS), round_up(plan.kv_len, TMA_ROWS)

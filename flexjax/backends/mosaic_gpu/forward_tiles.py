@@ -121,7 +121,9 @@ class ForwardTile:
 
     @property
     def fits(self) -> bool:
-        """Whether a CTA has the shared memory and the named barriers for this tile, and the key ring enough slots."""
+        """Whether a CTA has the shared memory and the NAMED_BARRIERS for this tile, and the key ring enough slots: two
+        with `prefetch_key_barrier`, else one.
+        """
         named = max(numbers.stop for numbers in self.named_barriers.values())
         steps_of_keys = 1 + self.prefetch_key_barrier  # whose keys are in shared memory at the same time
         return fits(forward_scratch(self)) and named <= NAMED_BARRIERS and self.stages >= steps_of_keys
@@ -219,7 +221,10 @@ def forward_tile(plan: KernelPlan) -> ForwardTile:
 def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     """Configurations of the forward kernel for a plan that fit a CTA, the expected best first.
 
-    Empty where the block mask or the options allow none.
+    Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries,
+    which query tiles must divide, allow none. Two groups of 64 queries come first, or three where
+    `_three_groups_are_faster`, but one for up to 64 queries unless block_q is set; then staging before none; then 128
+    keys before 64, or 64 first with head dims above 128 or mods that divide tiles of integers; then the order of RINGS.
     """
     head_dim, value_dim = wgmma_dim(plan.head_dim + plan.extra_dim), wgmma_dim(plan.value_dim)
     size = _ring_size(head_dim, value_dim)
@@ -264,15 +269,16 @@ def _ring_size(head_dim: int, value_dim: int) -> int:
 
 
 def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
-    """The fields of ForwardTile that say how CTAs get work items and how steps overlap: field name -> value.
+    """The fields of ForwardTile that say how CTAs get work items and how steps overlap: field name -> value. Fields
+    that are left out keep their defaults (overlap and lazy_rescale above size 64: True).
 
     size     64, 128 or 256: the larger head dim rounded up to a key of RINGS
     groups   consumer warpgroups
 
-    The dynamic scheduler always runs. At size 64, softmax and P V overlap only with three groups and nothing masked
-    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are
-    prefetched, and keys are visited in reverse with a score_mod; a static softmax reference (a soft cap) turns off
-    all three.
+    The dynamic scheduler always runs. At size 64, softmax and P V overlap, with lazy rescaling and prefetched key
+    barriers, only with three groups and neither mask_mod nor dropout, and two groups alternate. Above, two groups
+    alternate under a block mask at size 128, key barriers are prefetched, and keys are visited in reverse with a
+    score_mod; a static softmax reference (a soft cap) turns off all three.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:

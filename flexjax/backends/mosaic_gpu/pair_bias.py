@@ -73,7 +73,8 @@ def axis_aligned_dims(load: ir.Load) -> Dims | None:
 
 
 def embedded(values: jax.Array, dims: Dims, shape: tuple[int, ...]) -> jax.Array:
-    """An array of `shape` that holds each value at the element that its position reads, and zeros elsewhere.
+    """An array of `shape` that holds each value at the element that its position reads, and zeros elsewhere, in the
+    dtype of `values`.
 
     values   [b, h, q, kv], with length 1 for each axis that `dims` lacks
     dims     of the load, from `axis_aligned_dims`
@@ -124,10 +125,10 @@ class DirectGradient:
 
     def output_shape(self, plan: KernelPlan) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of the array that the dQ kernel writes: [b, h, T', S'], where b or h is 1 if the captured
-        array lacks that axis.
+        array lacks that axis, in the dtype of the captured array.
 
-        T' and S' are T and S rounded up to what TMA copies, or to whole tiles for the simulator, which clamps copies
-        that cross the end.
+        T' and S' are T and S rounded up to what TMA copies (8 queries, PIECE[1] bytes of keys), or to 256 for the
+        simulator, which clamps copies that cross the end.
         """
         interpret = plan.options.interpret
         unit = common.padded_len(1, True) if interpret else staging.PIECE[1] // self.item_bytes
@@ -151,8 +152,9 @@ def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int)
     """How the dQ kernel can write the gradient of load number `load_number`; None where it cannot, whatever the
     batch.
 
-    It needs a load that indexes the array by q, by kv and, with several heads, by h; no other load of the array; a
-    float array; and a derivative that is not 0.
+    It needs a call without an origin; a load whose indices are constants or axes of their own plus a constant
+    (`axis_aligned_dims`), among them q, kv and, with several heads, h; no other load of the array with a gradient; a
+    bfloat16, float16 or float32 array; and a derivative that is not the constant 0.
     """
     loads = gradient_loads(derivative)
     load, slope = loads[load_number], derivative.results[2 + load_number]
@@ -196,10 +198,11 @@ class DenseBiasPlan:
 
 def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradient) -> int:
     """How many batch entries a CTA of the dQ kernel must take to write `gradient` beside the direct gradients of
-    `bias`; 0 if it cannot.
+    `bias`; 0 if it cannot, also because these need another number.
 
     It is 1 for an array with an element for each batch entry, otherwise the whole batch. Entries can share a CTA if
-    they have the same block lists and the same staged tile, and if their dQ accumulators fit.
+    they have the same block lists and the same staged tile, and if their dQ accumulators fit: batch times the larger
+    padded head dim is at most LARGEST_UNSPLIT_DIM.
     """
     entries = 1 if gradient.has("b") else plan.batch
     if bias.direct_gradients and entries != bias.batch_entries:
@@ -215,11 +218,14 @@ def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tup
     """What the backward kernels of a call do with dense biases: the staged array, and as many direct gradients as fit
     the dQ kernel's shared memory.
 
-    Nothing above head dim 128, because the dQ kernel would spill 200 to 490 bytes a thread there.
-
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
     wanted       for each captured array of the score program: whether its gradient is asked for
+
+    Nothing without a score_mod, with an origin, and above padded head dim LARGEST_UNSPLIT_DIM, because the dQ kernel
+    would spill 200 to 490 bytes a thread there. The array is staged also where no gradient is wanted. Loads are taken
+    in order, and one that does not fit, or needs another number of batch entries than those before, is left to
+    capture_gradients.py.
     """
     if derivative is None or max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         return DenseBiasPlan()

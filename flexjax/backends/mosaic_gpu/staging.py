@@ -21,10 +21,10 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
-    """The load of a score program whose array is staged: the first load that can be and that the score depends on;
-    None if none can.
+    """The load of a score program whose array is staged: the first load that can be (`_can_be_staged`) and that the
+    score depends on; None if none can, or without a program.
 
-    program   the score program; its first result is the score
+    program   the score program; its first result is the score. Loads that only later results need do not count
 
     With an origin none is staged, because TMA copies whole swizzled pieces and a tile may begin at any position.
     """
@@ -37,8 +37,8 @@ def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
 def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
     """Whether the load reads element [..., q, kv] of a float array that TMA can copy tile by tile.
 
-    TMA takes arrays of 2 to MOST_DIMS dimensions, the last two made of whole pieces of PIECE. Indices before these
-    two must not depend on the query or key.
+    TMA takes bfloat16, float16 or float32 arrays of 2 to MOST_DIMS dimensions, the last two multiples of PIECE (rows,
+    bytes). Indices before these two must not depend on the query or key.
     """
     array = program.captures[load.capture]
     size = ITEM_SIZES.get(array.dtype)

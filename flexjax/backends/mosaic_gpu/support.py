@@ -31,8 +31,8 @@ LARGEST_TILE = 128
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
     """Why the kernels cannot run the forward pass of this plan on the target, in a sentence; None if they can.
 
-    The sentence names the first obstacle among the version of jax, the device, arrays, programs and tiles, in this
-    order.
+    The sentence names the first obstacle among the origin, the version of jax, the device, arrays, programs and tiles,
+    in this order. In the simulator (`interpret`) any device will do.
 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
@@ -51,7 +51,11 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
 
 
 def _refuses_origin(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot run at the origin of the plan, or None."""
+    """Why the kernels cannot run at the origin of the plan, in a sentence; None if they can, or without an origin.
+
+    Refused are a block mask from user lists whose blocks are no multiples of 64, and several runs of queries or keys
+    that are no multiples of LARGEST_TILE long.
+    """
     origin, blocks = plan.origin, plan.blocks
     if origin is None:
         return None
@@ -81,8 +85,8 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 
 def _refuses_device(target: Target | None) -> str | None:
-    """Why the target is not a GPU of compute capability 9 (Hopper), in a sentence; None if it is, or if the target is
-    not known yet.
+    """Why the target is not a GPU of compute capability 9 (Hopper), in a sentence; None if it is, or if the target or
+    its kind is not known yet. A kind whose compute capability is not known is refused.
     """
     if target is None or target.kind is None:
         return None
@@ -107,10 +111,11 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot take the arrays of this plan, in a sentence; None if they can.
+    """Why the kernels cannot take the arrays of this plan, in a sentence about the first obstacle; None if they can.
 
-    They refuse dtypes other than bfloat16 and float16, head dims above LARGEST_DIM, empty arrays, a number of extra
-    feature heads that does not divide the key heads, and plans that jax itself has to differentiate.
+    They refuse dtypes other than bfloat16 and float16, head dims above LARGEST_DIM (extra features included), empty
+    arrays, a number of extra feature heads that does not divide the key heads, and plans that jax itself has to
+    differentiate.
     """
     if plan.dtype == "float32":
         return "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."
@@ -132,8 +137,8 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
 
 
 def _refuses_programs(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot evaluate score_mod, mask_mod or the dropout mod of the plan, in a sentence; None if they
-    can.
+    """Why the kernels cannot evaluate score_mod, mask_mod or the dropout mod of the plan, in a sentence about the first
+    of them that `program_support.unsupported` refuses; None if they can.
     """
     for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("The dropout mod", plan.dropout)):
         reason = None if program is None else program_support.unsupported(program)
@@ -143,8 +148,8 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
 
 
 def _refuses_tiles(plan: KernelPlan) -> str | None:
-    """Why no tile of the forward or backward kernels satisfies the options and the block mask, in a sentence; None if
-    one does.
+    """Why no tile of the forward kernel, or else of the backward kernels, satisfies the options and the block mask, in
+    a sentence; None if one does.
     """
     options = plan.options
     if not forward_tiles.forward_candidates(plan):
@@ -174,10 +179,11 @@ class MosaicGpu:
     ) -> str | None:
         """Why the kernels cannot run the backward pass of this plan, in a sentence; None if they can.
 
-        Whatever the forward pass refuses is refused here too; so are derivatives of score_mod that the kernels cannot
-        evaluate, and gradients of captured arrays that they cannot sum.
+        Whatever the forward pass refuses is refused here too, for that reason; then derivatives of score_mod that the
+        kernels cannot evaluate, and gradients of captured arrays that they cannot sum. Without a score_mod nothing more
+        is refused.
 
-        wanted       which gradients the pass has to compute
+        wanted       which gradients the pass has to compute; only those of captured arrays matter
         derivative   score_mod with its derivatives, None for a call without a score_mod
         """
         from flexjax.backends.mosaic_gpu import capture_gradients
@@ -214,7 +220,8 @@ class MosaicGpu:
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel: out, lse and, where the plan wants them, row maxima.
 
-        Only the number of CTAs follows from the target, and no result depends on it; the tile follows from the plan.
+        Only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
+        result depends on it; the tile follows from the plan.
         """
         from flexjax.backends.mosaic_gpu import forward_sm90
 

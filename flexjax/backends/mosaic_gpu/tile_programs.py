@@ -78,9 +78,11 @@ class TileOrigin:
         return None if plan.origin is None else cls(plan.origin, *refs)
 
     def offset(self, axis: str, batch: jax.typing.ArrayLike, start: jax.typing.ArrayLike | None) -> Value:
-        """What to add to the numbers of the rows of a tile to get positions.
+        """What to add to the numbers of the rows of a tile to get positions, an int32 scalar. A tile belongs to the run
+        of its first row, the last run if it lies past the end.
 
         axis    "q" or "kv"
+        batch   number of the batch entry, not read where all entries have the same positions
         start   number of the first row of the tile; None where the axis has one run, for any tile
         """
         table, run = (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
@@ -154,7 +156,9 @@ class TileProgram:
     # ------------------------------------------------------------- stages
 
     def at_rows(self, start: jax.typing.ArrayLike) -> "TileProgram":
-        """The program with its row vectors computed, for the tiles whose first row has the number `start`."""
+        """The program with its row vectors computed, for the tiles whose first row has the number `start`; with an
+        origin, from the position of that row on.
+        """
         new = self._copy()
         new.row_start = self._position(self.row_axis, start)
         row = ir.Q if self.row_axis == "q" else ir.KV
@@ -211,11 +215,12 @@ class TileProgram:
 
         score               [rows, columns] float32; the score that the program reads is factor * score
         factor              a number, such as the plan's scale
-        keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
-                            deferred factors, column_slope * c is added to the tile here
+        keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside a narrow
+                            factor or a factor of 0 or below, a score with a row term has all parts but `row_term` and
+                            `offset` applied to its tile here
 
-        A score that is an affine tile, that has a negative factor, or that is a scalar or vector comes as a
-        whole tile with factor 1.
+        A score that is an affine tile, that has a factor of 0 or below and no row term, or that is a narrow tile,
+        scalar or vector comes as a whole tile with factor 1 and no other part.
         """
         tile_value, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
@@ -273,8 +278,8 @@ class TileProgram:
         """The program whose column vectors are computed at this point of the kernel: the compiler may not move their
         loads down to the first use.
 
-        Affine integers and booleans are left out, integers because they are cheaper to compute where they are used.
-        Nothing changes in the simulator.
+        Affine integers and booleans are left out, integers because they are cheaper to compute where they are used. The
+        program itself is returned if no vector is left, and in the simulator.
         """
         walking = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
             ir.Q,
@@ -299,7 +304,11 @@ class TileProgram:
     # ------------------------------------------------------------- evaluation
 
     def _kind(self, axes: ir.Axes) -> str:
-        """The kind, SCALAR, ROW, COLUMN or TILE, of a value that depends on these axes."""
+        """The kind of a value that depends on these axes; b and h do not count.
+
+        SCALAR without axes, ROW for the axis of the rows alone, COLUMN for the other of q and kv alone, else TILE (also
+        for delta and score).
+        """
         axes = axes - ir.UNIFORM
         if not axes:
             return SCALAR
@@ -308,12 +317,13 @@ class TileProgram:
         return COLUMN if axes in ({"q"}, {"kv"}) else TILE
 
     def _compute(self, stage: str) -> None:
-        """Computes, into `env`, every live step that is not computed yet and whose kind this stage or an earlier one
-        computes.
+        """Computes, into `env`, every live step that is not computed yet and whose stage is this one or an earlier one.
 
-        stage   SCALAR, ROW, COLUMN or TILE, in this order
+        stage   SCALAR, ROW, COLUMN or TILE, in this order; a step's stage is the kind of its axes (`_kind`), TILE for
+                narrow tiles
 
-        In the last two stages, steps whose result nothing reads any more are left out (`_ids_to_compute`).
+        In the last two stages, steps whose result nothing reads any more are left out (`_ids_to_compute`). Raises
+        NotImplementedError for a `Call`, which program_support.py refuses.
         """
         allowed = {
             SCALAR: {SCALAR},
@@ -336,7 +346,7 @@ class TileProgram:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
 
     def _ids_to_compute(self) -> set[int]:
-        """Ids of the values that have to be computed for the results.
+        """Ids of the values that have to be computed for the results, those that are computed already included.
 
         Left out are operands of values that are computed already, and operands that only affine integers and affine
         loads have, because `_affine` and `_load` compute those from coefficients.
@@ -359,9 +369,10 @@ class TileProgram:
         return TileValue(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
     def _broadcast(self, tile_value: TileValue, kind: str) -> Value:
-        """The value as an array of `kind`, with every deferred operation applied; `exact` where the value has one.
+        """The value as an array of `kind`, with every deferred operation applied; `exact`, the tile as the mod computes
+        it, where the value has one.
 
-        kind   SCALAR, ROW, COLUMN, NARROW or TILE, at least the rank of the value
+        kind   SCALAR, ROW, COLUMN, NARROW or TILE, at least the rank of the value; TILE for a value with deferred parts
         """
         if tile_value.exact is not None:
             return tile_value.exact
@@ -399,11 +410,12 @@ class TileProgram:
         return self._broadcast(tile_value, TILE)
 
     def _compare_columns(self, step: ir.Op) -> TileValue | None:
-        """The result of a comparison of an affine integer, which changes from column to column, with a value that is
-        the same along each row; None for any other step.
+        """The result of a comparison of an affine integer, which changes from column to column, with a scalar or a
+        value that is the same along each row; None for any other step, before `at_columns`, and where a difference of
+        the two might overflow int32 or a scalar that the affine integer needs is not computed.
 
         `thread_tiles.compare_columns` compares multiples of the column number with one number for each row, so no
-        register holds column numbers. None also where a difference of the two might overflow int32.
+        register holds column numbers. Either operand may be the affine integer.
         """
         if step.prim not in thread_tiles.PREDICATES or self._kind(step.out.axes) != TILE or self.col_start is None:
             return None
@@ -429,8 +441,12 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The result of one operation of the program, with deferred parts where `_defer` can, otherwise computed at
-        the highest rank of its operands.
+        """The value of the result of one operation that is not an affine integer (`_compute` asks `_affine` before).
+
+        A comparison that `_compare_columns` takes is computed there. Where `_defer` can, the result has deferred parts;
+        one with an affine slope or a row term also has `exact`, the tile computed from whole operands. Any other result
+        is computed at one kind: SCALAR if all operands are, else the one kind of the other operands, NARROW for ROW and
+        NARROW, and TILE for any other mix.
         """
         compared = self._compare_columns(step)
         if compared is not None:
@@ -458,8 +474,10 @@ class TileProgram:
         step       the operation
         operands   values of its inputs
 
-        Deferred are products and quotients of a tile with a literal, products with a positive narrow tile, negation,
-        and sums that `deferred_sum` takes. A product of two tiles is computed, with their constant factors deferred.
+        Deferred are products and quotients of a tile with a literal, products of a tile with a positive narrow tile,
+        negation of a tile, products of an affine tile with a scalar, and sums that `deferred_sum` takes. A product of a
+        tile and a value that is no literal is computed, but their constant factors stay deferred; None if these give 1.
+        None also for results other than float32, operands with a `row_term`, and factors that are not `safe_to_defer`.
         """
         name = step.prim
         if any(s.row_term is not None for s in operands):
@@ -504,9 +522,9 @@ class TileProgram:
 
     def _is_positive_factor(self, atom: ir.Atom, factor: float) -> bool:
         """Whether the atom, by its bounds, is positive for every query and key, and multiplying by it may be
-        deferred.
+        deferred: both bounds, and their products with `factor`, are `safe_to_defer`.
 
-        factor   positive number: its products with the bounds must be safe to defer too
+        factor   positive number
         """
         low, high = bounds(with_results(self.program, (atom,)))[0]
         return (
@@ -520,11 +538,16 @@ class TileProgram:
     # ------------------------------------------------------------- integers that walk affinely
 
     def _affine_source(self, step: ir.Op) -> tuple[ir.Val, int] | None:
-        """(affine integer, period) where the tile of this step is that integer, cast to float32, or modulo the
-        period; None for other steps.
+        """(affine integer, period) for a step whose tile is computed from an affine integer; None for other steps.
 
-        The affine integer depends on q and on kv. The period is a power of two for `floormod` by a literal, and 0
-        where nothing is taken modulo. A cast counts only if every value is exact in float32.
+        The step is one of
+
+            any operation whose result is an affine integer             (result, 0)
+            the cast of an affine integer to float32                    (operand, 0)
+            `floormod` of an affine integer by a literal power of two   (operand, that power)
+
+        The affine integer is an int32 that depends on q and on kv. A cast counts only if its operand is known to stay
+        below MAX_EXACT / 2 in size, so that differences of two of its values are exact in float32 too.
         """
         if self._kind(step.out.axes) != TILE:
             return None
@@ -543,10 +566,10 @@ class TileProgram:
 
     def _affine(self, step: ir.Op) -> TileValue | None:
         """The result of a step that `_affine_source` knows, computed from the coefficients of the affine integer
-        without the step's operands.
+        without the step's operands; None for other steps, and before `at_columns`.
 
-        A cast to float32 gives an affine tile, a period up to PERIOD a narrow tile, all else an int32 tile. None for
-        other steps, and before `at_columns`.
+        A cast to float32 gives an affine tile, with `exact`; a period up to PERIOD a narrow tile; all else, also a
+        larger period, an int32 tile.
         """
         found = self._affine_source(step)
         if found is None or self.col_start is None:
@@ -589,8 +612,9 @@ class TileProgram:
         """For each index of a load: (change from row to row, change from column to column), None for an index that is
         the same on the tile.
 
-        None instead of the tuple where some index is no affine integer, or where indices must be clamped because
-        tiles extend past the end of the attention matrix; the load is then a gather.
+        None instead of the tuple where some index is no affine integer or needs a scalar that is not computed, or where
+        indices must be clamped because tiles extend past the end of the attention matrix (`edge`); the load is then a
+        gather.
         """
         if self.edge is not None:
             return None
@@ -606,7 +630,14 @@ class TileProgram:
         return tuple(steps)
 
     def _load(self, load: ir.Load) -> TileValue:
-        """What a load reads on the current tile, at the rank of its indices, in the dtype of tile_ops.py."""
+        """What a load reads on the current tile, in the dtype of tile_ops.py; its kind is that of the axes of its
+        indices together.
+
+        A scalar is one read. A vector or tile whose indices are affine integers or scalars is read by
+        `memory.load_affine`, without the values of those affine integers; any other by `_gather`, from the values of
+        its indices. Indices are in bounds, except where tiles extend past the end of the attention matrix (`edge`):
+        there every vector or tile is a gather, which clamps its indices.
+        """
         ref, dtype = self.refs[load.capture], load.out.dtype
         kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))
         if kind == SCALAR:
@@ -633,8 +664,10 @@ class TileProgram:
     def _gather(self, load: ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
         """The load by `memory.gather`, for indices that are no affine integers or must be clamped to the array.
 
-        kind   ROW, COLUMN or TILE, the highest rank of the indices
+        kind   ROW, COLUMN or TILE, of the axes of the indices together
         size   shape of the result
+
+        Indices that differ between elements are clamped only with `edge`; scalars never.
         """
         ref = self.refs[load.capture]
         operands = [self._value_of(a) for a in load.index]

@@ -45,8 +45,11 @@ class TileRow(typing.NamedTuple):
 
 
 def row_at(plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: Array) -> TileRow:
-    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of heads,
-    then groups of batch entries. `lists` are those of the operands.
+    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of
+    heads, then groups of batch entries.
+
+    lists   those of the operands; where they have one batch entry or head for all, that one is taken. None, or a plan
+            without a block mask: every block is visited
     """
     row = step % sizes.rows
     group = step // sizes.rows
@@ -95,10 +98,12 @@ def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NO
 def walk(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for each visit in turn; returns the last carry.
+    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for each visit in turn; returns the last
+    carry.
 
-    Without a block mask, every key block is visited by itself. With one, only the blocks of the row's lists are, `chunk` at a
-    time (see the top of this file).
+    Without a block mask, every key block is visited by itself, with `valid` None. With one, only the blocks of the
+    row's lists are, `chunk` at a time (see the top of this file); the last visit may have fewer that are valid. A row
+    with empty lists has no visit.
     """
     if plan.blocks is None:
         visit = lambda t: BlockVisit(jnp.asarray(t, jnp.int32)[None], None, None)
@@ -115,8 +120,8 @@ def walk(
     total = left + num_partial
 
     def remaining(t: Array) -> BlockVisit:
-        """The visit with number t (int32 scalar) among those after the whole chunks of the full list: first the blocks that are
-        left of the full list, then those of the partial list.
+        """The visit with number t (int32 scalar) among those after the whole chunks of the full list: first the blocks
+        that are left of the full list, then those of the partial list. Blocks past both are not `valid`.
         """
         place = t * chunk + jnp.arange(chunk, dtype=jnp.int32)
         whole = place < left
@@ -140,10 +145,10 @@ def _loop(
     """Runs carry = body(t, carry) for t = 0 .. count - 1 and returns the last carry.
 
     count   how many rounds, possibly traced
-    most    a static upper bound of `count`
+    most    a static upper bound of `count`; 0 returns `carry`
 
-    For a differentiable plan the loop has the static length `most`, because reverse mode needs it, and skips rounds past
-    `count`.
+    For a differentiable plan the loop has the static length `most`, because reverse mode needs it, and skips rounds
+    past `count`. A single round, if known, runs without a loop.
     """
     if most == 0:
         return carry

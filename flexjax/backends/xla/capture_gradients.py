@@ -113,8 +113,9 @@ class CaptureGradients:
         return [jnp.zeros(self._shape(slot), self.tiled.compute) for slot in self.slots]
 
     def _shape(self, slot: LoadSlot) -> tuple[int, ...]:
-        """The shape of a load's buffer: [b, h], then by kind nothing, the queries, the keys or the differences q - kv, each
-        padded to whole blocks; for kind TILE the padded shape of the captured array.
+        """The shape of a load's buffer: [b, h], then by kind nothing, the queries, the keys or the differences q - kv,
+        each padded to whole blocks; for kind TILE, and for a diagonal under an origin of several runs, the padded shape
+        of the captured array, without [b, h].
         """
         s = self.tiled.sizes
         head = self._head(slot)
@@ -155,9 +156,14 @@ class CaptureGradients:
     def _add(
         self, slot: LoadSlot, buffer: Array, row: TileRow, visit: BlockVisit, scores: VisitScores, tile: Array
     ) -> Array:
-        """The `buffer` of one load with the cotangents of a visit, summed as the load's kind says, added at the visit's place.
+        """The `buffer` of one load with the cotangents of a visit, summed as the load's kind says, added at the visit's
+        place.
 
         tile   [batch, heads, block_q, keys]: the cotangent of what the load reads at each entry, 0 at hidden entries
+
+        Cotangents are summed over batch entries and heads on which the index does not depend (`_axes`). A load of kind
+        TILE is added by slices where it has `slices`; otherwise it, and a diagonal under an origin of several runs, is
+        scattered at the index values, and what is outside of the array is dropped.
         """
         axes = self._axes(slot)
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in axes)
@@ -191,15 +197,16 @@ class CaptureGradients:
         return buffer.at[tuple(index)].add(tile, mode="drop")
 
     def _add_slices(self, plan: SlicePlan, buffer: Array, region: Region, tile: Array) -> Array:
-        """The buffer of a load that reads slices, with the cotangents of one visit added where the load reads the array.
+        """The buffer of a load that reads slices, with the cotangents of one visit added where the load reads the
+        array.
 
         plan     how the load reads slices
         buffer   in the shape of the captured array, which is padded to whole tiles
         region   the positions of the visit
         tile     [batch, heads, queries, keys], the cotangents of the values that the load reads there
 
-        Cotangents are first summed over the batch and the heads if the load's index does not depend on them. Each key block is
-        then one dynamic slice of the buffer, so no scatter is needed.
+        Cotangents are first summed over the batch and the heads on which the load's index does not depend. Each key
+        block is then one dynamic slice of the buffer, so no scatter is needed.
         """
         names = {name for name, _ in plan.index}
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in names)
@@ -214,7 +221,8 @@ class CaptureGradients:
     # ------------------------------------------------------------------ from buffers to arrays
 
     def finish(self, buffers: list[Array]) -> tuple[Array | None, ...]:
-        """The gradient of each captured array of score_mod, in its shape and dtype; None where it was not wanted.
+        """The gradient of each captured array of score_mod, in its shape and dtype; None where it was not wanted, and
+        for all if score_mod is the identity. An array that no slot loads has gradient 0.
 
         buffers   after all visits; those of all loads of an array are added up
         """
@@ -231,10 +239,13 @@ class CaptureGradients:
         return tuple(None if t is None else t.astype(d) for t, d in zip(total, dtypes, strict=True))
 
     def _scatter(self, slot: LoadSlot, buffer: Array, total: Array) -> Array:
-        """`total`, the gradient of a captured array so far and in its shape, with the `buffer` of one of its loads added.
+        """`total`, the gradient of a captured array so far and in its shape, with the `buffer` of one of its loads
+        added.
 
-        A buffer of kind TILE has the array's shape, up to padding. Any other is scatter-added: the index of the load is evaluated
-        at every position of the buffer and says to which element of the array the position belongs.
+        A buffer of kind TILE (or of a diagonal under an origin of several runs) has the array's shape, up to padding,
+        and is added as it is. Any other is scatter-added: the index of the load is evaluated at every position of the
+        buffer and says to which element of the array the position belongs; positions outside of the array are dropped.
+        All sums of a captured scalar are added up.
         """
         plan, s = self.plan, self.tiled.sizes
         if slot.kind not in (SCALAR, ROW, COLUMN, DIAGONAL) or (slot.kind == DIAGONAL and not self.one_run):
@@ -295,9 +306,11 @@ def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:
 
 
 def tangent_of_loads(scores: VisitScores, derivative: Program, tangents: Sequence[Array | None]) -> Array | None:
-    """The tangent of the score after score_mod that comes from the tangents of captured arrays, over the tile of one visit.
+    """The tangent of the score after score_mod that comes from the tangents of captured arrays, over the tile of one
+    visit.
 
-    It is the sum over loads of the derivative of the score by the load times what the load reads from the tangent of its array.
+    It is the sum over loads of the derivative of the score by the load times what the load reads from the tangent of
+    its array; with a guard, what it reads at hidden entries counts as 0.
 
     derivative   program of score_mod's derivatives
     tangents     of each captured array of score_mod, None where it has none

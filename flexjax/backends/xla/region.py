@@ -45,11 +45,12 @@ class Region:
         return (self.nb, self.nh, self.bq, self.blocks * self.bk)
 
     def index(self, axis: int) -> Array:
-        """The indices of the tile's batch entries, heads, queries or keys in the attention matrix, as int32.
+        """The indices of the tile's batch entries and heads, or the positions of its queries or keys, as int32.
 
         axis   B, H, Q or KV of ir/program.py
 
-        Returns an array of rank 4 with these indices along its dimension, and size 1 along the others.
+        Returns an array of rank 4 with these numbers along its dimension, and size 1 along the others; keys are those
+        of all key blocks, one after the other. They may lie past the end of the attention matrix.
         """
         start = {B: self.b0, H: self.h0, Q: self.q0}
         size = {B: self.nb, H: self.nh, Q: self.bq}

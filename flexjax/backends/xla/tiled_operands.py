@@ -49,7 +49,8 @@ def pad_to(x: Array, axis: int, size: int) -> Array:
 
 
 def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
-    """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their end.
+    """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their
+    end; arrays that are gathered stay as they are. Without a program nothing is padded.
 
     arrays     in the order of program.captures; some may have been padded before, for another program
     overhang   how many queries and keys the last tiles reach past the end of the call
@@ -127,7 +128,8 @@ class TiledOperands:
         self.overhang_q, self.overhang_kv = (n > 0 for n in self.overhang)
 
     def vary_like_operands(self, carry: Tree) -> Tree:
-        """The carry with which a loop starts, each array cast to vary over the mesh axes over which query varies (in shard_map).
+        """The carry with which a loop starts, each array cast to vary over the mesh axes over which query varies (in
+        shard_map); the same carry outside of shard_map.
 
         A loop must return the type with which it starts. JAX checks that only where it differentiates the loop.
         """
@@ -175,7 +177,8 @@ class TiledOperands:
         return row.h0 // group, max(1, self.sizes.heads // group)
 
     def take_columns(self, x: Array, row: TileRow, blocks: Array) -> Array:
-        """What one visit reads of `x`, an array that `columns` made: [batch, key heads, chunk * block_kv, D] in operand_dtype.
+        """What one visit reads of `x`, an array that `columns` made: [batch, key heads, chunk * block_kv, D] in
+        operand_dtype, with the key heads that the row's query heads read (`key_group`) and heads first in any layout.
 
         row      the tile row, which decides the batch entries and the key heads
         blocks   int32 [chunk]: numbers of the key blocks

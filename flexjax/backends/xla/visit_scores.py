@@ -63,8 +63,11 @@ def visit_scores(
 
     raw          what raw_scores returns for the visit
     program      score_mod's program, or that of its derivatives, whose results are also returned; None: the identity
-    mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass need not,
-                 since it drops their results
+    mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass
+                 need not, since it drops their results
+
+    Hidden entries are -inf in `modified`. Partials are in the dtype of scores, literals as they are; only for a
+    differentiable plan are they 0 at hidden entries, which are then evaluated on operands of 1 (`XlaTile.guard`).
     """
     region = region_of(tiled.sizes, row, visit.blocks, tiled.placed)
     on = _on(tiled, region, region_of(tiled.sizes, row, visit.blocks), visit, mask_q_end)
@@ -100,12 +103,13 @@ def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
 
 
 def _on(tiled: TiledOperands, region: Region, rows: Region, visit: BlockVisit, mask_q_end: bool) -> Array | None:
-    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all count.
-
-    An entry counts if the mask program shows it (not asked in full blocks), its key block is valid, and its key, and with
-    mask_q_end its query, is not past the end.
+    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all
+    count.
 
     region, rows   the visit in positions of the whole problem, and in rows of the call
+
+    An entry counts if the mask program shows it (not asked in full blocks), its key block is valid, and its key, and
+    with mask_q_end its query, is not past the end. Without a block mask the mask program is asked everywhere.
     """
     plan = tiled.plan
     parts: list[Array] = []
