@@ -57,6 +57,7 @@ from flexjax.types import Implementation as Implementation
 from flexjax.types import KernelOptions as KernelOptions
 from flexjax.types import Layout as Layout
 from flexjax.types import MaskMod as MaskMod
+from flexjax.types import Origin as Origin
 from flexjax.types import ScoreMod as ScoreMod
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "nn",
     "visualize",
     "BlockMask",
+    "Origin",
     "AuxRequest",
     "AuxOutput",
     "KernelOptions",

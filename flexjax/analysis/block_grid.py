@@ -1,12 +1,14 @@
 """The blocks of the attention matrix for which interval analysis is run, as arrays of their first and last positions."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.interval_values import Interval
 from flexjax.ir import program as ir
+from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
 
 Array = jax.Array
 
@@ -16,8 +18,8 @@ class BlockGrid:
     """Blocks of one batch entry, one head, a range of queries and a range of keys.
 
     b, h              int32: the batch entry and the head of each block
-    q_first, q_last   int32: the first and the last query of each block, at most block_q of them
-    kv_first, kv_last int32: the first and the last key of each block, at most block_kv of them
+    q_first, q_last   int32: the positions of the first and the last query of each block, at most block_q of them
+    kv_first, kv_last int32: the positions of the first and the last key of each block, at most block_kv of them
 
     The arrays have four dims and broadcast to one number a block. Only the first dim may hold both b or h and queries or keys.
     """
@@ -39,18 +41,25 @@ class BlockGrid:
 
 
 def block_grid(
-    batch: int, heads: int, q_blocks: Array, kv_blocks: Array, sizes: tuple[int, int, int, int]
+    batch: int,
+    heads: int,
+    q_blocks: Array,
+    kv_blocks: Array,
+    sizes: tuple[int, int, int, int],
+    placed: Placed = NOWHERE,
 ) -> BlockGrid:
     """All pairs of the given block numbers, [batch, heads, q blocks, kv blocks]; sizes: q_len, kv_len, block_q, block_kv.
 
-    The last block ends where the matrix does.
+    The last block ends where the matrix does. No block straddles two runs of `placed`.
     """
     i32 = lambda n: jnp.arange(n, dtype=jnp.int32)
     along = lambda x, axis: jnp.reshape(x, tuple(-1 if i == axis else 1 for i in range(4)))
-    return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes)
+    return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes, placed)
 
 
-def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> BlockGrid:
+def block_tiles(
+    places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE
+) -> BlockGrid:
     """Squares of side x side neighbouring blocks: a grid of [n, 1, side, side] blocks.
 
     places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares
@@ -63,12 +72,19 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> B
     last = [max(0, -(-length // block) - 1) for length, block in zip(sizes[:2], sizes[2:], strict=True)]
     q_blocks = jnp.minimum(q * side + within[:, None], last[0])
     kv_blocks = jnp.minimum(kv * side + within, last[1])
-    return _grid((b, h, q_blocks, kv_blocks), sizes)
+    return _grid((b, h, q_blocks, kv_blocks), sizes, placed)
 
 
-def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int]) -> BlockGrid:
+def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int], placed: Placed) -> BlockGrid:
     """The grid of the blocks with these numbers (b, h, query block, key block); sizes: q_len, kv_len, block_q, block_kv."""
     b, h, q_blocks, kv_blocks = blocks
     q_len, kv_len, block_q, block_kv = sizes
-    edges = lambda blocks, size, length: (blocks * size, jnp.minimum(blocks * size, length - size) + (size - 1))
-    return BlockGrid(b, h, *edges(q_blocks, block_q, q_len), *edges(kv_blocks, block_kv, kv_len), block_q, block_kv)
+
+    def edges(blocks: Array, size: int, length: int, of: Callable[..., Array]) -> tuple[Array, Array]:
+        """The positions of the first and the last token of each block; `of` is query_positions or key_positions."""
+        first = blocks * size
+        start = of(*placed, b, first)
+        return start, start + (jnp.minimum(first, length - size) + (size - 1) - first)
+
+    rows, columns = edges(q_blocks, block_q, q_len, query_positions), edges(kv_blocks, block_kv, kv_len, key_positions)
+    return BlockGrid(b, h, *rows, *columns, block_q, block_kv)

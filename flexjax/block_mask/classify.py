@@ -19,6 +19,7 @@ from flexjax.analysis.interval_values import Truth
 from flexjax.analysis.intervals import decide
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
 from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.origin import NOWHERE, OriginLayout, Placed, Starts, key_positions, query_positions
 from flexjax.ir.program import Program, classify_load
 
 Array = jax.Array
@@ -55,12 +56,25 @@ def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
     return jnp.broadcast_to(found, shape), jnp.broadcast_to(certain, shape)
 
 
+def placed_captures(captures: Sequence[Array], origin: OriginLayout | None) -> tuple[Sequence[Array], Placed]:
+    """The captured arrays, and where queries and keys lie, apart: with an origin its two tables follow the captured arrays."""
+    if origin is None:
+        return captures, NOWHERE
+    return captures[:-2], (origin, Starts(*captures[-2:]))
+
+
 def classify_rows(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, q_blocks: Array
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    q_blocks: Array,
+    origin: OriginLayout | None = None,
 ) -> tuple[Array, Array]:
-    """(class int8, certain bool), each [batch, heads, len(q_blocks), kv blocks]."""
+    """(class int8, certain bool), each [batch, heads, len(q_blocks), kv blocks]; captures as for `placed_captures`."""
     columns = blocks_along(sizes[1], sizes[3])
-    grid = block_grid(*heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), sizes)
+    captures, placed = placed_captures(captures, origin)
+    grid = block_grid(*heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), sizes, placed)
     return classes_of(decide(program, captures, grid), (*heads, q_blocks.shape[0], columns))
 
 
@@ -70,17 +84,23 @@ def codes_of(found: Array, certain: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes) -> Callable:
-    return jax.jit(lambda captures, q_blocks: codes_of(*classify_rows(program, captures, heads, sizes, q_blocks)))
+def _compiled_rows(
+    program: Program, heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
+) -> Callable:
+    def classify(captures: Sequence[Array], q_blocks: Array) -> Array:
+        return codes_of(*classify_rows(program, captures, heads, sizes, q_blocks, origin))
+
+    return jax.jit(classify)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_tiles(program: Program, sizes: Sizes) -> Callable:
+def _compiled_tiles(program: Program, sizes: Sizes, origin: OriginLayout | None) -> Callable:
     """A compiled function from captures and places [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]."""
 
     def classify(captures: Sequence[Array], places: Array) -> Array:
-        grid = block_tiles(places, SIDE, sizes)
-        codes = codes_of(*classes_of(decide(program, captures, grid), (places.shape[0], 1, SIDE, SIDE)))
+        arrays, placed = placed_captures(captures, origin)
+        grid = block_tiles(places, SIDE, sizes, placed)
+        codes = codes_of(*classes_of(decide(program, arrays, grid), (places.shape[0], 1, SIDE, SIDE)))
         within = jnp.arange(SIDE, dtype=jnp.int32)
         rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
         row, column = places[:, 2, None] * SIDE + within < rows, places[:, 3, None] * SIDE + within < columns
@@ -90,24 +110,30 @@ def _compiled_tiles(program: Program, sizes: Sizes) -> Callable:
 
 
 def classify_on_host(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool | None
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool | None,
+    origin: OriginLayout | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates [n, 4] of the partial and of the full blocks, in ascending order, for a mask whose arrays are known.
 
+    captures  as for `placed_captures`
     heads   (batch, heads)
     exact   True: evaluate every uncertain block entry by entry. None: do so if EXACT_BUDGET suffices for all. False: never
     """
-    partial, full, unsure = _places(program, captures, heads, sizes)
+    partial, full, unsure = _places(program, captures, heads, sizes, origin)
     affordable = len(unsure) * sizes[2] * sizes[3] <= EXACT_BUDGET
     if exact or (exact is None and affordable):
-        found = check_exactly(program, captures, unsure, sizes)
+        found = check_exactly(program, captures, unsure, sizes, origin)
         partial = _in_order([partial, unsure[found == PARTIAL]])
         return partial, _in_order([full, unsure[found == FULL]])
     return _in_order([partial, unsure]), full
 
 
 def _places(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Coordinates [n, 4] of the partial, full and uncertain blocks.
 
@@ -116,12 +142,13 @@ def _places(
     """
     counts = (blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3]))
     large = math.prod(heads) * math.prod(counts) > COARSE_FROM and max(counts) > SIDE
-    if not large or not can_be_tiled(program):
-        return _places_of_rows(program, captures, heads, sizes)
+    apart = origin is not None and not origin.single  # a square of blocks may straddle two runs
+    if not large or apart or not can_be_tiled(program):
+        return _places_of_rows(program, captures, heads, sizes, origin)
     coarse = (sizes[0], sizes[1], sizes[2] * SIDE, sizes[3] * SIDE)
-    partial, full, unsure = _places(program, captures, heads, coarse)
+    partial, full, unsure = _places(program, captures, heads, coarse, origin)
     open_squares = np.concatenate([partial, unsure])
-    codes = codes_of_squares(program, captures, open_squares, sizes)
+    codes = codes_of_squares(program, captures, open_squares, sizes, origin)
     found: dict[int, list[np.ndarray]] = {PARTIAL: [], FULL: [_blocks_of(full, counts)], UNSURE: []}
     for code, places in found.items():
         square, row, column = np.nonzero(codes == code)
@@ -130,12 +157,18 @@ def _places(
     return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
 
 
-def codes_of_squares(program: Program, captures: Sequence[Array], squares: np.ndarray, sizes: Sizes) -> np.ndarray:
+def codes_of_squares(
+    program: Program,
+    captures: Sequence[Array],
+    squares: np.ndarray,
+    sizes: Sizes,
+    origin: OriginLayout | None = None,
+) -> np.ndarray:
     """int8 [n, SIDE, SIDE]: the codes of the blocks in squares of SIDE x SIDE blocks; past the end they are EMPTY.
 
     squares   int32 [n, 4]: (b, h, q, kv) of each, q and kv counted in squares
     """
-    run = _compiled_tiles(program, sizes)
+    run = _compiled_tiles(program, sizes, origin)
     at_once = TILES_AT_ONCE if len(squares) > TILES_AT_ONCE // 16 else TILES_AT_ONCE // 16
     found = [np.zeros((0, SIDE, SIDE), np.int8)]
     for first in range(0, len(squares), at_once):
@@ -170,11 +203,11 @@ def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places_of_rows(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
+    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Coordinates [n, 4] of the partial, full and uncertain blocks; all blocks are classified, a chunk of rows at a time."""
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
-    for first, codes in codes_of_rows(program, captures, heads, sizes):
+    for first, codes in codes_of_rows(program, captures, heads, sizes, origin):
         for code, places in found.items():
             b, h, q, kv = np.nonzero(codes == code)
             places.append(np.stack([b, h, q + first, kv], 1).astype(np.int32))
@@ -182,20 +215,30 @@ def _places_of_rows(
 
 
 def codes_of_rows(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    origin: OriginLayout | None = None,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The codes of all blocks, a chunk of rows of blocks at a time: (first row, int8 [batch, heads, rows, columns])."""
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-    run = _compiled_rows(program, heads, sizes)
+    run = _compiled_rows(program, heads, sizes, origin)
     at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
     for first in range(0, rows, at_once):
         numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
         yield first, np.asarray(run(tuple(captures), numbers))[:, :, : rows - first]
 
 
-def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarray, sizes: Sizes) -> np.ndarray:
+def check_exactly(
+    program: Program,
+    captures: Sequence[Array],
+    places: np.ndarray,
+    sizes: Sizes,
+    origin: OriginLayout | None = None,
+) -> np.ndarray:
     """`classes_of_entries` of the blocks at `places` [n, 4], in chunks of at most CHUNK_ENTRIES entries."""
-    run = _compiled_entries(program, sizes)
+    run = _compiled_entries(program, sizes, origin)
     at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
     if len(places) <= at_once // 8:  # chunks have one of two shapes, because each shape is compiled
         at_once //= 8
@@ -209,11 +252,13 @@ def check_exactly(program: Program, captures: Sequence[Array], places: np.ndarra
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_entries(program: Program, sizes: Sizes) -> Callable:
-    return jax.jit(lambda captures, places: classes_of_entries(program, captures, places, sizes))
+def _compiled_entries(program: Program, sizes: Sizes, origin: OriginLayout | None) -> Callable:
+    return jax.jit(lambda captures, places: classes_of_entries(program, captures, places, sizes, origin))
 
 
-def classes_of_entries(program: Program, captures: Sequence[Array], places: Array, sizes: Sizes) -> Array:
+def classes_of_entries(
+    program: Program, captures: Sequence[Array], places: Array, sizes: Sizes, origin: OriginLayout | None = None
+) -> Array:
     """int8 [n]: the class of each of n blocks, found by evaluating the mask at every entry.
 
     Entries past q_len or kv_len do not count.
@@ -221,12 +266,14 @@ def classes_of_entries(program: Program, captures: Sequence[Array], places: Arra
     places   int32 [n, 4]: batch entry, head, query block and key block of each
     """
     q_len, kv_len, block_q, block_kv = sizes
+    captures, placed = placed_captures(captures, origin)
 
     def one_block(place: Array) -> Array:
         q = place[2] * block_q + jnp.arange(block_q, dtype=jnp.int32)
         kv = place[3] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         entry = lambda i, j: call_program(program, captures, (place[0], place[1], i, j))
-        on = jax.vmap(lambda i: jax.vmap(lambda j: entry(i, j))(kv))(q)
+        at_q, at_kv = query_positions(*placed, place[0], q), key_positions(*placed, place[0], kv)
+        on = jax.vmap(lambda i: jax.vmap(lambda j: entry(i, j))(at_kv))(at_q)
         inside = (q < q_len)[:, None] & (kv < kv_len)[None, :]
         some, all_ = jnp.any(on & inside), jnp.all(on | ~inside)
         return jnp.where(all_, FULL, jnp.where(some, PARTIAL, EMPTY)).astype(jnp.int8)
@@ -235,20 +282,28 @@ def classes_of_entries(program: Program, captures: Sequence[Array], places: Arra
 
 
 @functools.lru_cache(maxsize=256)
-def compiled_traced(program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> Callable:
+def compiled_traced(
+    program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool, origin: OriginLayout | None
+) -> Callable:
     """classify_traced under jit: without it, inside shard_map, each operation would be compiled and run alone."""
-    return jax.jit(lambda captures: classify_traced(program, captures, heads, sizes, exact))
+    return jax.jit(lambda captures: classify_traced(program, captures, heads, sizes, exact, origin))
 
 
 def classify_traced(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None = None,
 ) -> Array:
     """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], on the device; captures may be traced.
 
+    captures  as for `placed_captures`
     exact   whether uncertain blocks are evaluated entry by entry
     """
     rows = blocks_along(sizes[0], sizes[2])
-    found, certain = classify_rows(program, captures, heads, sizes, jnp.arange(rows, dtype=jnp.int32))
+    found, certain = classify_rows(program, captures, heads, sizes, jnp.arange(rows, dtype=jnp.int32), origin)
     if not exact:
         return found
     flat, unsure = found.reshape(-1), ~certain.reshape(-1)
@@ -259,7 +314,7 @@ def classify_traced(
     def chunk(t: Array, classes: Array) -> Array:
         numbers = lax.dynamic_slice(order, (t * at_once,), (at_once,))
         places = jnp.stack(jnp.unravel_index(jnp.minimum(numbers, flat.size - 1), found.shape), -1).astype(jnp.int32)
-        exact_classes = classes_of_entries(program, captures, places, sizes)
+        exact_classes = classes_of_entries(program, captures, places, sizes, origin)
         return classes.at[numbers].set(exact_classes, mode="drop")
 
     rounds = -(-jnp.sum(unsure, dtype=jnp.int32) // at_once)

@@ -4,6 +4,7 @@ A device classifies the blocks of its batch entries and heads from its entries o
 or h (ir/split_axes.py). Without a rule of ours XLA gathers the parts of the devices at many steps, also inside loops.
 """
 
+import dataclasses
 import functools
 import math
 import typing
@@ -20,6 +21,7 @@ from flexjax import partition
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import Sizes, blocks_along, compiled_traced
 from flexjax.block_mask.transpose import FULL, PARTIAL
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Rule, Spec
@@ -30,24 +32,45 @@ Split = dict[str, Names]
 
 
 def traced_lists(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
 ) -> list[Array]:
-    """The four list arrays, in the order of the fields of Parts; heads: batch entries and heads of the lists."""
+    """The four list arrays, in the order of the fields of Parts.
+
+    captures   as for `placed_captures`
+    heads      batch entries and heads of the lists
+    """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind
-    return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
+    return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
 
 
 def lists_of_whole_arrays(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
 ) -> list[Array]:
     """`traced_lists` of captures that no mesh axis splits, without the partitioning rule."""
-    return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
+    return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
 
 
-def _lists(*captures: Array, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> list[Array]:
-    return lists_of_classes(compiled_traced(program, heads, sizes, exact)(captures))
+def _lists(
+    *captures: Array,
+    program: Program,
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
+) -> list[Array]:
+    return lists_of_classes(compiled_traced(program, heads, sizes, exact, origin)(captures))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
@@ -111,10 +134,20 @@ mlir.register_lowering(block_lists_p, _lower)
 # ------------------------------------------------------------------- the rule
 
 
-def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> Rule:
+def _rule(
+    mesh: Mesh,
+    program: Program,
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
+) -> Rule:
     counts = {"b": heads[0], "h": heads[1]}
     captured = enumerate(split_dims((program,), counts))
     arguments = [" ".join(dim or f"c{i}_{at}" for at, dim in enumerate(dims)) for i, dims in captured]
+    if origin is not None:
+        entry = "b" if origin.rows > 1 else "origin_b"
+        arguments += [f"{entry} query_runs", f"{entry} key_runs"]
 
     def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
         batch = partition.widest("b", heads[0], dims, specs, mesh)
@@ -126,7 +159,14 @@ def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, ex
         own = share_of_program((program,), share)
         starts = [lax.axis_index(split[axis]).astype(jnp.int32) * share.entries[axis] for axis in own.starts]
         own_heads = (share.entries["b"], share.entries["h"])
-        return _lists(*captures, *starts, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact)
+        own_origin = origin
+        if origin is not None and origin.rows > 1:
+            own_origin = dataclasses.replace(origin, rows=own_heads[0])
+        read, tables = (captures, ()) if origin is None else (captures[:-2], captures[-2:])
+        arrays = (*read, *starts, *tables)
+        return _lists(
+            *arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin
+        )
 
     return Rule(
         arguments,
@@ -135,5 +175,5 @@ def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, ex
         spec=lambda split, dims: PartitionSpec(*(split.get(dim) or None for dim in dims.split())),
         on_device=on_device,
         look=lambda split, operands, specs: None,
-        text=f"block lists {program.key} {heads} {sizes} {exact}",
+        text=f"block lists {program.key} {heads} {sizes} {exact} {origin}",
     )

@@ -13,6 +13,7 @@ import jax
 from flexjax.errors import FallbackWarning
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
+from flexjax.ir.origin import Starts
 from flexjax.plan.kernel_plan import BlockLists, Operands
 from flexjax.plan.problem import Problem
 
@@ -94,6 +95,7 @@ def operand_names(problem: Problem) -> list[str]:
         lists=None
         if places.lists is None
         else BlockLists._make(None if x is None else "a block list" for x in places.lists),
+        origin=None if places.origin is None else Starts("the origin of query", "the origin of key"),
     )
     return jax.tree.leaves(named)
 

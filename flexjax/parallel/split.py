@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from flexjax.ir.origin import Starts
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Spec, widest
@@ -89,8 +90,15 @@ def operand_dims(problem: Problem) -> list[str]:
             None if x is None else counts + ("rows" if name.endswith("num") else f"rows {name}")  # [.., rows(, width)]
             for name, x in zip(BlockLists._fields, present.lists, strict=True)
         ),
+        origin=None if present.origin is None else Starts._make(_origin_dims(plan)),
     )
     return jax.tree.leaves(named)
+
+
+def _origin_dims(plan: KernelPlan) -> tuple[typing.Any, typing.Any]:
+    """The dimensions of the two tables of an origin."""
+    entry = "b" if plan.origin is not None and plan.origin.rows > 1 else "origin_b"
+    return f"{entry} query_runs", f"{entry} key_runs"
 
 
 def arranged(plan: KernelPlan, dims: str) -> str:
@@ -164,6 +172,9 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
     if blocks is not None:
         fewer = lambda count, axis: count if count == 1 else share.entries[axis]
         blocks = dataclasses.replace(blocks, batch=fewer(blocks.batch, "b"), heads=fewer(blocks.heads, "h"))
+    origin = plan.origin
+    if origin is not None and origin.rows > 1:
+        origin = dataclasses.replace(origin, rows=share.entries["b"])
     own_plan = dataclasses.replace(
         plan,
         batch=share.entries["b"],
@@ -174,6 +185,7 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
         mask=first(mask),
         dropout=first(dropout),
         blocks=blocks,
+        origin=origin,
     )
     own = operands._replace(
         key=key,

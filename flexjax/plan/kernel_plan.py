@@ -10,6 +10,7 @@ import typing
 import jax
 
 from flexjax.ir import program as ir
+from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.types import KernelOptions
 
 
@@ -47,6 +48,8 @@ class KernelPlan:
                  `Operands.lists` are visited, and `mask` applies to those of the partial list only
     layout       of query, key, value, out ("BTNH" or "BNTH") and so of lse, max_scores ("BTN" or "BNT")
     extra_dim    R, 0 without extra features; key_extra has `extra_heads` heads
+    origin       where the arrays lie in the whole problem (ir/origin.py); None: at 0. The programs' q and kv are positions there,
+                 all other numbers of queries and keys count from 0 in the arrays
     differentiable  asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
     """
 
@@ -70,6 +73,7 @@ class KernelPlan:
     max_scores: bool = False
     options: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     differentiable: bool = False
+    origin: OriginLayout | None = None
 
     @property
     def group(self) -> int:
@@ -106,7 +110,8 @@ class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
     query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
-    sinks [N] float32, and the captured arrays of the three programs in the order of `Program.captures`.
+    sinks [N] float32, the captured arrays of the three programs in the order of `Program.captures`, and the positions at which
+    runs of queries and keys begin.
     """
 
     query: jax.Array
@@ -119,6 +124,7 @@ class Operands(typing.NamedTuple):
     mask_captures: tuple[jax.Array, ...]
     dropout_captures: tuple[jax.Array, ...]
     lists: BlockLists | None
+    origin: Starts | None = None
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:

@@ -50,7 +50,8 @@ Entries = dict[str, dict[str, typing.Any]]
 def plan_text(plan: KernelPlan) -> str:
     """The plan as text without its tile sizes; the same in every process."""
     options = plan.options
-    fields = [f.name for f in dataclasses.fields(plan) if f.name != "options"]
+    absent = {"options", *(["origin"] if plan.origin is None else [])}
+    fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))

@@ -87,6 +87,8 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
             "The GPU kernels take extra key features whose number of heads divides that of the keys, "
             f"not {plan.extra_heads} heads beside {plan.kv_heads}."
         )
+    if plan.origin is not None:
+        return "The GPU kernels do not take an origin of queries and keys."
     if plan.differentiable:
         return "The GPU kernels cannot be differentiated by jax itself (second order, forward mode)."
     return None

@@ -14,6 +14,7 @@ from jax import lax
 
 from flexjax.backends.xla.tile import Region
 from flexjax.backends.xla.tile_sizes import TileSizes
+from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 Array = jax.Array
@@ -62,16 +63,16 @@ class BlockVisit(typing.NamedTuple):
     whole: Array | None
 
 
-def region_of(sizes: TileSizes, row: TileRow, blocks: Array) -> Region:
-    """The part of the attention matrix that a tile row and its key blocks cover."""
+def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NOWHERE) -> Region:
+    """The part of the attention matrix that a tile row and its key blocks cover; by default counted in rows of the call."""
     return Region(
         row.b0,
         sizes.batch,
         row.h0,
         sizes.heads,
-        row.q_block * sizes.block_q,
+        query_positions(*placed, row.b0, row.q_block * sizes.block_q),
         sizes.block_q,
-        (blocks * sizes.block_kv).astype(jnp.int32),
+        key_positions(*placed, row.b0, blocks * sizes.block_kv),
         sizes.block_kv,
     )
 
