@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from flexjax import dispatch
+from flexjax import context_call, dispatch
 from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced, trace_placed_mask
@@ -21,6 +22,7 @@ from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, chec
 from flexjax.dropout import dense_keep, dropout_program, key_words
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.origin import OriginTable, agree, indices_of, shift_heads, sizes_of, table_of
+from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
@@ -78,6 +80,7 @@ def flex_attention(
     *,
     return_aux: None = None,
     implementation: Implementations | None = None,
+    context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
 ) -> Array: ...
 
@@ -90,6 +93,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest,
     implementation: Implementations | None = None,
+    context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
 ) -> tuple[Array, AuxOutput]: ...
 
@@ -114,6 +118,7 @@ def flex_attention(
     query_extra: ArrayArgument | None = None,
     key_extra: ArrayArgument | None = None,
     origin: Origin | OriginTable | None = None,
+    context: ContextParallel | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
     """Attention with a score function and a mask function written in plain JAX.
 
@@ -138,6 +143,7 @@ def flex_attention(
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
     origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
                  made with an origin brings it along
+    context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
@@ -166,7 +172,8 @@ def flex_attention(
     How calls are sharded. A mesh axis of type Explicit that splits the batch or the heads of query stays split: each device
     computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
     indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens
-    or of the head dim is gathered, and a FallbackWarning says how many bytes.
+    is kept if context= names its axes. Without that, and for a split of the head dim, the arrays are gathered, and a FallbackWarning
+    says how many bytes.
     Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
@@ -183,8 +190,10 @@ def flex_attention(
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
-        call = prepare(query, key, value, return_aux=return_aux, **arguments)
         names = dispatch.candidates(implementation)
+        if context is not None:
+            return _with_aux(_in_context(query, key, value, context, return_aux, arguments, names, text), return_aux)
+        call = prepare(query, key, value, return_aux=return_aux, **arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)
         else:
@@ -192,11 +201,40 @@ def flex_attention(
     except Exception as error:
         add_note_once(error, text())
         raise
+    return _with_aux(results, return_aux)
+
+
+def _with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[Array, AuxOutput]:
+    """What flex_attention returns."""
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(
         results.lse if return_aux.lse else None, results.max_scores if return_aux.max_scores else None
     )
+
+
+def _in_context(
+    query: ArrayArgument,
+    key: ArrayArgument,
+    value: ArrayArgument,
+    context: ContextParallel,
+    return_aux: AuxRequest | None,
+    arguments: Arguments[ArrayArgument],
+    names: tuple[str, ...] | None,
+    text: Callable[[], str],
+) -> Results:
+    """The call with `context=`: prepared without its mask, which context_call.py traces for the whole sequence."""
+    given = dict(arguments)
+    mask_mod, block_mask, origin = (given.pop(name) for name in ("mask_mod", "block_mask", "origin"))
+    if mask_mod is not None and block_mask is not None:
+        raise _both_masks()
+    query, key, value = map(jnp.asarray, (query, key, value))
+    placed = context_call.place(context, query, key, arguments.get("layout", "BTNH"), typing.cast(Origin, origin))
+    call = prepare(query, key, value, return_aux=return_aux, **{**given, "origin": placed.origin})  # type: ignore[arg-type]
+    dispatch.runs_everywhere(call.plan, names)
+    return context_call.attend(
+        placed, call.plan, call.operands, call.problem(names, text()), mask_mod, typing.cast(BlockMask, block_mask)
+    )  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,10 +438,7 @@ def _block_mask(
     A computed mask has a batch (heads) dimension of size 1 if mask_mod does not read b (h).
     """
     if mask_mod is not None and block_mask is not None:
-        raise ValueError(
-            "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
-            "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
-        )
+        raise _both_masks()
     if block_mask is not None:
         return block_mask
     if mask_mod is None:
@@ -416,6 +451,13 @@ def _block_mask(
     )
     lengths = (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)
     return BlockMask.of(from_traced(traced, heads, lengths, origin=origin))
+
+
+def _both_masks() -> ValueError:
+    return ValueError(
+        "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
+        "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
+    )
 
 
 def _layout(mask: BlockMask) -> BlockLayout:

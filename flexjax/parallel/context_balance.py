@@ -246,7 +246,9 @@ class Search:
             sent[:, device] = need.astype(np.float32) @ state.owns
         if self.key_owner is None:
             # the columns of the runs change hands, for every receiver
-            ends = np.concatenate([np.zeros_like(state.needs[:, :1], np.float32), np.cumsum(state.needs, 1, dtype=np.float32)], 1)
+            ends = np.concatenate(
+                [np.zeros_like(state.needs[:, :1], np.float32), np.cumsum(state.needs, 1, dtype=np.float32)], 1
+            )
             gained = ends[:, a + length] - ends[:, a] - ends[:, b + length] + ends[:, b]
             gained = gained.T.copy()
             for device, need in new.items():

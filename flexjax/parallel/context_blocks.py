@@ -90,5 +90,3 @@ def _spread(full: np.ndarray, places: np.ndarray, fine: np.ndarray) -> np.ndarra
     on[:] = full[:, None, :, None]
     on[places[:, 2], :, places[:, 3], :] = fine
     return on.reshape(rows * SIDE, columns * SIDE)
-
-

@@ -216,7 +216,9 @@ def picture(layout: ContextLayout) -> str:
     others = max(1, _size(layout.key_blocks) - layout.key_blocks.shape[1])
     for device, (load, blocks) in enumerate(zip(loads, received, strict=True)):
         bar = "█" * round(24 * load / max(loads.max(), 1e-30))
-        lines.append(f"{DIGITS[device % len(DIGITS)]:>8} {bar:<24} work {load / mean:.2f}   receives {blocks} key blocks")
+        lines.append(
+            f"{DIGITS[device % len(DIGITS)]:>8} {bar:<24} work {load / mean:.2f}   receives {blocks} key blocks"
+        )
     lines.append(
         f"heaviest over mean work {loads.max() / mean:.3f}, received {received.mean() / others:.3f} of an all-gather"
     )
@@ -302,5 +304,7 @@ def context_layout(
 
 def _callable(mask_mod: object) -> Callable:
     if not callable(mask_mod):
-        raise bad_argument("mask_mod", repr(mask_mod), "a function (b, h, q_idx, kv_idx) -> bool, or None", "See MaskMod.")
+        raise bad_argument(
+            "mask_mod", repr(mask_mod), "a function (b, h, q_idx, kv_idx) -> bool, or None", "See MaskMod."
+        )
     return mask_mod

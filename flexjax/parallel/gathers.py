@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import jax
 
 from flexjax.errors import FallbackWarning
+from flexjax.ir.origin import Starts
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
-from flexjax.ir.origin import Starts
 from flexjax.plan.kernel_plan import BlockLists, Operands
 from flexjax.plan.problem import Problem
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import TileRow
-from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes
+from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
