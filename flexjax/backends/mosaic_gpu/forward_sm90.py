@@ -70,7 +70,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
 
 def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
     """What is known of the kernel before it is traced; `plan` has its extra features joined to the head dim."""
-    staged = staging.staged_load(plan.score) if tile.staged_slots and plan.score is not None else None
+    staged = staging.staged_load(plan, plan.score) if tile.staged_slots else None
     return ForwardSetup(plan, tile, plan.options.interpret, staged, static_reference(plan), may_be_large(plan.score))
 
 
@@ -105,6 +105,7 @@ def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
         mask=mask,
         dropout=dropout,
         counter=counter,
+        origin=() if operands.origin is None else tuple(operands.origin),
     )
 
 

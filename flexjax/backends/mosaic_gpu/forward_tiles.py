@@ -202,8 +202,10 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     staged_dtype = _staged_dtype(plan)
     order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
     found: list[ForwardTile] = []
+    origin = plan.origin
+    run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
     for groups in order:
-        if not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
+        if run % (64 * groups) or not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
         for keys in (64, 128) if size == 256 or divides else (128, 64):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
@@ -275,7 +277,7 @@ def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | No
 
 def _staged_dtype(plan: KernelPlan) -> str | None:
     """dtype of the captured array that goes through shared memory; None where the score program has none."""
-    load = None if plan.score is None else staging.staged_load(plan.score)
+    load = staging.staged_load(plan, plan.score)
     return None if load is None or plan.score is None else plan.score.captures[load.capture].dtype
 
 

@@ -9,6 +9,7 @@ TMA fills what lies past the end of the array with zeros. pair_bias.py decides w
 """
 
 from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
 
 PIECE = (8, 128)
 """Rows and bytes of a swizzled piece; the last two dimensions of the array must be whole pieces."""
@@ -17,9 +18,14 @@ MOST_DIMS = 5
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def staged_load(program: ir.Program) -> ir.Load | None:
+def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
     """The load of the program that goes through shared memory: the first that can be staged and that the first result, the score,
-    needs; None if there is none."""
+    needs; None if there is none.
+
+    With an origin none is staged, because TMA copies whole swizzled pieces and a tile may begin at any position.
+    """
+    if program is None or plan.origin is not None:
+        return None
     live = ir.uses(program.steps, program.results[:1])
     return next((load for load in program.loads if load.out.id in live and _can_be_staged(program, load)), None)
 

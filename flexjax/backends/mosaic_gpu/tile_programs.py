@@ -45,10 +45,48 @@ from flexjax.backends.mosaic_gpu.tile_values import (
     safe_to_defer,
 )
 from flexjax.ir import program as ir
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.rewrite import with_results
+from flexjax.plan.kernel_plan import KernelPlan
 
 MAX_EXACT = 1 << 24
 """Integers up to this size are exact in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrigin:
+    """Where the rows of query and key lie in the whole problem (ir/origin.py), inside a kernel.
+
+    query, key   [rows, runs] int32 in global memory: the positions at which runs begin
+    """
+
+    layout: OriginLayout
+    query: Ref
+    key: Ref
+
+    @classmethod
+    def of(cls, plan: KernelPlan, refs: Sequence[Ref]) -> "TileOrigin | None":
+        """The origin of the plan with its two tables, None without one."""
+        return None if plan.origin is None else cls(plan.origin, *refs)
+
+    def offset(self, axis: str, batch: jax.typing.ArrayLike, start: jax.typing.ArrayLike | None) -> Value:
+        """What to add to the numbers of the rows of a tile to get positions.
+
+        axis    "q" or "kv"
+        start   number of the first row of the tile; None where the axis has one run, for any tile
+        """
+        table, run = (
+            (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
+        )
+        entry = batch if self.layout.rows > 1 else 0
+        if start is None:
+            return table[entry, 0]
+        # a tile that lies past the end counts on from the last run
+        number = jnp.minimum(lax.div(jnp.asarray(start, jnp.int32), np.int32(run)), np.int32(table.shape[1] - 1))
+        return table[entry, number] - number * np.int32(run)
+
+    def runs(self, axis: str) -> int:
+        return self.layout.query_runs if axis == "q" else self.layout.key_runs
 
 
 class TileProgram:
@@ -62,6 +100,7 @@ class TileProgram:
     edge            (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp their indices;
                     None where no tile does
     results         numbers of the results to compute; None: all
+    origin          where rows and columns lie in the whole problem, whose positions the program reads; None: they count from 0
     """
 
     def __init__(
@@ -76,6 +115,7 @@ class TileProgram:
         edge: tuple[int, int] | None = None,
         results: tuple[int, ...] | None = None,
         interpret: bool = False,
+        origin: TileOrigin | None = None,
     ) -> None:
         self.program, self.refs, self.shape = program, refs, shape
         self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
@@ -85,6 +125,10 @@ class TileProgram:
             ir.B: TileValue(SCALAR, jnp.asarray(batch, jnp.int32)),
             ir.H: TileValue(SCALAR, jnp.asarray(head, jnp.int32)),
         }
+        self.origin, self.batch = origin, batch
+        self.offsets: dict[str, Value] = {}
+        if origin is not None:  # that of an axis with one run is the same for all tiles
+            self.offsets = {a: origin.offset(a, batch, None) for a in ("q", "kv") if origin.runs(a) == 1}
         self.row_start: Value = None
         self.col_start: Value = None
         self._run(SCALAR)
@@ -94,7 +138,7 @@ class TileProgram:
     def at_rows(self, start: jax.typing.ArrayLike) -> "TileProgram":
         """The program with its row vectors computed, for the rows from `start`."""
         new = self._copy()
-        new.row_start = jnp.asarray(start, jnp.int32)
+        new.row_start = self._position(self.row_axis, start)
         row = ir.Q if self.row_axis == "q" else ir.KV
         if row in new.live:
             new.env[row] = TileValue(ROW, registers.row_iota(self.shape[0]) + new.row_start)
@@ -107,12 +151,20 @@ class TileProgram:
         A kernel calls this before it waits for the scores, so that `tile` finds the loads done.
         """
         new = self._copy()
-        new.col_start = jnp.asarray(start, jnp.int32)
+        new.col_start = self._position("kv" if self.row_axis == "q" else "q", start)
         column = ir.KV if self.row_axis == "q" else ir.Q
         if column in new.live:
             new.env[column] = TileValue(COLUMN, registers.columns_from(new.col_start, self.shape[1], self.interpret))
         new._run(COLUMN)
         return new
+
+    def _position(self, axis: str, start: jax.typing.ArrayLike) -> Value:
+        """The position of the row of query ("q") or key ("kv") with the number `start`, at which a tile begins."""
+        first = jnp.asarray(start, jnp.int32)
+        if self.origin is None:
+            return first
+        offset = self.offsets[axis] if axis in self.offsets else self.origin.offset(axis, self.batch, first)
+        return first + offset
 
     def scalars(self, atoms: Sequence[ir.Atom]) -> tuple[Value, ...]:
         """Values that depend on batch entry and head alone."""

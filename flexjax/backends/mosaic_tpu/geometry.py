@@ -13,6 +13,7 @@ import numpy as np
 
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
 from flexjax.backends.mosaic_tpu.vmem import Tiles
+from flexjax.ir.origin import OriginLayout
 from flexjax.plan.kernel_plan import KernelPlan
 
 
@@ -21,6 +22,7 @@ class TileGeometry:
     """Sizes of the attention matrix and of a tile, in tokens.
 
     q_axis   0: queries are the rows of a tile (sublanes) and keys its columns (lanes); 1: the other way round
+    origin   of the plan (ir/origin.py); all other numbers here count rows of the call
     """
 
     batch: int
@@ -30,10 +32,11 @@ class TileGeometry:
     block_q: int
     block_kv: int
     q_axis: int
+    origin: OriginLayout | None = None
 
     @classmethod
     def of(cls, plan: KernelPlan, tiles: Tiles, q_axis: int) -> "TileGeometry":
-        return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis)
+        return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis, plan.origin)
 
     @property
     def q_tiles(self) -> int:

@@ -70,7 +70,7 @@ class TileScores:
                 self._split.append(split_for(program, self.plan))
                 with_captures.append((self._split[-1], captures))
         scalars_from_end = prefetch_count_after_order(self.added_prefetch)
-        self.hoisted = HoistedOperands(self.order.geometry, with_captures, self.order.tile_at, scalars_from_end)
+        self.hoisted = HoistedOperands(self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin)
 
     def _needs_only_bias(self) -> bool:
         """Whether the kernel needs only the score of the program: its derivative, if any, is the constant c."""
@@ -134,9 +134,9 @@ class TileScores:
             conditions.append(masked[0])
         view = self._view(0, step)
         if g.kv_len % g.block_kv:
-            conditions.append(view.kv < np.int32(g.kv_len))
+            conditions.append(view.kv_rows < np.int32(g.kv_len))
         if self.check_q_end and g.q_len % g.block_q:
-            conditions.append(view.q < np.int32(g.q_len))
+            conditions.append(view.q_rows < np.int32(g.q_len))
         if not conditions:
             return None
         conditions = [jnp.broadcast_to(c, (step.strip.rows, step.strip.cols)) for c in conditions]
