@@ -65,6 +65,7 @@ class Placed:
     """Where a call with `context=` runs.
 
     kind      the type of the mesh axes of the sequence; Manual: inside shard_map
+    mesh      (name, size) of the axes of the sequence, in the order of the mesh
     split     explicit axes that split batch and heads; None for other kinds
     layout    of the sequence
     origin    of the call's arrays, as far as mods are traced for it: batch, heads, and the lengths of the whole sequence
@@ -72,6 +73,7 @@ class Placed:
 
     context: ContextParallel
     kind: AxisType
+    mesh: tuple[tuple[str, int], ...]
     split: Split | None
     layout: ContextLayout
     origin: OriginTable
@@ -102,7 +104,8 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
         length if length % size == 0 else -(-length // size) * size
         for length, size in zip((layout.q_len, layout.kv_len), layout.block_size, strict=True)
     )
-    return Placed(context, kind, split, layout, _origin(origin, query.shape, rows, whole))
+    sizes = tuple((str(name), size) for name, size in mesh.shape.items() if name in context.axes)
+    return Placed(context, kind, sizes, split, layout, _origin(origin, query.shape, rows, whole))
 
 
 def _mesh_of(query: Array) -> Mesh:
@@ -188,6 +191,7 @@ def attend(
     call = ContextCall(
         problem=problem,
         axes=axes,
+        mesh=placed.mesh,
         devices=layout.devices,
         method=decision.method,
         lengths=lengths,

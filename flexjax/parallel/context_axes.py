@@ -115,6 +115,7 @@ class AutoCall:
 
     function   what it computes on one device: function(*flat, call=, **params)
     axes       the axes of the sequence in the mesh of the rule
+    mesh       (name, size) of the same axes, in the order of that mesh
     """
 
     primitive: Primitive
@@ -122,6 +123,7 @@ class AutoCall:
     call: ContextCall
     params: Mapping[str, typing.Any]
     axes: Names
+    mesh: tuple[tuple[str, int], ...]
 
     @property
     def movable(self) -> list[int]:
@@ -159,7 +161,9 @@ class AutoCall:
         call, plan = self.call, self.call.plan
         n = call.problem.structure.num_leaves
         fixed = n + call.structure.num_leaves
-        own_call, own = share_on(dataclasses.replace(call, axes=self.axes, is_global=False), flat[:fixed], split)
+        own_call, own = share_on(
+            dataclasses.replace(call, axes=self.axes, mesh=self.mesh, is_global=False), flat[:fixed], split
+        )
         starts = len(own_call.problem.arrange(range(own_call.problem.structure.num_leaves)).score_captures) - len(
             call.problem.arrange(range(n)).score_captures
         )
@@ -214,7 +218,9 @@ def lower_with_rule(
         )
     settings = partition.settings_now()
     shared = dataclasses.replace(call, problem=dataclasses.replace(call.problem, settings=settings))
-    auto = AutoCall(primitive, function, shared, params, axes)
+    auto = AutoCall(
+        primitive, function, shared, params, axes, tuple((n, how.shape[n]) for n in how.axis_names if n in axes)
+    )
     arguments, results = auto.dims()
     derivative = None if call.problem.derivative is None else call.problem.derivative.key
     static = [getattr(call, f.name) for f in dataclasses.fields(call) if f.name != "problem"]

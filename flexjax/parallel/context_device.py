@@ -117,9 +117,10 @@ class OnDevice:
 
     def forward(self) -> list[Array]:
         """out in the dtype of query, lse and, if the plan asks for it, max_scores."""
-        part = self.rows()
-        if self.operands.sinks is not None:
-            part = self._with_sinks(part, self.operands.sinks)
+        if self.call.method == "all_to_all":
+            part = self._over_heads()
+        else:
+            part = self._with_sinks(self.rows(), self.operands.sinks)
         out = part.out.astype(self.call.plan.dtype)
         return [x for x in (out, part.lse, part.top) if x is not None]
 
@@ -129,8 +130,6 @@ class OnDevice:
             ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
             return Part(*lax.cond(self.nothing_missing(), *ways))
         exchange = self.exchange
-        if self.call.method == "all_to_all":
-            return self._over_heads()
         if self.call.method == "all_gather":
             return self.over(exchange.gather(self.own))
         if self.call.method == "neighbours":
@@ -175,7 +174,9 @@ class OnDevice:
         sinks = sinks.astype(self.call.plan.score_dtype)
         return sinks if token_axis(self.call.plan) == 1 else sinks[:, None]
 
-    def _with_sinks(self, part: Part, sinks: Array) -> Part:
+    def _with_sinks(self, part: Part, sinks: Array | None) -> Part:
+        if sinks is None:
+            return part
         lse = jnp.logaddexp(part.lse, self._by_head(sinks))
         return part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
 
@@ -303,9 +304,12 @@ class OnDevice:
         own = operands._replace(
             query=there(operands.query, "query"), query_extra=there(operands.query_extra, "query"),
             key=there(operands.key, "key"), value=there(operands.value, "key"), key_extra=there(operands.key_extra, "key"),
-            sinks=None,
         )  # fmt: skip
         problem, own = _at_head(call.problem, own, exchange.me * (plan.q_heads // n), n)
+        if own.sinks is not None:
+            own = own._replace(
+                sinks=lax.dynamic_slice_in_dim(own.sinks, exchange.me * (plan.q_heads // n), plan.q_heads // n)
+            )
         everything = [jnp.arange(x.size, dtype=jnp.int32)[None] for x in self.tables[:2]]
         tables = self.tables._replace(query_blocks=everything[0], key_blocks=everything[1])
         if self.tables.classes is not None and self.tables.classes.shape[1] > 1:
@@ -317,8 +321,10 @@ class OnDevice:
         return OnDevice(self.passes, alone, own, tables), there, back
 
     def _over_heads(self) -> Part:
+        """The rows over all keys, with sinks; out travels in the dtype of query."""
         device, _, back = self._heads()
-        part = device.over(device.own)
+        part = device._with_sinks(device.over(device.own), device.operands.sinks)
+        part = part._replace(out=part.out.astype(self.call.plan.dtype))
         return Part(*(None if x is None else back(x, "query") for x in part))
 
     def _backward_over_heads(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:

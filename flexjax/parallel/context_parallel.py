@@ -101,6 +101,7 @@ class ContextCall:
 
     problem      of the whole call, its programs traced for the whole sequence; the block layout and the origin are those of stages
     axes         mesh axes of the sequence, the outermost first
+    mesh         (name, size) of the same axes, in the order of the mesh
     devices      how many devices they have
     method       one of METHODS
     lengths      tokens of queries and keys in the sequence
@@ -114,6 +115,7 @@ class ContextCall:
 
     problem: Problem
     axes: Names
+    mesh: tuple[tuple[str, int], ...]
     devices: int
     method: str
     lengths: tuple[int, int]
