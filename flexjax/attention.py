@@ -232,9 +232,9 @@ def _in_context(
     placed = context_call.place(context, query, key, arguments.get("layout", "BTNH"), typing.cast(Origin, origin))
     call = prepare(query, key, value, return_aux=return_aux, **{**given, "origin": placed.origin})  # type: ignore[arg-type]
     dispatch.runs_everywhere(call.plan, names)
-    return context_call.attend(
-        placed, call.plan, call.operands, call.problem(names, text()), mask_mod, typing.cast(BlockMask, block_mask)
-    )  # type: ignore[arg-type]
+    problem = call.problem(names, text())
+    masks: typing.Any = (mask_mod, block_mask)
+    return context_call.attend(placed, call.plan, call.operands, problem, *masks)
 
 
 @dataclasses.dataclass(frozen=True)

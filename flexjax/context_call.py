@@ -12,6 +12,7 @@ The call is one differentiable function of its operands and tables, with rules o
 Reverse mode therefore stores the operands of each device, out and lse, and nothing that a device received.
 """
 
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -52,6 +53,7 @@ from flexjax.partition import Mesh, names_of
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
+from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod
 from flexjax.types import MaskMod, Origin
 
@@ -145,9 +147,9 @@ def _origin(
             "context= places the sequence.",
         )
     zero = jnp.zeros((1, 1), jnp.int32)
-    counts = table.whole[:2] if table is not None else (1, 1)
+    batches, heads = table.whole[:2] if table is not None else (1, 1)
     batch, head = (None, None) if table is None else (table.batch, table.head)
-    sizes = (*counts, whole[0], whole[1])
+    sizes = (batches, heads, whole[0], whole[1])
     return table_of_runs(zero, zero, query_run=rows[0], key_run=rows[1], whole=sizes, batch=batch, head=head)
 
 
@@ -172,18 +174,19 @@ def attend(
     classes = known = None
     if mask is not None:
         _check_block_mask(mask, plan, lengths)
-        mask_mod = mask.mask_mod
-        if mask.from_user_lists:
-            classes = classes_of_lists(mask, *layout.block_size)
-            known = None if isinstance(classes, core.Tracer) else np.asarray(classes).any((0, 1))
+        traced_lists = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask))
+        with contextlib.nullcontext() if traced_lists else eager_without_mesh():
+            mask_mod = mask.mask_mod
+            classes = classes_of_lists(mask, *layout.block_size) if mask.from_user_lists else None
+        if classes is not None and not traced_lists:
+            known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
     traced = _trace(mask_mod, lengths, plan, placed.origin)
     own = plan if placed.split is None else _share(plan, placed.split)
     decision = decide(placed.context, layout, own, traced, known)
     rounds = decision.rounds
-    tables = Tables(
-        layout.query_blocks, layout.key_blocks, *((), ()) if rounds is None else (rounds.send, rounds.received), classes
-    )
-    tables = jax.tree.map(lambda x: jnp.asarray(x, jnp.int8 if x is classes else jnp.int32), tables)
+    send, received = ((), ()) if rounds is None else (rounds.send, rounds.received)
+    blocks: typing.Any = (layout.query_blocks, layout.key_blocks, send, received)
+    tables = Tables(*jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), blocks), classes)
     operands = operands._replace(mask_captures=tuple(traced.arrays), origin=None)
     plan = dataclasses.replace(plan, mask=traced.program, origin=None)
     problem = dataclasses.replace(problem, plan=plan, structure=jax.tree.structure(operands))

@@ -137,7 +137,9 @@ def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return mapped
 
 
-def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, index: Sequence[jax.Array]) -> jax.Array:
+def _modified(
+    score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, index: Sequence[jax.Array]
+) -> jax.Array:
     """`score_mod` on every kept entry, [B, N, T, S].
 
     Masked entries are evaluated with the score and the position of some kept entry.  At its own position a masked

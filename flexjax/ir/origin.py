@@ -180,7 +180,9 @@ def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int
             starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is
         tables.append(starts.reshape(-1, 1))
     runs = [max(length, 1) for length in lengths]
-    return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=scalars[0], head=scalars[1])
+    return table_of_runs(
+        *tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=scalars[0], head=scalars[1]
+    )
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:
@@ -213,16 +215,11 @@ def _number(name: str, given: object, batch: tuple[int, ...], size: int, length:
         shapes = "an int or an int32 scalar" + (f", or int32[{batch[0]}], one for each batch entry" if batch else "")
         raise bad_argument(name, got, shapes, "Cast it, for example with jnp.int32().")
     most = size - length
-    if (
-        isinstance(array, np.ndarray) and array.size
-    ):  # a jax array is not looked at, because that would wait for the device
+    if isinstance(array, np.ndarray) and array.size:  # a jax array is not looked at, because that would wait for the device
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > most:
             raise bad_argument(
-                name,
-                str(low if low < 0 else high),
-                f"0 to {most}",
-                "The arrays of the call must lie in the whole problem.",
+                name, str(low if low < 0 else high), f"0 to {most}", "The arrays of the call must lie in the whole problem."
             )
     return jnp.asarray(array).astype(jnp.int32)
 

@@ -31,11 +31,10 @@ Run = Callable[[ContextCall, Sequence[Array]], list[Array]]
 def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
     """Names of the dimensions of each operand (see `operand_dims`) and of each table."""
     tables = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))
-    lists = " ".join(f"{axis}_classes" for axis in "bhqk")
-    named = Tables(
-        "devices q_blocks", "devices k_blocks", *(tuple(f"devices {name}{i}" for i in range(len(tables.send))) for name in ("send", "received")),
-        None if tables.classes is None else lists,
-    )  # fmt: skip
+    of_rounds = lambda name: tuple(f"devices {name}{i}" for i in range(len(tables.send)))
+    classes = None if tables.classes is None else "b_classes h_classes q_classes k_classes"
+    tree_of: typing.Any = Tables
+    named = tree_of("devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), classes)
     return operand_dims(call.problem), jax.tree.leaves(named)
 
 
@@ -52,14 +51,12 @@ def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[Co
     n = call.problem.structure.num_leaves
     problem, operands = share_of(call.problem, call.problem.operands(flat[:n]), split)
     tables = call.tables(flat[n:])
-    if tables.classes is not None:
-        share = (split.count(split.batch), split.count(split.heads))
-        for axis, (names, parts) in enumerate(zip((split.batch, split.heads), share, strict=True)):
-            count = tables.classes.shape[axis]
-            if count > 1 and names:
-                first = lax.axis_index(names) * (count // parts)
-                cut = lax.dynamic_slice_in_dim(tables.classes, first, count // parts, axis)
-                tables = tables._replace(classes=cut)
+    classes = tables.classes
+    for axis, names in enumerate((split.batch, split.heads)):
+        if classes is not None and names and classes.shape[axis] > 1:
+            each = classes.shape[axis] // split.count(names)
+            classes = lax.dynamic_slice_in_dim(classes, lax.axis_index(names) * each, each, axis)
+    tables = tables._replace(classes=classes)
     return dataclasses.replace(call, problem=problem), [*jax.tree.leaves(operands), *jax.tree.leaves(tables)]
 
 

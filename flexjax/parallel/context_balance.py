@@ -68,7 +68,7 @@ def balanced(
     weight = _padded(work, 0, devices * each).reshape(chunks, chunk).sum(1)
     if key_owner is None:
         columns = _padded(of_rows, 1, devices * each)
-        search = Search(columns.reshape(chunks, chunks, chunk).any(2), weight, devices, None)
+        search = Search(np.asarray(columns.reshape(chunks, chunks, chunk).any(2)), weight, devices, None)
     else:
         few = max(1, len(key_owner) // (2 * CHUNKS))  # neighbouring key blocks of one device as one
         joined, owner = _joined(of_rows, key_owner, few)

@@ -62,7 +62,8 @@ def visited_blocks(traced: TracedMod, heads: tuple[int, int], sizes: Sizes) -> V
     heads   (batch, heads): those that the mask tells apart, 1 for the others
     sizes   q_len, kv_len, block_q, block_kv
     """
-    program, captures = traced.program, tuple(np.asarray(x) for x in traced.arrays)
+    program = traced.program
+    captures: typing.Any = tuple(np.asarray(x) for x in traced.arrays)  # without a sharding
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
     with eager_without_mesh():
         if heads[0] * heads[1] * rows * columns <= COARSE_FROM or not can_be_tiled(program):

@@ -325,7 +325,8 @@ class OnDevice:
         device, _, back = self._heads()
         part = device._with_sinks(device.over(device.own), device.operands.sinks)
         part = part._replace(out=part.out.astype(self.call.plan.dtype))
-        return Part(*(None if x is None else back(x, "query") for x in part))
+        there = [back(x, "query") for x in part if x is not None]
+        return Part(there[0], there[1], there[2] if part.top is not None else None)
 
     def _backward_over_heads(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
         device, there, back = self._heads()

@@ -20,6 +20,7 @@ values travel back in float32 and are added in a fixed order.
 `decide` checks a call and chooses the method. context_device.py runs it on one device, context_axes.py on the devices of a mesh.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -28,6 +29,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from flexjax.errors import bad_argument
 from flexjax.parallel import context_balance
@@ -235,7 +237,7 @@ def decide(
     """
     if layout.devices == 1:
         return Decision("all_gather", None, False)
-    known = layout.is_known and not any(isinstance(x, jax.core.Tracer) for x in mask.arrays)
+    known = layout.is_known and not any(isinstance(x, Tracer) for x in mask.arrays)
     divides = all(n % layout.devices == 0 for n in (plan.q_heads, plan.kv_heads, *_present(plan.extra_heads)))
     if context.method == "all_to_all" and not divides:
         raise bad_argument(
@@ -259,13 +261,27 @@ def _present(heads: int) -> tuple[int, ...]:
     return (heads,) if heads else ()
 
 
+_ROUNDS: collections.OrderedDict[tuple, tuple[object, Rounds]] = collections.OrderedDict()
+"""The rounds of recent calls, because the layers of a model ask for the same; with what their keys name by address."""
+KEPT_ROUNDS = 16
+
+
 def _rounds(mask: TracedMod, layout: ContextLayout, plan: KernelPlan, lists_known: np.ndarray | None) -> Rounds:
     """The rounds that a known mask needs."""
-    if lists_known is None:
-        heads = (plan.batch if mask.program.reads("b") else 1, plan.q_heads if mask.program.reads("h") else 1)
-        lists_known = visited_blocks(mask, heads, (layout.q_len, layout.kv_len, *layout.block_size)).needed
-    query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
-    return rounds_of(needed_keys(lists_known, query_blocks, key_blocks), key_blocks, rounded=False)
+    heads = (plan.batch if mask.program.reads("b") else 1, plan.q_heads if mask.program.reads("h") else 1)
+    sizes = (layout.q_len, layout.kv_len, *layout.block_size)
+    key = (mask.program, heads, sizes, id(layout), *map(id, mask.arrays))
+    found = _ROUNDS.get(key)
+    if found is None or lists_known is not None:
+        needed = visited_blocks(mask, heads, sizes).needed if lists_known is None else lists_known
+        query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
+        made = rounds_of(needed_keys(needed, query_blocks, key_blocks), key_blocks, rounded=False)
+        found = ((layout, mask.arrays), made)
+        if lists_known is None:
+            _ROUNDS[key] = found
+        while len(_ROUNDS) > KEPT_ROUNDS:
+            _ROUNDS.popitem(last=False)
+    return found[1]
 
 
 def _cheapest(plan: KernelPlan, layout: ContextLayout, rounds: Rounds | None, divides: bool) -> str:

@@ -97,7 +97,8 @@ def stage_of(
     rows, columns = queries.shape[0], keys.numbers.shape[0]
     lists: typing.Any = lists_of_classes(classes)
     block_q, block_kv = call.block_size
-    blocks = BlockLayout(*classes.shape[:2], block_q, block_kv, columns, columns, rows, rows)
+    batch, heads = classes.shape[:2]
+    blocks = BlockLayout(batch, heads, block_q, block_kv, columns, columns, rows, rows)
     starts = [
         jnp.where((n >= 0) & (n * size < length), n * size, 0)[None].astype(jnp.int32)
         for n, size, length in zip((queries, keys.numbers), call.block_size, call.lengths, strict=True)
