@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from flexjax import context_call, dispatch
 from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced, trace_placed_mask
-from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
+from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_inputs, check_options
 from flexjax.dropout import dense_keep, dropout_program, key_words
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.origin import OriginTable, agree, indices_of, shift_heads, sizes_of, table_of
@@ -192,7 +191,8 @@ def flex_attention(
     try:
         names = dispatch.candidates(implementation)
         if context is not None:
-            return _with_aux(_in_context(query, key, value, context, return_aux, arguments, names, text), return_aux)
+            given = context_call.Given(query, key, value, return_aux, typing.cast(dict, arguments))
+            return _with_aux(context_call.attention(context, given, names, text(), prepare), return_aux)
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)
@@ -211,30 +211,6 @@ def _with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[
     return results.out, AuxOutput(
         results.lse if return_aux.lse else None, results.max_scores if return_aux.max_scores else None
     )
-
-
-def _in_context(
-    query: ArrayArgument,
-    key: ArrayArgument,
-    value: ArrayArgument,
-    context: ContextParallel,
-    return_aux: AuxRequest | None,
-    arguments: Arguments[ArrayArgument],
-    names: tuple[str, ...] | None,
-    text: Callable[[], str],
-) -> Results:
-    """The call with `context=`: prepared without its mask, which context_call.py traces for the whole sequence."""
-    given = dict(arguments)
-    mask_mod, block_mask, origin = (given.pop(name) for name in ("mask_mod", "block_mask", "origin"))
-    if mask_mod is not None and block_mask is not None:
-        raise _both_masks()
-    query, key, value = map(jnp.asarray, (query, key, value))
-    placed = context_call.place(context, query, key, arguments.get("layout", "BTNH"), typing.cast(Origin, origin))
-    call = prepare(query, key, value, return_aux=return_aux, **{**given, "origin": placed.origin})  # type: ignore[arg-type]
-    dispatch.runs_everywhere(call.plan, names)
-    problem = call.problem(names, text())
-    masks: typing.Any = (mask_mod, block_mask)
-    return context_call.attend(placed, call.plan, call.operands, problem, *masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,7 +414,7 @@ def _block_mask(
     A computed mask has a batch (heads) dimension of size 1 if mask_mod does not read b (h).
     """
     if mask_mod is not None and block_mask is not None:
-        raise _both_masks()
+        raise both_masks()
     if block_mask is not None:
         return block_mask
     if mask_mod is None:
@@ -451,13 +427,6 @@ def _block_mask(
     )
     lengths = (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)
     return BlockMask.of(from_traced(traced, heads, lengths, origin=origin))
-
-
-def _both_masks() -> ValueError:
-    return ValueError(
-        "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
-        "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
-    )
 
 
 def _layout(mask: BlockMask) -> BlockLayout:

@@ -278,6 +278,14 @@ def _check_extra(
     return qx, kx
 
 
+def both_masks() -> ValueError:
+    """The error of a call with mask_mod and block_mask."""
+    return ValueError(
+        "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
+        "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
+    )
+
+
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
     """Raises ValueError unless the block mask is one BlockMask for the lengths, the batch (or 1) and the heads (or 1) of the inputs."""
     if not isinstance(mask, BlockMask):

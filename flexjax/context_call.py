@@ -1,5 +1,6 @@
 """A call of flex_attention with `context=`: its checks, its plan, and its derivatives.
 
+    attention the call, in the steps
     place     finds the mesh, the layout and how the arrays lie; traces the mask for the whole sequence
     attend    chooses how keys travel (parallel/context_parallel.py) and binds the call
 
@@ -31,7 +32,7 @@ from jax.sharding import AxisType
 from flexjax import autodiff, dispatch
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import trace_placed_mask
-from flexjax.check_arguments import check_block_mask
+from flexjax.check_arguments import both_masks, check_block_mask
 from flexjax.combine import and_masks
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, table_of, table_of_runs
@@ -55,11 +56,50 @@ from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod
-from flexjax.types import MaskMod, Origin
+from flexjax.types import ArrayArgument, AuxRequest, MaskMod, Origin
 
 Array = jax.Array
 
 PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, autodiff.varying_alike)
+
+
+class Given(typing.NamedTuple):
+    """The arguments of flex_attention; `arguments`: the keywords that say what is computed."""
+
+    query: ArrayArgument
+    key: ArrayArgument
+    value: ArrayArgument
+    return_aux: AuxRequest | None
+    arguments: dict[str, typing.Any]
+
+
+class Prepared(typing.Protocol):
+    """What `prepare` of attention.py returns."""
+
+    plan: KernelPlan
+    operands: Operands
+
+    def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem: ...
+
+
+def attention(
+    context: object, given: Given, names: tuple[str, ...] | None, text: str, prepare: typing.Callable[..., typing.Any]
+) -> Results:
+    """The results of a call with `context=`.
+
+    names     backends to ask, in order
+    text      the user's call in a line
+    prepare   that of attention.py. It prepares the call without its mask, which is traced here, for the whole sequence
+    """
+    arguments = dict(given.arguments)
+    mask_mod, block_mask, origin = (arguments.pop(name) for name in ("mask_mod", "block_mask", "origin"))
+    if mask_mod is not None and block_mask is not None:
+        raise both_masks()
+    query, key, value = map(jnp.asarray, given[:3])
+    placed = place(context, query, key, arguments.get("layout", "BTNH"), origin)
+    call: Prepared = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
+    dispatch.runs_everywhere(call.plan, names)
+    return attend(placed, call.plan, call.operands, call.problem(names, text), mask_mod, block_mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +141,7 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
     if kind == AxisType.Explicit:
         for name, x in (("query", query), ("key", key)):
             _check_split(name, x, layout_name, context)
-        split = split_of(query, layout_name)
+        split = split_of(query, layout_name) or Split(mesh, (), ())
     whole = tuple(
         length if length % size == 0 else -(-length // size) * size
         for length, size in zip((layout.q_len, layout.kv_len), layout.block_size, strict=True)
@@ -186,7 +226,8 @@ def attend(
     rounds = decision.rounds
     send, received = ((), ()) if rounds is None else (rounds.send, rounds.received)
     blocks: typing.Any = (layout.query_blocks, layout.key_blocks, send, received)
-    tables = Tables(*jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), blocks), classes)
+    query_blocks, key_blocks, send, received = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), blocks)
+    tables = Tables(query_blocks, key_blocks, send, received, classes)
     operands = operands._replace(mask_captures=tuple(traced.arrays), origin=None)
     plan = dataclasses.replace(plan, mask=traced.program, origin=None)
     problem = dataclasses.replace(problem, plan=plan, structure=jax.tree.structure(operands))

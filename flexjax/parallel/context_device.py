@@ -186,6 +186,14 @@ class OnDevice:
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
         """The gradients of the wanted operands, in the order of Operands.movable and in their dtypes."""
+        # Without the barrier XLA would find that the forward pass received the same keys, and keep them in memory until now.
+        own, d_out = lax.optimization_barrier((self.own.arrays, d_out))
+        fresh = self.operands._replace(key=own[0], value=own[1], key_extra=own[2] if len(own) == 3 else None)
+        return dataclasses.replace(self, operands=fresh)._gradients(out, lse, d_out, d_lse, wanted)
+
+    def _gradients(
+        self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
+    ) -> list[Array]:
         cotangents = [out, lse, d_out, *([] if d_lse is None else [d_lse])]
         of_stages = tuple(w and place != SINKS for place, w in enumerate(wanted))
         sums: dict[int, Array] = dict(zip(_places(of_stages), self.sums(cotangents, of_stages), strict=True))
