@@ -146,7 +146,7 @@ def test_pictures() -> None:
     assert str(layout) == (
         "ContextLayout(q_len=40, devices=2, block_size=(4, 4), balance='zigzag')\n"
         " queries 0001111100\n"
-        "       0 █████████████████████    work 0.91   receives 5 key blocks\n"
+        "       0 ████████████████████     work 0.91   receives 5 key blocks\n"
         "       1 ████████████████████████ work 1.09   receives 3 key blocks\n"
         "heaviest over mean work 1.091, received 0.800 of an all-gather"
     )
