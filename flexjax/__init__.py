@@ -28,6 +28,7 @@ Types
     BlockMask              what create_block_mask returns and flex_attention takes
     ContextLayout          what context_layout returns
     ContextParallel        says that the sequence of a call is split over mesh axes
+    Origin                 where the arrays of a call lie in a larger problem
     AuxRequest, AuxOutput  extra results: lse and the largest score of each row
     KernelOptions          tiles, order of additions, simulation
     FallbackWarning        a call on a GPU or TPU does not run on its kernels

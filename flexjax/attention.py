@@ -3,6 +3,10 @@
 The steps, in order: check the arrays, trace the mods, build or check the block mask, write the plan, bind the forward
 primitive. A backend is chosen later, when the primitive is lowered for a platform. Every error that leaves here has the user's
 call as a note.
+
+Inputs (check_arguments.py) are the checked arrays of a call with their sizes.
+
+A plan is everything static about one call; operands are its arrays (plan/kernel_plan.py).
 """
 
 import dataclasses
@@ -44,6 +48,7 @@ Array = jax.Array
 A = typing.TypeVar("A", bound=ArrayOrShape)
 
 DEFAULT_BLOCK = 128
+"""Block size, in queries and in keys, of a block mask that a call computes from its mask_mod."""
 
 
 class Arguments(typing.TypedDict, typing.Generic[A], total=False):
@@ -68,7 +73,7 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
 
 
 DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
-"""The defaults that are not None."""
+"""The keywords of `Arguments` whose default is not None, with their defaults."""
 
 
 @typing.overload
@@ -81,7 +86,9 @@ def flex_attention(
     implementation: Implementations | None = None,
     context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
-) -> Array: ...
+) -> Array:
+    """The type of a call without return_aux: out alone. The function itself is documented below."""
+    ...
 
 
 @typing.overload
@@ -94,7 +101,9 @@ def flex_attention(
     implementation: Implementations | None = None,
     context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
-) -> tuple[Array, AuxOutput]: ...
+) -> tuple[Array, AuxOutput]:
+    """The type of a call with return_aux: (out, extra results). The function itself is documented below."""
+    ...
 
 
 def flex_attention(
@@ -215,7 +224,13 @@ def _with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked call: its plan, its operands, its origin, and the traced score_mod (None if there is none or it is the identity)."""
+    """A checked call of flex_attention, ready to be computed.
+
+    plan       everything static about the call
+    operands   its arrays: those that the user gave, captured arrays and block lists
+    score      the traced score_mod with its derivative; None if there is none or it is the identity
+    origin     where the arrays lie in the whole problem; None: at 0
+    """
 
     plan: KernelPlan
     operands: Operands
@@ -223,7 +238,11 @@ class Call:
     origin: OriginTable | None = None
 
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
-        """The parameter of the primitives. `implementation`: backends to ask, in order; `text`: the user's call in a line."""
+        """The static parameter of the primitives of autodiff.py for this call.
+
+        implementation   names of the backends to ask, in order; None: the default order
+        text             the user's call in a line (`describe_call`), for errors and warnings
+        """
         derivative, why_not = (None, "") if self.score is None else (self.score.derivative, self.score.why_not)
         return Problem(self.plan, derivative, why_not, implementation, jax.tree.structure(self.operands), text)
 
@@ -236,7 +255,11 @@ def describe_call(
     return_aux: AuxRequest | None,
     arguments: Arguments[A],
 ) -> str:
-    """The user's call in a line, for the notes of errors: arrays as dtype and shape, mods by name, defaults left out."""
+    """The user's call in a line, for the notes of errors: "in flex_attention(query=float32[1, 8, 2, 64], ..., mask_mod=causal)".
+
+    function    the name of the function that the user called
+    arguments   its other keywords; those with their default are left out. Arrays are shown as dtype and shape, mods by name
+    """
     is_default = lambda name, x: x is None or (isinstance(x, str | int | float) and x == DEFAULTS.get(name))
     given = {name: x for name, x in arguments.items() if not is_default(name, x)}
     if return_aux is not None:
@@ -246,7 +269,9 @@ def describe_call(
 
 
 def _describe(x: object) -> str:
-    """An argument in a few characters."""
+    """The value of an argument in at most 80 characters: dtype and shape of an array, name of a function, lengths of a block
+    mask, else its repr, or only its type if that is longer.
+    """
     if isinstance(x, BlockMask):
         b, h, q_len, kv_len = x.shape
         return f"BlockMask({b}, {h}, {q_len}, {kv_len})"
@@ -267,7 +292,11 @@ def prepare(
     return_aux: AuxRequest | None = None,
     **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> Call:
-    """The plan and the operands of a call of flex_attention with these arguments. Raises ValueError for bad arguments."""
+    """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the operands.
+
+    The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under jax.eval_shape or with
+    random numbers for shapes). Raises ValueError for bad arguments.
+    """
     get = arguments.get
     layout, sinks = get("layout", "BTNH"), get("sinks")
     options = check_options(return_aux, get("kernel_options"))
@@ -368,7 +397,8 @@ def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, 
 
 
 def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product: a float, which the plan holds, or a jax scalar, which becomes a captured array.
+    """The factor of the dot product, from the argument scale: a float, which the plan holds, or a jax scalar, which becomes a
+    captured array. None gives 1 / sqrt(head dim).
 
     Raises ValueError for a number that is not finite and for an array that is no real scalar.
     """
@@ -394,9 +424,13 @@ def _scale(scale: object, inputs: Inputs) -> float | Array:
 
 
 def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
-    """The score function `score_mod(score * scale, ...)`, with the signature of score_mod; scale is cast to the score's dtype."""
+    """The score function `score_mod(score * scale, ...)`, with the signature of score_mod; scale is cast to the score's dtype.
+
+    Without score_mod it is `score * scale`.
+    """
 
     def scaled(score: Array, *at: Array) -> Array:
+        """The scaled score after score_mod; `at` are b, h, q_idx and kv_idx."""
         score = score * scale.astype(score.dtype)
         return score if score_mod is None else score_mod(score, *at)
 
@@ -443,7 +477,10 @@ def _lists(mask: BlockMask) -> BlockLists:
 
 
 def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
-    """The results of the dense implementation, which evaluates the mods as the user gave them, without tracing to programs."""
+    """The Results of `call` by the dense implementation of reference.py (implementation="reference").
+
+    It evaluates the mods as the user gave them in `arguments`, not the programs that they were traced to.
+    """
     plan, operands, get = call.plan, call.operands, arguments.get
     score_mod, mask_mod, block_mask = get("score_mod"), get("mask_mod"), get("block_mask")
     scale, rate, keep = get("scale"), float(get("dropout_rate", 0.0)), None

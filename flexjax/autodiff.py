@@ -14,6 +14,12 @@ Each primitive has one static parameter, the problem (plan/problem.py). The rule
 
 They are primitives and not custom_vjp functions because forward mode, reverse mode and their compositions must work, and because
 vmap must run one kernel and not a loop. out and lse have the names "flexjax_out" and "flexjax_lse" for jax.checkpoint policies.
+
+`flat` are the arguments of a primitive as a flat list of arrays, in the order of the table above; the operands are the leaves of
+Operands (Problem.structure). Movable operands are those that may have a tangent (Operands.movable).
+
+A Run (dispatch.py) is the backend that was chosen for a pass, with the plan and the target; it is chosen when the primitive is
+lowered. A cotangent may be a symbolic zero (ad.Zero).
 """
 
 import dataclasses
@@ -48,20 +54,26 @@ Cotangent = Array | ad.Zero
 
 
 def attention(problem: Problem, operands: Operands) -> Results:
-    """The forward pass of a problem, differentiable and mappable; on each device's part if explicit mesh axes split query."""
+    """The forward pass of a problem: what flex_attention calls. It can be differentiated, mapped and jitted.
+
+    If explicit mesh axes split query, each device computes its part of the batch and heads.
+    """
     split = split_of(operands.query, problem.plan.layout)
     return _run(problem, operands) if split is None else split_work(problem, operands, split, _run)
 
 
 def _run(problem: Problem, operands: Operands) -> Results:
-    """The forward pass on arrays that no explicit mesh axis splits."""
+    """The forward pass by the primitive `forward`, on arrays that no explicit mesh axis splits."""
     flat = varying_alike(jax.tree.leaves(operands))
     out, lse, *top = _bind_forward(*flat, problem=problem)
     return Results(out, lse, top[0] if top else None)
 
 
 def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
-    """Bind from one source line, with and without gradients: Mosaic's cache key includes it."""
+    """Binds the primitive `forward` and returns out, lse and, if the plan asks for it, max_scores.
+
+    With and without gradients it is bound here, from one source line, because Mosaic's cache key includes the line.
+    """
     return forward_p.bind(*flat, problem=problem)
 
 
@@ -85,11 +97,12 @@ def varying_as(like: Array, results: Sequence[Array]) -> list[Array]:
 
 
 Shapes = list[core.ShapedArray]
-"""Types of results, of which shape and dtype count. They are written down because tracing a kernel for them takes long."""
+"""Types of a primitive's results, of which shape and dtype count. They are derived from the problem because tracing a kernel for
+them takes long."""
 
 
 def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shapes:
-    """Types of out, lse and, if the plan asks for it, max_scores."""
+    """The types of out, lse and, if the plan asks for it, max_scores; `avals`: types of the operands."""
     plan = problem.plan
     rows = avals[0].shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
@@ -97,27 +110,33 @@ def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shap
 
 
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
-    """What `forward` computes, on the chosen backend."""
+    """The code of `forward`: the forward pass of `run.plan` on the backend of `run`, the choice made at lowering.
+
+    Returns out, lse and, if the plan asks for it, max_scores.
+    """
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
     results = results._replace(out=results.out.astype(problem.plan.out_dtype))  # kernels may round the out of a part
     return [x for x in results if x is not None]
 
 
 def _choose_forward(target: Target, problem: Problem) -> Run:
-    """The backend for the forward pass; warns if a call on a GPU or TPU leaves its kernels."""
+    """Chooses the backend of the forward pass; warns if a call on a GPU or TPU leaves its kernels unasked."""
     run = dispatch.choose(problem.plan, problem.implementation, target)
     dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
     return run
 
 
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
-    """The arguments of tangent or backward, apart: the operands, out and lse, and the (co)tangents."""
+    """The arguments of `tangent` or `backward` in three parts: the operands, out and lse, and the tangents or cotangents."""
     n = problem.structure.num_leaves
     return problem.operands(flat[:n]), Results(flat[n], flat[n + 1], None), list(flat[n + 2 :])
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
-    """Types of the tangents of out and lse. Raises ValueError if score_mod has no derivative."""
+    """The types of the tangents of out and lse; `avals`: types of the arguments of `tangent`; `moving`: see `_tangent`.
+
+    Raises ValueError if score_mod has no derivative.
+    """
     problem.needed_derivative()
     n = problem.structure.num_leaves
     out = core.ShapedArray(avals[n].shape, jnp.dtype(problem.plan.out_dtype))
@@ -125,7 +144,10 @@ def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving:
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
-    """What `tangent` computes, on xla. `moving`: which operands have a tangent, in the order of Operands.movable."""
+    """The code of `tangent`, on xla: the tangents of out and lse.
+
+    moving   which movable operands have a tangent, in the order of Operands.movable; those tangents end the arguments
+    """
     operands, results, tangents = _split(problem, flat)
     spread = _spread(tangents, moving)
     moved = Gradients._make((*spread[:6], tuple(spread[6:])))
@@ -134,7 +156,7 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
 
 
 def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    """The xla backend; warns if that leaves the kernels of a GPU or TPU."""
+    """The choice of the xla backend, the only one with forward mode; warns if that leaves the kernels of a GPU or TPU."""
     run = dispatch.on_xla(problem.plan, target, "The kernels compute reverse mode only.")
     dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
@@ -143,7 +165,11 @@ def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) 
 def _backward_shapes(
     avals: Sequence[core.ShapedArray], problem: Problem, wanted: tuple[bool, ...], has_lse: bool
 ) -> Shapes:
-    """Types of the cotangents of the wanted operands. Raises ValueError if score_mod has no derivative."""
+    """The types of the gradients of the wanted operands; `avals`: types of the arguments of `backward`; the rest: see
+    `_backward`.
+
+    Raises ValueError if score_mod has no derivative.
+    """
     problem.needed_derivative()
     indices = problem.arrange(range(problem.structure.num_leaves)).movable
     found = [avals[index] for index, want in zip(indices, wanted, strict=True) if want]
@@ -153,10 +179,10 @@ def _backward_shapes(
 
 
 def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
-    """What `backward` computes, on the chosen backend.
+    """The code of `backward`, on the backend of `run`: the gradients of the wanted operands, in the order of Operands.movable.
 
-    wanted   which operands get a gradient, in the order of Operands.movable
-    has_lse  whether the cotangents have that of lse after that of out; without it, it is zero
+    wanted   which movable operands get a gradient
+    has_lse  whether the arguments end with the cotangents of out and lse, or with that of out alone (that of lse is zero)
     """
     operands, results, cotangents = _split(problem, flat)
     d_lse = cotangents[1] if has_lse else None
@@ -170,7 +196,7 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
 
 
 def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
-    """The backend for the backward pass; warns if a call on a GPU or TPU leaves its kernels.
+    """Chooses the backend of the backward pass; warns if a call on a GPU or TPU leaves its kernels unasked.
 
     The warning names the gradients of captured arrays if the kernels would compute the other gradients.
     """
@@ -187,7 +213,7 @@ def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...],
 
 
 def _wanted(flags: tuple[bool, ...]) -> Wanted:
-    """Flags in the order of Operands.movable, as Wanted."""
+    """The flags, one for each movable operand in the order of Operands.movable, as a Wanted tuple."""
     return Wanted._make((*flags[:6], flags[6:]))
 
 
@@ -207,8 +233,9 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 def _primitive(
     name: str, function: Callable[..., list[Array]], shapes: Callable[..., Shapes], choose: Callable[..., Run]
 ) -> Primitive:
-    """A primitive that computes `function`.
+    """Makes one of the three primitives: its evaluation, its types and its lowering; other rules are registered below.
 
+    name                                                    of the primitive in jaxprs
     function(*flat, run=, problem=, **params) -> results   its code, inlined into the program where the primitive is lowered
     shapes(avals, **params)                                 types of the results
     choose(target, **params) -> Run                         chooses the backend when the primitive is lowered
@@ -234,17 +261,26 @@ def _primitive(
 
     @primitive.def_impl
     def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
+        """Evaluates the primitive outside of jit, by one of the compiled functions above."""
         if problem.plan.options.interpret:
             return simulated(_target_of(flat[0]), problem=problem, **params)(*flat)
         return compiled(tuned.state(), problem=problem, **params)(*flat)
 
     @primitive.def_abstract_eval
     def types(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:
+        """The types of the results, for abstract evaluation: `shapes` on the mesh of query, the first argument."""
         return [aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
 
     def lower(
         ctx: mlir.LoweringRuleContext, *flat: ir.Value, platform: str | None, problem: Problem, **params: object
     ) -> typing.Any:
+        """The lowering rule: chooses the backend for the target and inlines the code of `function` on that backend.
+
+        If XLA's partitioner splits the program over devices, the primitive becomes a call with a partitioning rule, and is
+        lowered again for one device's share.
+
+        platform   that the rule is registered for; None: the first platform of the module
+        """
         # Types without sharding: a loop that starts from zeros would not match operands that vary over mesh axes.
         avals: typing.Any = ctx.avals_in
         plain = [core.ShapedArray(a.shape, a.dtype) for a in avals]
@@ -280,12 +316,16 @@ def _primitive(
 
 
 def _target_of(array: Array) -> Target:
-    """The target of an eager call: the array's device, the first by name if it has several."""
+    """The device on which a call outside of jit runs, as a Target: that of `array`, an argument of the call; the first by name if
+    the array is on several.
+    """
     return targets.of_device(min(jnp.asarray(array).devices(), key=str))
 
 
 def aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> core.ShapedArray:
-    """The type of a result: on the mesh of query, split over no axis, and varying over the same axes."""
+    """The type of a result with this shape and dtype: on the mesh of query, split over no axis, and varying (in shard_map) over
+    the axes that query varies over.
+    """
     sharding = query.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     return query.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
@@ -306,7 +346,7 @@ def _is_zero(tangent: object) -> bool:
 
 
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
-    """jvp rule of forward: its results, and their tangents by `tangent`; max_scores has none."""
+    """The jvp rule of `forward`: (results, their tangents by the primitive `tangent`); the tangent of max_scores is zero."""
     out, lse, *top = _bind_forward(*primals, problem=problem)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
     indices = problem.arrange(range(len(primals))).movable
@@ -323,7 +363,14 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
 def _tangent_transpose(
     cotangents: Sequence[Cotangent], *flat: typing.Any, problem: Problem, moving: tuple[bool, ...]
 ) -> list:
-    """Transpose rule of tangent: the cotangents of its tangent arguments, by `backward`; None for the other arguments."""
+    """The transpose rule of `tangent`: for each of its arguments that is a tangent the cotangent, by the primitive `backward`.
+
+    cotangents   of the tangents of out and lse
+    flat         the arguments of `tangent`; those that are tangents are placeholders
+    moving       which movable operands have a tangent
+
+    Returns an entry for each argument: None for operands, out and lse.
+    """
     n = problem.structure.num_leaves + 2
     fixed = flat[:n]
     d_out, d_lse = cotangents
@@ -339,13 +386,14 @@ def _tangent_transpose(
 
 
 def _through_xla(function: Callable) -> Callable:
-    """The jvp rule of tangent or backward: jax.jvp of `function`, its code, on the xla backend.
+    """Makes the jvp rule of `tangent` or `backward`, for second derivatives: jax.jvp of `function`, its code, on the xla backend.
 
     The code becomes a part of the caller's program here, before the target is known, so its tiles are those for the default
     device. It runs on every device.
     """
 
     def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
+        """(results, their tangents), from the arguments of the primitive and their tangents."""
         again = problem.differentiable()
         run = dispatch.on_xla(again.plan, targets.default())
         plain = lambda *flat: varying_as(flat[0], function(*flat, run=run, problem=again, **params))
@@ -357,7 +405,7 @@ def _through_xla(function: Callable) -> Callable:
 
 
 def _second_order() -> Primitive:
-    """The identity on second-order tangents and cotangents, which warns when it is lowered for a GPU or TPU.
+    """Makes a primitive that is the identity on second-order tangents and cotangents and warns when lowered for a GPU or TPU.
 
     Second derivatives become plain JAX code while a program is traced, before its target is known; this primitive marks them, so
     that a program on a GPU or TPU warns that it leaves the kernels.
@@ -366,15 +414,18 @@ def _second_order() -> Primitive:
     primitive.def_abstract_eval(lambda x, problem: x)
 
     def warn(target: Target, problem: Problem) -> None:
+        """Warns that the second derivatives of the problem leave the kernels of the target."""
         run = dispatch.on_xla(problem.plan, target, "The kernels compute first derivatives only.")
         dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
 
     @primitive.def_impl
     def run_now(x: Array, problem: Problem) -> Array:
+        """Evaluates the primitive outside of jit: warns for the device of x, and returns x."""
         warn(_target_of(x), problem)
         return x
 
     def lower(ctx: mlir.LoweringRuleContext, x: ir.Value, *, platform: str, problem: Problem) -> list:
+        """The lowering rule for a GPU or TPU: warns, and returns x."""
         warn(targets.of_lowering(ctx, platform), problem)
         return [x]
 
@@ -393,7 +444,7 @@ second_order_p = _second_order()
 
 
 def _instantiate(primal: Array, tangent: object) -> object:
-    """The tangent as an array: zeros for a symbolic zero, of dtype float0 for an integer primal."""
+    """The tangent of `primal` as an array: zeros for a symbolic zero, of dtype float0 if the primal has integers."""
     if not _is_zero(tangent):
         return tangent
     if jnp.issubdtype(primal.dtype, jnp.inexact):
@@ -411,9 +462,12 @@ ad.primitive_jvps[backward_p] = _through_xla(_backward)
 
 
 def _batch_rule(primitive: Primitive) -> Callable:
-    """The vmap rule: moves each mapped axis to the front and makes it a part of the batch (fold_batch.py)."""
+    """Makes the vmap rule of a primitive, which moves each mapped axis to the front and makes it a part of the batch
+    (fold_batch.py).
+    """
 
     def rule(flat: Sequence[Array], dims: Sequence[int | None], *, problem: Problem, **params: object) -> tuple:
+        """(results, their mapped axes, all 0); `dims`: the mapped axis of each argument, None for those that are not mapped."""
         mapped = [d is not None for d in dims]
         front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(flat, dims, strict=True)]
         outs = batch_rule(primitive, problem, front, mapped, params)

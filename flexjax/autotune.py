@@ -9,6 +9,14 @@ Forward tiles are searched first, by the time of the forward pass; then backward
 fastest forward tile. The backend's own choice is timed first and is replaced only by a tile that takes less than 98% of its time,
 also when the two are timed again in alternation, because a device is slower while it wakes up. plan/tuned.py reads and writes the
 files of measured tiles; `merge` joins them.
+
+A candidate is a tile that the backend proposes for a pass: a dict of KernelOptions fields, such as {"block_q": 128}.
+
+A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again. A Run
+(dispatch.py) is the backend that was chosen for the call, with its plan and target.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod.
 """
 
 import dataclasses
@@ -59,7 +67,8 @@ clock = time.perf_counter
 class Timing(typing.NamedTuple):
     """The measurement of one candidate.
 
-    which    "forward" (the forward pass was timed) or "backward" (both passes were)
+    which    "forward" (a tile of the forward pass; that pass was timed) or "backward" (a tile of the backward pass; both were)
+    tile     the candidate
     seconds  median time of a call; None if the candidate does not run, and `skipped` says why
     calls    number of timed calls
     """
@@ -95,6 +104,7 @@ class Tuning(typing.NamedTuple):
     kept: pathlib.Path | None
 
     def __str__(self) -> str:
+        """A table: the fastest tiles, then a row for each candidate with its time or why it was left out, `*` at the fastest."""
         best = {which: {n: getattr(self.options, n) for n in names} for which, names in tuned.PASSES.items()}
         lines = [f"{self.backend}: best {_shown({n: v for t in best.values() for n, v in t.items() if v})}"]
         for t in self.timings:
@@ -110,7 +120,7 @@ class Tuning(typing.NamedTuple):
 
 
 def _shown(tile: Tile) -> str:
-    """A tile as text, for example "block_q=128 block_kv=64"."""
+    """A tile as text, for example "block_q=128 block_kv=64"; "nothing to choose" for an empty one."""
     return " ".join(f"{n}={v}" for n, v in tile.items()) or "nothing to choose"
 
 
@@ -131,8 +141,8 @@ def autotune(
 
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                 dropout_key, broadcast_dropout, query_extra, key_extra; random numbers are timed in place of a jax.ShapeDtypeStruct. The first
-                 backend that accepts the call is the one that is timed
+                 dropout_key, broadcast_dropout, query_extra, key_extra, origin; random numbers are timed in place of a
+                 jax.ShapeDtypeStruct. The first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;
@@ -173,7 +183,7 @@ def autotune(
 
 
 def _check(backward: object, seconds: object, cache: object, progress: object) -> None:
-    """Raises ValueError for a keyword of autotune itself that does not fit."""
+    """Raises ValueError if one of these four keywords of autotune (not of flex_attention) has a wrong type or value."""
     if not isinstance(backward, bool):
         raise bad_argument("backward", repr(backward), "True or False", "Pass a Python bool.")
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
@@ -185,7 +195,11 @@ def _check(backward: object, seconds: object, cache: object, progress: object) -
 
 
 def _concrete(name: str, x: object) -> typing.Any:
-    """The argument `name`, with random numbers (zeros if it is of integers) if it is a shape. Raises ValueError for a tracer."""
+    """The value x of the argument `name`; if it is a jax.ShapeDtypeStruct, an array of that shape and dtype in its place.
+
+    The array has random numbers if it is floating, a fixed key if it is a PRNG key, and zeros otherwise. Raises ValueError for a
+    tracer.
+    """
     if isinstance(x, core.Tracer):
         raise bad_argument(
             name, "traced", "an array or a jax.ShapeDtypeStruct", "Call autotune outside of jit, and pass shapes."
@@ -206,7 +220,14 @@ def _concrete(name: str, x: object) -> typing.Any:
 def _search(
     call: Call, timed: Run, backward: bool, until: float, cache: bool | str | os.PathLike[str], progress: bool | None
 ) -> Tuning:
-    """Times the candidates of `timed` until the clock shows `until`, and keeps the fastest; see `autotune` for the rest."""
+    """Times the candidates of each pass, forward first, and keeps the fastest: what `autotune` does after its checks.
+
+    call       the call whose tiles are searched
+    timed      the choice of the backend whose candidates are timed
+    backward   whether the backward pass is searched too
+    until      the time of `clock` at which no further candidate begins
+    cache, progress   as for `autotune`
+    """
     plan, options = call.plan, call.plan.options
     forwards = _tiles(timed, plan, "forward")
     wanted, movable = _movable(call.operands)
@@ -250,7 +271,9 @@ def _search(
 
 
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
-    """The backend's candidates for a pass, each without the options that the call fixes; no two are equal."""
+    """The candidates for the pass `which` ("forward" or "backward"): those of the backend, each without the options that the
+    plan's own options fix; no two are equal.
+    """
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
     every = timed.backend.tile_candidates(plan, timed.target)
     found = [{n: c[n] for n in open_options if n in c} for c in every]
@@ -258,11 +281,14 @@ def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
 
 
 def _seconds(trial: Trial) -> float:
+    """The seconds of a trial, infinite if its candidate does not run."""
     return math.inf if trial.timing.seconds is None else trial.timing.seconds
 
 
 def _is_better(timing: Timing, own: Timing) -> bool:
-    """Whether a candidate is fast enough to replace the backend's own choice."""
+    """Whether a candidate's measurement `timing` is below MARGIN times that of the backend's `own` choice, so that it replaces
+    it.
+    """
     return timing.seconds is not None and own.seconds is not None and timing.seconds < MARGIN * own.seconds
 
 
@@ -284,7 +310,10 @@ def _timed_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
 
 
 def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
-    """Seconds of calls of each function, timed in alternation for up to SHORT seconds a function, and for one round at least."""
+    """For each function the seconds of its calls, timed in alternation: in each of at most ROUNDS rounds some calls of each.
+
+    After one round, timing ends when SHORT seconds for each function are over.
+    """
     times: list[list[float]] = [[] for _ in runs]
     until = clock() + SHORT * len(runs)
     for _ in range(ROUNDS):
@@ -296,9 +325,10 @@ def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
 
 
 def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, limit: float) -> list[float]:
-    """Seconds of each of at least one and at most counts[1] calls.
+    """Calls `run` again and again and returns the seconds of each call; there are at least one and at most counts[1].
 
-    Calls end when the clock shows `limit`, when counts[0] calls and `short` seconds are over, or after LONG seconds.
+    No further call begins when `clock` shows `limit` or later, when counts[0] calls and `short` seconds are over, or after LONG
+    seconds.
     """
     times: list[float] = []
     began = clock()
@@ -313,7 +343,10 @@ def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, lim
 
 
 def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
-    """The gradients that are timed, those of all operands but captured arrays, and their indices in Operands."""
+    """Which gradients the timed backward pass computes: those of all operands that are present, but not of captured arrays.
+
+    Returns them as Wanted, and as their indices in Operands.
+    """
     present = [x is not None for x in operands[:6]]
     places = tuple(n for n, there in enumerate(present) if there)
     return Wanted._make((*present, (False,) * len(operands.score_captures))), places
@@ -322,9 +355,12 @@ def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
 def _step(
     call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
 ) -> Callable[[Operands], object]:
-    """What is timed, as a function of the operands: the forward pass (`which` "forward"), or both passes.
+    """The function of the operands that is timed for the plan of a candidate: the forward pass, or both passes.
 
-    `movable`: indices in Operands of the arrays that get gradients.
+    plan      that of the call with the candidate's tile among its options
+    timed     the choice of the backend
+    which     "forward" or "backward" (both passes)
+    movable   indices in Operands of the arrays that get gradients
     """
     # xla computes the gradients that the timed backend refuses
     problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))
@@ -332,7 +368,10 @@ def _step(
         return lambda operands: attention(problem, operands).out
 
     def both(operands: Operands) -> object:
+        """The output array of the call, and the gradients of the movable operands; the output itself is the cotangent."""
+
         def out_of(moving: list[Array]) -> Array:
+            """The output array as a function of the movable operands alone."""
             names = [Operands._fields[place] for place in movable]
             return attention(problem, operands._replace(**dict(zip(names, moving, strict=True)))).out
 
@@ -345,9 +384,15 @@ def _step(
 def _time(
     call: Call, plan: KernelPlan, timed: Run, which: str, tile: Tile, movable: tuple[int, ...], limit: float
 ) -> Trial:
-    """Compiles a candidate, runs it once, and times calls, each to its end, as `_calls` does."""
+    """Compiles and times one candidate; one that is refused or raises an error is left out, with a line in the log.
+
+    plan      that of the call with the candidate's tile among its options
+    which, tile, movable   see `_step` and Timing
+    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first untimed one
+    """
 
     def skip(reason: str) -> Trial:
+        """The trial of a candidate that does not run, which is logged."""
         LOG.warning("autotune leaves out %s: %s", _shown(tile), reason)
         return Trial(Timing(which, tile, None, 0, reason), None)
 
@@ -379,8 +424,11 @@ def _keep(
 ) -> pathlib.Path | None:
     """Writes the fastest tiles to the file that `cache` says, for the passes whose tile the call does not fix.
 
+    plan        of the call, without the tiles that were found
     found       the fastest candidate of each pass
+    timed       the choice of the backend, whose name and device are part of the key in the file
     timings     all measurements, and `candidates` what was to be tried, by pass, to note whether the search was finished
+    cache       as for `autotune`
 
     Returns the file, None if nothing was written.
     """

@@ -1,6 +1,8 @@
 """Checks of the arguments of flex_attention that are no mods, with a ValueError for each mistake.
 
 Every message names the argument, what it got, what was expected and what to do.
+
+Inputs are the checked arrays with their sizes. Shape letters are those of plan/kernel_plan.py.
 """
 
 import dataclasses
@@ -23,7 +25,11 @@ LAYOUTS = ("BTNH", "BNTH")
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The checked arrays and their sizes; a batch of 1 of key, value and key_extra is broadcast to that of query."""
+    """The checked arrays of a call, as jax arrays in the call's layout, and their sizes.
+
+    A key, value or key_extra of batch 1 is broadcast to the batch of query. The sizes are those of KernelPlan; extra_dim and
+    extra_heads are 0 without extra features. dtype is that of query, key and value.
+    """
 
     query: Array
     key: Array
@@ -44,7 +50,10 @@ class Inputs:
 
 
 def check_options(return_aux: object, options: object) -> KernelOptions:
-    """The kernel options, the defaults if None; raises ValueError also for a return_aux that is none."""
+    """The argument kernel_options, or the default KernelOptions if it is None.
+
+    Raises ValueError if kernel_options is no KernelOptions, or return_aux no AuxRequest.
+    """
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise bad_argument(
             "return_aux",
@@ -65,7 +74,10 @@ def check_options(return_aux: object, options: object) -> KernelOptions:
 
 
 def refuse_unknown_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError if a keyword of `function`, which takes those of flex_attention, is not one of `known`."""
+    """Raises TypeError if one of the keywords `given` to a function is not among `known`.
+
+    function   the name of the function, which takes the keywords of flex_attention, for the message
+    """
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise TypeError(
@@ -84,8 +96,9 @@ def check_inputs(
 ) -> Inputs:
     """Checks the arrays and the layout of a call, and returns the arrays with their sizes.
 
-    A key, value or key_extra of batch 1 is broadcast to the batch of query. Raises ValueError for a shape, dtype or layout that
-    does not fit.
+    The arguments are those of flex_attention, not checked yet: query [B, T, N, D] and so on, see there. Shapes, dtypes and
+    numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query. Raises ValueError
+    for a shape, dtype or layout that does not fit.
     """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
@@ -140,7 +153,7 @@ MOST_HEADS = 128
 
 
 def _warn_of_swapped_axes(query: Array, layout: str) -> None:
-    """Warns if query, read as [B, T, N, D], has so many heads for so few tokens that it may be [B, N, T, D]."""
+    """Warns if query in layout "BTNH" may be [B, N, T, D]: it has more heads than tokens, and more than MOST_HEADS heads."""
     if layout == "BTNH" and 1 < query.shape[1] < query.shape[2] and query.shape[2] > MOST_HEADS:
         warnings.warn(
             f'`query` has shape {query.shape}, which layout "BTNH" reads as {query.shape[1]} tokens and {query.shape[2]} heads. '
@@ -159,7 +172,11 @@ def _array(name: str, x: object) -> Array:
 
 
 def _check_static(name: str, shape: tuple[int, ...], what: str = "") -> None:
-    """Raises ValueError for a shape with symbolic sizes, as exports have them. `what`: which array of the argument, in words."""
+    """Raises ValueError for a shape with symbolic sizes, as exports have them.
+
+    name    of the argument
+    what    words after the shape that say which array of the argument has it, such as " in kv_indices"; "" if it has one array
+    """
     symbolic = [str(n) for n in shape if not isinstance(n, int)]
     if symbolic:
         raise bad_argument(
@@ -178,7 +195,7 @@ def _letters(name: str, layout: str) -> str:
 
 
 def _check_batch(name: str, x: Array, query: Array) -> None:
-    """Raises ValueError unless the batch of key or value is that of query or 1."""
+    """Raises ValueError unless the batch size of x (key or value, as `name` says) is that of query or 1."""
     if x.shape[0] not in (1, query.shape[0]):
         raise bad_argument(
             name,
@@ -189,7 +206,10 @@ def _check_batch(name: str, x: Array, query: Array) -> None:
 
 
 def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str, int]) -> None:
-    """Raises ValueError unless head dims, key lengths and numbers of heads fit together; the sizes are read in the layout."""
+    """Raises ValueError unless the head dims, key lengths and numbers of heads of query, key and value fit together.
+
+    sizes   the fields of Inputs that were read from the shapes in `layout`, by name
+    """
     mixed = f" Both are read in layout {layout}; is one of them in the other?"
     if k.shape[3] != q.shape[3]:
         raise bad_argument(
@@ -216,13 +236,16 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
 
 
 def other_layout(layout: str) -> str:
-    """The end of a message for arrays that look as if they were in the other layout."""
+    """The end of a message for arrays that seem not to be in `layout`: "if the arrays are in layout X, pass layout='X'."."""
     other = "BNTH" if layout == "BTNH" else "BTNH"
     return f"if the arrays are in layout {other}, pass layout='{other}'."
 
 
 def _check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
-    """The sinks as an array [N], None without sinks. Raises ValueError for another shape or an integer dtype."""
+    """The argument sinks as an array [N], None without sinks. Raises ValueError for another shape or an integer dtype.
+
+    heads, tokens   N and T of query, where the message guesses that the layout is wrong if sinks has T elements
+    """
     if sinks is None:
         return None
     s = _array("sinks", sinks)
@@ -239,7 +262,10 @@ def _check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array |
 def _check_extra(
     query_extra: object, key_extra: object, q: Array, k: Array, tokens: int, heads: int
 ) -> tuple[Array | None, Array | None]:
-    """query_extra and key_extra as arrays, None without them. `tokens`, `heads`: the axes of tokens and heads in the layout.
+    """query_extra and key_extra as arrays, None without them.
+
+    q, k            the checked query and key
+    tokens, heads   the axes (1 and 2, or 2 and 1) of tokens and heads in the layout
 
     Raises ValueError if one is missing, or if dtypes, sizes or heads do not fit those of query and key.
     """
@@ -287,7 +313,9 @@ def both_masks() -> ValueError:
 
 
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
-    """Raises ValueError unless the block mask is one BlockMask for the lengths, the batch (or 1) and the heads (or 1) of the inputs."""
+    """Raises ValueError unless `mask` is one BlockMask (no stack) made for the lengths of the inputs, and for their batch and
+    heads or for 1 of each that its mask does not read.
+    """
     if not isinstance(mask, BlockMask):
         raise bad_argument(
             "block_mask",

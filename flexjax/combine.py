@@ -1,4 +1,8 @@
-"""Combines mask mods by and, or and not, and chains score mods: plain functions in, one plain function out."""
+"""Combines mask mods by and, or and not, and chains score mods: plain functions in, one plain function out.
+
+A mask mod is a function (b, h, q_idx, kv_idx) -> bool, a score mod (score, b, h, q_idx, kv_idx) -> score, both of scalars. A mask
+keeps an entry if it is True there. The functions that are made have names such as "and_masks(causal, window)".
+"""
 
 import inspect
 from collections.abc import Callable
@@ -17,6 +21,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     _check("and_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
+        """Whether every mask keeps the entry."""
         kept = mask_mods[0](b, h, q_idx, kv_idx)
         for other in mask_mods[1:]:
             kept = kept & other(b, h, q_idx, kv_idx)
@@ -30,6 +35,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     _check("or_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
+        """Whether some mask keeps the entry."""
         kept = mask_mods[0](b, h, q_idx, kv_idx)
         for other in mask_mods[1:]:
             kept = kept | other(b, h, q_idx, kv_idx)
@@ -43,6 +49,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
     _check("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
 
     def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
+        """Whether the mask does not keep the entry."""
         kept = mask_mod(b, h, q_idx, kv_idx)
         return not kept if isinstance(kept, bool) else ~kept  # ~True is -2
 
@@ -54,6 +61,7 @@ def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
     _check("chain_mods", "score_mods", score_mods, _SCORE_ARGUMENTS)
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score after all mods, each applied to the result of the one before."""
         for mod in score_mods:
             score = mod(score, b, h, q_idx, kv_idx)
         return score
@@ -62,7 +70,10 @@ def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
 
 
 def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> None:
-    """Raises ValueError unless `mods` is a function of `arguments`, or a tuple of at least one of them."""
+    """Raises ValueError unless `mods` can be called with `arguments`, or is a tuple of at least one function that can.
+
+    call, name   the function that the user called and its parameter that takes the mods, for the message
+    """
     if not isinstance(mods, tuple):
         _check_one(call, name, mods, arguments)
         return
@@ -73,7 +84,10 @@ def _check(call: str, name: str, mods: object, arguments: tuple[str, ...]) -> No
 
 
 def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) -> None:
-    """Raises ValueError unless `mod` is a function that can be called with `arguments`."""
+    """Raises ValueError unless `mod` is a function that can be called with positional `arguments` (their names).
+
+    call, name   the function that the user called and which of its arguments `mod` is, for the message
+    """
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(mod):
         if isinstance(mod, list | tuple):
@@ -95,8 +109,10 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
 
 
 def _names(mods: tuple[Callable[..., object], ...]) -> str:
+    """The names of the functions, joined by commas."""
     return ", ".join(_name(mod) for mod in mods)
 
 
 def _name(mod: Callable[..., object]) -> str:
+    """The __name__ of a function; the name of its type if it is an object without one."""
     return getattr(mod, "__name__", type(mod).__name__)

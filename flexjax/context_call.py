@@ -39,12 +39,14 @@ from flexjax.ir.origin import OriginTable, table_of, table_of_runs
 from flexjax.parallel import context_axes
 from flexjax.parallel.context_device import OnDevice, Passes
 from flexjax.parallel.context_layout import ContextLayout
+from flexjax.parallel.context_lists import known_lists
 from flexjax.parallel.context_parallel import (
     ContextCall,
     ContextParallel,
     Tables,
     decide,
     devices_of,
+    is_known,
     layout_for,
     refuse,
 )
@@ -227,7 +229,11 @@ def attend(
     send, received = ((), ()) if rounds is None else (rounds.send, rounds.received)
     blocks: typing.Any = (layout.query_blocks, layout.key_blocks, send, received)
     query_blocks, key_blocks, send, received = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), blocks)
-    tables = Tables(query_blocks, key_blocks, send, received, classes)
+    made = None
+    if classes is None and is_known(layout, traced):
+        made = known_lists(traced, layout, decision.method, rounds)
+    lists = None if made is None else tuple(jax.tree.map(jnp.asarray, stage.lists) for stage in made)
+    tables = Tables(query_blocks, key_blocks, send, received, lists, classes)
     operands = operands._replace(mask_captures=tuple(traced.arrays), origin=None)
     plan = dataclasses.replace(plan, mask=traced.program, origin=None)
     problem = dataclasses.replace(problem, plan=plan, structure=jax.tree.structure(operands))
@@ -242,6 +248,7 @@ def attend(
         block_size=layout.block_size,
         shifts=() if rounds is None else rounds.shifts,
         checked=decision.checked,
+        blocks=() if made is None else tuple(stage.layout for stage in made),
         is_global=placed.kind == AxisType.Auto,
         structure=jax.tree.structure(tables),
     )

@@ -1,7 +1,8 @@
 """The dense reference as a backend: reference.py, run from a plan instead of the user's functions.
 
 An `implementation` sequence may name "reference" after a kernel. If the kernel refuses at lowering, only the traced programs are
-left, and this backend runs them. Gradients are those of JAX. The whole score matrix is in memory at once.
+left, and this backend runs them. Gradients are those of JAX. The whole score matrix is in memory at once. Shape letters are
+those of plan/kernel_plan.py, and the methods of DenseBackend are documented in backends/base.py.
 """
 
 import contextlib
@@ -31,17 +32,23 @@ class DenseBackend:
     name = "reference"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        """None: it runs every plan on every target."""
         return None
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
+        """None: it computes all gradients."""
         return None
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
+        """An empty list: it has no tiles."""
         return []
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        """The forward pass: out, lse and, if the plan asks for it, max_scores, by reference_attention with the plan's programs as
+        mods.
+        """
         out, lse, top = reference_attention(
             operands.query,
             operands.key,
@@ -70,10 +77,12 @@ class DenseBackend:
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
+        """The gradients of the wanted operands: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""
         flags = (*wanted[:6], *wanted.score_captures)
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 
         def results_of(*moved: Array) -> tuple[Array, Array]:
+            """The results out and lse as a function of the wanted operands alone."""
             rest = iter(moved)
             values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
             changed = Operands._make((*values[:6], tuple(values[6:]), *operands[7:]))
@@ -86,16 +95,18 @@ class DenseBackend:
         return Gradients._make((*spread[:6], tuple(spread[6:])))
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+        """An empty context: nothing about the lowered module changes."""
         return contextlib.nullcontext()
 
 
 def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callable[..., Array]:
-    """The score program as a score_mod of scalars.
+    """The plan's score program as a function (score, b, h, q_idx, kv_idx) -> score of scalars, which reads the captured arrays.
 
     The program runs in the score dtype of the plan; the result has the dtype of the score that the function is given.
     """
 
     def score_mod(score: Array, *at: Array) -> Array:
+        """The new score; `at` are b, h, q_idx and kv_idx."""
         made = call_program(program, operands.score_captures, at, score.astype(plan.score_dtype))
         return made.astype(score.dtype)
 
@@ -103,13 +114,18 @@ def _score_mod(plan: KernelPlan, program: Program, operands: Operands) -> Callab
 
 
 def _mask(plan: KernelPlan, operands: Operands) -> Array | None:
-    """bool, broadcastable to [B, N, T, S]: the block mask with its mask program; None without a mask."""
+    """Which entries are visible by the block lists and the mask program: bool, broadcastable to [B, N, T, S]; None without a
+    block mask.
+    """
     mask = block_mask_of(plan, operands)
     return None if mask is None else mask.to_mask()
 
 
 def _dropout(plan: KernelPlan, operands: Operands) -> dict:
-    """Dropout arguments of reference_attention, from the program of multipliers 0 or 1 / (1 - rate); {} without dropout."""
+    """The keywords dropout_keep (bool [B, N, T, S]) and dropout_rate of reference_attention; {} without dropout.
+
+    They are found from the plan's dropout program, which gives the factor 0 or 1 / (1 - rate) of each probability.
+    """
     program = plan.dropout
     if program is None:
         return {}
@@ -130,7 +146,10 @@ def _origin(plan: KernelPlan, operands: Operands) -> OriginTable:
 
 
 def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
-    """The block mask of a plan as a BlockMask, None if the plan has none."""
+    """The BlockMask that a plan and its operands stand for: block lists, mask program and captured arrays put together again.
+
+    None if the plan has no block mask.
+    """
     lists = operands.lists
     if plan.blocks is None or lists is None:
         return None

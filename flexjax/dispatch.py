@@ -5,6 +5,9 @@ call runs where its arrays are. `runs_everywhere` is asked before. Each backend 
 are kept for errors, for `explain` and for the warning that a call on a GPU or TPU left its kernels.
 
 Which of its kernels a backend launches is the backend's own choice.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import contextlib
@@ -18,7 +21,7 @@ from collections.abc import Callable, Sequence
 from flexjax.backends.base import Backend
 from flexjax.backends.target import Target
 from flexjax.dense import DenseBackend
-from flexjax.errors import FallbackWarning, bad_argument
+from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.ir.program import Program
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
@@ -26,18 +29,21 @@ from flexjax.plan.problem import Problem
 
 
 def _mosaic_gpu() -> Backend:
+    """The backend of the GPU kernels, imported only if it is asked, so that other calls do not import its kernels."""
     from flexjax.backends.mosaic_gpu.support import BACKEND
 
     return BACKEND
 
 
 def _mosaic_tpu() -> Backend:
+    """The backend of the TPU kernels, imported only if it is asked, so that other calls do not import its kernels."""
     from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 
     return MosaicTpuBackend()
 
 
 def _xla() -> Backend:
+    """The backend in plain JAX."""
     from flexjax.backends.xla.support import XlaBackend
 
     return XlaBackend()
@@ -48,14 +54,14 @@ TABLE: dict[str, Callable[[], Backend]] = {
     "mosaic_tpu": _mosaic_tpu,
     "xla": _xla,
 }
-"""Backends by name, in the order in which the default dispatch asks them."""
+"""By name, functions that import a backend, in the order in which the default dispatch asks the backends."""
 
 REFERENCE = DenseBackend.name
 """The dense implementation. If a call names it first, attention.py runs it on the mods as the user wrote them."""
 
 NAMES = (*TABLE, REFERENCE)
 KERNELS = {"cuda": "mosaic_gpu", "rocm": "mosaic_gpu", "tpu": "mosaic_tpu"}
-"""By platform, the backend whose kernels a user expects there: leaving them without being asked to is warned of."""
+"""By platform, the name of the backend whose kernels a user expects there; a call that leaves them unasked gets a warning."""
 PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}
 """By backend, the platform that its kernels run on. It stands here so that a call for another platform does not import them."""
 
@@ -68,7 +74,7 @@ if any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cud
 
 @functools.cache
 def backend(name: str) -> Backend:
-    """The backend of that name, imported on first use."""
+    """The backend with a name of NAMES, imported when it is first asked for."""
     return DenseBackend() if name == REFERENCE else TABLE[name]()
 
 
@@ -96,7 +102,9 @@ def candidates(implementation: object) -> tuple[str, ...] | None:
 
 
 def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
-    """The name of the backend that runs the plan on every target, None if the backend depends on the target.
+    """The name of the backend that runs the plan on every target (xla or reference); None if the choice depends on the target.
+
+    implementation   names of backends to ask, in order; None: the default order
 
     Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
     """
@@ -112,7 +120,7 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
 
 
 def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:
-    """The error with the refusal of each backend, as (name, sentence)."""
+    """The error for a call that no backend accepts. refusals: for each backend (its name, the sentence that says why)."""
     return NotImplementedError("No implementation accepts this call: " + " ".join(f"{n}: {why}" for n, why in refusals))
 
 
@@ -120,9 +128,12 @@ def _none_accepts(refusals: Sequence[tuple[str, str]]) -> NotImplementedError:
 
 
 class Run(typing.NamedTuple):
-    """The choice for a pass: the backend, the plan with measured tiles, the target, and the refusals of backends asked before.
+    """The choice for a pass.
 
-    A refusal is (name of the backend, sentence).
+    backend    the one that runs it
+    plan       the plan of the call, with measured tiles in place of tile options of None, if there are any for the target
+    target     the device that the pass is lowered for
+    refusals   of the backends that were asked before, each as (name of the backend, sentence that says why)
     """
 
     backend: Backend
@@ -132,7 +143,12 @@ class Run(typing.NamedTuple):
 
 
 def choose(plan: KernelPlan, implementation: tuple[str, ...] | None, target: Target) -> Run:
-    """The choice for the forward pass. Raises NotImplementedError with each refusal if no backend accepts."""
+    """The choice for the forward pass: the first backend in order that accepts the plan on the target.
+
+    implementation   names of backends to ask, in order; None: the default order
+
+    Raises NotImplementedError with each refusal if no backend accepts.
+    """
     refusals: list[tuple[str, str]] = []
     for name in implementation or tuple(TABLE):
         why = _refusal(name, plan, target, named=implementation is not None)
@@ -151,8 +167,9 @@ def choose_backward(
 ) -> Run:
     """The choice for the backward pass: the backend of the forward pass, or xla if that backend refuses these gradients.
 
-    wanted       which operands get a gradient
-    derivative   the derivative program of score_mod, None without score_mod
+    implementation   names of backends to ask, in order; None: the default order
+    wanted           which operands get a gradient
+    derivative       the derivative program of score_mod, None without score_mod
     """
     run = choose(plan, implementation, target)
     why = run.backend.refuses_backward(run.plan, target, wanted, derivative)
@@ -163,7 +180,10 @@ def choose_backward(
 
 
 def on_xla(plan: KernelPlan, target: Target, why: str = "") -> Run:
-    """The choice for a pass that only xla has; `why`: the sentence that explains it, as the refusal of the kernel backends."""
+    """The choice of xla for a pass that only xla has, such as forward mode.
+
+    why   the sentence that says why the kernels do not run it; it becomes the refusal of both kernel backends
+    """
     refusals = tuple((name, why) for name in PLATFORMS)
     return Run(backend("xla"), with_measured_tiles(plan, "xla", target), target, refusals)
 
@@ -190,14 +210,21 @@ def _refusal(name: str, plan: KernelPlan, target: Target, named: bool) -> str | 
 
 
 def with_measured_tiles(plan: KernelPlan, name: str, target: Target) -> KernelPlan:
-    """The plan with the tiles that were measured for it on the target's device (plan/tuned.py), in place of options of None."""
+    """The plan with the tiles that were measured for it on devices of the target's kind (plan/tuned.py).
+
+    name   of the backend that runs the plan
+
+    Measured tiles only fill options that are None. The plan itself is returned if none were measured or the backend refuses them.
+    """
     found = tuned.find(plan, name, target.kind)
     return _filled(plan, name, target, tuple(found.tiles.items())) if found.tiles else plan
 
 
 @functools.lru_cache(maxsize=4096)
 def _filled(plan: KernelPlan, name: str, target: Target, tiles: tuple[tuple[str, int], ...]) -> KernelPlan:
-    """The plan with these tiles as options; the plan itself, with a warning, if the backend refuses them."""
+    """The plan with `tiles`, pairs (KernelOptions field, value), among its options; the plan itself, with a warning, if the
+    backend `name` refuses it with them.
+    """
     filled = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **dict(tiles)))
     why = backend(name).refuses(filled, target)
     if why is None:
@@ -219,7 +246,10 @@ _warned: set[tuple[str, KernelPlan, Target]] = set()
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
     """Warns if a pass on a GPU or TPU does not run on its kernels and the call did not ask for that.
 
-    It warns once for each pass, plan and target. `which`: the name of the pass, as above.
+    It warns once for each pass, plan and target.
+
+    which   the name of the pass: FORWARD, BACKWARD, TANGENT or SECOND, or BACKWARD with words that say more
+    run     the choice that was made for it
     """
     kernels = KERNELS.get(run.target.platform)
     if kernels in (None, run.backend.name) or run.backend.name in (problem.implementation or ()):
@@ -235,6 +265,6 @@ def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
         f"The {which} of a call runs on {name}, not on the kernels of {kernels}, for {run.target.name}. {why} To get the "
         f"kernels, change what is refused; to run on {name} without this warning, pass implementation={asked!r}. {problem.call}",
         FallbackWarning,
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     _warned.add(key)  # after the warning, so that a warning that is turned into an error is raised at the next call too

@@ -28,9 +28,10 @@ def mix(x: Array) -> Array:
 
 
 def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-    """bool: whether dropout keeps the probability at a position, with chance 1 - rate.
+    """bool: whether dropout keeps the probability of the entry (b, h, q_idx, kv_idx), which it does with chance 1 - rate.
 
-    words   uint32 [2], from `key_words`; the indices are integers that broadcast together
+    words                  uint32 [2], from `key_words`; the same words keep the same entries
+    b, h, q_idx, kv_idx    integer scalars or arrays that broadcast together; the result has their common shape
     """
     u = lambda i: jnp.asarray(i).astype(jnp.uint32)
     head = mix(words[0] ^ mix(u(b) * jnp.uint32(0x9E3779B9) + u(h) + jnp.uint32(1)))
@@ -42,10 +43,15 @@ def kept(words: Array, rate: float, b: Array, h: Array, q_idx: Array, kv_idx: Ar
 def dropout_program(
     rate: object, key: object, sizes: Sizes, dtype: str = "float32", broadcast: object = False
 ) -> TracedMod | None:
-    """The multiplier of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate 0.
+    """The traced program of the factor of each probability, in `dtype`: 0 with chance `rate`, else 1 / (1 - rate); None for rate
+    0.
 
-    `broadcast`: all batch entries and heads drop the same positions. Raises ValueError for a rate outside [0, 1), a missing or
-    malformed key, or a `broadcast` that is no bool.
+    rate, key, broadcast   the arguments dropout_rate, dropout_key and broadcast_dropout of a call, not checked yet. With
+                           broadcast, all batch entries and heads drop the same positions
+    sizes                  batch, query heads, query length, key length
+
+    The words of the key are the program's captured array, so another key compiles nothing. Raises ValueError for a rate outside
+    [0, 1), a missing or malformed key, or a `broadcast` that is no bool.
     """
     if not isinstance(broadcast, bool):
         raise bad_argument("broadcast_dropout", repr(broadcast), "True or False", "Pass a Python bool.")
@@ -60,6 +66,7 @@ def dropout_program(
     multiplier = 1.0 / (1.0 - rate)
 
     def dropout(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The factor of the probability of one entry."""
         if broadcast:
             b = h = jnp.zeros((), jnp.int32)
         on = kept(words, rate, b, h, q_idx, kv_idx)
@@ -69,7 +76,10 @@ def dropout_program(
 
 
 def key_words(key: object) -> Array:
-    """Two uint32 words [2] from one key, typed or raw. Raises ValueError for what is no single key."""
+    """uint32 [2], the seed of the hash, from the argument dropout_key: one jax PRNG key, typed or raw.
+
+    Raises ValueError for None and for anything that is not a single key.
+    """
     if key is None:
         raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")
     if not isinstance(key, jax.Array | np.ndarray):
@@ -92,9 +102,10 @@ def dense_keep(
     broadcast: bool = False,
     indices: Sequence[Array] | None = None,
 ) -> Array:
-    """bool that broadcasts to [B, N, T, S] = `shape`: `kept` at every position, for the dense reference.
+    """`kept` at every entry, for the dense reference: bool that broadcasts to [B, N, T, S].
 
-    indices   b, h, q_idx and kv_idx, int32 of 4 dims that broadcast to `shape`; None: they count from 0
+    words, rate   as for `kept`; shape: B, N, T, S
+    indices       b, h, q_idx and kv_idx, int32 of 4 dims that broadcast to `shape`; None: they count from 0
     """
     given = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
     at = list(given if indices is None else indices)

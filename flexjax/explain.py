@@ -1,4 +1,8 @@
-"""`explain`: what a call of flex_attention will do and why, as text, without computing it."""
+"""`explain`: what a call of flex_attention will do and why, as text, without computing it.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod. The text is made of sections, one for each function below. A Target is the device that the call would run on.
+"""
 
 import dataclasses
 import typing
@@ -14,9 +18,11 @@ from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.slice import take
 from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
@@ -46,7 +52,7 @@ def explain(
 
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                dropout_key, broadcast_dropout, query_extra, key_extra; each array may be a jax.ShapeDtypeStruct
+                dropout_key, broadcast_dropout, query_extra, key_extra, origin; each array may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
 
@@ -65,6 +71,7 @@ def explain(
     texts: list[str] = []
 
     def write(traced: dict[str, Array]) -> None:
+        """Appends the text to `texts`; `traced`: tracers for the arguments that are shapes, by name."""
         filled: typing.Any = given | traced
         q, k, v = (filled.pop(name) for name in ("query", "key", "value"))
         try:
@@ -83,6 +90,10 @@ def explain(
 
 
 def _target(device: Device | str | None) -> Target:
+    """The target that the argument `device` of explain names: a device, a platform, or the default device for None.
+
+    Raises ValueError for anything else.
+    """
     if device is None:
         return targets.default()
     if isinstance(device, str):
@@ -99,8 +110,10 @@ def _text(
     captured_scale: bool,
     placed: dict[str, jax.sharding.Sharding],
 ) -> str:
-    """The sections of the text.
+    """The whole text of explain: its sections, with an empty line between them.
 
+    implementation   names of backends to ask, in order; None: the default order
+    target           the device that the call would run on
     captured_scale   scale is a jax scalar, which score_mod's program multiplies with
     placed           the shardings of the arrays that have one, by name
     """
@@ -116,7 +129,10 @@ def _text(
 
 
 def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
-    """The line with the shape letters of kernel_plan.py, the dtype, the layout and the optional features."""
+    """The first line of the text: sizes by the shape letters of kernel_plan.py, dtype, layout, scale and optional features.
+
+    captured_scale   scale is a jax scalar, so the text has no number for it
+    """
     scale = "captured, multiplies the score" if captured_scale else f"{plan.scale:.6g}"
     return (
         f"attention  B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim} "
@@ -124,11 +140,19 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         + (f"  extra features R={plan.extra_dim}" if plan.extra_dim else "")
         + ("  sinks" if plan.has_sinks else "")
         + ("  dropout" if plan.dropout is not None else "")
+        + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
     )
 
 
+def _runs(origin: OriginLayout) -> str:
+    """The runs of queries and keys, in words."""
+    sides = (("queries", origin.query_runs, origin.query_run), ("keys", origin.key_runs, origin.key_run))
+    each = " for each batch entry" if origin.rows > 1 else ""
+    return " and ".join(f"{name} in {n} run{'s' * (n > 1)} of {run}" for name, n, run in sides) + each
+
+
 def _programs(call: Call) -> list[str]:
-    """The sections of score_mod, with the number of steps of its derivative, and of mask_mod."""
+    """Two sections: the steps of score_mod's program with the length of its derivative program, and those of mask_mod's program."""
     out = []
     for name, program in (("score_mod", call.plan.score), ("mask_mod", call.plan.mask)):
         out.append(f"{name}: " + ("none" if program is None else describe(program)))
@@ -139,7 +163,10 @@ def _programs(call: Call) -> list[str]:
 
 
 def describe(program: Program) -> str:
-    """The steps of a program, a line each: the axes that its value depends on and, for a read of a captured array, its load class."""
+    """A program as text: a line with its captured arrays, a line for each step, and a line with its results.
+
+    The line of a step ends with the axes on which its value depends and, for a read of a captured array, with the load class.
+    """
     lines = ["captures " + (", ".join(f"c{i} {c}" for i, c in enumerate(program.captures)) or "nothing")]
     body = program.key.splitlines()[1 : 1 + len(program.steps)]
     width = max((len(line) for line in body), default=0)
@@ -152,16 +179,21 @@ def describe(program: Program) -> str:
 
 
 def _blocks(call: Call) -> str:
-    """The section with the picture of the block mask, of the first batch entry and head if they differ."""
+    """The section about blocks: a picture of the block mask, and of its entries if it is small, for the first batch entry and
+    head.
+
+    If the block lists are traced, or there is no mask, a line says so in place of the picture.
+    """
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:
         return "blocks: no mask, every tile is visited"
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
         return f"blocks: {mask!r}, known when the program runs"
     batches, heads = mask.kv_num_blocks.shape[:2]
-    first = mask if batches * heads == 1 else mask[0, 0]
+    first = mask if batches * heads == 1 else BlockMask.of(take(mask, (0, 0), mask.mask_mod))
     head = "" if batches * heads == 1 else f" (the first of {batches * heads})"
-    text = f"blocks{head}: █ full, ░ partial\n{first.to_string(48)}"
+    picture = first.to_string(48).split("\n", 1)[1]
+    text = f"blocks{head}: █ full, ░ partial\n{mask!r}\n{picture}"
     if 0 < call.plan.q_len <= DRAWN_BY_TOKEN and 0 < call.plan.kv_len <= DRAWN_BY_TOKEN:
         text += f"\nentries{head}: █ kept\n{_entries(first)}"
     return text
@@ -172,7 +204,7 @@ DRAWN_BY_TOKEN = 128
 
 
 def _entries(mask: BlockMask) -> str:
-    """A picture of the entries that a mask of one batch entry and head keeps: a line a query, a character a key."""
+    """A picture of the visible entries of a mask with one batch entry and head: a line for each query, a character for each key."""
     with jax.ensure_compile_time_eval():
         kept = np.asarray(mask.to_mask())[0, 0]
     rule = "─" * kept.shape[1]
@@ -180,7 +212,12 @@ def _entries(mask: BlockMask) -> str:
 
 
 def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) -> str:
-    """The section of backends: which one runs each pass, the refusals of those asked before it (each sentence once), the tiles."""
+    """The section about backends: which one runs each pass, the refusals of those asked before it, and the tiles.
+
+    implementation   names of backends to ask, in order; None: the default order
+
+    The backward pass is asked for without and with the gradients of captured arrays. Each refusal is printed once.
+    """
     run = dispatch.choose(call.plan, implementation, target)
     said = set(run.refusals)
     lines = [f"runs on: {run.backend.name}", *(f"  not {name}: {why}" for name, why in run.refusals)]
@@ -204,7 +241,10 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
 
 
 def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:
-    """How the work is split over the devices that the arrays are on. `placed`: the shardings of arrays by name."""
+    """The section about devices: how the work is split over those that the arrays are on; "" if they are on one.
+
+    placed   the shardings of the arguments that have one, by name
+    """
     operands, problem = call.operands, call.problem(None)
     of_main = tuple(placed.get(name) for name in operands._fields[:6])
     main = [where for x, where in zip(operands[:6], of_main, strict=True) if x is not None]
@@ -213,14 +253,14 @@ def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:
 
 
 def _sharding(x: object) -> jax.sharding.Sharding | None:
-    """The sharding of a concrete or described array; None for tracers and for what is no array."""
+    """The sharding of an array or ShapeDtypeStruct (which may have None); None for tracers and for anything else."""
     if isinstance(x, core.Tracer) or not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
     return x.sharding
 
 
 def _work(call: Call) -> str:
-    """The section of work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out."""
+    """The section about work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out."""
     work = work_of(call)
     if work is None:
         return "work: depends on traced block lists"

@@ -1,9 +1,14 @@
 """vmap of attention: the mapped axis, of V copies, becomes a part of the batch, V * B entries, and one kernel runs.
 
-Entry b of the folded problem is entry b % B of copy b // B. Arrays whose first axis is the batch are reshaped, and first broadcast
-if they are not mapped. Captured arrays that are mapped keep the axis of copies in front, and the programs read them at copy b // B.
-Sinks that differ between copies join the folded result afterwards, because a plan has one row of sinks. A loop over the copies
-runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
+Entry b of the folded problem is entry b % B of copy b // B. Arrays whose first axis is the batch are reshaped, and first
+broadcast if they are not mapped. Captured arrays that are mapped keep the axis of copies in front, and the programs read them at
+copy b // B. Sinks that differ between copies join the folded result afterwards, because a plan has one row of sinks. A loop over
+the copies runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
+
+"Mapped" arguments are those that have the axis over which vmap maps; the others are shared by all copies.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
@@ -25,11 +30,16 @@ from flexjax.plan.problem import Problem
 Array = jax.Array
 
 SINKS, FIRST_CAPTURE = 5, 6
-"""Indices in Operands.movable, Gradients and Wanted."""
+"""Indices of sinks and of the first captured array of score_mod in Operands.movable, Gradients and Wanted (flattened)."""
 
 
 class Folded(typing.NamedTuple):
-    """The folded call: its arguments, its problem, and a function that gives its results the axis of copies back."""
+    """A mapped call rewritten as one call with V * B batch entries.
+
+    arguments   those of the primitive, in its order
+    problem     of the folded call
+    unfold      from the results of the folded call to those of the mapped call, with the axis of copies in front
+    """
 
     arguments: list[Array]
     problem: Problem
@@ -48,7 +58,8 @@ class Mapped:
     axes     which arguments are mapped; their mapped axis, of `size` copies, is in front
     params   parameters of the primitive beside the problem
     moving   tangent: which movable operands have a tangent; None for the other primitives
-    wanted   backward: which movable operands get a gradient, one for each copy; None for the other primitives
+    wanted   backward: which movable operands get a gradient (each copy its own, also where the copies share the operand); None
+             for the other primitives
     """
 
     primitive: Primitive
@@ -60,11 +71,12 @@ class Mapped:
 
     @property
     def operands(self) -> Operands:
+        """The operands; mapped ones have the axis of copies in front."""
         return self.problem.operands(self.flat[: self.leaves])
 
     @property
     def flags(self) -> typing.Any:
-        """Operands with, in place of each array, whether it is mapped."""
+        """An Operands tuple that has, in place of each array, a bool: whether the array is mapped."""
         return self.problem.arrange(self.axes[: self.leaves])
 
     @property
@@ -74,14 +86,16 @@ class Mapped:
 
     @property
     def moving(self) -> tuple[bool, ...] | None:
+        """The primitive's parameter `moving`, see above."""
         return self.params.get("moving")
 
     @property
     def wanted(self) -> tuple[bool, ...] | None:
+        """The primitive's parameter `wanted`, see above."""
         return self.params.get("wanted")
 
     def tangent_index(self, movable: int) -> int | None:
-        """The index in `flat` of the tangent of a movable operand; None if it has none."""
+        """The index in `flat` of the tangent of the operand with index `movable` in Operands.movable; None if it has none."""
         if self.moving is None or not self.moving[movable]:
             return None
         return self.leaves + 2 + sum(self.moving[:movable])
@@ -90,7 +104,7 @@ class Mapped:
 def batch_rule(
     primitive: Primitive, problem: Problem, flat: Sequence[Array], axes: Sequence[bool], params: dict
 ) -> list:
-    """The results of a mapped call, each with the mapped axis in front.
+    """The vmap rule of the primitives: the results of a mapped call, each with the mapped axis in front.
 
     flat, axes   the arguments, and which of them are mapped; the mapped axis is in front
     params       parameters of the primitive beside the problem
@@ -102,7 +116,10 @@ def batch_rule(
 
 
 def _run(call: Mapped) -> list[Array]:
-    """The results of a mapped call whose sinks are shared by all copies: folded, or by a loop."""
+    """The results of a mapped call whose sinks are not mapped, with the axis of copies in front.
+
+    One folded call computes them, or a loop over the copies if the call cannot be folded.
+    """
     try:
         folded = fold(call)
     except CannotFold:
@@ -111,9 +128,10 @@ def _run(call: Mapped) -> list[Array]:
 
 
 def _loop(call: Mapped) -> list[Array]:
-    """The results of a mapped call, one copy after the other."""
+    """The results of a mapped call, with the axis of copies in front, by a loop that computes one copy after the other."""
 
     def one(parts: list[Array]) -> list[Array]:
+        """The results of one copy; `parts`: its parts of the mapped arguments."""
         rest = iter(parts)
         whole = [next(rest) if m else x for x, m in zip(call.flat, call.axes, strict=True)]
         return call.primitive.bind(*whole, problem=call.problem, **call.params)
@@ -122,7 +140,10 @@ def _loop(call: Mapped) -> list[Array]:
 
 
 def fold(call: Mapped) -> Folded:
-    """The folded call. Raises CannotFold if a program reads a mapped array as a whole."""
+    """Rewrites a mapped call, whose sinks are not mapped, as one call with a larger batch.
+
+    Raises CannotFold if a program reads a mapped array as a whole.
+    """
     problem, plan, size, operands, flags = call.problem, call.problem.plan, call.size, call.operands, call.flags
     captures = range(len(operands.score_captures))
     tangents = [call.tangent_index(FIRST_CAPTURE + i) for i in captures]
@@ -165,7 +186,9 @@ def fold(call: Mapped) -> Folded:
     with_batch = None if call.wanted is None else sum(call.wanted[:FIRST_CAPTURE])
 
     def unfold(outs: Sequence[Array]) -> list[Array]:
-        """The results with the axis of copies in front; gradients of captured arrays have it already."""
+        """The results of the mapped call from those of the folded one: a first axis V * B becomes V, B. Gradients of captured
+        arrays have the axis of copies already.
+        """
         split = [x.reshape(size, plan.batch, *x.shape[1:]) for x in outs[:with_batch]]
         return split + list(outs[len(split) :])
 
@@ -179,8 +202,8 @@ def _with_sinks(call: Mapped) -> list[Array]:
     """The results of a call whose sinks differ between copies: those of the folded call without sinks, corrected for the sinks.
 
     z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability.
-    Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p * tz.
-    Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
+    Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p *
+    tz. Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
     """
     problem, plan, params = call.problem, call.problem.plan, dict(call.params)
     sinks_index = problem.arrange(range(call.leaves)).sinks
@@ -230,12 +253,18 @@ def _with_sinks(call: Mapped) -> list[Array]:
 
 
 def _out_and_lse(call: Mapped) -> list[Array]:
-    """out and lse of the first copy, or those that all copies share; used for their shapes."""
+    """The arguments out and lse of a tangent or backward pass, without the axis of copies (those of the first copy); used for
+    their shapes only.
+    """
     return [call.flat[i][0] if call.axes[i] else call.flat[i] for i in (call.leaves, call.leaves + 1)]
 
 
 def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    """out [.., E] and lse [..] of the softmax with one more column of logits `sinks`, broadcast to lse, and value zero."""
+    """The results (out, lse) of a softmax to which a column with the logits `sinks` and value 0 is added.
+
+    out, lse   of the softmax without the column, [.., E] and [..]
+    sinks      broadcastable to lse
+    """
     top = lax.stop_gradient(tile_math.finite_or_zero(jnp.maximum(lse, sinks)))
     weight = jnp.exp(lse - top)
     total = weight + jnp.exp(sinks - top)
@@ -249,7 +278,11 @@ def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 
 
 def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bool]) -> Program | None:
-    """The program for the folded batch of `size` copies; `mapped`: which captured arrays have an axis of copies in front.
+    """The program for the folded batch, in which b counts size * batch entries; None for None.
+
+    size     how many copies
+    batch    batch size of one copy
+    mapped   for each captured array, whether it has an axis of copies in front
 
     Raises CannotFold if the program reads a mapped array as a whole.
     """
@@ -261,19 +294,26 @@ def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bo
 
 
 def _lead(x: Array, mapped: bool, size: int) -> Array:
-    """An array [V, B, ...] (mapped) or [B, ...] as [V * B, ...], of V = `size` copies."""
+    """x, [V, B, ...] if mapped, else [B, ...] and repeated for V = `size` copies, reshaped to [V * B, ...]."""
     whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
     return whole.reshape(size * whole.shape[1], *whole.shape[2:])
 
 
 def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[typing.Any, int]:
-    """The block lists for the folded batch, and their batch size: 1 if all copies and batch entries share them, 0 without lists."""
+    """(block lists for the folded batch, their batch size).
+
+    The batch size is `size` copies times the batch of the plan; 1 if all copies and batch entries share the lists; 0 without
+    lists.
+
+    flags   which operands are mapped (Mapped.flags)
+    """
     if operands.lists is None or plan.blocks is None:
         return operands.lists, 0
     if plan.blocks.batch == 1 and not any(jax.tree.leaves(flags.lists)):
         return operands.lists, 1
 
     def spread(x: Array, mapped: bool) -> Array:
+        """A list array with an entry for each copy and each batch entry, [size * batch, heads, ..]."""
         whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
         whole = jnp.broadcast_to(whole, (size, plan.batch, *whole.shape[2:]))
         return whole.reshape(size * plan.batch, *whole.shape[2:])

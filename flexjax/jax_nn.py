@@ -44,7 +44,9 @@ def dot_product_attention(
     *,
     return_residual: typing.Literal[False] = False,
     **options: typing.Unpack[Options],
-) -> Array: ...
+) -> Array:
+    """The type of a call without return_residual: out alone. The function itself is documented below."""
+    ...
 
 
 @typing.overload
@@ -57,7 +59,9 @@ def dot_product_attention(
     *,
     return_residual: typing.Literal[True],
     **options: typing.Unpack[Options],
-) -> tuple[Array, Array]: ...
+) -> tuple[Array, Array]:
+    """The type of a call with return_residual: (out, logsumexp). The function itself is documented below."""
+    ...
 
 
 def dot_product_attention(
@@ -144,7 +148,10 @@ def dot_product_attention(
 
 
 def _four_axes(name: str, x: Array) -> Array:
-    """The array with leading axes of size 1 added, [B, tokens, heads, dim]. Raises ValueError for integers and other ranks."""
+    """x with leading axes of size 1 added until it is [B, tokens, heads, dim].
+
+    Raises ValueError, for the argument `name`, for integers and for arrays of no or more than four dims.
+    """
     if not 1 <= x.ndim <= 4:
         raise bad_argument(
             name, f"of shape {x.shape}", "1 to 4 dims, [B, tokens, heads, dim]", "Use jax.vmap for more."
@@ -177,7 +184,9 @@ UNBOUNDED = 2**30
 
 
 def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
-    """The mask of a window, keys from q_idx - left to q_idx + right, for a local_window_size of one number or of two.
+    """The mask mod of the argument local_window_size: True for keys from q_idx - left to q_idx + right, both included.
+
+    size   (left, right) in tokens, or one number for both
 
     As in jax.nn, fractions round down and numbers may be negative. Raises ValueError for anything else than one or two numbers.
     """
@@ -192,7 +201,10 @@ def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
 
 
 def _tokens(size: object) -> int | Array | None:
-    """A side of a window, rounded down: an int, or an int32 scalar if `size` is a jax scalar; None if `size` is no number."""
+    """The number of tokens on one side of a window, rounded down and limited to +-UNBOUNDED.
+
+    An int, or an int32 scalar if `size` is a jax scalar; None if `size` is no number.
+    """
     if isinstance(size, Array):
         if size.shape != () or jnp.issubdtype(size.dtype, jnp.complexfloating):
             return None
@@ -216,7 +228,7 @@ def _shown(x: object) -> str:
 
 
 def _lengths(name: str, values: ArrayLike, batch: int) -> Array:
-    """The lengths as an integer array [batch]; raises ValueError if they are none. `name`: the argument."""
+    """The argument `name`, a length for each batch entry, as an integer array [batch]. Raises ValueError for anything else."""
     lengths = jnp.asarray(values)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise bad_argument(
@@ -229,7 +241,9 @@ def _lengths(name: str, values: ArrayLike, batch: int) -> Array:
 
 
 def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -> Lookup:
-    """The function (b, h, q_idx, kv_idx) -> element of an array that broadcasts to `full`, [B, N, T, S].
+    """A function (b, h, q_idx, kv_idx) -> the element of `array` that broadcasting would put at this entry.
+
+    full   the sizes (B, N, T, S) to which the array broadcasts
 
     Dimensions of size 1 are read at index 0. Raises ValueError, for the argument `name`, if the array does not broadcast.
     """
@@ -244,6 +258,7 @@ def broadcast_lookup(name: str, array: Array, full: tuple[int, int, int, int]) -
     four = array.reshape(shape)
 
     def look_up(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The element of the array for one entry of the attention matrix."""
         return four[tuple(0 if n == 1 else i for i, n in zip((b, h, q_idx, kv_idx), shape, strict=True))]
 
     return look_up

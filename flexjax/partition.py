@@ -5,6 +5,11 @@ whose steps depend on data, it can only run whole, on every device. `lower_with_
 
     sharding rule     how a split of one array carries over to the others: dimensions with one name are split alike
     partition         what one device computes of its parts of the arguments, once it is known how all arrays are split
+
+"Axes" are those of a mesh of devices, "dimensions" those of arrays. The names of an array's dimensions are one text, such as
+"b t h d".
+
+A Rule says how a function is split: names of dimensions, and functions that choose the split.
 """
 
 import contextlib
@@ -31,15 +36,22 @@ Spec = tuple[Names, ...]
 
 
 class NoRule(typing.NamedTuple):
-    """The partitioner splits the program over several devices, but a rule of ours would not be asked; `why`: a sentence."""
+    """XLA splits the program over several devices but would not ask a rule of ours, so every device computes all of a call.
+
+    why   the reason and what to do: whole sentences for a warning
+    """
 
     why: str
 
 
 def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | None:
-    """How XLA's partitioner splits the program of a lowering: over this mesh, without a rule, or not at all (None).
+    """How XLA's partitioner splits the program that the lowering rule with context `ctx` is called for.
 
-    Each axis of the mesh has prime size, because the partitioner may split an array over a part of an axis.
+    platform   that the program is lowered for
+
+    Returns the mesh over whose devices it splits the program by rules, NoRule if it splits the program without asking rules, and
+    None if it does not split the program. Each axis of the mesh has prime size, because the partitioner may split an array over a
+    part of an axis.
     """
     module = ctx.module_context
     where = module.axis_context
@@ -65,6 +77,9 @@ def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | N
 
 
 def _whole(because: str, todo: str) -> str:
+    """The sentences of NoRule.why: that every device computes all of a call, why (`because`, a clause), and what to do about it
+    (`todo`, an imperative).
+    """
     return (
         f"Every device computes all of a call, and gathers first what is split: {because}. {todo}, to have the batch and the "
         "heads split."
@@ -72,9 +87,10 @@ def _whole(because: str, todo: str) -> str:
 
 
 def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
-    """Enters, in any thread, what this thread has set of jax and lowering depends on.
+    """A function that returns a context; the context applies, in any thread, jax settings as they are in this thread now.
 
-    XLA asks what one device computes in a thread of its own, which has the global settings only.
+    These are the settings that lowering depends on: x64 mode, precision of matrix products, dtype promotion. XLA asks what one
+    device computes in a thread of its own, which has the global settings only.
     """
     now: typing.Any = jax.config
     x64, precision = now.jax_enable_x64, now.jax_default_matmul_precision
@@ -82,6 +98,7 @@ def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
 
     @contextlib.contextmanager
     def settings() -> Iterator[None]:
+        """The context with the settings of the thread that called settings_now."""
         with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.numpy_dtype_promotion(promotion):
             yield
 
@@ -89,6 +106,7 @@ def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
 
 
 def _primes(number: int) -> Iterator[int]:
+    """The prime factors of the number, ascending, each as often as it divides the number."""
     factor = 2
     while number > 1:
         while number % factor == 0:
@@ -101,20 +119,27 @@ def _primes(number: int) -> Iterator[int]:
 
 
 def names_of(part: object) -> Names:
-    """The axes of an entry of a PartitionSpec."""
+    """The mesh axes in one entry of a PartitionSpec, which is None, a name or a tuple of names, as a tuple."""
     return () if part is None else tuple(part) if isinstance(part, tuple) else (part,)  # type: ignore[return-value]
 
 
 def _spec(x: typing.Any) -> Spec:
-    """Of an array; nothing is split where the older partitioner does not know yet."""
+    """The Spec of an array (or its shape) with a sharding; no dimension is split if the sharding is None, as before the older
+    partitioner (GSPMD) knows it.
+    """
     parts = () if x.sharding is None else x.sharding.spec
     return (*map(names_of, parts), *[()] * (len(x.shape) - len(parts)))
 
 
 def widest(dim: str, size: int, dims: Sequence[str], specs: Sequence[Spec], mesh: Mesh, taken: Names = ()) -> Names:
-    """The axes of the first array whose dimension `dim` is split over most devices.
+    """The axes by which to split the dimension with the name `dim`: those of the array that splits it over most devices.
 
-    Axes count up to the first that is `taken`, or that makes parts of `size` unequal.
+    size    of the dimension
+    dims    for each array the names of its dimensions; specs: for each array the axes that split each of them
+    taken   axes that may not be used, because another dimension is split over them
+
+    Of an array's axes only those before the first that is taken or makes unequal parts count. The first of several equal arrays
+    wins. () if no array splits the dimension.
     """
     found: Names = ()
     count = lambda names: math.prod(mesh.shape[name] for name in names)
@@ -125,6 +150,7 @@ def widest(dim: str, size: int, dims: Sequence[str], specs: Sequence[Spec], mesh
 
 
 def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
+    """The axes of `names` before the first that is taken or that does not split `size` into equal parts."""
     found: Names = ()
     for name in names:
         size, rest = divmod(size, mesh.shape[name])
@@ -138,13 +164,14 @@ def _even(names: Names, size: int, mesh: Mesh, taken: Names) -> Names:
 
 
 class Rule(typing.NamedTuple):
-    """How a function is split. `Any` stands for what `choose` returns.
+    """The rule by which the partitioner splits a function over devices.
 
-    arguments, results   a name for each dimension of each array, e.g. "b t h d"
-    choose     (names of arrays, their specs) -> how to split the work
-    spec       (how, names of an array) -> how that array is split then
-    on_device  (how, parts of the arguments) -> parts of the results
-    look       (how, arguments as shapes, their specs), called once before on_device
+    arguments, results   for each array the names of its dimensions, such as "b t h d"
+    choose     (names of the dimensions of arrays, their specs) -> how to split the work: an object, `how` below, that only the
+               functions of this rule read
+    spec       (how, names of an array's dimensions) -> how the array is split for that work
+    on_device  (how, parts of the arguments) -> parts of the results: what one device computes
+    look       (how, arguments as shapes, their specs), called once before on_device; for warnings
     text       what the function is; two functions that compute other things have other texts, in every process
     """
 
@@ -164,22 +191,33 @@ def lower_with_rule(
     rule: Rule,
     flat: Sequence[typing.Any],
 ) -> typing.Any:
-    """Lowers `function` as a call that the partitioner splits over the devices of `mesh`."""
+    """Lowers `function` as a call that XLA's partitioner splits over the devices of `mesh` by `rule`; returns the results.
+
+    ctx    the context of the lowering rule that calls this function
+    flat   the lowered arguments (MLIR values)
+    """
     settings = settings_now()
     call = custom_partitioning(lambda *flat: function(*flat))
 
     def shardings(mesh: typing.Any, how: typing.Any, dims: Sequence[str]) -> list[NamedSharding]:
+        """The shardings of arrays, given by the names of their dimensions, for the work split by `how`."""
         return [NamedSharding(mesh, rule.spec(how, names)) for names in dims]
 
     def infer(mesh: typing.Any, operands: Sequence[typing.Any], _: object) -> list[NamedSharding]:
+        """The shardings of the results, from arguments with shardings; the partitioner asks for them."""
         return shardings(mesh, rule.choose(rule.arguments, list(map(_spec, operands))), rule.results)
 
     def partition(mesh: typing.Any, operands: Sequence[typing.Any], outs: Sequence[typing.Any]) -> tuple:
+        """What custom_partitioning asks for: (mesh, what one device computes, shardings of the results, of the arguments).
+
+        operands, outs   shapes of the arguments and results, with the shardings that the partitioner found
+        """
         specs = [_spec(x) for x in (*operands, *outs)]
         how = rule.choose((*rule.arguments, *rule.results), specs)
         rule.look(how, operands, specs[: len(operands)])
 
         def on_device(*flat: Array) -> list[Array]:
+            """The rule's `on_device`, under the settings of the thread that lowers the call."""
             with settings():
                 return rule.on_device(how, *flat)
 

@@ -1,8 +1,8 @@
 """`profile`: the measured time of one call beside what its work predicts on this device.
 
-The roofline model (Williams, Waterman and Patterson, "Roofline", CACM 2009): a call takes at least the time of its floating-point operations
-at the device's peak rate, and at least the time of its bytes at the device's memory bandwidth. Both rates are measured in the same run,
-by a large matrix product in the dtype of the call and by a large copy, so that no table of devices is needed.
+The roofline model (Williams, Waterman and Patterson, "Roofline", CACM 2009): a call takes at least the time of its floating-point
+operations at the device's peak rate, and at least the time of its bytes at the device's memory bandwidth. Both rates are measured
+in the same run, by a large matrix product in the dtype of the call and by a large copy, so that no table of devices is needed.
 """
 
 import statistics
@@ -26,6 +26,7 @@ from flexjax.work import Work, work_of
 Array = jax.Array
 
 clock = time.perf_counter
+"""The clock by which calls are timed, in seconds."""
 
 
 class Pass(typing.NamedTuple):
@@ -66,6 +67,7 @@ class Profile(typing.NamedTuple):
     first_call: float
 
     def __str__(self) -> str:
+        """The measurements as a table of a few lines: device, roofline, work, and a row for each pass."""
         intensity, ridge = self.work.forward_flops / max(self.work.bytes, 1), self.peak_flops / self.bandwidth
         lines = [
             f"{self.backend} on {self.device}; first call {self.first_call:.2f} s",
@@ -119,11 +121,13 @@ def profile(
         raise
 
     def forward(query: ArrayArgument, key: ArrayArgument, value: ArrayArgument) -> Array:
+        """The output array of the call."""
         if return_aux is None:
             return attend(query, key, value, implementation=implementation, **arguments)
         return attend(query, key, value, return_aux=return_aux, implementation=implementation, **arguments)[0]
 
     def both(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, ...]]:
+        """The output array of the call, and the gradients of query, key and value for a cotangent of ones."""
         out, pull = jax.vjp(forward, query, key, value)
         return out, pull(jnp.ones_like(out))
 
@@ -142,7 +146,7 @@ def profile(
 
 
 def peak_flops(dtype: jnp.dtype) -> float:
-    """Floating-point operations a second of a square matrix product in `dtype`, measured."""
+    """The rate of a large square matrix product in `dtype` on the default device, measured: floating-point operations a second."""
     n = 4096 if jax.default_backend() != "cpu" else 1024
     x = jnp.ones((n, n), dtype)
     product = jax.jit(lambda x: x @ x)
@@ -150,7 +154,7 @@ def peak_flops(dtype: jnp.dtype) -> float:
 
 
 def memory_bandwidth() -> float:
-    """Bytes a second that a copy reads and writes, measured on an array larger than the caches."""
+    """The rate of a copy of an array larger than the caches on the default device, measured: bytes read and written a second."""
     n = 2**28 if jax.default_backend() != "cpu" else 2**25
     x = jnp.ones(n, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
@@ -158,7 +162,12 @@ def memory_bandwidth() -> float:
 
 
 def _timed(call: Callable[[], object], seconds: float) -> tuple[float, int, float]:
-    """(median seconds of a call, calls timed, seconds of the first call)."""
+    """Times `call`, each time until its results are ready: (median seconds of a call, calls timed, seconds of the first call).
+
+    seconds   for how long calls are timed; at least 3 and at most 100 are
+
+    The first call, with its compilation, and a second one are not among those timed.
+    """
     start = clock()
     jax.block_until_ready(call())
     first = clock() - start

@@ -83,18 +83,18 @@ def reference_attention(
 
 
 def _heads_first(x: jax.Array, already: bool) -> jax.Array:
-    """[B, T, N, D] -> [B, N, T, D]; unchanged if `already` [B, N, T, D]."""
+    """x [B, T, N, D] with tokens and heads swapped to [B, N, T, D]; x itself if it is in that order `already`."""
     return x if already else jnp.swapaxes(x, 1, 2)
 
 
 def _per_query_head(x: jax.Array, batch: int, heads: int) -> jax.Array:
-    """[B or 1, M, S, D] -> [B, N, S, D]: query head `h` reads head `h // (N // M)`."""
+    """x [B or 1, M, S, D] repeated to [batch, heads, S, D]: a copy of key head `h // (heads // M)` for each query head h."""
     x = jnp.repeat(x, heads // x.shape[1], axis=1)
     return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
 
 def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
-    """[B, N, T, D], [B, N, S, D] -> [B, N, T, S]."""
+    """The dot products of all queries and keys: [B, N, T, D] and [B, N, S, D] give [B, N, T, S]."""
     return jnp.einsum("bhqe,bhke->bhqk", q, k, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -106,7 +106,9 @@ def _indices(shape: tuple[int, ...]) -> list[jax.Array]:
 def _mask_everywhere(
     mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...], at: Sequence[jax.Array]
 ) -> jax.Array | None:
-    """`mask` and `mask_mod` together as bool [B, N, T, S]; None if neither is given."""
+    """Which entries both `mask` and `mask_mod` keep (one alone if the other is None): bool of `shape` [B, N, T, S]; None if
+    neither is given.
+    """
     on = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
     if mask_mod is None:
         return on
@@ -114,6 +116,7 @@ def _mask_everywhere(
         return jnp.zeros(shape, bool)
 
     def entry(*at: jax.Array) -> jax.Array:
+        """mask_mod at one entry (b, h, q, kv), as a bool array."""
         return jnp.asarray(mask_mod(*at), bool)
 
     modded = jnp.broadcast_to(over_entries(entry)(*at), shape)
@@ -137,10 +140,8 @@ def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return mapped
 
 
-def _modified(
-    score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, index: Sequence[jax.Array]
-) -> jax.Array:
-    """`score_mod` on every kept entry, [B, N, T, S].
+def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, index: Sequence[jax.Array]) -> jax.Array:
+    """The scores [B, N, T, S] after `score_mod`; meaningful at kept entries only, those where `on` is True (None: everywhere).
 
     Masked entries are evaluated with the score and the position of some kept entry.  At its own position a masked
     entry may be undefined (a square root of a negative distance, a read of padding): its derivative may be infinite,
@@ -148,12 +149,14 @@ def _modified(
     """
 
     def entry(score: jax.Array, *at: jax.Array) -> jax.Array:
+        """score_mod at one entry (b, h, q, kv), in the dtype of the scores."""
         return jnp.asarray(score_mod(score, *at), scores.dtype)
 
     if on is None:
         return over_entries(entry)(scores, *index)
 
     def on_kept_entries(scores: jax.Array) -> jax.Array:
+        """score_mod at every entry, where masked entries take the score and the position of the first kept entry."""
         kept = jnp.unravel_index(jnp.argmax(on), on.shape)
         grid = [jnp.broadcast_to(x, on.shape) for x in index]
         places = [jnp.where(on, here, here[kept]) for here in grid]
@@ -165,7 +168,10 @@ def _modified(
 
 @jax.custom_jvp
 def _below(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """scores - top, but exactly 0 where they are equal: a compiler may subtract from a score that it did not round."""
+    """scores - top, but exactly 0 where they are equal, because a compiler may subtract from a score that it did not round.
+
+    Its derivative is that of scores - top.
+    """
     return jnp.where(scores == top, 0.0, scores - top)
 
 
@@ -173,11 +179,17 @@ def _below(scores: jax.Array, top: jax.Array) -> jax.Array:
 def _below_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
+    """The jvp rule of `_below`: its value, and the tangent of scores minus that of top."""
     return _below(*primals), tangents[0] - tangents[1]
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, N, T, S] -> probabilities, and per row [B, N, T] the log of the sum and the largest score."""
+    """(probabilities [B, N, T, S], lse [B, N, T], largest score [B, N, T]) of the softmax of scores [B, N, T, S] over keys.
+
+    sinks   [N], logits of one more column, which counts in lse but not in the largest score; None for none
+
+    Without a finite score and a sink, probabilities are 0 and lse is -inf.
+    """
     fixed = jax.lax.stop_gradient(scores)
     max_scores = jnp.max(fixed, axis=-1, initial=-jnp.inf)
     shift = max_scores

@@ -39,7 +39,9 @@ class ScoreMod(typing.Protocol):
 
     def __call__(
         self, score: jax.Array, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /
-    ) -> jax.Array: ...
+    ) -> jax.Array:
+        """The new score of one entry of the attention matrix."""
+        ...
 
 
 class MaskMod(typing.Protocol):
@@ -51,7 +53,9 @@ class MaskMod(typing.Protocol):
     Any function, lambda, functools.partial or callable object that takes four positional arguments is one.
     """
 
-    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /) -> jax.Array | bool: ...
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, /) -> jax.Array | bool:
+        """Whether query q_idx attends to key kv_idx."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,7 @@ class AuxRequest:
     max_scores: bool = False
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a field that is no bool."""
         _check_flags("return_aux", self, ("lse", "max_scores"))
 
 
@@ -108,6 +113,7 @@ class KernelOptions:
     interpret: bool = False
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a size that is no positive int, and for a flag that is no bool."""
         for name in ("block_q", "block_kv", "block_q_bwd", "block_kv_bwd", "num_stages"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -117,9 +123,6 @@ class KernelOptions:
         _check_flags("kernel_options", self, ("deterministic", "interpret"))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("batch", "head", "query", "key"), meta_fields=("whole",)
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
     """Where the arrays of a call lie in the whole problem.
@@ -157,12 +160,16 @@ class Origin:
         return f"Origin({', '.join(f'{n}={text(x)}' for n, x in fields if isinstance(x, jax.Array | np.ndarray) or x)})"
 
 
+jax.tree_util.register_dataclass(Origin, data_fields=["batch", "head", "query", "key"], meta_fields=["whole"])
+
+
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
-    """`init`, KernelOptions.__init__, which then raises a ValueError that lists the options, in place of a TypeError."""
+    """`init` (KernelOptions.__init__), but for an unknown keyword it raises a ValueError that lists the options, not a TypeError."""
     known = [f.name for f in dataclasses.fields(KernelOptions)]
 
     @functools.wraps(init)
     def checked(self: KernelOptions, *values: object, **options: object) -> None:
+        """KernelOptions.__init__ after a check of the names of the keywords."""
         for name in options:
             if name not in known:
                 raise ValueError(f"`kernel_options` has no option `{name}`; expected one of {', '.join(known)}.")
@@ -175,7 +182,9 @@ KernelOptions.__init__ = _refusing_unknown_names(KernelOptions.__init__)
 
 
 def _check_flags(owner: str, options: object, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless the attributes `names` of `options` are Python bools; `owner` is the argument's name."""
+    """Raises ValueError unless the attributes `names` of `options` are Python bools; `owner`: the user's argument, for the
+    message.
+    """
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, bool):

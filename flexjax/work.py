@@ -1,4 +1,8 @@
-"""The work of a call, counted from its plan and its block lists: blocks, entries, floating-point operations, bytes."""
+"""The work of a call, counted from its plan and its block lists: blocks, entries, floating-point operations, bytes.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod.
+"""
 
 import dataclasses
 import math
@@ -21,7 +25,7 @@ class Work:
     has_mask          whether there is a block mask
     forward_flops     floating-point operations of the forward pass: two products over the entries of visited blocks
     backward_flops    of the backward pass: five products, 2.5 times those of the forward pass
-    bytes             of query, key, value and out, each moved once
+    bytes             of query, key, value, the extra features and out, each moved once
     """
 
     visited: int
@@ -32,11 +36,17 @@ class Work:
 
     @property
     def backward_flops(self) -> float:
+        """Floating-point operations of the backward pass: five products for each two of the forward pass."""
         return 2.5 * self.forward_flops
 
 
 def work_of(call: Call) -> Work | None:
-    """The work of a call; None where its block lists are traced."""
+    """Counts the blocks, floating-point operations and bytes of a call (see Work), all batch entries and heads together.
+
+    Operations are those of the products q . k and p . v over the entries of visited blocks, two for each multiplication.
+
+    None if the block lists are traced, because their contents are not known then.
+    """
     plan = call.plan
     mask = block_mask_of(call.plan, call.operands)
     if mask is None:
@@ -57,7 +67,10 @@ def work_of(call: Call) -> Work | None:
 
 
 def _entries(mask: BlockMask) -> float:
-    """Entries of the attention matrix in visited blocks, per batch entry and head; what hangs over the end is not counted."""
+    """How many entries of the attention matrix lie in visited blocks, as the mean over the mask's batch entries and heads.
+
+    The parts of blocks past the last query or key are not counted.
+    """
     rows, columns = mask.blocks
     tall, wide = mask.block_size
     heights = np.minimum(tall, mask.q_len - tall * np.arange(rows))

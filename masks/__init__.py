@@ -1,4 +1,9 @@
-"""Ready-made masks: functions `(b, h, q_idx, kv_idx) -> bool`, and factories of them.  One idea a file."""
+"""Ready-made masks: functions `(b, h, q_idx, kv_idx) -> bool` of int32 scalars, and factories of them. One idea a file.
+
+The arguments are the batch entry, the query head, the position of the query and the position of the key. A query sees a key if
+the mask is True there. In a docstring, `mask = ...` is the formula of the mask and a picture shows its value for each query
+(line) and key (column), `#` for True.
+"""
 
 from flexjax.masks.batched import batched as batched
 from flexjax.masks.big_bird import big_bird as big_bird

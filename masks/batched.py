@@ -1,4 +1,4 @@
-"""Another mask for every batch entry."""
+"""A mask of its own for every batch entry."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def batched(mask_mods: Sequence[MaskMod]) -> MaskMod:
 
     Raises ValueError if `mask_mods` is empty or has an element that is no function.
 
-    Batch entry 0 of it.  Picture of `batched([causal, full])`, 4 x 4:
+    The picture shows batch entry 0.  Picture of `batched([causal, full])`, 4 x 4:
 
         # . . .
         # # . .
@@ -37,6 +37,7 @@ def batched(mask_mods: Sequence[MaskMod]) -> MaskMod:
 
     @named("batched_" + "_".join(getattr(m, "__name__", "mask") for m in mods[:3]))
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the mask of batch entry `b` lets the query see the key."""
         chosen = mods[-1](b, h, q_idx, kv_idx)
         for entry, inner in enumerate(mods[:-1]):
             chosen = jnp.where(b == entry, inner(b, h, q_idx, kv_idx), chosen)

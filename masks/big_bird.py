@@ -1,4 +1,4 @@
-"""Window, global and random blocks."""
+"""BigBird's mask on blocks of tokens: a window of blocks, global blocks and random blocks."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +64,7 @@ def big_bird(
 
     @named(f"big_bird_{block}_{window_blocks}_{global_blocks}_{random_blocks}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key's block is in the window, global, or random for the query's block, or the query's block is global."""
         i, j = q_idx // block, kv_idx // block
         seen = (i - j <= reach) & (j - i <= reach) | (i < global_blocks) | (j < global_blocks)
         for r in range(random_blocks):
@@ -74,7 +75,16 @@ def big_bird(
 
 
 def _random_blocks(blocks: int, reach: int, global_blocks: int, count: int, seed: int) -> np.ndarray:
-    """int32 `[blocks, count]`: the random blocks of each row; a row with fewer candidates is filled with its own number."""
+    """Draws the random key blocks of each query block: int32 `[blocks, count]`.
+
+    blocks:          number of blocks of the sequence
+    reach:           number of blocks of the window on each side of the query's own
+    global_blocks:   number of blocks at the start that are global, so that they are not drawn
+    count:           number of random blocks for each query block
+    seed:            of numpy's random generator
+
+    A row with fewer candidates than `count` is filled with its own number, which is in the window anyway.
+    """
     rng = np.random.default_rng(seed)
     table = np.repeat(np.arange(blocks, dtype=np.int32)[:, None], count, axis=1)
     for row in range(global_blocks, blocks):

@@ -1,4 +1,4 @@
-"""Causal between blocks, open inside them."""
+"""Causal between blocks of tokens, with full attention inside each block."""
 
 from jax import Array
 
@@ -12,7 +12,7 @@ def block_causal(block: int) -> MaskMod:
     block:  int of at least 1: tokens in a block (a video frame, a block of a diffusion model); the last one
             may be shorter.
 
-    A query sees its whole block, later tokens of it included, and all earlier blocks.  `block_causal(1)`
+    A query sees its whole block, also the later tokens in it, and all earlier blocks.  `block_causal(1)`
     equals `causal`.
 
     Source: Arriola et al., "Block Diffusion", arXiv:2503.09573, the mask of its clean tokens.
@@ -34,6 +34,7 @@ def block_causal(block: int) -> MaskMod:
 
     @named(f"block_causal_{block}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key's block is the query's block or an earlier one."""
         return q_idx // block >= kv_idx // block
 
     return mask_mod

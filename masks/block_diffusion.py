@@ -1,4 +1,4 @@
-"""Training a block diffusion language model in one pass."""
+"""The mask that trains a block diffusion language model in one pass, over a noisy and a clean copy of the text."""
 
 from jax import Array
 
@@ -38,6 +38,7 @@ def block_diffusion(length: int, block: int) -> MaskMod:
 
     @named(f"block_diffusion_{length}_{block}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query sees the key, by the copies and the blocks that they are in."""
         q_clean, kv_clean = q_idx >= length, kv_idx >= length
         i, j = q_idx % length // block, kv_idx % length // block
         own = ~q_clean & ~kv_clean & (i == j)

@@ -54,6 +54,7 @@ def causal_offset(offset: ArrayLike) -> MaskMod:
 
     @named(f"causal_offset_{shift}" if isinstance(shift, int) else "causal_offset")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is not later than the query, whose position among the keys is q_idx + offset."""
         return q_idx + value_at(shift, b) >= kv_idx
 
     return mask_mod

@@ -1,4 +1,4 @@
-"""Sequences cut into chunks that do not see each other."""
+"""Sequences cut into chunks (blocks) of equal length that do not see each other."""
 
 from jax import Array
 
@@ -33,6 +33,7 @@ def chunked(chunk: int) -> MaskMod:
 
     @named(f"chunked_{chunk}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is in the query's chunk and not later than the query."""
         return (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx)
 
     return mask_mod
@@ -65,6 +66,7 @@ def block_diagonal(block: int) -> MaskMod:
 
     @named(f"block_diagonal_{block}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether query and key are in the same block."""
         return q_idx // block == kv_idx // block
 
     return mask_mod

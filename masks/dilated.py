@@ -1,4 +1,4 @@
-"""Sliding windows with gaps."""
+"""Dilated sliding windows: a query sees every `dilation`-th key near it."""
 
 from jax import Array
 
@@ -35,6 +35,7 @@ def dilated_window(window: int, dilation: int) -> MaskMod:
 
     @named(f"dilated_window_{window}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is the query's own or one of the window before it, at a multiple of `dilation` positions."""
         distance = q_idx - kv_idx
         return (distance >= 0) & (distance < window * dilation) & (distance % dilation == 0)
 
@@ -73,6 +74,7 @@ def dilated_two_sided_window(left: int, right: int, dilation: int) -> MaskMod:
 
     @named(f"dilated_two_sided_window_{left}_{right}_{dilation}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is in the window before or after the query, at a multiple of `dilation` positions."""
         distance = q_idx - kv_idx
         return (distance <= left * dilation) & (-distance <= right * dilation) & (distance % dilation == 0)
 

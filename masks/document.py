@@ -1,4 +1,8 @@
-"""Several documents packed into one sequence."""
+"""Several documents packed into one sequence: a query sees the keys of its own document.
+
+Documents are described by an id for each token, by their lengths, or by offsets: where each document starts and where the last
+one ends.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +16,7 @@ from flexjax.mod_tools.factory_arguments import integer_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 MOST_TRACED = 256
-"""Documents in a row whose traced offsets are compared with a token one by one."""
+"""Most documents of a batch entry whose offsets may be traced; the mask then compares a token with each offset."""
 
 
 def document(
@@ -26,7 +30,8 @@ def document(
 
     segment_ids:     integer `[T]` or `[B, T]`: the document of each query.
     kv_segment_ids:  integer `[S]` or `[B, S]`: the document of each key; `segment_ids` if None.
-    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document, one after the other.
+    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document, one after the other; a
+                     row of fewer documents ends in zeros.
     offsets:         instead of ids: integer `[n + 1]` or `[B, n + 1]`, where each document starts and the last one ends,
                      as in torch's nested tensors and FlashAttention's cu_seqlens.
 
@@ -74,15 +79,18 @@ def document(
 
 
 def _of_ids(q_ids: Array, kv_ids: Array) -> MaskMod:
+    """The mask that compares the document ids of query and key, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`."""
+
     @named("document")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether query and key have the same document id."""
         return batched_value_at(q_ids, b, q_idx) == batched_value_at(kv_ids, b, kv_idx)
 
     return mask_mod
 
 
 def _starts(lengths: ArrayLike | None) -> Array:
-    """Offsets `[n + 1]` or `[B, n + 1]` of documents of the given lengths."""
+    """The offsets, int32 `[n + 1]` or `[B, n + 1]`, of documents of the given `lengths`; ValueError if these are not integer."""
     assert lengths is not None
     shapes = {1: "[n]", 2: "[B, n]"}
     counted = integer_array("document", "lengths", lengths, shapes, "Pass the number of tokens of each document.")
@@ -90,6 +98,7 @@ def _starts(lengths: ArrayLike | None) -> Array:
 
 
 def _offsets(offsets: ArrayLike) -> Array:
+    """The user's offsets as an int32 array; ValueError if they are not an integer array of one or two axes."""
     shapes = {1: "[n + 1]", 2: "[B, n + 1]"}
     advice = "Pass where each document starts, and where the last one ends."
     return integer_array("document", "offsets", offsets, shapes, advice).astype(jnp.int32)
@@ -106,9 +115,9 @@ def _of_offsets(offsets: Array) -> MaskMod:
             known = np.atleast_2d(np.asarray(offsets))
         tokens = np.arange(max(int(known.max()), 0) + 1)  # the last of them is past every document
         ids = (known[:, None, :] <= tokens[:, None]).sum(-1, dtype=np.int32) - 1
-        outside = (ids < 0) | (ids >= known.shape[1] - 1)
+        in_none = (ids < 0) | (ids >= known.shape[1] - 1)
         shape = (len(tokens),) if offsets.ndim == 1 else ids.shape
-        q_ids, kv_ids = (jnp.asarray(np.where(outside, nobody, ids).reshape(shape)) for nobody in (-1, -2))
+        q_ids, kv_ids = (jnp.asarray(np.where(in_none, nobody, ids).reshape(shape)) for nobody in (-1, -2))
         return _of_ids(q_ids, kv_ids)
     count = offsets.shape[-1] - 1
     if count > MOST_TRACED:
@@ -119,7 +128,10 @@ def _of_offsets(offsets: Array) -> MaskMod:
 
     @named("document")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the same traced document contains both query and key."""
+
         def number(index: Array, nobody: int) -> Array:
+            """The number of the document that contains the token at `index`; `nobody` if no document does."""
             at = [batched_value_at(offsets, b, jnp.int32(n)) for n in range(count + 1)]
             found = sum(((start <= index).astype(jnp.int32) for start in at[1:]), jnp.int32(0))
             return jnp.where((index >= at[0]) & (index < at[-1]), found, nobody)

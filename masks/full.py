@@ -1,4 +1,4 @@
-"""No mask at all."""
+"""The mask that hides nothing."""
 
 from jax import Array
 

@@ -1,4 +1,4 @@
-"""Tokens that see, and are seen by, everyone."""
+"""Global tokens, which see, and are seen by, everyone."""
 
 import numpy as np
 from jax import Array
@@ -39,16 +39,18 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
 
     @named("global_tokens")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query or the key is a global token."""
         return batched_value_at(is_global, b, q_idx) | batched_value_at(is_global, b, kv_idx)
 
     return mask_mod
 
 
 def _first_tokens(count: int) -> MaskMod:
-    """The mask whose first `count` positions are global."""
+    """The mask of `global_tokens(count)`: the first `count` positions are global."""
 
     @named(f"global_tokens_{count}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query or the key is one of the first `count` tokens."""
         return (q_idx < count) | (kv_idx < count)
 
     return mask_mod

@@ -1,4 +1,4 @@
-"""A window for everyone and a few global tokens."""
+"""Longformer's mask: a window around every query, and a few global tokens that see, and are seen by, everyone."""
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -35,6 +35,7 @@ def local_global(reach: int, tokens: ArrayLike) -> MaskMod:
 
     @named(f"local_global_{reach}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is at most `reach` positions from the query, or one of the two is global."""
         near = (q_idx - kv_idx <= reach) & (kv_idx - q_idx <= reach)
         return near | everywhere(b, h, q_idx, kv_idx)
 

@@ -1,4 +1,8 @@
-"""Cross-attention of a text to the images, or other media, interleaved with it."""
+"""Cross-attention of a text to the images, or other media, interleaved with it.
+
+Queries are the tokens of the text; keys are the tokens of the media, one medium after the other, each of the same number of
+tokens.
+"""
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,9 +16,9 @@ from flexjax.mod_tools.signatures import MaskMod, named
 def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest: bool = True) -> MaskMod:
     """mask = kv_idx // tokens_per_media == latest[b, q_idx]     (`<=` if not `only_latest`)
 
-        latest = cumsum(is_media) - 1
+        latest = cumsum(is_media) - 1     number of the last medium at or before each text token, -1 for none
 
-    is_media:          bool `[T]` or `[B, T]`: the places of the text where a medium stands.  May be traced.
+    is_media:          bool `[T]` or `[B, T]`: the text tokens at which a medium stands.  May be traced.
     tokens_per_media:  int of at least 1: keys are the media in order, each this many tokens.
     only_latest:       a text token sees the last medium at or before it; if False, that one and all before.
 
@@ -46,6 +50,7 @@ def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest
 
     @named(f"interleaved_media_{tokens}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is of the last medium at or before the query (or of any earlier one, if not `only_latest`)."""
         medium, last = kv_idx // tokens, batched_value_at(latest, b, q_idx)
         return medium == last if only_latest else medium <= last
 
@@ -88,6 +93,7 @@ def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
 
     @named(f"media_intervals_{tokens}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query is in the interval of text tokens that see the key's medium."""
         medium = kv_idx // tokens
         return (q_idx >= batched_value_at(first, b, medium)) & (q_idx < batched_value_at(end, b, medium))
 

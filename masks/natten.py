@@ -1,4 +1,8 @@
-"""Neighbourhoods on a 2-D canvas, for three orders in which the canvas may be laid out."""
+"""Neighbourhood attention on a 2-D canvas, such as an image: a query sees the points around its own.
+
+The tokens are the points of a canvas of height x width. Three masks differ in the order in which the canvas is laid out as a
+sequence: row by row, tile by tile, or along the Morton curve.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +50,7 @@ def natten_2d(canvas: Size2d, kernel: Size2d) -> MaskMod:
 
     @named(f"natten_2d_{height}x{width}_{kernel_y}x{kernel_x}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key's point is in the neighbourhood of the query's point; tokens are laid out row by row."""
         in_y = within(q_idx // width, kv_idx // width, height, kernel_y)
         return in_y & within(q_idx % width, kv_idx % width, width, kernel_x)
 
@@ -97,12 +102,14 @@ def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
         )
 
     def position(index: Array) -> tuple[Array, Array]:
+        """The coordinates (y, x) on the canvas of the token at that index of the sequence."""
         across = index // (tile_y * tile_x) % (width // tile_x)
         down = index // (tile_y * width)
         return down * tile_y + index % (tile_y * tile_x) // tile_x, across * tile_x + index % tile_x
 
     @named(f"natten_2d_tiled_{height}x{width}_{kernel_y}x{kernel_x}_{tile_y}x{tile_x}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key's point is in the neighbourhood of the query's point; tokens are laid out tile by tile."""
         (q_y, q_x), (kv_y, kv_x) = position(q_idx), position(kv_idx)
         return within(q_y, kv_y, height, kernel_y) & within(q_x, kv_x, width, kernel_x)
 
@@ -155,6 +162,7 @@ def natten_2d_morton(canvas: Size2d, kernel: Size2d) -> MaskMod:
 
     @named(f"natten_2d_morton_{height}x{width}_{kernel_y}x{kernel_x}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key's point is in the neighbourhood of the query's point; tokens are laid out along the Morton curve."""
         in_y = within(y[q_idx], y[kv_idx], height, kernel_y)
         return in_y & within(x[q_idx], x[kv_idx], width, kernel_x)
 
@@ -162,13 +170,22 @@ def natten_2d_morton(canvas: Size2d, kernel: Size2d) -> MaskMod:
 
 
 def within(q: Array, kv: Array, size: int, kernel: int) -> Array:
-    """Whether `kv` is among the `kernel` points around `q`, which are shifted to stay on a line of `size` points."""
+    """Whether the point `kv` of a line is in the neighbourhood of the point `q` on that line.
+
+    q, kv:    int32 scalars: points of the line, counted from 0
+    size:     number of points of the line
+    kernel:   number of points of the neighbourhood, which is shifted at the ends of the line to stay on it
+    """
     start = jnp.clip(q - kernel // 2, 0, size - kernel)
     return (kv >= start) & (kv - start < kernel)
 
 
 def _checked(call: str, canvas: Size2d, kernel: Size2d) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Canvas and kernel, if they are pairs of positive ints and the kernel fits the canvas; ValueError otherwise."""
+    """Returns (canvas, kernel) as ints if they are pairs of positive ints and the kernel fits the canvas; else raises
+    ValueError.
+
+    call:   the name of the factory, for the error
+    """
     sides = positive_integers(call, "canvas", canvas, ("height", "width"), "Pass a pair such as (32, 32).")
     reach = positive_integers(call, "kernel", kernel, ("kernel_y", "kernel_x"), "Pass a pair such as (7, 7).")
     if any(k > s for k, s in zip(reach, sides, strict=True)):
@@ -180,5 +197,5 @@ def _checked(call: str, canvas: Size2d, kernel: Size2d) -> tuple[tuple[int, ...]
 
 
 def _every_other_bit(codes: np.ndarray) -> np.ndarray:
-    """The number made of bits 0, 2, 4, .. of each code."""
+    """The numbers whose bits 0, 1, 2, .. are the bits 0, 2, 4, .. of each of the `codes`, an integer array of up to 32 bits."""
     return sum((codes >> 2 * bit & 1) << bit for bit in range(16)) + np.zeros_like(codes)

@@ -1,4 +1,4 @@
-"""Batches whose entries have different lengths."""
+"""Batches whose entries have different lengths: hides padding keys, or all keys of padding queries."""
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -31,6 +31,7 @@ def padding(lengths: ArrayLike) -> MaskMod:
 
     @named("padding")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is before the end of the batch entry's real keys."""
         return kv_idx < value_at(kv_lengths, b)
 
     return mask_mod
@@ -61,6 +62,7 @@ def query_padding(lengths: ArrayLike) -> MaskMod:
 
     @named("query_padding")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query is before the end of the batch entry's real queries."""
         return q_idx < value_at(q_lengths, b)
 
     return mask_mod
@@ -87,6 +89,7 @@ def left_padding(starts: ArrayLike) -> MaskMod:
 
     @named("left_padding")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is at or after the first real key of the batch entry."""
         return kv_idx >= value_at(first, b)
 
     return mask_mod

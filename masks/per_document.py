@@ -1,4 +1,4 @@
-"""A mask that starts anew in every document."""
+"""A mask that starts anew in every document of a packed sequence, as if each document were alone."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,6 +48,7 @@ def per_document(mask_mod: MaskMod, segment_ids: ArrayLike) -> MaskMod:
 
     @named(f"per_document_{getattr(mask_mod, '__name__', 'mask')}")
     def restarted(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether query and key are of one document and `mask_mod` lets them see each other at their positions in it."""
         same = batched_value_at(start, b, q_idx) == batched_value_at(start, b, kv_idx)
         return same & mask_mod(b, h, batched_value_at(position, b, q_idx), batched_value_at(position, b, kv_idx))
 

@@ -1,4 +1,4 @@
-"""Causal after a prefix that everyone sees."""
+"""The mask of a prefix language model: every query sees a prefix, and what follows it is causal."""
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -34,6 +34,7 @@ def prefix_lm(prefix: ArrayLike) -> MaskMod:
 
     @named(f"prefix_lm_{length}" if isinstance(length, int) else "prefix_lm")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is in the prefix or not later than the query."""
         return (kv_idx < value_at(length, b)) | (q_idx >= kv_idx)
 
     return mask_mod

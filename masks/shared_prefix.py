@@ -1,4 +1,4 @@
-"""A prefix that everything after it sees."""
+"""A prefix, such as a prompt, that everything packed behind it sees."""
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -43,6 +43,7 @@ def shared_prefix(length: ArrayLike, mask_mod: MaskMod) -> MaskMod:
 
     @named(f"shared_prefix_{getattr(mask_mod, '__name__', 'mask')}")
     def with_prefix(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether `mask_mod` lets the query see the key, or the query is behind the prefix and the key in it."""
         end = value_at(prefix, b)
         return mask_mod(b, h, q_idx, kv_idx) | ((q_idx >= end) & (kv_idx < end))
 

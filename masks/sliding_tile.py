@@ -1,4 +1,7 @@
-"""Sliding tile attention: neighbourhoods whose unit is a tile of the canvas, not a point."""
+"""Sliding tile attention: a query sees the tiles of an image or video around its own tile.
+
+The tokens are the points of a canvas, laid out tile by tile; text tokens may follow. All queries of a tile see the same keys.
+"""
 
 import math
 
@@ -10,11 +13,12 @@ from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def sliding_tile_2d(canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int], text: int = 0) -> MaskMod:
-    """mask = (both on the canvas and, on each axis, within(q_tile, kv_tile, tiles, kernel_tiles)) | text
+    """mask = near | with_text
 
+        near = query and key are on the canvas, and within(q_tile, kv_tile, tiles, kernel_tiles) on both axes
         within(q, kv, size, kernel) = start <= kv < start + kernel
         start = clip(q - kernel // 2, 0, size - kernel)
-        text = one of the two on the canvas or after it, the other a text token after it
+        with_text = query, key or both are text tokens, and neither comes after the text
 
     canvas:  (height, width): tokens, tile by tile; tiles follow each other row by row.
     kernel:  (kernel_y, kernel_x): size of the neighbourhood in tokens, a multiple of the tile.
@@ -101,7 +105,13 @@ def _sliding_tile(
     tile: tuple[int, ...],
     text: int,
 ) -> MaskMod:
-    """The mask of `sliding_tile_2d` for a canvas with any number of axes."""
+    """Makes the mask of `sliding_tile_2d` for a canvas with any number of axes.
+
+    call:                   the name of the factory, for errors
+    axes:                   the names of the axes, for errors
+    canvas, kernel, tile:   the size of each along every axis, in tokens
+    text:                   number of text tokens after the canvas
+    """
     canvas = positive_integers(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
     kernel = positive_integers(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")
     tile = positive_integers(call, "tile", tile, axes, "Pass the size of a tile in tokens.")
@@ -113,6 +123,7 @@ def _sliding_tile(
 
     @named(f"{call}_{_times(canvas)}_{_times(kernel)}_{_times(tile)}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query sees the key: their tiles are near each other, or one of them is a text token."""
         near = (q_idx < canvas_tokens) & (kv_idx < canvas_tokens)
         q_tile, kv_tile = q_idx // tile_tokens, kv_idx // tile_tokens
         for axis, (size, width) in enumerate(zip(tiles, reach, strict=True)):
@@ -142,4 +153,5 @@ def _check_division(call: str, canvas: tuple[int, ...], kernel: tuple[int, ...],
 
 
 def _times(size: tuple[int, ...]) -> str:
+    """The sizes as text, such as "4x8"."""
     return "x".join(map(str, size))

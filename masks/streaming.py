@@ -1,4 +1,4 @@
-"""A few first tokens and a window."""
+"""StreamingLLM's mask: a few tokens at the start that all queries see, and a sliding window."""
 
 from jax import Array
 
@@ -35,6 +35,7 @@ def streaming(sinks: int, window: int) -> MaskMod:
 
     @named(f"streaming_{sinks}_{window}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is not later than the query and is one of the first `sinks` tokens or in the window."""
         return (q_idx >= kv_idx) & ((kv_idx < sinks) | (q_idx - kv_idx < window))
 
     return mask_mod

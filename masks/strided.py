@@ -36,6 +36,7 @@ def strided(stride: int) -> MaskMod:
 
     @named(f"strided_{stride}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is one of the last `stride` up to the query's own, or a multiple of `stride` before the query."""
         distance = q_idx - kv_idx
         return (distance >= 0) & ((distance < stride) | (distance % stride == 0))
 
@@ -77,6 +78,7 @@ def strided_fixed(stride: int, summary: int = 1) -> MaskMod:
 
     @named(f"strided_fixed_{stride}_{summary}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is not later than the query and is in its block or among the last `summary` tokens of a block."""
         same = q_idx // stride == kv_idx // stride
         last = kv_idx % stride >= stride - summary
         return (q_idx >= kv_idx) & (same | last)

@@ -13,7 +13,7 @@ from flexjax.mod_tools.signatures import MaskMod, named
 
 
 def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
-    """mask = (kv_idx < context) | (node kv_idx - context is node q_idx or an ancestor of it)
+    """mask = (kv_idx < context) | (node `kv_idx - context` is node `q_idx` or an ancestor of it)
 
     parents:  integer `[T]` or `[B, T]`: parent of each node, an earlier node, or -1 for a root.
     context:  int, or int32 `[]` or `[B]`: keys before the tree, which every node sees.
@@ -46,6 +46,7 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
 
     @named("tree")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is before the tree, or is the query's own node or an ancestor of it; False for keys after the tree."""
         node = kv_idx - value_at(before, b)
         inside = jnp.clip(node, 0, last)
         at = batched_value_at(enter, b, q_idx)
@@ -56,7 +57,9 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
 
 
 def _check_order(parents: ArrayLike) -> None:
-    """Raises ValueError if a parent does not come before its child. Traced arrays, whose values are not known, pass."""
+    """Raises ValueError if a parent in `parents` does not come before its child; traced arrays, whose values are not known,
+    pass.
+    """
     try:
         known = np.asarray(parents)
     except TracerArrayConversionError:
@@ -74,17 +77,24 @@ def _check_order(parents: ArrayLike) -> None:
 
 @jax.jit
 def _intervals(parents: Array) -> tuple[Array, Array]:
-    """`enter` and `leave`, int32 `[T]`: the nodes of a subtree have the depth-first numbers `enter .. leave - 1`."""
+    """Numbers the nodes of one tree in depth-first order: the nodes of n's subtree get the numbers enter[n] .. leave[n] - 1.
+
+    parents:   int32 `[T]`, as for `tree`
+
+    Returns (enter, leave), int32 `[T]` each.
+    """
     nodes = parents.shape[0]
     above = jnp.where(parents < 0, nodes, parents)  # one more node is the parent of all roots
 
     def add_to_parent(i: Array, size: Array) -> Array:
+        """Adds the number of nodes of a subtree to that of its parent; `i` counts the nodes from the last to the first."""
         node = nodes - 1 - i
         return size.at[above[node]].add(size[node])
 
     size = jax.lax.fori_loop(0, nodes, add_to_parent, jnp.ones(nodes + 1, jnp.int32))
 
     def number(node: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Gives the node its depth-first number; the state is (enter so far, the next free number below each node)."""
         enter, free = state  # free[n]: the first number below n that no node has yet
         start = free[above[node]]
         free = free.at[above[node]].add(size[node]).at[node].set(start + 1)

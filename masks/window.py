@@ -1,4 +1,4 @@
-"""Sliding windows."""
+"""Sliding windows: a query sees the keys next to it."""
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -38,6 +38,7 @@ def sliding_window(window: ArrayLike) -> MaskMod:
 
     @named(f"sliding_window_{width}" if isinstance(width, int) else "sliding_window")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is the query's own or one of the `window - 1` before it; `window` may differ by head."""
         return (q_idx >= kv_idx) & (q_idx - kv_idx < value_at(width, h))
 
     return mask_mod
@@ -72,6 +73,7 @@ def two_sided_window(left: int, right: int) -> MaskMod:
 
     @named(f"two_sided_window_{left}_{right}")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the key is at most `left` positions before the query or `right` positions after it."""
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
     return mask_mod

@@ -1,4 +1,4 @@
-"""Attention with linear biases."""
+"""Attention with linear biases (ALiBi): the score falls linearly with distance, by a slope for each head."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,11 +46,12 @@ def alibi(num_heads: int) -> ScoreMod:
 
     @named(f"alibi_{heads}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score minus the slope of the head times the distance."""
         return penalty(score, b, h, q_idx, kv_idx)
 
     return score_mod
 
 
 def _geometric(heads: int) -> np.ndarray:
-    """`2 ** (-8 * (i + 1) / heads)` for `i` in `0 .. heads - 1`, float64."""
+    """The slopes `2 ** (-8 * (i + 1) / heads)` for `i` in `0 .. heads - 1`: float64 `[heads]`."""
     return 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)

@@ -34,6 +34,7 @@ def relative_table(table: ArrayLike) -> ScoreMod:
 
     @named("relative_table")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score plus the bias of the distance between query and key."""
         column = q_idx - kv_idx + middle
         entry = rows[column] if rows.ndim == 1 else rows[h, column]
         return score + entry.astype(score.dtype)
@@ -62,6 +63,7 @@ def pair_bias(bias: ArrayLike) -> ScoreMod:
 
     @named("pair_bias")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score plus the bias of this query and key."""
         leading = ((b,) if by_batch else ()) + ((h,) if by_head else ())
         return score + kept[(*leading, q_idx, kv_idx)].astype(score.dtype)
 

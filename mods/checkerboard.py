@@ -1,4 +1,4 @@
-"""Scores that alternate like the fields of a checkerboard."""
+"""Scores scaled by one factor at even and another at odd distances, like the fields of a checkerboard."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -24,6 +24,7 @@ def checkerboard(even: float = 1.0, odd: float = 0.5) -> ScoreMod:
 
     @named(f"checkerboard_{even:g}_{odd:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score times the factor of the distance between query and key, even or odd."""
         return jnp.where((q_idx - kv_idx) % 2 == 0, score * even, score * odd)
 
     return score_mod

@@ -23,6 +23,7 @@ def distance_penalty(slopes: ArrayLike) -> ScoreMod:
 
     @named("distance_penalty")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score minus the slope of the head times the distance."""
         distance = jnp.abs(q_idx - kv_idx).astype(score.dtype)
         return score - head_value(per_head, h, score) * distance
 
@@ -48,6 +49,7 @@ def log_distance_penalty(height: ArrayLike, rate: ArrayLike) -> ScoreMod:
 
     @named(call)
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score minus the logarithmic penalty of the distance."""
         distance = jnp.abs(q_idx - kv_idx).astype(score.dtype)
         return score - head_value(heights, h, score) * jnp.log1p(head_value(rates, h, score) * distance)
 

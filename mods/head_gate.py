@@ -1,4 +1,4 @@
-"""Heads that learn how sharply they attend."""
+"""A learned factor for the scores of each head, which decides how sharply the head attends."""
 
 import jax
 from jax import Array
@@ -27,6 +27,7 @@ def head_gate(gate: ArrayLike) -> ScoreMod:
 
     @named("head_gate")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score times `sigmoid(gate[h])`."""
         return score * batched_value_at(factor, b, h).astype(score.dtype)
 
     return score_mod

@@ -1,4 +1,4 @@
-"""No modification at all."""
+"""The score mod that changes nothing."""
 
 from jax import Array
 

@@ -1,4 +1,4 @@
-"""Scores held between two bounds."""
+"""Soft caps: scores squashed smoothly into a bounded range."""
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ def softcap(cap: float) -> ScoreMod:
 
     @named(f"softcap_{bound:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score squashed into `-cap .. cap` by tanh."""
         return bound * jnp.tanh(score / bound)
 
     return score_mod
@@ -45,6 +46,7 @@ def softcap_approx(cap: float) -> ScoreMod:
 
     @named(f"softcap_approx_{bound:g}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score squashed into `-cap .. cap` by the approximation of tanh."""
         return bound * tanh_approx(score / bound)
 
     return score_mod
@@ -72,5 +74,6 @@ def tanh_approx(x: Array) -> Array:
 
 @tanh_approx.defjvp
 def _tanh_approx_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The derivative rule of `tanh_approx`: (its value t, the tangent times `1 - t ** 2`)."""
     value = tanh_approx(*primals)
     return value, (1 - value * value) * tangents[0]

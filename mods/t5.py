@@ -1,4 +1,7 @@
-"""The bucketed relative positions of T5."""
+"""The relative position biases of T5: a learned bias for each bucket of distances and each head.
+
+Near distances have a bucket each; far ones share buckets that grow logarithmically.
+"""
 
 import bisect
 
@@ -36,6 +39,7 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
 
     @named("t5_bias")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score plus the bias of the head for the distance between query and key."""
         row = jnp.clip(kv_idx - q_idx, -reach, reach) + reach
         return score + by_distance[row, h].astype(score.dtype)
 
@@ -86,9 +90,17 @@ def t5_buckets(relative: np.ndarray, *, num_buckets: int, bidirectional: bool, m
 
 
 def _first_distances(own: int, reach: int, steps: int) -> list[int]:
-    """For `j = 1 .. steps - 1` the least `n` with `log(n / own) / log(reach / own) * steps >= j`."""
+    """The first distance of each bucket that several distances share, but for the first such bucket, ascending.
+
+    own:     number of distances with a bucket of their own, `m` in `t5_buckets`; shared buckets begin there
+    reach:   the distance from which on all share the last bucket, `max_distance`
+    steps:   number of shared buckets
+
+    For `j = 1 .. steps - 1` it is the least `n` with `log(n / own) / log(reach / own) * steps >= j`.
+    """
 
     def first(j: int) -> int:
+        """The first distance of shared bucket number `j`, by exact comparisons of integer powers."""
         bound = reach**j * own**steps
         return bisect.bisect_left(range(reach), True, key=lambda n: n**steps * own**j >= bound)
 

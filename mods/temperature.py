@@ -1,4 +1,4 @@
-"""Sharper or flatter attention, fixed, learned, or growing with the number of keys."""
+"""Factors that make attention sharper or flatter: fixed, learned, or growing with the number of keys."""
 
 import math
 
@@ -26,6 +26,7 @@ def temperature(value: ArrayLike) -> ScoreMod:
 
     @named("temperature")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score divided by the temperature of the head."""
         return score / head_value(per_head, h, score)
 
     return score_mod
@@ -49,6 +50,7 @@ def log_n_scaling(train_length: int) -> ScoreMod:
 
     @named(f"log_n_scaling_{length}")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score times the factor of the query's position, at least 1."""
         seen = (q_idx + 1).astype(score.dtype)
         return score * jnp.maximum(jnp.log(seen) / unit, 1)
 
@@ -72,6 +74,7 @@ def scalable_softmax(factor: ArrayLike) -> ScoreMod:
 
     @named("scalable_softmax")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score times the factor of the head and the logarithm of the number of keys that a causal query sees."""
         seen = (q_idx + 1).astype(score.dtype)
         return score * (head_value(per_head, h, score) * jnp.log(seen))
 

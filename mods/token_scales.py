@@ -1,4 +1,4 @@
-"""Scales of queries and keys that were quantised token by token."""
+"""Scales of queries and keys that were quantised token by token: they multiply the score, not the vectors."""
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -26,6 +26,7 @@ def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
 
     @named("key_scales")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score times the scale of the key."""
         row = h if per_row == 1 else h // per_row
         return score * _scale(by_token, b, row, kv_idx).astype(score.dtype)
 
@@ -48,13 +49,19 @@ def query_scales(scales: ArrayLike) -> ScoreMod:
 
     @named("query_scales")
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score times the scale of the query."""
         return score * _scale(by_token, b, h, q_idx).astype(score.dtype)
 
     return score_mod
 
 
 def _checked(call: str, scales: ArrayLike, shapes: dict[int, str], of: str) -> Array:
-    """`scales` as a floating array `[B, M, S]`; ValueError if it has another rank or dtype. `of`: query or key, for the advice."""
+    """Returns `scales` as a floating array of three axes, adding axes of size 1; ValueError if it has another rank or dtype.
+
+    call:     the name of the factory, for errors
+    shapes:   each allowed rank with its spelling, such as `{1: "[S]"}`
+    of:       "query" or "key", for the advice in errors
+    """
     array = float_array(call, "scales", scales, shapes, f"Pass the factor of each {of}.")
     if array.ndim == 1:
         return array[None, None]
@@ -62,6 +69,6 @@ def _checked(call: str, scales: ArrayLike, shapes: dict[int, str], of: str) -> A
 
 
 def _scale(scales: Array, b: Array, row: Array, token: Array) -> Array:
-    """`scales[b, row, token]`; axes of size 1 serve every index."""
+    """The element `scales[b, row, token]` of an array of three axes; of the first two, axes of size 1 serve every index."""
     by_batch, by_row = scales.shape[0] > 1, scales.shape[1] > 1
     return scales[b if by_batch else 0, row if by_row else 0, token]

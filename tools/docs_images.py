@@ -1,4 +1,7 @@
-"""Draws the images of the documentation: `PYTHONPATH=. python tools/docs_images.py`. Half a minute on one core; needs matplotlib."""
+"""Draws the images of the documentation: `PYTHONPATH=. python tools/docs_images.py`.
+
+Half a minute on one core; needs matplotlib. It writes docs/images/NAME.png for each of `figures`.
+"""
 
 import pathlib
 
@@ -31,7 +34,7 @@ TOKENS = [
 
 
 def figures() -> dict[str, Figure]:
-    """File name -> figure."""
+    """The figures of the documentation: name of the image file without ".png" -> matplotlib figure."""
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 16, 4, 32))
     lengths = np.array([700, 300, 1500, 100, 400, 1096])
     packed = flexjax.and_masks(masks.document(lengths=lengths), masks.causal)

@@ -4,8 +4,9 @@
     python -m tools.machine_code --against before.txt [ENTRY ...]  how many are the same, and which differ
     python -m tools.machine_code --sass [--against FILE] ENTRY ... the same of the machine code itself (SASS)
 
-The first hash is over the Mosaic GPU module as it leaves Python, without locations and names of functions: equal modules make
-equal machine code. Where modules differ, compare the SASS. A kernel is compared with those of its entry, whatever it is called.
+An entry is CASE-DTYPE, a call of the conformance table (tests/cases/calls.py) with one dtype. The first hash is over
+the Mosaic GPU module as it leaves Python, without locations and names of functions: equal modules make equal machine
+code. Where modules differ, compare the SASS. A kernel is compared with those of its entry, whatever it is called.
 Needs the wheels that tests/backends/mosaic_gpu/compile_hopper.py names.
 """
 
@@ -31,11 +32,12 @@ PTX = re.compile(r"\.version .*?\.entry (\w+?)(?:_mosaic_gpu_kernel)?\(.*?\n}\n"
 
 
 def digest(data: bytes) -> str:
+    """The first 16 hex digits of the SHA-256 hash of the data."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def canonical(module: typing.Any) -> tuple[str, str]:
-    """(name of the kernel, the module's text without locations and names)."""
+    """(name of the kernel, the text of its MLIR module without locations and names)."""
     text = module.operation.get_asm(enable_debug_info=False)
     found = NAME.search(text)
     name = found[1] if found else "?"
@@ -47,12 +49,17 @@ def canonical(module: typing.Any) -> tuple[str, str]:
 
 
 def lower_only(names: Sequence[str]) -> None:
-    """Lowers each entry and prints its kernels: no assembler runs."""
+    """Lowers each entry and prints a line `kernel NAME HASH` for each of its kernels, in this process; no assembler
+    runs.
+
+    names   entries of the conformance table
+    """
     from jax.experimental.mosaic.gpu import core
 
     serialize = core._run_serde_pass
 
     def hashing(module: typing.Any, **options: typing.Any) -> typing.Any:
+        """Prints the hash of a kernel's module on its way out of Python, then does what jax does there."""
         name, text = canonical(module)
         print("kernel", name, digest(text.encode()), flush=True)
         return serialize(module, **options)
@@ -63,7 +70,7 @@ def lower_only(names: Sequence[str]) -> None:
 
 
 def text_sections(cubin: bytes) -> bytes:
-    """The instructions in an ELF file: what its sections .text.* hold, without their names."""
+    """The instructions in an ELF file, `cubin`: the bytes of its sections .text.*, one after the other."""
     table, size, count, names = *struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + n * size) for n in range(count)]
     label = lambda header: cubin[headers[names][4] + header[0] :][:6]
@@ -71,7 +78,7 @@ def text_sections(cubin: bytes) -> bytes:
 
 
 def assembled(ptx: str) -> str:
-    """The hash of the SASS that the assembler makes of PTX."""
+    """The hash (`digest`) of the SASS that ptxas makes of the PTX text."""
     wheel = next(pathlib.Path(root) for root in sys.path if list(pathlib.Path(root).glob("nvidia/*/bin/ptxas")))
     with tempfile.TemporaryDirectory() as folder:
         source, target = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.cubin")
@@ -82,7 +89,10 @@ def assembled(ptx: str) -> str:
 
 
 def kernels(names: Sequence[str], sass: bool) -> Iterator[tuple[str, str, str]]:
-    """(entry, kernel, hash) of each kernel; a call that is refused or fails has one line, whose hash is its message's."""
+    """(entry, kernel, hash) of each kernel of these entries, which child processes lower or (`sass`) compile.
+
+    A call that is refused or fails has one line, whose hash is that of its message.
+    """
     command = lambda left: [sys.executable, "-m", "tools.machine_code", "--child", *(["--sass"] * sass), *left]
     environment = {**aot.ENVIRONMENT, "MOSAIC_GPU_DUMP_PTXAS": "", "MOSAIC_GPU_DUMP_PTX": "1" if sass else ""}
     for line, said in children.sweep(names, command, environment):
@@ -97,6 +107,7 @@ def kernels(names: Sequence[str], sass: bool) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> int:
+    """Prints the hashes, or with `--against` compares them; returns the exit status, 1 where something differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", help="CASE-DTYPE; all by default")
     parser.add_argument("--against", type=pathlib.Path, metavar="FILE")

@@ -22,14 +22,17 @@ def first_sentence(path: pathlib.Path) -> str:
 
 
 def table(folder: str) -> str:
-    """The table of a folder's files, without those of its subfolders and without empty files."""
+    """The Markdown table of a folder's files, without those of its subfolders and without empty files.
+
+    folder   its path from the root of the repository
+    """
     files = [path for path in sorted((ROOT / folder).glob("*.py")) if path.read_text().strip()]
     rows = [f"| `{path.name}` | {first_sentence(path)} |" for path in files]
     return "\n".join(["| file | what it is for |", "|---|---|", *rows]) + "\n"
 
 
 def updated(text: str) -> str:
-    """The page with every table written anew."""
+    """The text of docs/architecture.md with every table of files written anew."""
     return TABLE.sub(lambda found: found[1] + found[2] + table(found[1]), text)
 
 

@@ -1,4 +1,8 @@
-"""The blocks of the attention matrix for which interval analysis is run, as arrays of their first and last positions."""
+"""The blocks of the attention matrix for which interval analysis is run, as arrays of their first and last positions.
+
+A block is a rectangle of one batch entry, one head, `block_q` queries and `block_kv` keys, fewer at the end of the matrix. Its
+number along q (kv) counts such rectangles from 0. `sizes` is (q_len, kv_len, block_q, block_kv).
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,13 +19,14 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class BlockGrid:
-    """Blocks of one batch entry, one head, a range of queries and a range of keys.
+    """The blocks to analyse: each is one batch entry, one head, a range of queries and a range of keys.
 
-    b, h              int32: the batch entry and the head of each block
-    q_first, q_last   int32: the positions of the first and the last query of each block, at most block_q of them
-    kv_first, kv_last int32: the positions of the first and the last key of each block, at most block_kv of them
+    b, h                int32: the batch entry and the head of each block
+    q_first, q_last     int32: positions of the first and the last query of each block
+    kv_first, kv_last   int32: positions of the first and the last key of each block
+    block_q, block_kv   the largest number of queries and of keys of a block
 
-    The arrays have four dims and broadcast to one number a block. Only the first dim may hold both b or h and queries or keys.
+    The arrays have four dims and broadcast to one number a block. Only the first dim may vary both b or h and queries or keys.
     """
 
     b: Array
@@ -34,7 +39,7 @@ class BlockGrid:
     block_kv: int
 
     def of(self, axis: int) -> Interval:
-        """The interval of an input of a program (B, H, Q or KV) in each block."""
+        """The interval of an input of a mask program in each block; `axis` is its id: ir.B, ir.H, ir.Q or ir.KV."""
         first = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_first, ir.KV: self.kv_first}[axis]
         last = {ir.B: self.b, ir.H: self.h, ir.Q: self.q_last, ir.KV: self.kv_last}[axis]
         return Interval(first, last, True, True)
@@ -48,22 +53,24 @@ def block_grid(
     sizes: tuple[int, int, int, int],
     placed: Placed = NOWHERE,
 ) -> BlockGrid:
-    """All pairs of the given block numbers, [batch, heads, q blocks, kv blocks]; sizes: q_len, kv_len, block_q, block_kv.
+    """The grid of all blocks with the given numbers, for every batch entry and head: [batch, heads, q blocks, kv blocks].
 
-    The last block ends where the matrix does. No block straddles two runs of `placed`.
+    batch, heads          number of batch entries and of heads
+    q_blocks, kv_blocks   int32 vectors: the numbers of the query blocks and of the key blocks
+    sizes                 (q_len, kv_len, block_q, block_kv); the last block ends where the matrix does
+    placed                where queries and keys lie in the whole problem; no block straddles two of its runs
     """
     i32 = lambda n: jnp.arange(n, dtype=jnp.int32)
     along = lambda x, axis: jnp.reshape(x, tuple(-1 if i == axis else 1 for i in range(4)))
     return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes, placed)
 
 
-def block_tiles(
-    places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE
-) -> BlockGrid:
-    """Squares of side x side neighbouring blocks: a grid of [n, 1, side, side] blocks.
+def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE) -> BlockGrid:
+    """The grid of n squares of side x side neighbouring blocks each: [n, 1, side, side] blocks.
 
     places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares
-    sizes    q_len, kv_len, block_q, block_kv
+    side     number of blocks along a side of a square
+    sizes    (q_len, kv_len, block_q, block_kv)
 
     A block past the end of the matrix is replaced by the last block.
     """
@@ -76,7 +83,10 @@ def block_tiles(
 
 
 def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int], placed: Placed) -> BlockGrid:
-    """The grid of the blocks with these numbers (b, h, query block, key block); sizes: q_len, kv_len, block_q, block_kv."""
+    """The grid of the blocks whose numbers (b, h, query block, key block) are given, as arrays of four dims.
+
+    sizes   (q_len, kv_len, block_q, block_kv)
+    """
     b, h, q_blocks, kv_blocks = blocks
     q_len, kv_len, block_q, block_kv = sizes
 

@@ -1,8 +1,8 @@
 """The range of a program's results over the whole attention matrix, whatever the score and the captured arrays hold.
 
-A soft cap, `cap * tanh(score / cap)`, lies within -cap..cap, so a kernel that knows the range needs no running maximum. The
-range consists of two Python floats known while compiling; intervals.py bounds masks block by block. A result may be NaN in
-spite of its range, because NaN passes through every operation.
+A soft cap, `cap * tanh(score / cap)`, lies within -cap..cap, so a kernel that knows the range needs no running maximum. A range
+is two Python floats known while compiling, (lowest, highest), infinite where nothing is known; intervals.py bounds masks block
+by block. A result may be NaN in spite of its range, because NaN passes through every operation.
 
 Ranges are computed for float32 values only. Integers have the ranges of the trace (none where they may wrap around); narrower
 floats and integers cast from floats have none. An end past the largest float32 is infinite.
@@ -18,6 +18,7 @@ ANYTHING: Range = (-math.inf, math.inf)
 LARGEST = 3.4028234663852886e38
 """The largest float32; a larger number rounds to infinity."""
 EXACT = ("neg", "abs", "max", "min", "select_n")
+"""Operations that do not round."""
 ROUNDING = 2.0**-22
 """Relative error of a result by float32 rounding and approximate instructions; of a sum, relative to its largest operand."""
 WITHIN: dict[str, Range] = {
@@ -33,7 +34,7 @@ WITHIN: dict[str, Range] = {
 
 
 def bounds(program: Program) -> tuple[Range, ...]:
-    """(lowest, highest) of each result; infinite where nothing is known."""
+    """The range (lowest, highest) of each result of the program; an end is infinite where nothing is known."""
     known: dict[int, Range] = {}
     for step in program.steps:
         if isinstance(step, Op) and step.out.dtype == "float32":
@@ -42,23 +43,28 @@ def bounds(program: Program) -> tuple[Range, ...]:
 
 
 def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
-    """The range of an atom, from those `known` by id."""
+    """The range of an atom of a program.
+
+    atom    a literal, an input or the result of a step
+    known   ranges by id; a value without an entry has 0..1 if it is a bool, the range of the trace if it is an integer, else
+            -inf..inf
+    """
     if isinstance(atom, Lit):
-        return _number(atom)
+        return _range_of_literal(atom)
     if atom.dtype == "bool":
         return (0.0, 1.0)
     whole = range_of_val(atom)
     return known.get(atom.id, ANYTHING if whole is None else (float(whole[0]), float(whole[1])))
 
 
-def _number(atom: Lit) -> Range:
-    """The range of a literal."""
+def _range_of_literal(atom: Lit) -> Range:
+    """The range of a literal: the number itself at both ends, -inf..inf for NaN."""
     value = float(atom.value)
     return ANYTHING if math.isnan(value) else (value, value)
 
 
 def of_op(prim: str, given: Sequence[Range]) -> Range:
-    """The range of a float32 result, from those of its arguments."""
+    """The range of a float32 result of the operation `prim`, from the ranges `given` of its operands, widened for rounding."""
     if prim in WITHIN:
         return WITHIN[prim]
     rule = RULES.get(prim)
@@ -70,17 +76,21 @@ def of_op(prim: str, given: Sequence[Range]) -> Range:
     if prim not in EXACT:
         terms = [end for a in given for end in a if math.isfinite(end)] if prim in ("add", "sub") else []
         largest = max(map(abs, terms), default=0.0)
-        low, high = _moved(low, -ROUNDING, largest), _moved(high, ROUNDING, largest)
+        low, high = _widened_end(low, -ROUNDING, largest), _widened_end(high, ROUNDING, largest)
     return low if low >= -LARGEST else -math.inf, high if high <= LARGEST else math.inf
 
 
-def _moved(end: float, share: float, beside: float) -> float:
-    """A finite end plus `share` times the larger of its magnitude and `beside`."""
+def _widened_end(end: float, share: float, beside: float) -> float:
+    """Moves a finite end of a range by `share` times the larger of its magnitude and `beside`; an infinite end stays.
+
+    share    relative error with its sign: negative to move a lower end down
+    beside   the largest magnitude of the operands of a sum, whose rounding error it bounds
+    """
     return end + share * max(abs(end), beside) if math.isfinite(end) else end
 
 
 def _mul(a: Range, b: Range) -> Range:
-    """The range of a product; anything where an end is infinite, because 0 * inf is NaN."""
+    """The range of a product; -inf..inf if an end is infinite, because 0 * inf is NaN."""
     if not all(map(math.isfinite, (*a, *b))):
         return ANYTHING  # 0 * inf
     ends = [x * y for x in a for y in b]
@@ -88,17 +98,22 @@ def _mul(a: Range, b: Range) -> Range:
 
 
 def _div(a: Range, b: Range) -> Range:
+    """The range of a quotient; -inf..inf if the divisor may be 0."""
     if b[0] <= 0 <= b[1]:
         return ANYTHING
     return _mul(a, (1 / b[1], 1 / b[0]))
 
 
 def _select(_: Range, *cases: Range) -> Range:
+    """The hull of the ranges of a select's cases; the first argument, the range of the predicate, has no influence."""
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
 
 def _increasing(function: Callable[[float], float], least: float) -> Callable[[Range], Range]:
-    """The rule of a function that increases on [least, inf)."""
+    """Makes the rule of a function that increases on [least, inf): the function of both ends.
+
+    The rule gives -inf..inf for an operand that may lie below `least` or be infinite.
+    """
     return lambda a: (function(a[0]), function(a[1])) if least <= a[0] and math.isfinite(a[1]) else ANYTHING
 
 
@@ -117,3 +132,4 @@ RULES: dict[str, Callable[..., Range]] = {
     "log": _increasing(math.log, 1e-30),
     "log1p": _increasing(math.log1p, -0.5),
 }
+"""By operation: the range of its exact result, from the ranges of its operands."""

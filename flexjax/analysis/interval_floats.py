@@ -1,7 +1,8 @@
-"""Bounds of numbers after rounding to a floating type narrower than float32.
+"""Bounds of numbers after rounding to a floating type narrower than float32 (float16, bfloat16, the 8-bit floats).
 
-Narrow arithmetic differs between devices: a compiler may keep more digits than the type has, round twice (int32 to
-float16 to float8_e5m2), or flush subnormal numbers to 0. The bounds hold in all of these cases.
+Narrow arithmetic differs between devices: a compiler may keep more digits than the type has, round twice (int32 to float16 to
+float8_e5m2), or flush subnormal numbers to 0. The bounds hold in all of these cases. Bounds are arrays of float32, one element
+for each block of the attention matrix.
 """
 
 import functools
@@ -16,7 +17,13 @@ Array = jax.Array
 
 
 class NarrowType(typing.NamedTuple):
-    """The properties of a floating type; the limits are float32 numbers."""
+    """The properties of a floating type.
+
+    mantissa_bits                     number of explicit bits of the mantissa
+    smallest, largest                 its smallest normal and its largest finite positive number, as float32 numbers
+    signed                            whether it has negative numbers
+    has_infinity, has_negative_zero   whether it represents infinity, and -0.0 apart from 0.0
+    """
 
     mantissa_bits: int
     smallest: float
@@ -28,7 +35,7 @@ class NarrowType(typing.NamedTuple):
 
 @functools.cache
 def narrow_type(dtype: str) -> NarrowType:
-    """The properties of the floating type of that name."""
+    """Looks up the properties of the floating type of that dtype name."""
     info = jnp.finfo(jnp.dtype(dtype))
     with np.errstate(all="ignore"):
         infinity, zero = np.array([np.inf, -0.0], np.float32).astype(info.dtype).astype(np.float32)
@@ -37,19 +44,22 @@ def narrow_type(dtype: str) -> NarrowType:
 
 
 def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
-    """float32 bounds of all numbers between float32 `low` and `high` after rounding to `dtype`.
+    """Bounds the result of rounding numbers to the narrow floating type `dtype`, where each number lies between `low` and
+    `high`.
 
-    A bound of NaN means that the result may be NaN or any number. Past its largest number a type either has infinities
-    (float16, float8_e5m2) or gives NaN (float8_e4m3fn). In types without a negative zero (float8_e4m3fnuz), XLA turns
-    some negative numbers that round to 0 into NaN. Numbers that are subnormal in float32 count as 0, because XLA
-    compares them as 0.
+    low, high   float32 arrays of one shape or broadcastable: the bounds before rounding
+
+    Returns (lower bound, upper bound), float32. A bound of NaN means that the result may be NaN or any number. Past its largest
+    number a type either has infinities (float16, float8_e5m2) or gives NaN (float8_e4m3fn). In types without a negative zero
+    (float8_e4m3fnuz), XLA turns some negative numbers that round to 0 into NaN. Numbers that are subnormal in float32 count as
+    0, because XLA compares them as 0.
     """
     kind = narrow_type(dtype)
     if not kind.signed:
         nothing = jnp.full(jnp.broadcast_shapes(low.shape, high.shape), jnp.nan, low.dtype)
         return nothing, nothing
     vanishes = (low < 0) & (high > -kind.smallest)
-    low, high = -_largest(-low, kind), _largest(high, kind)
+    low, high = -_upper_bound(-low, kind), _upper_bound(high, kind)
     if not kind.has_negative_zero:
         low, high = (jnp.where(vanishes, jnp.nan, e) for e in (low, high))
     if kind.has_infinity:
@@ -59,8 +69,16 @@ def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
     return jnp.where(outside, jnp.nan, low), jnp.where(outside, jnp.nan, high)
 
 
-def _largest(high: Array, kind: NarrowType) -> Array:
-    """Upper bound of the rounded values of all numbers up to `high`, if the type had no largest number."""
+def _upper_bound(high: Array, kind: NarrowType) -> Array:
+    """An upper bound of what any number up to `high` rounds to in a type with the precision of `kind` and no largest number.
+
+    high   float32 array
+    kind   the properties of the narrow type
+
+    The number may have been rounded to a wider type before, so that numbers slightly above `high` count too. A positive bound
+    below the smallest normal number becomes that number, a negative one becomes 0, because devices may flush such numbers to 0
+    or not.
+    """
     # The number may have been rounded once before: to float32, or for the smallest types to float16 or bfloat16.
     before = 2.0**-20 if kind.mantissa_bits >= 7 else 2.0**-8
     above = high * jnp.where(high > 0, 1 + before, 1 - before)

@@ -1,7 +1,11 @@
-"""The smallest and the largest element that each block can read of a captured array.
+"""The smallest and the largest element that each block of the attention matrix can read of a captured array.
 
-Where one index varies within a block, a range query over precomputed minima and maxima of 2^k neighbours answers exactly. Where
-two indices vary, the same is done for rectangles. Otherwise the extremes of all elements that the load may reach are taken.
+The element that a load reads depends on the position within the block; these extremes bound it. An index varies if it depends
+on the position, and is fixed if it is a literal or one number in each block. Where one index varies within a block, a range
+query over precomputed minima and maxima of 2^k neighbours (a sparse table) answers exactly. Where two indices vary, the same is
+done for rectangles. Otherwise the extremes of all elements that the load may reach are taken.
+
+Arrays of four dims have one element for each block, or broadcast to that.
 """
 
 import typing
@@ -20,7 +24,12 @@ Array = jax.Array
 
 
 def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
-    """The largest number of neighbouring elements that one block reads along a dimension of length `limit`."""
+    """The largest number of neighbouring elements of a dimension that the positions of one block can read.
+
+    atom    the index of the load along the dimension; without a linear form it may take every value
+    grid    the blocks
+    limit   length of the dimension
+    """
     linear = atom.linear if isinstance(atom, Val) else None
     if linear is None:
         return limit
@@ -30,11 +39,15 @@ def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
 def load_extremes(
     load: Load, index: list[Abstract], array: Array, grid: BlockGrid, points: Mapping[int, Array]
 ) -> Abstract:
-    """What is known of a loaded element in each block: its smallest and largest value.
+    """Bounds the element that a load reads in each block, by the smallest and the largest element that it can read there.
 
+    load     the load
     index    what is known of each index of the load
-    array    the captured array
-    points   values of b and h alone, one number in every block, by id
+    array    the captured array that it reads
+    grid     the blocks
+    points   the values that are one number in each block (those of b and h alone), by id
+
+    Returns an Interval, for bool arrays a Truth. Complex and empty arrays, and bools as indices, give `unknown`.
     """
     dtype = load.out.dtype
     if any(isinstance(i, Truth) for i in index) or array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -65,7 +78,15 @@ TILE_TABLE_LIMIT = 1 << 26
 def _range_extremes(
     rows: tuple[Array, Array], where: Sequence[Array], span: Interval, longest: int
 ) -> tuple[Array, Array]:
-    """(least of rows[0][where, low..high], greatest of rows[1][where, low..high]); a range has at most `longest` elements."""
+    """For each block the least and the greatest element of a range of the last dimension.
+
+    rows      (the array for the minimum, the array for the maximum), of one shape; usually the same array twice
+    where     the fixed indices of all dimensions but the last, one integer array for each
+    span      the range of the last index in each block; it is clipped to the array
+    longest   no range has more elements than this
+
+    Returns (least of rows[0][where, low..high], greatest of rows[1][where, low..high]) with one element for each block.
+    """
     n = rows[0].shape[-1]
     low, high = jnp.clip(span.low, 0, n - 1), jnp.clip(span.high, 0, n - 1)
     pick = lambda level, place: level.at[(*where, place)].get(mode="clip")
@@ -80,11 +101,17 @@ def _doubling(
     axis: int,
     longest: int,
 ) -> tuple[Array, Array]:
-    """(least, greatest) element between positions low and high along an axis, by a sparse table of doubling widths.
+    """The least and the greatest element between two positions along an axis, by a sparse table of doubling widths.
 
-    After round k, a level holds the extremes of 2^k neighbours at each position, and two overlapping windows of a level cover
-    a range. pick(level, positions) reads a level. The rounds are a loop, so that the compiled program does not grow with
-    `longest`.
+    rows        (the array for the minimum, the array for the maximum), of one shape
+    low, high   first and last position of each range, integer arrays
+    pick        reads a level of the table, an array of the shape of `rows`, at positions of the shape of `low`
+    axis        the axis along which positions count
+    longest     no range has more elements than this
+
+    A level has at each position the extremes of the 2^k neighbours from there on. The least (greatest) element of a range of
+    2^k to 2^(k+1) elements is that of two overlapping windows of the level. The rounds are a loop, so that the compiled program
+    does not grow with `longest`. Returns (least, greatest), of the shape that `pick` gives.
     """
     found = tuple(pick(level, low) for level in rows)
     if longest <= 1:
@@ -95,13 +122,17 @@ def _doubling(
     extremes = (jnp.minimum, jnp.maximum)
 
     def neighbours(level: Array, width: Array) -> Array:
-        """The element `width` further, or the last."""
+        """For each position of a level the element `width` positions further along the axis, or the last element."""
         edge = lax.slice_in_dim(level, n - 1, n, axis=axis)
         margin = [1 << (rounds - 1) if d == axis % level.ndim else m for d, m in enumerate(level.shape)]
         longer = jnp.concatenate([level, jnp.broadcast_to(edge, margin)], axis)
         return lax.dynamic_slice_in_dim(longer, width, n, axis)
 
     def double(k: Array, state: tuple) -> tuple:
+        """Round k: makes the levels of 2^(k+1) neighbours, and updates the extremes of the ranges that are at least as long.
+
+        state   ((levels for minimum and maximum), (least and greatest elements so far)); returned in the same form
+        """
         levels, best = state
         width = jnp.left_shift(jnp.int32(1), k)
         levels = tuple(f(x, neighbours(x, width)) for f, x in zip(extremes, levels, strict=True))
@@ -117,10 +148,16 @@ def _doubling(
 
 
 def _extremes_of_rows(load: Load, index: list[Interval], array: Array, varying: list[int]) -> Abstract:
-    """The extremes of a load of which several indices vary within a block.
+    """Bounds the element of a load of which several indices vary within a block, or one index whose range is too long for a
+    table.
 
-    Two varying indices over a small array: the exact extremes of each block's rectangle. Otherwise the extremes over the
-    whole of the varying dimensions.
+    load      the load
+    index     the interval of each of its indices
+    array     the captured array
+    varying   numbers of the dimensions whose index varies
+
+    Two varying indices over a small array give the exact extremes of each block's rectangle. Otherwise the extremes over the
+    whole of the varying dimensions are taken.
     """
     wide = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
     fixed = [d for d in range(array.ndim) if d not in varying]
@@ -142,9 +179,15 @@ def _extremes_of_rows(load: Load, index: list[Interval], array: Array, varying: 
 
 
 def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Interval]) -> tuple[Array, Array]:
-    """Extremes of a rectangle of the last two dims: first along the one for each of its ranges, then along the other.
+    """For each block the least and the greatest element of a rectangle of the last two dimensions of an array.
 
-    The ranges of a dimension depend on query blocks or key blocks alone, so the first step has [..., ranges, n] results.
+    rows    the array
+    where   the fixed indices of its other dimensions
+    spans   the ranges of the last two indices in each block
+
+    First the extremes of each distinct range of the last dimension but one are computed, along all of the last dimension: [...,
+    ranges, n] numbers, few because such a range depends on query blocks or key blocks alone. Then each block's range of the
+    last dimension is taken of these.
     """
     first, second = spans
     shape = jnp.broadcast_shapes(first.low.shape, first.high.shape)
@@ -158,7 +201,12 @@ def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Int
 
 
 def _of_ends(low: Array, high: Array, exact: Flag, dtype: str) -> Abstract:
-    """The interval, or for bools the truth, of a load with these extremes; `exact`: both extremes are read by some entry."""
+    """Makes what is known of a loaded element from its least and greatest value in each block: an Interval, for bools a Truth.
+
+    low, high   the extremes; for bools as 0 and 1
+    exact       whether some entry of the block reads the least and some entry the greatest value
+    dtype       dtype name of the element
+    """
     if dtype == "bool":
         can_true, can_false = high != 0, low == 0
         seen = jnp.zeros((1, 1, 1, 1), bool) if exact is False else exact

@@ -1,7 +1,10 @@
 """The interval of an operation's result, from the intervals of its operands: one rule an operation, and rounding.
 
-Ends of NaN mean "anything", and no comparison with NaN is true, so such an interval decides nothing. An integer that may have
-wrapped around gets the whole range of its type. Comparisons and logic are in interval_truth.py.
+A rule is a function (Op, what is known of the operands) -> Interval of the result in each block, None if it cannot give one.
+`rounded` then widens the interval of a float for rounding, and `unless_wrapped` that of an integer for overflow. The flags
+`attained` and `contiguous` are those of interval_values.py. Ends of NaN mean "anything", and no comparison with NaN is true, so
+such an interval decides nothing. An integer that may have wrapped around gets the whole range of its type. Comparisons and
+logic are in interval_truth.py.
 """
 
 import typing
@@ -29,11 +32,12 @@ KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "
 
 
 def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -> Interval:
-    """The interval of a floating result, widened for rounding, with NaN at both ends where a NaN can occur.
+    """Widens the interval of a floating result for the rounding of any device, and puts NaN at both ends where a NaN can occur.
 
-    args      what is known of the operands
-    found     the interval by the operation's rule
-    products  ids of values that are products, which a compiler may fuse with an addition
+    op         the operation
+    args       what is known of its operands
+    found      the interval by the operation's rule
+    products   ids of values that are products, which a compiler may fuse with an addition (FMA), so that they are not rounded
     """
     low, high, attained, _ = found
     if op.prim in INEXACT:
@@ -58,7 +62,12 @@ def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -
 
 
 def _makes_nan(prim: str, args: list[Abstract]) -> Array:
-    """Blocks in which the operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf."""
+    """Marks the blocks in which the operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf.
+
+    prim, args   the operation's name and what is known of its operands
+
+    Returns a bool array that broadcasts to one element a block.
+    """
     no = jnp.zeros((1, 1, 1, 1), bool)
     if prim not in ("add", "sub", "mul", "div") or not all(isinstance(a, Interval) for a in args):
         return no
@@ -74,12 +83,17 @@ def _makes_nan(prim: str, args: list[Abstract]) -> Array:
 
 
 def size_of(term: Interval) -> Array:
-    """The largest magnitude in an interval, float32."""
+    """The largest magnitude of the numbers of an interval in each block, float32."""
     return jnp.maximum(jnp.abs(term.low.astype(jnp.float32)), jnp.abs(term.high.astype(jnp.float32)))
 
 
 def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
-    """The interval, or all of the type where integer arithmetic may leave it."""
+    """Replaces the interval of an integer result by the whole range of its type in blocks where the arithmetic may wrap around.
+
+    op      the operation
+    args    what is known of its operands
+    found   the interval by the operation's rule, in arithmetic that may have wrapped around
+    """
     dtype = jnp.dtype(op.out.dtype)
     if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
         return found
@@ -102,7 +116,9 @@ def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
 
 
 def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tuple[Array, Array]:
-    """(least, greatest) of f over the ends of two intervals."""
+    """The least and the greatest of the four values f(end of x, end of y), which bound a function f that is monotone in each
+    operand.
+    """
     values = [f(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
     low, high = values[0], values[0]
     for v in values[1:]:
@@ -111,6 +127,7 @@ def _corners(f: Callable[[Array, Array], Array], x: Interval, y: Interval) -> tu
 
 
 def _add(op: Op, args: list[Interval]) -> Interval:
+    """x + y: from the sum of the lower ends to the sum of the upper ends."""
     x, y = args
     return Interval(
         x.low + y.low, x.high + y.high, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -118,6 +135,7 @@ def _add(op: Op, args: list[Interval]) -> Interval:
 
 
 def _sub(op: Op, args: list[Interval]) -> Interval:
+    """x - y: from the lowest minus the highest to the highest minus the lowest."""
     x, y = args
     return Interval(
         x.low - y.high, x.high - y.low, flag_and(x.attained, y.attained), flag_and(x.contiguous, y.contiguous)
@@ -125,6 +143,7 @@ def _sub(op: Op, args: list[Interval]) -> Interval:
 
 
 def _mul(op: Op, args: list[Interval]) -> Interval:
+    """x * y: between the least and the greatest product of ends; a value times itself is a square."""
     x, y = args
     if op.inputs[0] == op.inputs[1]:
         return _square(op, [x])
@@ -132,11 +151,12 @@ def _mul(op: Op, args: list[Interval]) -> Interval:
 
 
 def _square(op: Op, args: list[Interval]) -> Interval:
+    """x * x: see `_power`."""
     return _power(args[0], 2)
 
 
 def _power(x: Interval, y: int) -> Interval:
-    """The interval of x ** y for an integer y of at least 0."""
+    """The interval of x ** y in each block, for an integer y of at least 0."""
     a, b = lax.integer_pow(x.low, y), lax.integer_pow(x.high, y)
     if y % 2:
         return Interval(a, b, x.attained)
@@ -145,11 +165,12 @@ def _power(x: Interval, y: int) -> Interval:
 
 
 def _neg(op: Op, args: list[Interval]) -> Interval:
+    """-x: the ends exchange."""
     return Interval(-args[0].high, -args[0].low, args[0].attained, args[0].contiguous)
 
 
 def _abs(op: Op, args: list[Interval]) -> Interval:
-    """abs(x): from 0 in blocks where x may have either sign."""
+    """abs(x): starts at 0 in blocks where x may have either sign."""
     (x,) = args
     a, b = jnp.abs(x.low), jnp.abs(x.high)
     crosses = (x.low <= 0) & (x.high >= 0)
@@ -158,9 +179,10 @@ def _abs(op: Op, args: list[Interval]) -> Interval:
 
 
 def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
-    """The rule of `max` or `min`; `pick` is the function of two arrays."""
+    """Makes the rule of `max` or `min`; `pick` is jnp.maximum or jnp.minimum."""
 
     def rule(op: Op, args: list[Interval]) -> Interval:
+        """max(x, y) or min(x, y): of the lower ends and of the upper ends."""
         x, y = args
         return Interval(
             pick(x.low, y.low),
@@ -173,12 +195,14 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
 
 
 def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
-    """The rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low), f(high)].
+    """Makes the rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low),
+    f(high)].
 
     keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous` stays true
     """
 
     def rule(op: Op, args: list[Interval]) -> Interval:
+        """f(x): from f of the lower end to f of the upper end."""
         (x,) = args
         return Interval(f(x.low), f(x.high), x.attained, flag_and(x.contiguous, keeps_contiguous))
 
@@ -186,7 +210,11 @@ def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Ca
 
 
 def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
-    """x // y: by the ends where y is positive or a negative literal; the whole range of the type where y may be negative otherwise."""
+    """x // y of integers, by the quotients of the ends.
+
+    It is the whole range of the type in blocks where a divisor that is not a literal may be negative. Signed x // 0 is -1 or
+    -2.
+    """
     x, y = args
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
         if jnp.iinfo(x.low.dtype).min == op.inputs[1].value:
@@ -207,7 +235,7 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
-    """x % y: by `_remainder`, with the signs of both exchanged where y is a negative literal."""
+    """x % y of integers: by `_remainder`, with the signs of x and y exchanged where y is a negative literal."""
     x, y = args
     if isinstance(op.inputs[1], Lit) and -(2**30) < op.inputs[1].value < 0:  # x % -d is -((-x) % d)
         negated = Interval(-x.high, -x.low, x.attained, x.contiguous)
@@ -218,7 +246,10 @@ def _floormod(op: Op, args: list[Interval]) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """The interval of x % y where y is not negative; x % 0 is 0."""
+    """The interval of x % y of integers: exact within one period of y, else 0..y - 1; x % 0 is 0.
+
+    In blocks where y may be negative it is the whole range of the type.
+    """
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
     low = jnp.where(same, jnp.mod(x.low, modulus), 0)
@@ -233,7 +264,7 @@ def _remainder(x: Interval, y: Interval) -> Interval:
 
 
 def _div(op: Op, args: list[Interval]) -> Interval | None:
-    """x / y of floats: anything where y may be 0; None for integers, which are divided by floordiv."""
+    """x / y of floats: anything where y may be 0. None for integers, whose division that rounds to 0 has no rule."""
     x, y = args
     if jnp.issubdtype(x.low.dtype, jnp.integer):
         return None
@@ -243,12 +274,16 @@ def _div(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
+    """x ** y for the static integer y of the operation; None where y is negative."""
     y = typing.cast(int, dict(op.params)["y"])
     return None if y < 0 else _power(args[0], y)
 
 
 def _convert(op: Op, args: list[Abstract]) -> Interval | None:
-    """A conversion between bools, integers and floats; the whole range of an integer type where the value may not fit."""
+    """A conversion of bools, integers or floats to integers or floats.
+
+    The result is the whole range of an integer type in blocks where the operand may not fit the type.
+    """
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)
     if isinstance(x, Truth):
@@ -271,7 +306,7 @@ def _convert(op: Op, args: list[Abstract]) -> Interval | None:
 
 
 def _fits(x: Interval, dtype: jnp.dtype) -> Array:
-    """bool per block: whether all integers of the interval are representable in that type."""
+    """Whether the integer type `dtype` represents all integers of the interval, a bool for each block."""
     old, new = jnp.iinfo(x.low.dtype), jnp.iinfo(dtype)
     fits = jnp.ones((1, 1, 1, 1), bool)
     if new.min > old.min:
@@ -282,12 +317,12 @@ def _fits(x: Interval, dtype: jnp.dtype) -> Array:
 
 
 def range_known(atom: ir.Atom) -> bool:
-    """Whether the trace knows the range of an integer, so that it cannot have wrapped around."""
+    """Whether the integer atom is a literal or has a range (Val.low), which shows that it cannot have wrapped around."""
     return isinstance(atom, Lit) or atom.low is not None
 
 
 def _select(op: Op, args: list[Abstract]) -> Interval | None:
-    """The interval of the case that is selected, or the hull of all cases in blocks where the predicate is not known."""
+    """The interval of the case that a select_n picks; in blocks where the predicate may be either, the hull of all cases."""
     predicate = args[0]
     cases = [c for c in args[1:] if isinstance(c, Interval)]
     if len(cases) < len(args) - 1:
@@ -305,6 +340,7 @@ def _select(op: Op, args: list[Abstract]) -> Interval | None:
 
 
 def _sign(op: Op, args: list[Interval]) -> Interval:
+    """sign(x): from the sign of the lower end to that of the upper end."""
     return Interval(jnp.sign(args[0].low), jnp.sign(args[0].high), args[0].attained)
 
 
@@ -326,3 +362,4 @@ RULES: dict[str, Callable[..., Interval | None]] = {
     "select_n": _select,
     **{name: _monotone(getattr(lax, name)) for name in (*INEXACT, "floor", "ceil")},
 }
+"""The rule of each operation by its name; an operation without a rule is `unknown`."""

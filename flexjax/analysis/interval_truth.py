@@ -1,4 +1,9 @@
-"""The truth of comparisons, from the intervals of their operands, and of logic, from the truth of its operands."""
+"""The truth of comparisons, from the intervals of their operands, and of logic, from the truth of its operands.
+
+A `Truth` says for each block whether a bool can be true, can be false, is certainly true at some entry, and is certainly false
+at some entry (interval_values.py). `apart` says that two operands share neither queries nor keys (`independent` of
+interval_values.py), so that every combination of their values occurs at some entry of the block.
+"""
 
 from collections.abc import Callable
 
@@ -12,9 +17,14 @@ Array = jax.Array
 
 
 def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apart: bool) -> Truth:
-    """The Truth of a comparison of x and y that can be true, and can be false, in the given blocks.
+    """Completes the Truth of a comparison of x and y by what certainly happens at some entry.
 
-    Where both operands attain their ends independently (`apart`), every outcome that can happen does happen somewhere.
+    can_true, can_false   for each block whether the comparison can be true, and can be false
+    x, y                  the operands
+    apart                 see the top of the file
+
+    Where both operands attain their ends and are apart, every outcome that can happen does happen at some entry. Elsewhere no
+    outcome is certain.
     """
     seen = flag_and(flag_and(x.attained, y.attained), apart)
     if seen is False:
@@ -25,15 +35,17 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
 
 
 def _lt(x: Interval, y: Interval, apart: bool) -> Truth:
+    """The Truth of x < y."""
     return _witnessed(~(x.low >= y.high), ~(x.high < y.low), x, y, apart)
 
 
 def _le(x: Interval, y: Interval, apart: bool) -> Truth:
+    """The Truth of x <= y."""
     return _witnessed(~(x.low > y.high), ~(x.high <= y.low), x, y, apart)
 
 
 def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
-    """x == y: certainly true somewhere only where both intervals attain a common number."""
+    """The Truth of x == y: certainly true at some entry only in blocks where both intervals attain a common number."""
     can_true = ~((x.high < y.low) | (y.high < x.low))
     can_false = ~((x.low == x.high) & (y.low == y.high) & (x.low == y.low))
     found = _witnessed(can_true, can_false, x, y, apart)
@@ -48,7 +60,7 @@ def _eq(x: Interval, y: Interval, apart: bool) -> Truth:
 
 
 def negate(t: Truth) -> Truth:
-    """not t."""
+    """The Truth of `not t`."""
     return Truth(t.can_false, t.can_true, t.sure_false, t.sure_true)
 
 
@@ -63,7 +75,7 @@ COMPARISONS: dict[str, Callable[[Interval, Interval, bool], Truth]] = {
 
 
 def both(a: Truth, b: Truth, apart: bool) -> Truth:
-    """a and b; `apart` says that the operands share neither queries nor keys."""
+    """The Truth of `a and b` for bools; `apart` as at the top of the file."""
     together = (a.sure_true & ~b.can_false) | (b.sure_true & ~a.can_false)
     if apart:
         together = together | (a.sure_true & b.sure_true)
@@ -71,12 +83,12 @@ def both(a: Truth, b: Truth, apart: bool) -> Truth:
 
 
 def either(a: Truth, b: Truth, apart: bool) -> Truth:
-    """a or b; `apart` as for `both`."""
+    """The Truth of `a or b` for bools; `apart` as at the top of the file."""
     return negate(both(negate(a), negate(b), apart))
 
 
 def _differ(a: Truth, b: Truth, apart: bool) -> Truth:
-    """a and not b, or b and not a."""
+    """The Truth of a != b for bools: a and not b, or b and not a; `apart` as at the top of the file."""
     return either(both(a, negate(b), apart), both(negate(a), b, apart), False)
 
 
@@ -95,7 +107,14 @@ The last argument says whether the operands share neither queries nor keys (`ind
 
 
 def logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
-    """The truth of a bool that the operation makes of bools, or of a number that is converted to a bool."""
+    """What is known of the bool result of an operation on bools, or of the conversion of a number to a bool.
+
+    op      the operation
+    args    what is known of its operands
+    apart   see the top of the file
+
+    Operations without a rule, and bool operations on numbers, give `unknown`.
+    """
     if op.prim == "convert_element_type":
         (x,) = args
         if isinstance(x, Truth):

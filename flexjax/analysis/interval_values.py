@@ -1,6 +1,8 @@
 """What is known of a value in each block of the attention matrix: an interval of a number, or the truth of a bool.
 
-An interval has two flags, which decide whether conclusions are exact. Each is known while tracing or per block (`Flag`).
+A block is a rectangle of one batch entry, one head, a range of queries and a range of keys; an entry is one (b, h, q, kv) of
+it. All arrays have four dims and broadcast to one element a block, usually [batch, heads, q blocks, kv blocks]; the shape [1,
+1, 1, 1] says the same of all blocks. An interval has two flags, which decide whether conclusions are exact:
 
     attained     both ends are values that some entry of the block has
     contiguous   every integer between the ends is a value that some entry of the block has
@@ -20,11 +22,11 @@ from flexjax.ir.program import Axes, Lit
 Array = jax.Array
 
 Flag = bool | Array
-"""A fact known while tracing (a bool) or block by block."""
+"""A fact that is known while tracing (a Python bool), or known for each block (a bool array)."""
 
 
 class Interval(typing.NamedTuple):
-    """low <= value <= high in each block; arrays broadcast to [batch, heads, q blocks, kv blocks]."""
+    """A number that lies between `low` and `high` in each block, both inclusive; see the top of the file for the flags."""
 
     low: Array
     high: Array
@@ -33,7 +35,7 @@ class Interval(typing.NamedTuple):
 
 
 class Truth(typing.NamedTuple):
-    """What is known of a bool in each block; the four arrays are bool and broadcast to one element a block.
+    """What is known of a bool in each block: four bool arrays.
 
     can_true, can_false     False where no entry of the block is true (false)
     sure_true, sure_false   True where some entry of the block is certainly true (false)
@@ -46,10 +48,13 @@ class Truth(typing.NamedTuple):
 
 
 Abstract = Interval | Truth
+"""What is known of a value in each block: an Interval of a number, a Truth of a bool."""
 
 
 def unknown(dtype: str) -> Abstract:
-    """What is known of a value of that dtype when nothing else is known."""
+    """What is known of a value of which only the dtype is known: either truth, the range of the integer type, or NaN for
+    floats.
+    """
     if dtype == "bool":
         yes, no = jnp.ones((1, 1, 1, 1), bool), jnp.zeros((1, 1, 1, 1), bool)
         return Truth(yes, yes, no, no)
@@ -62,7 +67,9 @@ def unknown(dtype: str) -> Abstract:
 
 
 def wide_type(dtype: str) -> jnp.dtype:
-    """The dtype of the ends of intervals of a floating type: float32 for narrower types, which float32 represents exactly."""
+    """The dtype in which the ends of an interval of a floating type are stored: at least float32, which represents narrower
+    types exactly.
+    """
     return jnp.dtype("float32") if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
@@ -80,7 +87,10 @@ def of_literal(lit: Lit) -> Abstract:
 
 
 def widened(found: Interval, wraps: Array) -> Interval:
-    """`found`, but the whole range of the type in blocks of `wraps`, where the value may have wrapped around."""
+    """The interval `found`, replaced by the whole range of its type in blocks where `wraps` (bool) is True.
+
+    There the value may have wrapped around, and the flags become False.
+    """
     whole = typing.cast(Interval, unknown(found.low.dtype.name))
     stays = ~wraps
     return Interval(
@@ -92,7 +102,7 @@ def widened(found: Interval, wraps: Array) -> Interval:
 
 
 def is_nan(value: Array) -> Array:
-    """Where the value is NaN; nowhere for integers."""
+    """Where the elements are NaN, a bool array; False for integers."""
     return jnp.isnan(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.zeros(value.shape, bool)
 
 
@@ -100,7 +110,7 @@ def is_nan(value: Array) -> Array:
 
 
 def flag_and(a: Flag, b: Flag) -> Flag:
-    """Both facts; a bool where that is known while tracing."""
+    """Whether both facts hold; a Python bool where that is known while tracing, else a bool for each block."""
     if isinstance(a, bool):
         return b if a else False
     if isinstance(b, bool):
@@ -109,7 +119,7 @@ def flag_and(a: Flag, b: Flag) -> Flag:
 
 
 def flag_or(a: Flag, b: Flag) -> Flag:
-    """Either fact; a bool where that is known while tracing."""
+    """Whether at least one fact holds; a Python bool where that is known while tracing, else a bool for each block."""
     if isinstance(a, bool):
         return True if a else b
     if isinstance(b, bool):
@@ -118,12 +128,15 @@ def flag_or(a: Flag, b: Flag) -> Flag:
 
 
 def _expanded(axes: Axes) -> Axes:
-    """The axes that vary within a block: q, kv and score."""
+    """Those of q, kv and score that the axes contain, with delta (a function of q - kv) replaced by q and kv."""
     return axes - {"delta", "b", "h"} | ({"q", "kv"} if "delta" in axes else frozenset())
 
 
 def independent(parts: Sequence[Axes]) -> bool:
-    """Whether no two operands depend on queries, nor two on keys, so that every combination of their values occurs."""
+    """Whether no two operands both depend on queries, nor both on keys, so that every combination of their values occurs.
+
+    parts   the axes of each operand
+    """
     seen: set[str] = set()
     for axes in map(_expanded, parts):
         if seen & axes:

@@ -1,11 +1,18 @@
 """Interval analysis: decides for each block of the attention matrix whether a mask is true everywhere, nowhere or in places.
 
-Batch entries and heads are enumerated; queries and keys come in blocks. The mask program is evaluated once for all blocks, with
-an interval per block in place of each number and a `Truth` per block in place of each bool (interval_values.py). A value of b
-and h alone is one number per block and is computed by the operation itself.
+A block is a rectangle of one batch entry, one head, a range of queries and a range of keys; an entry is one (b, h, q, kv) of it.
+The mask program is evaluated step by step, once for all blocks, on what is known of each value: an `Interval` per block in place
+of each number and a `Truth` per block in place of each bool (interval_values.py). Both consist of arrays of four dims that
+broadcast to one element a block.
 
-The analysis is sound: it calls a block full (empty) only if every entry is on (off). It is exact for a block that is full,
-empty, or certainly holds both an entry that is on and one that is off (`sure_true` and `sure_false`).
+    point      a value of b and h alone, or of literals: the same number for all entries of a block. It is computed by the
+               operation itself and has an interval with equal ends
+    attained   both ends of an interval are values of some entries of the block
+    product    the result of a multiplication or power, which a compiler may fuse with the addition that follows
+
+The analysis is sound: it calls a block full (empty) only if the mask is True (False) for every entry. It is exact for a block
+that is full, empty, or certainly has both an entry where the mask is True and one where it is False (`Truth.sure_true` and
+`Truth.sure_false`).
 
 Rounding: every device rounds sums, products and quotients alike, with two exceptions, because a compiler may keep more digits
 than the type has: a product that is added to something (FMA), and types narrower than float32. Functions such as exp differ
@@ -35,16 +42,25 @@ Array = jax.Array
 
 
 def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Truth:
-    """The truth of the mask program's result in each block of the grid; `captures` in the order of `program.captures`."""
+    """Evaluates a mask program on blocks; returns what is known of the mask in each block of the grid.
+
+    program    the mask program, with one bool result
+    captures   its captured arrays, in the order of `program.captures`
+    grid       the blocks
+
+    The program can be evaluated under jit: shapes depend on the grid alone.
+    """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
-    # Values of b and h alone, by id: one number in every block, computed by the program's own operations.
+    # Points by id: arrays of four dims that broadcast to one number a block.
     points: dict[int, Array] = {i: typing.cast(Interval, env[i]).low for i in (ir.B, ir.H)}
     products: set[int] = set()
 
     def read(atom: ir.Atom) -> Abstract:
+        """What is known of an operand in each block."""
         return of_literal(atom) if isinstance(atom, Lit) else env[atom.id]
 
     def point(atom: ir.Atom) -> Array | None:
+        """The number that an operand is in each block, if it is a point; else None."""
         return _point_literal(atom) if isinstance(atom, Lit) else points.get(atom.id)
 
     for step in program.steps:
@@ -64,7 +80,7 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
 
 
 def as_truth(value: Abstract) -> Truth:
-    """The result of a mask program, which is a bool."""
+    """Returns `value` itself, typed as the Truth that the result of a mask program is."""
     assert isinstance(value, Truth), "a mask program ends in a bool"
     return value
 
@@ -73,12 +89,16 @@ def as_truth(value: Abstract) -> Truth:
 
 
 def _point_literal(lit: Lit) -> Array:
-    """A literal as one number for all blocks."""
+    """A literal as an array [1, 1, 1, 1] of its dtype, which broadcasts over the blocks."""
     return jnp.full((1, 1, 1, 1), lit.value, jnp.dtype(lit.dtype))
 
 
 def _is_reproducible(step: Op | Load) -> bool:
-    """Whether the result has the same bits wherever it is computed."""
+    """Whether every device and compiler computes the result of the step with the same bits from the same operands.
+
+    Only then may a point be computed here by the operation itself. True for loads, for operations with integer or bool results,
+    and for the operations of EXACT_FLOATS with a result of at least 32 bits; False for complex results.
+    """
     dtype = jnp.dtype(step.out.dtype)
     if isinstance(step, Load) or not jnp.issubdtype(dtype, jnp.floating):
         return not jnp.issubdtype(dtype, jnp.complexfloating)
@@ -90,7 +110,11 @@ EXACT_FLOATS = frozenset({"max", "min", "neg", "abs", "select_n", "convert_eleme
 
 
 def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array]) -> Array:
-    """The result of an operation or load whose operands are one known number in each block."""
+    """The result of an operation or load whose operands are points: an array that broadcasts to one number a block.
+
+    args       the operands, arrays of four dims that broadcast to one number a block; for a load its indices, which are clipped
+    captures   the captured arrays of the program
+    """
     if isinstance(step, Op):
         return apply_op(step, jnp.broadcast_arrays(*args))
     array = jnp.asarray(captures[step.capture])
@@ -98,7 +122,10 @@ def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array
 
 
 def _of_point(value: Array, dtype: str) -> Abstract:
-    """The interval or truth of a value that is one known number in each block."""
+    """A point as an Interval with equal ends or, if its `dtype` is bool, as a Truth.
+
+    The ends of floating types narrower than float32 are stored as float32.
+    """
     if dtype == "bool":
         return Truth(value, ~value, value, ~value)
     floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
@@ -110,14 +137,16 @@ def _of_point(value: Array, dtype: str) -> Abstract:
 
 
 def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], products: set[int]) -> Abstract:
-    """What is known of an operation's result.
+    """What is known of an operation's result in each block, from what is known of its operands.
 
-    args      what is known of its operands
-    env       what is known of every earlier value, by id
-    products  ids of earlier products, which a compiler may fuse with an addition
+    args      what is known of its operands, in order
+    env       what is known of every earlier value, by id; a result that is affine in the indices is bounded by their intervals
+    products  ids of earlier products (see the file's docstring); a sum with one of them gets a wider interval
+
+    Operations and types without a rule give `unknown`, which decides nothing.
     """
     if op.out.linear is not None:
-        exact = _linear(op.out, env)
+        exact = _interval_of_linear(op.out, env)
         if exact is not None:
             return exact
     if not all(_is_ordered(a.dtype) for a in (*op.inputs, op.out)):
@@ -144,7 +173,7 @@ def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], produc
 
 
 def _is_ordered(dtype: str) -> bool:
-    """Whether the interval rules hold for numbers of that type: they must be real and signed (or integers or bools)."""
+    """Whether the interval rules hold for the dtype of that name: integers, bools and signed real floats; not complex numbers."""
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
         return True
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and narrow_type(dtype).signed
@@ -154,8 +183,14 @@ DEPENDENT_ENDS = frozenset({"add", "sub", "mul", "max", "min", "floordiv", "floo
 """Operations whose result attains its ends only if every combination of the operands' values occurs."""
 
 
-def _linear(val: Val, env: Mapping[int, Abstract]) -> Interval | None:
-    """The exact interval of a value by its linear form in b, h, q and kv (`val.linear`); None where a term is not exact."""
+def _interval_of_linear(val: Val, env: Mapping[int, Abstract]) -> Interval | None:
+    """The interval of an integer value that is an affine function of b, h, q and kv (`val.linear`), with attained ends.
+
+    env   what is known of the inputs and of earlier values, by id
+
+    Better than the rule of the operation, because q and kv appear once each in the affine function: (q - kv) + q would count q
+    twice. None where the range of the value is unknown or a term's interval has ends that may not be attained.
+    """
     linear = val.linear
     assert linear is not None
     of_inputs = zip((ir.B, ir.H, ir.Q, ir.KV), (linear.b, linear.h, linear.q, linear.kv), strict=True)

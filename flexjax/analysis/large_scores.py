@@ -1,8 +1,9 @@
-"""Whether a program's scores may be too large to scale before the maximum is subtracted.
+"""Whether scores may be too large to scale before the maximum is subtracted (large scores).
 
-Kernels fold scale and max-subtraction into one FMA: exp2(score * c - max * c). For a score of -1e10, as an additive mask has,
-the FMA and the separate product max * c round differently by hundreds, so exp2 overflows, and a fully masked row becomes NaN.
-A kernel whose scores may be large computes exp2((score - max) * c) instead, one more operation an element.
+Kernels fold scale and max-subtraction into one FMA: exp2(score * c - max * c), where max is the running maximum of the row and
+c a constant factor such as log2(e). For a score of -1e10, as an additive mask has, the FMA and the separate product max * c
+round differently by hundreds, so exp2 overflows, and a fully masked row becomes NaN. A kernel whose scores may be large
+computes exp2((score - max) * c) instead, one more operation an element.
 
 A score may be large where one of these is added to it or selected:
 
@@ -34,7 +35,7 @@ MASK_WIDTH = 2.0
 def may_be_large(program: Program | None) -> bool:
     """Whether a finite result of the score program may have magnitude LARGE or more.
 
-    None stands for the identity, whose scores are moderate.
+    program   the score program; None stands for the identity, whose scores are moderate
     """
     if program is None:
         return False
@@ -50,10 +51,12 @@ def may_be_large(program: Program | None) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def may_be_large_product(program: Program | None) -> bool:
-    """Whether scores may be large and the operation that makes them is a product, such as `mul`, `div` or `square`.
+    """Whether scores may be large and the last operation that makes them is a product, such as `mul`, `div` or `square`.
 
-    Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in one.
-    A compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents this.
+    program   the score program; None stands for the identity, which gives False
+
+    Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in one. A
+    compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents this.
     """
     if program is None or not may_be_large(program):
         return False
@@ -82,16 +85,22 @@ def _is_large(atom: Lit) -> bool:
 
 
 def _of_step(step: Op, known: dict[int, Range]) -> Range:
-    """The range of a float32 operation's result."""
-    given = [_read(step, place, known) for place in range(len(step.inputs))]
+    """The range of a float32 operation's result, under the assumptions at the top of the file.
+
+    known   ranges of earlier float32 values, by id
+    """
+    given = [_operand_range(step, number, known) for number in range(len(step.inputs))]
     # a divisor that is assumed to be moderate is treated as a moderate factor
     divides = step.prim == "div" and given[1] is MODERATE_FACTOR
     return of_op("mul" if divides else step.prim, given)
 
 
-def _read(step: Op, place: int, known: dict[int, Range]) -> Range:
-    """The range that the step's operand number `place` is known or assumed to have."""
-    atom = step.inputs[place]
+def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
+    """The range that operand number `number` of the step has, or that the top of the file assumes it to have.
+
+    known   ranges of earlier float32 values, by id
+    """
+    atom = step.inputs[number]
     found = range_of(atom, known)
     if _is_known(found):
         return found
@@ -100,7 +109,7 @@ def _read(step: Op, place: int, known: dict[int, Range]) -> Range:
         return (0.0, 0.0) if neutral else found
     if step.prim not in ("mul", "div"):
         return found
-    other = step.inputs[1 - place]
+    other = step.inputs[1 - number]
     low, high = range_of(other, known)
     slope = axes_of(atom) <= UNIFORM and MASK_WIDTH < high - low < math.inf
     factor = "score" in axes_of(other) and "score" not in axes_of(atom)

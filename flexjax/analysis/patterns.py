@@ -1,4 +1,8 @@
-"""Pattern matches on programs: simple forms for which kernels have a faster way. A program that matches nothing runs the general way."""
+"""Pattern matches on programs: recognises forms of score and mask programs for which a kernel takes a faster way.
+
+Each function looks at the steps of a program (ir/program.py) and answers yes or no. A program that matches no pattern runs the
+general way with the same results.
+"""
 
 from flexjax.ir.operations import DIVISIONS
 from flexjax.ir.program import SCORE, UNIFORM, Linear, Lit, Op, Program, Val, axes_of
@@ -6,7 +10,13 @@ from flexjax.ir.ranges import is_integer
 
 
 def adds_to_score(program: Program) -> bool:
-    """Whether a score program is the score plus or minus values without the score, so that its derivative by the score is 1."""
+    """Whether a score program computes score + a - b ... with terms that do not depend on the score.
+
+    The derivative of such a program by the score is 1, so a backward kernel need not evaluate it. A program that
+    subtracts the score from something, or applies any other operation to it, gives False; the identity gives True.
+
+    program   the score program; its first result is the modified score
+    """
     made = {out.id: step for step in program.steps for out in step.outs}
     atom = program.results[0]
     while isinstance(atom, Val) and atom.id != SCORE:
@@ -21,7 +31,12 @@ def adds_to_score(program: Program) -> bool:
 
 
 def is_causal_like(program: Program) -> bool:
-    """Whether a mask is causal-like: one comparison, and the last visible key grows with the query."""
+    """Whether a mask program is one comparison of affine functions of the indices by which later queries see more keys.
+
+    An example is q >= kv + 3: every key before a last visible key is visible, and that last key grows with the query. The
+    backward pass then orders its work by the triangle of visible blocks. Masks such as q_idx - kv_idx < 512, which hide early
+    keys, or a conjunction of comparisons give False.
+    """
     (result,) = program.results
     step = next((s for s in program.steps if result in s.outs), None)
     if not isinstance(step, Op) or step.prim not in ("ge", "gt", "le", "lt"):
@@ -34,9 +49,13 @@ def is_causal_like(program: Program) -> bool:
 
 
 def divides_tiles(program: Program | None) -> bool:
-    """Whether the program divides integers element by element of a tile, by a divisor that is not a literal.
+    """Whether the program contains an integer division or remainder that differs for each entry (q, kv) and has no literal divisor.
 
-    Such a division takes about a dozen operations and several registers an element; a division by a literal is a product.
+    program   a score or mask program; None, the identity, gives False
+
+    Such a division takes about a dozen instructions and several registers for each entry of a tile, so kernels that count
+    registers ask this. A division by a literal is a multiplication, and a quotient that depends on b and h alone, on q alone
+    or on kv alone is computed once per tile, row or column; these do not count.
     """
     return program is not None and any(
         isinstance(step, Op)

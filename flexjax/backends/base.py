@@ -8,6 +8,9 @@ To add a backend:
    `lowering` returns a context in which they are lowered; most backends return contextlib.nullcontext().
 5. Import only plan, block_mask types, ir, analysis, trace and tile_math; never attention, dispatch or another backend.
 6. Name it in `dispatch.py`'s table, and add a thin test file that puts it through `tests/backends/conformance.py`.
+
+A plan is everything static about one attention call, operands are its arrays (plan/kernel_plan.py), and a target is the device
+that the call is lowered for (target.py). A pure method depends on its arguments alone and has no side effects.
 """
 
 import contextlib
@@ -22,15 +25,15 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, W
 
 
 class Backend(typing.Protocol):
-    """One way to run a plan."""
+    """One way to run a plan: a set of kernels, or plain JAX. `name` is what `implementation` calls it."""
 
     name: str
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
-        """A sentence that says why this backend cannot run the plan on the target; None if it can. Pure.
+        """A sentence that says why this backend cannot run the forward pass of the plan on the target; None if it can. Pure.
 
-        The target is of the backend's own platform; in the simulator it may be any. Without a target the sentence says why the
-        backend can run the plan on no target.
+        The target is of the backend's own platform; in the simulator it may be any. Without a target the question is whether some
+        target can run the plan: the sentence says why none can.
         """
         ...
 
@@ -39,16 +42,21 @@ class Backend(typing.Protocol):
     ) -> str | None:
         """A sentence that says why this backend cannot compute the wanted gradients of a plan that it accepted; None if it can.
 
-        xla computes refused gradients. `derivative` is as in `backward`. Pure.
+        The backend xla then computes the whole backward pass. Pure.
+
+        wanted       which operands get a gradient
+        derivative   program of score_mod's derivatives, as in `backward`
         """
         ...
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Tiles for autotuning: values of the block fields of KernelOptions for both passes, the default tiles first. Pure."""
+        """The tiles that flexjax.autotune times for the plan: dicts of KernelOptions fields (block_q, ...) with values in tokens,
+        for both passes; the tiles that the backend itself would choose come first. Pure.
+        """
         ...
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass (see Results)."""
+        """Computes the forward pass: out, lse and, if the plan asks for it, max_scores, as Results documents them."""
         ...
 
     def backward(
@@ -62,14 +70,18 @@ class Backend(typing.Protocol):
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
-        """Cotangents of the wanted operands.
+        """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others.
 
-        results      of the forward pass
-        d_out        cotangent of out, in its shape; d_lse: of lse, None for zero
-        derivative   program of score_mod's derivatives; None where score_mod is the identity
+        results       of the forward pass; max_scores may be None
+        d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
+        wanted        which operands get a gradient
+        derivative    program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured
+                      array); None where score_mod is the identity
         """
         ...
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-        """A context in which a pass is lowered into the module, for backends that change or check the lowered module."""
+        """A context in which a pass is lowered for the target into the MLIR module, for backends that change or check what is
+        lowered; contextlib.nullcontext() for all others.
+        """
         ...

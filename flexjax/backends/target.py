@@ -55,7 +55,7 @@ class Target:
 
 
 def of_device(device: Device, platform: str | None = None) -> Target:
-    """The target of a device.
+    """The target that describes a device.
 
     platform     the platform of the lowering rule, if known, because `device.platform` is "gpu" for both CUDA and ROCm
     """
@@ -70,7 +70,7 @@ def of_device(device: Device, platform: str | None = None) -> Target:
 
 
 def _platform(device: Device) -> str:
-    """The platform as lowering rules name it: `device.platform` is "gpu" for both CUDA and ROCm."""
+    """The platform of the device by the name that lowering rules use: "cuda" or "rocm" for a GPU, else `device.platform`."""
     if device.platform != "gpu":
         return device.platform
     is_rocm = str(getattr(device, "compute_capability", "")).startswith("gfx") or device.device_kind.startswith("AMD")
@@ -78,12 +78,12 @@ def _platform(device: Device) -> str:
 
 
 def default() -> Target:
-    """The target of an eager call whose arrays were not placed anywhere."""
+    """The target that describes jax's default device, on which a call outside of jit runs if its arrays were not placed."""
     return of_device(get_default_device())
 
 
 def of_platform(platform: str) -> Target:
-    """The target of the first device of a platform in this process; of unknown kind if there is none."""
+    """The target of the first device of this process of a platform ("cpu", "gpu", "cuda", "tpu"); of unknown kind if it has none."""
     found = _local_devices(platform)
     if found:
         return of_device(found[0])
@@ -91,7 +91,10 @@ def of_platform(platform: str) -> Target:
 
 
 def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
-    """The target of a lowering rule for a platform, looked up as the top of this file says."""
+    """The target for which a lowering rule with context `ctx` lowers, looked up in the places that the top of this file lists.
+
+    platform   that the rule is registered for
+    """
     abstract = next((d for d in _abstract_devices(ctx) if _is_of(d, platform)), None)
     for device in _devices(ctx, platform):
         if abstract is None or device.device_kind == abstract.device_kind:
@@ -101,7 +104,7 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
 
 @contextlib.contextmanager
 def as_seen_by_pallas(target: Target) -> Iterator[None]:
-    """A context in which Pallas lowers kernels for the target.
+    """A context in which Pallas lowers kernels for the target, which need not be a device of this process.
 
     Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets the first.
     """
@@ -118,6 +121,7 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
 
 
 def _is_of(device: Device, platform: str) -> bool:
+    """Whether the device is of the platform, as lowering rules name it."""
     return _platform(device) == platform
 
 

@@ -3,6 +3,9 @@
 Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135) with three rules: a row
 without any unmasked entry has output 0 and lse -inf; the sink is one more column without a value; a masked entry adds
 exactly 0 to every sum, whatever its score is. Scores are natural: their exponentials are to base e.
+
+A row is the scores of one query. The online softmax keeps, for each row, the maximum so far and the sum of exp(score - maximum)
+so far ("total"), and multiplies earlier sums by a factor when the maximum grows.
 """
 
 import jax
@@ -20,7 +23,7 @@ def finite_or_zero(maximum: Array) -> Array:
 
 
 def exact_distance(scores: Array, reference: Array) -> Array:
-    """scores - reference, but exactly 0 where the two are equal.
+    """scores - reference (a row maximum or lse, broadcast to the scores), but exactly 0 where the two are equal.
 
     Compilers fuse a product and the subtraction after it into one operation that does not round the product. The difference
     of a score and its own rounded value is then the rounding error: hundreds for scores beyond 1e9, whose exponential is
@@ -33,7 +36,8 @@ def exact_distance(scores: Array, reference: Array) -> Array:
 def large_distance(program: Program | None, scores: Array, reference: Array) -> Array:
     """scores - reference for scores of `program` that may be large (analysis/large_scores.py).
 
-    It is exact_distance where the score ends in a product, and the plain difference otherwise, which costs less.
+    It is exact_distance if the last operation of the program may be a product of large scores, and else the plain difference,
+    which costs less. Program None is the identity.
     """
     return exact_distance(scores, reference) if may_be_large_product(program) else scores - reference
 
@@ -44,6 +48,7 @@ distance = jax.custom_jvp(exact_distance)
 
 @distance.defjvp
 def _distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The jvp rule of `distance`: its value, and the tangent of scores minus that of the reference."""
     return distance(*primals), tangents[0] - tangents[1]
 
 
@@ -61,9 +66,14 @@ def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Arr
 
 
 def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """(output, lse) of a row: accumulated / total, and the logarithm of the softmax denominator; both count the sink.
+    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator; both count
+    the sink. A row without any visible entry and without a sink has output 0 and lse -inf.
 
-    maximum, total, lse [..., 1]; accumulated, output [..., E]; sinks: logits that broadcast to maximum, or None
+    maximum, total   [..., 1]: row maximum, and sum of exp(score - maximum)
+    accumulated      [..., E]: sum of exp(score - maximum) * value
+    sinks            logits that broadcast to maximum, or None
+
+    output is [..., E], lse [..., 1].
     """
     if sinks is not None:
         new = jnp.maximum(maximum, sinks)
@@ -78,5 +88,8 @@ def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | No
 
 
 def probabilities(scores: Array, lse: Array) -> Array:
-    """exp(scores - lse), 0 in empty rows; scores are -inf where masked."""
+    """The probabilities exp(scores - lse) of scores [..., keys], which are -inf where masked; 0 in rows whose lse is -inf.
+
+    lse   broadcastable to the scores
+    """
     return jnp.exp(distance(scores, finite_or_zero(lse)))

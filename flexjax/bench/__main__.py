@@ -1,4 +1,8 @@
-"""`python -m flexjax.bench --suite cpu|gpu|order [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]`."""
+"""The command line of the benchmarks.
+
+`python -m flexjax.bench --suite cpu|gpu|order [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
+peers (other implementations) on the workloads of a suite and prints a Markdown table.
+"""
 
 import argparse
 import dataclasses
@@ -20,6 +24,10 @@ ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line; unknown suites, peers and passes end the process with a message.
+
+    argv   the arguments; None: those of the process
+    """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
     parser.add_argument("--suite", choices=sorted([*SUITES, ORDER]), default="cpu")
     parser.add_argument("--only", default="*", help="shell pattern for the names of problems")
@@ -41,6 +49,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and prints the table. Returns the exit status: 1 if a result is wrong or missing, else 0.
+
+    argv   the arguments; None: those of the process
+    """
     args = parse(argv)
     if args.suite == ORDER:
         from flexjax.bench import order
@@ -78,9 +90,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _on_gpu(args: argparse.Namespace, problems: list[Workload], peers: list[str]) -> int:
+    """Runs a gpu suite and prints its table; returns the exit status, as `main`.
+
+    args       the parsed command line
+    problems   the workloads
+    peers      names of the peers
+    """
     until, start = time.time() + 60 * args.minutes, time.monotonic()
 
     def say(now: str) -> None:
+        """Shows what runs now, on one line of the terminal; nothing when the output is a file."""
         if sys.stderr.isatty():
             print(f"\r{time.monotonic() - start:5.0f} s  {now:110.110}", end="", file=sys.stderr, flush=True)
 
@@ -101,12 +120,20 @@ def _on_gpu(args: argparse.Namespace, problems: list[Workload], peers: list[str]
 
 
 def _one(suite: str, problem: Workload, peer: str, which: str) -> dict[str, Any]:
+    """The result of one peer on one workload and pass (`which`): {"skipped": why} if the workload skips it, else from
+    measure_apart.
+    """
     reason = dict(problem.skip).get(peer)
     return dict(skipped=reason) if reason else measure_apart(suite, problem, peer, which)
 
 
 def _progress(start: float, done: int, of: int, now: str) -> None:
-    """A bar on the terminal; nothing when the output is a file."""
+    """Draws a progress bar on the terminal; nothing when the output is a file.
+
+    start      time.monotonic() when the run began
+    done, of   number of measurements that are done, and of all
+    now        what is measured now
+    """
     if sys.stderr.isatty():
         filled = 30 * done // max(of, 1)
         clock = time.monotonic() - start

@@ -1,12 +1,12 @@
-"""The gpu suite: one process for each peer, which measures all workloads and prints a line of JSON for each.
+"""The gpu suite: one process for each peer (implementation), which measures all workloads and prints a line of JSON for each.
 
-A line has: the median device time (kernel times by CUPTI if jax has it, else launches back to back) of the forward pass and of the
-backward pass, which is the time of both less that of the forward pass; the seconds from tracing to the first result of both
-passes; and the largest error of out and all gradients at the sample rows, against dense float32 attention that the process
-`reference` computes in chunks of queries.
+A line has: the median device time (kernel times by CUPTI if jax has it, else launches back to back) of the forward pass and of
+the backward pass, which is the time of both less that of the forward pass; the seconds from tracing to the first result of both
+passes. The process also saves out and all gradients at the sample rows. The parent compares them with dense float32 attention,
+which the process `reference` computes in chunks of queries, and adds the largest error.
 
-With `together` the processes run at the same time, so that one compiles while another is timed, under a lock. Without it they run
-one after another. A process that dies is started again with the workload after the one it died of.
+With `together` the processes run at the same time, so that one compiles while another is timed, under a lock. Without it they
+run one after another. A process that dies is started again with the workload after the one it died of.
 """
 
 import json
@@ -29,9 +29,14 @@ Row = dict[str, Any]
 def measure_all(
     suite: str, problems: list[Workload], peers: list[str], together: bool, until: float, say: Callable[[str], None]
 ) -> tuple[list[Row], Row]:
-    """The rows of the report, and the versions by package; measurements that have not begun at `until` (time.time()) are left out.
+    """Measures all workloads with all peers; returns (the rows of the report, the versions of packages by name).
 
-    say   called with a line about what runs now
+    suite      name of the suite
+    problems   the workloads
+    peers      names of the peers
+    together   whether the processes run at the same time
+    until      time.time() at which processes are ended; what is not measured by then is left out
+    say        called with a line about what runs now
     """
     with tempfile.TemporaryDirectory() as folder:
         everyone = [REFERENCE, *peers]
@@ -39,20 +44,20 @@ def measure_all(
         found: dict[str, dict[str, Row]] = {}
         for group in groups:
             children = {
-                peer: Child(suite, peer, [p for p in problems if not _skipped(p, peer)], folder) for peer in group
+                peer: PeerProcess(suite, peer, [p for p in problems if not _skipped(p, peer)], folder) for peer in group
             }
-            while any(child.going for child in children.values()):
+            while any(child.running for child in children.values()):
                 time.sleep(0.2)
                 for child in children.values():
-                    child.look(until)
-                say(", ".join(f"{peer}: {child.now}" for peer, child in children.items() if child.going))
+                    child.poll_results(until)
+                say(", ".join(f"{peer}: {child.now}" for peer, child in children.items() if child.running))
             found |= {peer: child.results for peer, child in children.items()}
         facts: Row = {}
         for results in found.values():
             facts |= results.pop("facts", {})
         rows = []
         for problem in problems:
-            results = {peer: _result(problem, peer, found[peer], folder) for peer in peers}
+            results = {peer: _peer_result(problem, peer, found[peer], folder) for peer in peers}
             for which in problem.passes:
                 rows.append(dict(problem=problem.name, which=which, flops=problem.flops(which), peers={}))
                 for peer, result in results.items():
@@ -72,12 +77,19 @@ def _skipped(problem: Workload, peer: str) -> str | None:
     return dict(problem.skip).get(peer)
 
 
-def _result(problem: Workload, peer: str, found: dict[str, Row], folder: str) -> Row:
+def _peer_result(problem: Workload, peer: str, found: dict[str, Row], folder: str) -> Row:
+    """The result of a peer on a workload for the report: what its process printed, with the errors against the reference.
+
+    found    what the process printed, by name of the workload
+    folder   the folder of the run, which has the samples
+
+    {"skipped": why} if the peer is not timed on the workload, {"failed": why} if it gave no result.
+    """
     reason = _skipped(problem, peer)
     if reason:
         return dict(skipped=reason)
     result = found.get(problem.name, dict(failed="not reached in the time given"))
-    paths = [_samples(folder, p, problem) for p in (REFERENCE, peer)]
+    paths = [_sample_path(folder, p, problem) for p in (REFERENCE, peer)]
     if "failed" in result or not all(map(os.path.exists, paths)):
         return result
     with np.load(paths[0]) as want, np.load(paths[1]) as got:
@@ -86,44 +98,59 @@ def _result(problem: Workload, peer: str, found: dict[str, Row], folder: str) ->
 
 
 def _error(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest difference over largest value."""
+    """The largest difference between two arrays over the largest magnitude of `want`; inf if shapes differ or `got` is not
+    finite.
+    """
     if got.shape != want.shape or not np.isfinite(got).all():
         return float("inf")
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-def _samples(folder: str, peer: str, problem: Workload) -> str:
+def _sample_path(folder: str, peer: str, problem: Workload) -> str:
+    """The file in which the process of a peer saves its sample rows of a workload."""
     return os.path.join(folder, f"{peer} {problem.name}.npz".replace(" ", "_"))
 
 
-class Child:
-    """The process of one peer, and the results that it has printed."""
+class PeerProcess:
+    """The process of one peer, restarted if it dies, and the results that it has printed so far.
+
+    remaining   names of the workloads without a result
+    results     by name of the workload what the process printed, or {"failed": why}; "facts" has the versions
+    starts      how often the process was started; four times at most
+    running     whether the process runs
+    """
 
     def __init__(self, suite: str, peer: str, problems: list[Workload], folder: str):
+        """Starts the process, if there are workloads.
+
+        folder   the folder of the run, for its output, its samples and the lock
+        """
         self.suite, self.peer, self.folder = suite, peer, folder
-        self.left = [p.name for p in problems]
+        self.remaining = [p.name for p in problems]
         self.results: dict[str, Row] = {}
         self.starts = 0
-        self.going = bool(self.left)
-        if self.going:
+        self.running = bool(self.remaining)
+        if self.running:
             self._start()
 
     @property
     def now(self) -> str:
-        return self.left[0] if self.left else "done"
+        """The name of the workload that is measured now; "done" after the last."""
+        return self.remaining[0] if self.remaining else "done"
 
     def _start(self) -> None:
+        """Starts a process that measures the remaining workloads and writes its lines to a new file in the folder."""
         self.starts += 1
         self.path = os.path.join(self.folder, f"{self.peer.replace(' ', '_')}-{self.starts}")
-        task = dict(suite=self.suite, peer=self.peer, problems=self.left, folder=self.folder)
+        task = dict(suite=self.suite, peer=self.peer, problems=self.remaining, folder=self.folder)
         environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", TF_CPP_MIN_LOG_LEVEL="3")
         command = [sys.executable, "-m", "flexjax.bench.device", json.dumps(task)]
         with open(self.path, "w") as out, open(self.path + ".err", "w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
-    def look(self, until: float) -> None:
-        """Reads new results, ends the process if it is late, and restarts it if it has died."""
-        if not self.going:
+    def poll_results(self, until: float) -> None:
+        """Reads new results, ends the process if time.time() is past `until`, and restarts it if it has died."""
+        if not self.running:
             return
         ended = self.process.poll() is not None
         late = not ended and time.time() > until
@@ -136,21 +163,21 @@ class Child:
                     row = json.loads(line)
                     name = row.pop("problem")
                     self.results[name] = row
-                    self.left = [n for n in self.left if n != name]
+                    self.remaining = [n for n in self.remaining if n != name]
         if not ended and not late:
             return
-        self.going = False
-        if late or not self.left:
+        self.running = False
+        if late or not self.remaining:
             return
         with open(self.path + ".err") as file:
             last = (file.read().strip().splitlines() or ["no word"])[-1][:300]
-        self.results[self.left[0]] = dict(failed=f"process ended with {self.process.returncode}: {last}")
-        never_began = self.process.returncode == 3
-        if never_began:
-            self.results |= {n: dict(failed=last) for n in self.left}
-        self.left = [] if never_began else self.left[1:]
-        if self.left and self.starts < 4:
-            self.going = True
+        self.results[self.remaining[0]] = dict(failed=f"process ended with {self.process.returncode}: {last}")
+        not_started = self.process.returncode == 3
+        if not_started:
+            self.results |= {n: dict(failed=last) for n in self.remaining}
+        self.remaining = [] if not_started else self.remaining[1:]
+        if self.remaining and self.starts < 4:
+            self.running = True
             self._start()
 
 
@@ -171,6 +198,12 @@ def other_processes() -> list[str]:
 
 
 def main(argument: str) -> int:
+    """Runs in the process of a peer: measures the workloads of a JSON object and prints a line of JSON for each.
+
+    argument   JSON: suite, peer, problems (names) and folder
+
+    Returns the exit status: 3 if the peer cannot be imported or finds no device, else 0.
+    """
     task = json.loads(argument)
     by_name = {p.name: p for p in SUITES[task["suite"]]}
     problems = [by_name[n] for n in task["problems"]]
@@ -192,7 +225,7 @@ def main(argument: str) -> int:
         try:
             result, samples = run(problem, task["folder"])
             arrays: dict[str, Any] = samples
-            np.savez(_samples(task["folder"], task["peer"], problem), **arrays)
+            np.savez(_sample_path(task["folder"], task["peer"], problem), **arrays)
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0]
             result = dict(failed=f"{type(error).__name__}: {text[:300]}")

@@ -1,4 +1,7 @@
-"""The implementations of the gpu suite that run in jax, and the float32 reference that all are compared with."""
+"""The implementations (peers) of the gpu suite that run in jax, and the float32 reference that all are compared with.
+
+A peer turns a workload into a function (q, k, v, array) -> out, where `array` is what the workload's score mod reads, or None.
+"""
 
 # pyright: reportMissingImports=false
 # peers are optional: they are measured where they are installed
@@ -16,13 +19,19 @@ import numpy as np
 from flexjax.bench.inputs import REFERENCE, alone, random_arrays, sample_rows
 from flexjax.bench.suites import MODS, Workload
 
-Attention = Callable[..., jax.Array]  # q, k, v [B, T, N, D], what the mod reads -> out
+Attention = Callable[..., jax.Array]
+"""q [B, T, N, D], k and v [B, T, M, D], what the mod reads or None -> out [B, T, N, D]."""
 Sums = tuple[jax.Array, jax.Array, jax.Array | None]
+"""The sums over the chunks of queries so far: dk, dv, and the gradient of what the mod reads."""
 Measured = tuple[dict[str, Any], dict[str, np.ndarray]]
+"""(times by name, sample rows by name), as `measure` returns them."""
 
 
 def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
-    """The public function as a user calls it; the block mask is made beforehand."""
+    """flexjax.flex_attention as a user calls it; the block mask is made beforehand.
+
+    deterministic   whether the backward pass adds in a fixed order
+    """
     import flexjax as package
 
     block_mask = None
@@ -34,6 +43,7 @@ def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
     options = package.KernelOptions(deterministic=deterministic)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, array: jax.Array | None) -> jax.Array:
+        """Attention of one call: q [B, T, N, D], k and v [B, T, M, D]; `array` is what the score mod reads."""
         score_mod = None
         if problem.mod:
             apply = MODS[problem.mod].apply
@@ -44,13 +54,13 @@ def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
 
 
 def jax_nn(problem: Workload) -> Attention:
-    """cuDNN's attention through jax.nn."""
+    """cuDNN's attention through jax.nn.dot_product_attention; masks only that it has arguments for, no score mod."""
     options: dict[str, Any] = dict(implementation="cudnn", **_mask_arguments(problem))
     return lambda q, k, v, array: jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def tokamax(problem: Workload) -> Attention:
-    """tokamax's Mosaic GPU kernels."""
+    """tokamax's Mosaic GPU kernels; masks only that it has arguments for, no score mod but the soft cap."""
     import tokamax as package
 
     options: dict[str, Any] = dict(implementation="mosaic", **_mask_arguments(problem))
@@ -60,7 +70,7 @@ def tokamax(problem: Workload) -> Attention:
 
 
 def _mask_arguments(problem: Workload) -> dict[str, Any]:
-    """The mask as arguments of `jax.nn.dot_product_attention`."""
+    """The workload's mask, causal or a window, as keyword arguments of `jax.nn.dot_product_attention`; {} for full attention."""
     words = dict(is_causal=True) if problem.mask in ("causal", "window") else {}
     return words | (dict(local_window_size=(problem.parameter - 1, 0)) if problem.mask == "window" else {})
 
@@ -75,14 +85,17 @@ PEERS: dict[str, Callable[[Workload], Attention]] = {
 
 
 def facts() -> dict[str, str]:
-    """Device and versions; runs a matrix product, so that the device is awake."""
+    """The device and the version of jax, by name; runs a matrix product first, so that the device is awake."""
     device = jax.devices()[0]
     jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((128, 128), jnp.bfloat16)))
     return dict(device=device.device_kind, jax=jax.__version__)
 
 
 def adapter(peer: str) -> Callable[[Workload, str], Measured]:
-    """The function (workload, folder) that measures a peer. Raises ImportError at once if the peer is not installed."""
+    """The function (workload, folder) -> Measured for a name: `measure` of that peer, or `reference` for the name REFERENCE.
+
+    Raises ImportError at once if the peer is not installed.
+    """
     if peer == REFERENCE:
         return reference
     if peer == "tokamax":
@@ -91,7 +104,14 @@ def adapter(peer: str) -> Callable[[Workload, str], Measured]:
 
 
 def measure(make: Callable[[Workload], Attention], problem: Workload, folder: str) -> Measured:
-    """Times of both passes in seconds and the sample rows of the results; `folder` has the lock."""
+    """Measures one peer on a workload.
+
+    make     the peer, from the workload to its attention function
+    folder   the folder of the run, which has the lock on the device
+
+    Returns (the seconds of the forward pass, of the backward pass and of the first call, and how they were measured; float32
+    sample rows of out and of each gradient, by name).
+    """
     arrays, array = on_device(problem)
     start = time.perf_counter()
     attend = make(problem)
@@ -99,6 +119,7 @@ def measure(make: Callable[[Workload], Attention], problem: Workload, folder: st
     def both(
         q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: jax.Array | None
     ) -> dict[str, jax.Array]:
+        """Output and gradients, by name, from the forward and the backward pass."""
         if not problem.learns:
             out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
             return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out)), strict=True))
@@ -121,19 +142,30 @@ def measure(make: Callable[[Workload], Attention], problem: Workload, folder: st
 
 
 def on_device(problem: Workload) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """The random arrays of the workload (inputs.random_arrays) on the device: (q, k, v and d_out by name, what the mod reads or
+    None).
+    """
     arrays, array = random_arrays(problem)
     return {name: jnp.asarray(x) for name, x in arrays.items()}, None if array is None else jnp.asarray(array)
 
 
 def sampled(problem: Workload, results: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """The sample rows of each result, float32; a learned array of fewer than three axes as a whole."""
+    """The sample rows of each result, float32, by name; a learned array of fewer than three axes as a whole.
+
+    results   arrays [B, T, ...] by name: "out", "dq", "dk", "dv", and "learned" for the gradient of what the mod reads
+    """
     rows = sample_rows(problem.length)
     pick = lambda name, x: x if name == "learned" and x.ndim < 3 else x[:, rows]
     return {name: np.asarray(pick(name, x).astype(jnp.float32)) for name, x in results.items()}
 
 
 def device_time(call: Callable[..., object], *operands: jax.Array | None, calls: int = 20) -> tuple[float, str]:
-    """Median seconds of the kernels of a call, and how they were measured."""
+    """Measures a call on the device; returns (median seconds of its kernels, how they were measured).
+
+    calls   number of calls that CUPTI measures
+
+    Without CUPTI the time is that of back-to-back launches.
+    """
     jax.block_until_ready(call(*operands))
     try:
         from jax.experimental.mosaic.gpu import profiler
@@ -155,7 +187,10 @@ def device_time(call: Callable[..., object], *operands: jax.Array | None, calls:
 
 
 def reference(problem: Workload, folder: str) -> Measured:
-    """Dense attention and its gradients in float32, a chunk of queries at a time."""
+    """Computes dense attention and its gradients in float32, a chunk of queries at a time; returns ({}, sample rows by name).
+
+    folder   not used; the argument of every function that `adapter` returns
+    """
     arrays, array = on_device(problem)
     with jax.default_matmul_precision("highest"):
         results = jax.jit(functools.partial(_reference, problem))(arrays, array)
@@ -163,6 +198,11 @@ def reference(problem: Workload, folder: str) -> Measured:
 
 
 def _reference(problem: Workload, arrays: dict[str, jax.Array], array: jax.Array | None) -> dict[str, jax.Array]:
+    """Output and gradients of a workload in float32, by name: "out", "dq", "dk", "dv", and "learned" if the workload learns.
+
+    arrays   q, k, v and d_out by name
+    array    what the score mod reads, None if it reads none
+    """
     B, T, N, D = arrays["q"].shape
     M, size = problem.kv_heads, math.gcd(T, 128)
     split = lambda x: jnp.moveaxis(x.reshape(B, T // size, size, M, N // M, D), 1, 0)
@@ -172,6 +212,10 @@ def _reference(problem: Workload, arrays: dict[str, jax.Array], array: jax.Array
     learned = array if problem.learns else None
 
     def chunk(sums: Sums, inputs: tuple[jax.Array, ...]) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
+        """One chunk of queries: its rows of out and dq, added to the sums of dk, dv and the learned array's gradient.
+
+        inputs   (queries of the chunk, their d_out, the position of the first)
+        """
         d_k, d_v, d_learned = sums
         q, d_out, first = inputs[0].astype(jnp.float32), inputs[1].astype(jnp.float32), inputs[2]
         at = (first + jnp.arange(size))[:, None]

@@ -1,4 +1,4 @@
-"""What every peer of a GPU suite uses: the same arrays, the same sample rows, and a lock on the GPU while it is timed."""
+"""What every peer (implementation) of the gpu suite uses: the same arrays, the same sample rows, and a lock on the GPU."""
 
 import contextlib
 import fcntl
@@ -11,30 +11,35 @@ from flexjax.bench.suites import MODS, Workload
 
 SAMPLE_ROWS = 16
 REFERENCE = "reference"
+"""The name under which the float32 reference runs, beside the names of the peers."""
 
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """A context in which no other process of this run times anything on the device."""
+    """A context in which no other process of this run times anything on the device; waits for the lock in `folder`."""
     with open(os.path.join(folder, "lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def sample_rows(length: int) -> np.ndarray:
-    """The positions of the queries whose results are compared, spread evenly."""
+    """The positions of the queries (and keys) whose results are compared: at most SAMPLE_ROWS, spread evenly over `length`
+    tokens.
+    """
     return np.linspace(0, length - 1, min(SAMPLE_ROWS, length)).astype(int)
 
 
 def random_arrays(problem: Workload) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """q, k, v, d_out and the array that the mod reads, random, in the dtypes that they have on the device.
+    """Makes the random arrays of a workload as numpy arrays in the dtypes that they have on the device.
 
-    Large arrays repeat a prime number of normal numbers, so that no two rows are equal, because generating hundreds of
-    millions of normal numbers takes longer than everything else.
+    Returns ({"q", "k", "v", "d_out": array [B, T, heads, D]}, the array that the score mod reads or None); d_out is the
+    cotangent of the output. Large arrays repeat a prime number of normal numbers, so that no two rows are equal, because
+    generating hundreds of millions of normal numbers takes longer than everything else.
     """
     import ml_dtypes  # jax brings it
 
     def fill(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Normal numbers of that seed, in that shape and dtype."""
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
         size = min(int(np.prod(shape)), 4_194_301)
         return np.resize(np.random.default_rng((seed, 0)).standard_normal(size, np.float32).astype(kind), shape)

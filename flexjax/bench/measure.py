@@ -1,8 +1,11 @@
-"""One measurement of the cpu suite: a workload, a peer and a pass, in a process of its own (`measure_apart`).
+"""One measurement of the cpu suite: a workload, a peer (an implementation of PEERS) and a pass, in a process of its own.
 
 Every call runs to its end before the next. The first call compiles and two more warm up; then calls are timed one by one until
 the budget is spent, at least five of them. The result also has the peak memory of the process (of the device, if the device
 counts its memory), and the error of the results at a sample of rows against float64 numpy.
+
+A pass is "forward" or "forward+backward". A result is a dict: median, fastest and first_call in seconds, calls (how many were
+timed), peak_bytes, and error, relative to the largest value.
 """
 
 import dataclasses
@@ -28,7 +31,13 @@ SAMPLE_ROWS = 16
 
 
 def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
-    """The result of `measure` from a child process, or {"failed": why}; a child that takes longer than `timeout` s is ended."""
+    """Runs `measure` in a child process; returns its result, or {"failed": why}.
+
+    suite, problem   the name of the suite and the workload
+    peer             name of the implementation
+    which            the pass
+    timeout          a child that takes longer than this many seconds is ended
+    """
     task = dict(suite=suite, problem=problem.name, peer=peer, which=which, seconds=problem.seconds)
     command = [sys.executable, "-m", "flexjax.bench.measure", json.dumps(task)]
     try:
@@ -43,14 +52,16 @@ def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout:
 
 
 def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
-    """The measurement: times in seconds, memory in bytes, error relative to the largest value."""
+    """Measures one pass of one peer on a workload, in this process; returns the result (see the top of the file)."""
     attend = PEERS[peer](problem)
     arrays = {name: jnp.asarray(x, problem.dtype) for name, x in problem.arrays().items()}
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+        """(out,), by the forward pass; d_out is not used."""
         return (attend(q, k, v),)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+        """(out, dq, dk, dv), by the forward and the backward pass."""
         out, pull = jax.vjp(attend, q, k, v)
         return (out, *pull(d_out))
 
@@ -74,7 +85,9 @@ def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
 
 
 def _timed(call: Callable[[], object], seconds: float) -> list[float]:
-    """The time of each call in seconds, after two calls that are not timed: calls until `seconds` have passed, 5 to 200 of them."""
+    """Times single calls until `seconds` have passed, 5 to 200 of them, after two calls that are not timed; returns the seconds
+    of each.
+    """
     for _ in range(2):
         call()
     times: list[float] = []
@@ -87,7 +100,7 @@ def _timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 
 def _peak_bytes() -> int:
-    """Peak memory of the device if it counts it, else of this process, with interpreter and compiler."""
+    """The peak memory in bytes: of the device if it counts it, else of this process, with interpreter and compiler."""
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -96,11 +109,16 @@ def _peak_bytes() -> int:
 
 
 def _sample_rows(problem: Workload) -> np.ndarray:
+    """The positions of the queries whose results are compared: at most SAMPLE_ROWS, spread evenly."""
     return np.linspace(0, problem.length - 1, min(SAMPLE_ROWS, problem.length)).astype(int)
 
 
 def _error(problem: Workload, sample: list[np.ndarray]) -> float:
-    """Largest error of out and of the gradient of q at the sample rows, relative to the largest value."""
+    """The largest error of out and of the gradient of q at the sample rows, relative to the largest value; inf for NaN or
+    infinity.
+
+    sample   out and, if the pass has it, the gradient of q, float64 [B, sample rows, N, D]
+    """
     worst = 0.0
     for got, want in zip(sample, rows_by_numpy(problem, _sample_rows(problem)), strict=False):
         if not np.isfinite(got).all():
@@ -110,7 +128,11 @@ def _error(problem: Workload, sample: list[np.ndarray]) -> float:
 
 
 def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 out and gradient of q at `rows`, [B, rows, N, D] each."""
+    """Computes out and the gradient of q of a workload by dense attention in numpy, at some queries: float64 [B, rows, N, D]
+    each.
+
+    rows   the positions of these queries
+    """
     stored = {name: jnp.asarray(x, problem.dtype).astype(jnp.float32) for name, x in problem.arrays().items()}
     q, k, v, d_out = (np.asarray(stored[name], np.float64) for name in ("q", "k", "v", "d_out"))
     q, d_out = q[:, rows], d_out[:, rows]
@@ -128,7 +150,7 @@ def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def machine() -> dict[str, str]:
-    """Device, cores and versions, for the line below the table."""
+    """The device, the number of cores and the versions, by name, for the line below the table."""
     device = jax.devices()[0]
     return dict(
         device=device.device_kind if device.platform != "cpu" else cpu_name(),
@@ -150,6 +172,7 @@ def cpu_name() -> str:
 
 
 def main(argument: str) -> None:
+    """Runs the measurement that a JSON object describes (measure_apart writes it) and prints the result as a line of JSON."""
     task = json.loads(argument)
     problem = next(p for p in SUITES[task["suite"]] if p.name == task["problem"])
     problem = dataclasses.replace(problem, seconds=task["seconds"])

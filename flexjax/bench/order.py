@@ -1,14 +1,17 @@
 """`python -m flexjax.bench --suite order`, on a GPU: the backward pass in a fixed order compared with any order.
 
-The order is that of the dQ additions. Published tables use powers of two as lengths, where a schedule may be at its
-best. This suite uses lengths and head counts that fill the SMs badly, and prints the worst ratio of fixed over any
-order. Each time is that of back-to-back launches; the two orders alternate.
+The order is that in which CTAs add their parts to dQ: fixed gives the same bits each time, any order is that in which the CTAs
+finish. Published tables use powers of two as lengths, where a schedule may be at its best. This suite uses lengths and head
+counts that fill the SMs badly, and prints the worst ratio of fixed over any order. Each time is that of back-to-back launches;
+measurements of the two orders alternate.
 """
 
+import concurrent.futures
 import statistics
 import sys
 import time
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +19,20 @@ import jax.numpy as jnp
 import flexjax
 from flexjax import masks
 
-TURNS, SECONDS = 5, 0.02  # measurements of each order, and the least duration of one
+TURNS, SECONDS = 5, 0.02
+"""Number of measurements of each order, and the least duration of one in seconds."""
 FEW = 4 * 132
 """Heads times key tiles; below this number the CTAs fill the SMs of an H100 or H200 fewer than four times."""
 
 
 class Case(typing.NamedTuple):
-    """Batch 1, as many keys as queries, bfloat16."""
+    """A workload of the suite: batch 1, as many keys as queries, bfloat16.
+
+    causal   whether the mask is causal; else there is none
+    dim      head dim
+    heads    number of query heads and of key heads
+    tokens   number of queries and of keys
+    """
 
     causal: bool
     dim: int
@@ -37,6 +47,7 @@ class Case(typing.NamedTuple):
         return 1.15 if self.causal else 1.08
 
     def __str__(self) -> str:
+        """The case in words, such as "causal d128 16 heads 2560"."""
         return f"{'causal' if self.causal else 'full'} d{self.dim} {self.heads} heads {self.tokens}"
 
 
@@ -60,21 +71,26 @@ CASES = [Case(*key, tokens) for key, lengths in LENGTHS.items() for tokens in le
 
 
 class Compiled(typing.NamedTuple):
-    """The forward pass, which returns the residuals, and the backward pass from the residuals and d_out."""
+    """The compiled passes of a case.
+
+    forward    (q, k, v) -> the pull-back of jax.vjp, which has the residuals
+    backward   (pull-back, d_out) -> the gradients of q, k and v
+    """
 
     forward: typing.Any
     backward: typing.Any
 
 
 def build(case: Case, deterministic: bool) -> Compiled:
-    """The two compiled functions of a case, for the default device: q, k, v -> pull-back, and pull-back, d_out -> gradients.
+    """Compiles the two passes of a case for the default device, apart, so that the backward pass is timed alone.
 
-    They are apart so that the backward pass is timed alone. `deterministic`: whether dQ additions have a fixed order.
+    deterministic   whether dQ additions have a fixed order
     """
     options = flexjax.KernelOptions(deterministic=deterministic)
     mask = masks.causal if case.causal else None
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Attention by the Mosaic GPU kernels."""
         out: typing.Any = flexjax.flex_attention(
             q, k, v, mask_mod=mask, kernel_options=options, implementation="mosaic_gpu"
         )
@@ -87,9 +103,11 @@ def build(case: Case, deterministic: bool) -> Compiled:
 
 
 def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
-    """Seconds of a backward pass in a fixed order and in any order: the median of TURNS measurements of each, which alternate.
+    """Times the backward pass of a case in a fixed order and in any order; returns the seconds of each.
 
     both   the compiled passes, fixed order first
+
+    Each is the median of TURNS measurements, which alternate between the two orders.
     """
     keys = jax.random.split(jax.random.key(case.tokens), 4)
     q, k, v, d_out = (jax.random.normal(key, (1, case.tokens, case.heads, case.dim), jnp.bfloat16) for key in keys)
@@ -107,13 +125,27 @@ def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def compile_all(cases: Sequence[Case]) -> dict[Case, tuple[Compiled, Compiled]]:
+    """The compiled passes of every case, fixed order first; several compile at a time, and nothing runs meanwhile."""
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        orders = [threads.map(lambda case, fixed=fixed: build(case, fixed), cases) for fixed in (True, False)]
+        return {case: (fixed, any_order) for case, fixed, any_order in zip(cases, *orders, strict=True)}
+
+
 def main() -> int:
-    """Prints one line for each case and the worst ratio for each limit. Returns 1 if any case exceeds its limit."""
+    """Runs all cases; prints one line for each, then the worst ratio for each limit. Returns 1 if any case exceeds its limit,
+    else 0.
+    """
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}")
+    return report(compile_all(CASES))
+
+
+def report(compiled: dict[Case, tuple[Compiled, Compiled]]) -> int:
+    """Times the compiled cases one after the other and prints what `main` promises; its return value is that of `main`."""
     print("| problem | fixed ms | any ms | fixed / any | allowed |\n|---|---|---|---|---|")
     found: dict[Case, float] = {}
-    for case in CASES:
-        a, b = seconds(case, (build(case, deterministic=True), build(case, deterministic=False)))
+    for case, both in compiled.items():
+        a, b = seconds(case, both)
         found[case] = a / b
         over = " (over)" if a / b > case.limit else ""
         print(f"| {case} | {1e3 * a:.3f} | {1e3 * b:.3f} | {a / b:.2f}{over} | {case.limit} |", flush=True)

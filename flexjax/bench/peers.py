@@ -1,4 +1,7 @@
-"""The implementations of the cpu suite: each turns a workload into a function of q, k, v; masks are made beforehand."""
+"""The implementations (peers) of the cpu suite: each turns a workload into a function of q, k, v.
+
+A peer makes its mask beforehand, so that making it is not timed.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,7 +12,8 @@ import numpy as np
 
 from flexjax.bench.suites import Workload
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v [B, T, N, D] -> out [B, T, N, D]
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""q [B, T, N, D], k and v [B, T, M, D] -> out [B, T, N, D]."""
 
 
 def dense(problem: Workload) -> Attention:
@@ -17,6 +21,7 @@ def dense(problem: Workload) -> Attention:
     mask = _dense_mask(problem)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Attention of q [B, T, N, D] over k and v [B, T, M, D], with all scores in memory."""
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
         scores = jnp.where(mask, scores / math.sqrt(q.shape[-1]), -jnp.inf)
@@ -51,6 +56,7 @@ def flexjax(problem: Workload) -> Attention:
 
 
 def _dense_mask(problem: Workload) -> jax.Array:
+    """The workload's mask as an array: bool [length, length], True where the query sees the key."""
     index = np.arange(problem.length)
     return jnp.asarray(problem.allowed()(index[:, None], index[None, :]))
 

@@ -1,15 +1,30 @@
-"""The tables and the plot of a list of measurements, and sentences about those that are wrong."""
+"""The tables and the plot of a list of measurements, and sentences about those that are wrong.
+
+row      the measurements of one workload and pass, a dict: problem (the name of the workload), which (the pass), flops, and
+         peers, which has a result for each peer
+peer     an implementation that is timed; flexjax is one
+result   a dict: median (seconds), error and other numbers of `measure`, or {"failed": why}, or {"skipped": why}
+facts    the device and versions, by name, for the line below the table
+command  the command line that made the measurements
+"""
 
 import math
 from typing import Any
 
-Row = dict[str, Any]  # problem, which, flops, and per peer a dict of `measure` or {"failed": why} or {"skipped": why}
+Row = dict[str, Any]
+"""A row of measurements, or the result of one peer; see the top of the file."""
 
 OWN = "flexjax"
 
 
 def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """The table of the cpu suite, a line for each workload and pass: medians, ratios to flexjax, GFLOP/s, memory, largest error."""
+    """The table of the cpu suite as Markdown text, with a line for each row.
+
+    rows, facts, command   see the top of the file
+    peers                  names of the peers, in the order of the columns
+
+    The columns are median times, ratios to flexjax, GFLOP/s of flexjax, peak memory and the largest error of any peer.
+    """
     others = [peer for peer in peers if peer != OWN]
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p} / {OWN}" for p in others)]
     head += [f"{OWN}, GFLOP/s", *(f"{p}, peak MB" for p in peers), "largest error"]
@@ -33,7 +48,14 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
 
 
 def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """The table of the gpu suite, a line for each workload and pass: times, TFLOP/s, speed over the best peer, first call, errors."""
+    """The table of the gpu suite as Markdown text, with a line for each row.
+
+    rows, facts, command   see the top of the file
+    peers                  names of the peers, in the order of the columns; those that begin with "flexjax" are ours
+
+    The columns are median times, TFLOP/s of ours, speed of ours over the fastest other peer, seconds of the first call, and
+    errors.
+    """
     others = [peer for peer in peers if not peer.startswith(OWN)]
     own = [peer for peer in peers if peer.startswith(OWN)]
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p}, TFLOP/s" for p in own)]
@@ -69,14 +91,17 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
 
 
 def _gpu_milliseconds(result: Row) -> str:
+    """The median time of a result in milliseconds with three decimals; "failed" or "-" if it has none."""
     return f"{result['median'] * 1e3:.3f}" if "median" in result else _milliseconds(result)
 
 
 def _reason(result: Row) -> str | None:
+    """Why a result has no time: the reason of the failure or of the skip; None if it has one."""
     return result.get("failed") or result.get("skipped")
 
 
 def _milliseconds(result: Row) -> str:
+    """The median time of a result in milliseconds with about three digits; "failed" or "-" if it has none."""
     if "median" not in result:
         return "failed" if "failed" in result else "-"
     value = result["median"] * 1e3
@@ -84,15 +109,17 @@ def _milliseconds(result: Row) -> str:
 
 
 def _ratio(other: Row, own: Row) -> str:
+    """The median time of `other` over that of `own`, with two decimals; "-" if either has none."""
     return f"{other['median'] / own['median']:.2f}" if "median" in other and "median" in own else "-"
 
 
 def _megabytes(result: Row) -> str:
+    """The peak memory of a result in MiB; "-" if it has none."""
     return f"{result['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in result else "-"
 
 
 def wrong(rows: list[Row], allowed: float) -> list[str]:
-    """Sentences about results whose error exceeds `allowed`, and about measurements that failed."""
+    """Sentences about measurements that failed and about results whose error exceeds `allowed` (relative to the largest value)."""
     found = []
     for row in rows:
         for peer, result in row["peers"].items():
@@ -104,7 +131,12 @@ def wrong(rows: list[Row], allowed: float) -> list[str]:
 
 
 def plot(rows: list[Row], peers: list[str], facts: dict[str, str], path: str) -> None:
-    """Draws bars of median times, a group for each workload and a panel for each pass, to a file; needs matplotlib."""
+    """Draws bars of median times to the file `path`, a panel for each pass and a group of bars for each workload; needs
+    matplotlib.
+
+    rows, facts   see the top of the file
+    peers         names of the peers, a bar each
+    """
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,9 @@
-"""The workloads of the suites, as rows of data; a mask is one expression that numpy, JAX and torch can evaluate."""
+"""The workloads of the benchmark suites, as rows of data.
+
+A workload is self-attention of one shape under one mask, with or without a score mod. A mask is one expression of (q, kv) that
+numpy, JAX and torch can evaluate. A peer is an implementation that is timed. A pass is "forward", "backward" or
+"forward+backward".
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,21 +20,28 @@ PASSES = ("forward", "forward+backward")
 
 
 class Allowed(Protocol):
-    """A mask: (q, kv) -> bool."""
+    """A mask: (q, kv) -> bool, True where the query sees the key; for ints and for integer arrays that broadcast."""
 
-    def __call__(self, q: "Value", kv: "Value", /) -> "Value": ...
+    def __call__(self, q: "Value", kv: "Value", /) -> "Value":
+        """Whether query q sees key kv."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """Self-attention of one shape under one mask.
 
-    mask      name in `MASKS`, and its parameter: window width, number of documents, 0 where it has none
-    seed      of the documents' lengths
-    mod       name of the score function in `MODS`, None without one
-    learns    whether the gradient of the array that the mod reads is wanted too
-    skip      peers that are not timed on this workload, with the reason
-    seconds   time budget of one measurement, without warm-up and compilation
+    name                          for tables
+    mask, parameter               name in `MASKS`, and its parameter: window width, number of documents, 0 where it has none
+    length                        number of queries and of keys
+    batch, heads, kv_heads, dim   batch size, query heads, key heads, head dim
+    dtype                         dtype name of q, k, v and the output
+    seed                          of the documents' lengths
+    mod                           name of the score mod in `MODS`, None without one
+    learns                        whether the gradient of the array that the mod reads is wanted too
+    passes                        the passes that are measured
+    skip                          (peer, reason) of each peer that is not timed on this workload
+    seconds                       time budget of one measurement, without warm-up and compilation
     """
 
     name: str
@@ -49,7 +61,7 @@ class Workload:
     seconds: float = 10.0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """q, k, v and the cotangent of the output, [B, T, N, D] float32, the same for every peer."""
+        """Makes q, k, v and d_out, the cotangent of the output: random float32 [B, T, heads, D], the same for every peer."""
         rng = np.random.default_rng(0)
         heads = dict(q=self.heads, k=self.kv_heads, v=self.kv_heads, d_out=self.heads)
         return {
@@ -57,23 +69,29 @@ class Workload:
         }
 
     def allowed(self) -> "Allowed":
-        """The mask, (q, kv) -> bool, for scalars and for arrays that broadcast."""
+        """The workload's mask: (q, kv) -> bool, for ints and for integer arrays that broadcast."""
         return MASKS[self.mask](self)
 
     def visited(self) -> int:
-        """Number of (query, key) pairs that the mask keeps, of `length * length`."""
+        """Counts the pairs of a query and a key that the mask keeps, of `length * length`."""
         allowed, keys, step = self.allowed(), np.arange(self.length), max(1, 2**24 // self.length)
         rows = (np.arange(start, min(start + step, self.length)) for start in range(0, self.length, step))
         return sum(int(np.count_nonzero(allowed(r[:, None], keys[None, :]))) for r in rows)
 
     def flops(self, which: str) -> float:
-        """Floating-point operations of the pairs that the mask keeps: 4 B N D a pair forward, 2.5 times that backward."""
+        """The floating-point operations of a pass (`which`): 4 B N D for each pair that the mask keeps forward, 2.5 times that
+        backward.
+        """
         forward = 4.0 * self.batch * self.heads * self.dim * self.visited()
         return forward * {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[which]
 
 
 def document_ids(length: int, documents: int, seed: int = 1) -> np.ndarray:
-    """int32 [length], sorted; document lengths are drawn, none is empty."""
+    """The document of each token: int32 [length], ascending from 0; the lengths of documents are drawn, none is empty.
+
+    documents   number of documents
+    seed        of the lengths
+    """
     cuts = np.random.default_rng(seed).choice(np.arange(1, length), documents - 1, replace=False)
     return np.searchsorted(np.sort(cuts), np.arange(length), side="right").astype(np.int32)
 
@@ -83,6 +101,7 @@ def _documents(problem: Workload) -> Allowed:
     ids = document_ids(problem.length, problem.parameter, problem.seed)
 
     def allowed(q: "Value", kv: "Value") -> "Value":
+        """Whether query and key are in the same document and the key is not later."""
         if isinstance(q, np.ndarray):
             return (ids[q] == ids[kv]) & (q >= kv)
         import jax.numpy as jnp
@@ -93,7 +112,7 @@ def _documents(problem: Workload) -> Allowed:
     return allowed
 
 
-MASKS: dict[str, Callable[[Workload], Allowed]] = {
+MASKS: dict[str, Callable[[Workload], Allowed]] = {  # from the workload, whose `parameter` they read, to the mask
     "full": lambda p: lambda q, kv: (q >= 0) & (kv >= 0),
     "causal": lambda p: lambda q, kv: q >= kv,
     "window": lambda p: lambda q, kv: (q >= kv) & (q - kv < p.parameter),
@@ -104,12 +123,12 @@ MASKS: dict[str, Callable[[Workload], Allowed]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """A score function that reads at most one array.
+    """A score mod of the suites, which reads at most one array.
 
-    apply   (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
-    shape   shape of the array, None if it reads none
-    stored  dtype of the array on the device
-    values  the array; None: normal numbers
+    apply    (array, score, h, q, kv) -> score, for scalars and for arrays that broadcast
+    shape    from the workload to the shape of the array; None if the mod reads none
+    stored   dtype name of the array on the device
+    values   from the workload to the array; None: normal numbers
     """
 
     apply: Callable[..., "jax.Array"]
@@ -119,12 +138,14 @@ class Mod:
 
 
 def _softcap(_: object, s: "jax.Array", h: object, q: object, kv: object) -> "jax.Array":
+    """The score squashed into -30..30 by tanh; reads no array."""
     import jax.numpy as jnp
 
     return 30.0 * jnp.tanh(s / 30.0)
 
 
 def _checkerboard(_: object, s: "jax.Array", h: object, q: "jax.Array", kv: "jax.Array") -> "jax.Array":
+    """The score halved at even distances and doubled at odd ones; reads no array."""
     import jax.numpy as jnp
 
     s = jnp.where((kv - q) % 2 == 0, s * 0.5, s)
@@ -169,7 +190,10 @@ class _Other(TypedDict, total=False):
 def _gpu(
     name: str, mask: str, parameter: int, length: int, heads: int, kv_heads: int, dim: int, **other: Unpack[_Other]
 ) -> Workload:
-    """A workload of the gpu suite: batch 2 and bfloat16 unless `other` says otherwise; it has no time budget."""
+    """Makes a workload of the gpu suite; all arguments are fields of Workload. It has no time budget.
+
+    other   batch, dtype, seed, mod, learns; batch 2 and bfloat16 if not given
+    """
     fields: _Other = {"batch": 2, "dtype": "bfloat16", **other}
     passes = ("forward", "backward")
     return Workload(name, mask, parameter, length, heads=heads, kv_heads=kv_heads, dim=dim, passes=passes, **fields)

@@ -1,4 +1,7 @@
-"""torch FlexAttention on the workloads of the gpu suite, in a process of its own, without jax on the device."""
+"""torch FlexAttention on the workloads of the gpu suite, in a process of its own, without jax on the device.
+
+device.py calls `facts` once and `measure` for each workload.
+"""
 
 # pyright: reportMissingImports=false
 # peers are optional: they are measured where they are installed
@@ -14,6 +17,7 @@ from flexjax.bench.suites import MODS, Workload, document_ids
 
 
 def facts() -> dict[str, str]:
+    """The version of torch, by name; sets torch up for the suite. Raises RuntimeError if torch finds no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -26,6 +30,13 @@ def facts() -> dict[str, str]:
 
 
 def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Measures torch FlexAttention on one workload.
+
+    folder   the folder of the run, which has the lock on the device
+
+    Returns (times of the forward and the backward pass in seconds, how they were measured and the seconds of the first call;
+    float32 sample rows of out and of each gradient, by name).
+    """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -68,7 +79,10 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
 
 
 def _tensor(x: np.ndarray, dtype: str) -> Any:
-    """The array on the device. bfloat16 goes as int16, because torch does not know numpy's bfloat16."""
+    """A torch tensor on the GPU with the numbers of the numpy array `x`, in the torch dtype of that name.
+
+    bfloat16 is copied as int16 bits, because torch does not know numpy's bfloat16.
+    """
     import torch
 
     bits = torch.from_numpy(x.view(np.int16)) if dtype == "bfloat16" else torch.from_numpy(x)
@@ -76,7 +90,13 @@ def _tensor(x: np.ndarray, dtype: str) -> Any:
 
 
 def _events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> float:
-    """Median seconds of a call, from CUDA events around `inner` calls back to back."""
+    """The median seconds of a call, by CUDA events.
+
+    rounds   number of measurements
+    inner    number of back-to-back calls of each measurement
+
+    Three calls before the first measurement warm up.
+    """
     import torch
 
     for _ in range(3):
@@ -94,7 +114,7 @@ def _events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> flo
 
 
 def _mask(problem: Workload, device: str) -> Any:
-    """The mask function for torch, None for full attention."""
+    """The workload's mask as a function of torch tensors (b, h, q, kv) -> bool; None for full attention."""
     n = problem.parameter
     if problem.mask == "documents":
         import torch
@@ -110,7 +130,10 @@ def _mask(problem: Workload, device: str) -> Any:
 
 
 def _mod(problem: Workload, array: Any) -> Any:
-    """The score function for torch, None without one; `array` is what it reads."""
+    """The workload's score mod as a function of torch tensors; None without one.
+
+    array   the tensor that the mod reads, None if it reads none
+    """
     import torch
 
     if problem.mod is None:
@@ -122,6 +145,7 @@ def _mod(problem: Workload, array: Any) -> Any:
         def checkerboard(
             s: "torch.Tensor", b: object, h: object, q: "torch.Tensor", kv: "torch.Tensor"
         ) -> "torch.Tensor":
+            """Halves the score at even distances and doubles it at odd ones."""
             s = torch.where((kv - q) % 2 == 0, s * 0.5, s)
             return torch.where((kv - q) % 2 == 1, s * 2.0, s)
 

@@ -25,20 +25,22 @@ Array = jax.Array
 
 
 class BlockMask(Parts):
-    """Block lists of a mask over [B, H, q_len, kv_len]; the fields are those of Parts.
+    """The block lists of a mask over [B, H, q_len, kv_len], with what users do with them; the fields are those of Parts.
 
+    A block is partial (the mask decides each entry), full (all entries are visible) or empty (in neither list, never visited).
     `create_block_mask` and `BlockMask.from_kv_blocks` make one.
     """
 
     @classmethod
     def of(cls, parts: Parts) -> "BlockMask":
+        """The block mask with the fields of `parts`."""
         return cls(**{f.name: getattr(parts, f.name) for f in dataclasses.fields(parts)})
 
     # ------------------------------------------------------------------ shape and meaning
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, q_len, kv_len), of each one where this is a stack of block masks, as vmap makes them."""
+        """(B, H, q_len, kv_len), lengths in tokens; of one block mask if this is a stack of them, as vmap makes."""
         batch, heads = self.kv_num_blocks.shape[-3:-1]
         return (batch, heads, self.q_len, self.kv_len)
 
@@ -56,6 +58,7 @@ class BlockMask(Parts):
         partial, full = self._flags()
 
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            """Whether the entry is visible: its block is full, or is partial and the traced mask shows the entry."""
             batch, heads = (at if n > 1 else 0 for at, n in zip((b, h), partial.shape[:2], strict=True))
             block = (batch, heads, q_idx // self.block_size[0], kv_idx // self.block_size[1])
             return full[block] | (partial[block] & inside(b, h, q_idx, kv_idx))
@@ -64,7 +67,9 @@ class BlockMask(Parts):
 
     @property
     def _within_partial_blocks(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """Which entries of the partial blocks are on, as a function (b, h, q_idx, kv_idx) -> bool."""
+        """The traced mask as a function (b, h, q_idx, kv_idx) -> bool scalar, which decides entries of partial blocks; it is
+        always True without a mask program. It does not look at the lists.
+        """
         if self.program is None:
             return lambda b, h, q_idx, kv_idx: jnp.asarray(True)
         mask_mod = as_mask_mod(self.program, self.captures)
@@ -77,7 +82,7 @@ class BlockMask(Parts):
         )
 
     def _flags(self) -> tuple[Array, Array]:
-        """(partial, full): which blocks are partial and which are full, bool [B, H, q_blocks, kv_blocks] each."""
+        """(partial, full): for every block whether it is in the list of partial (full) blocks, bool [B, H, q_blocks, kv_blocks]."""
         columns = self.blocks[1]
         partial = transpose.flags_of_lists(self.kv_num_blocks, self.kv_indices, columns)
         return partial, transpose.flags_of_lists(self.full_kv_num_blocks, self.full_kv_indices, columns)
@@ -106,6 +111,7 @@ class BlockMask(Parts):
         return self._transposed(1)[1]
 
     def _transposed(self, pair: int) -> tuple[Array, Array]:
+        """The transposed lists (counts, block numbers) of the query blocks of each key block; pair: 0 partial, 1 full blocks."""
         lists = (self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices)[2 * pair :][:2]
         return transpose.transposed(*lists, columns=self.blocks[1], width=self.q_widths[pair])
 
@@ -121,13 +127,15 @@ class BlockMask(Parts):
             )
 
     def to_dense(self) -> Array:
-        """int32 [B, H, q_blocks, kv_blocks]: 1 where a block is visited."""
+        """int32 [B, H, q_blocks, kv_blocks]: 1 for blocks that are visited (partial or full), 0 for empty ones."""
         self._refuse_stack()
         partial, full = self._flags()
         return (partial | full).astype(jnp.int32)
 
     def to_mask(self) -> Array:
-        """bool [B, H, q_len, kv_len]: the mask of every entry, as kernels apply it. For tests, because it is the whole matrix."""
+        """bool [B, H, q_len, kv_len]: whether each entry is visible, by the lists and the mask as kernels apply them. For tests,
+        because it has the size of the attention matrix.
+        """
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
         q, kv = (jnp.arange(n, dtype=jnp.int32) for n in (q_len, kv_len))
@@ -140,7 +148,7 @@ class BlockMask(Parts):
         return (spread(partial) & on) | spread(full)
 
     def sparsity(self) -> float:
-        """Percentage of blocks that are skipped, 0 to 100. Raises ValueError for traced lists."""
+        """The percentage of blocks that are empty and so are skipped, 0 to 100. Raises ValueError for traced lists."""
         if isinstance(self.kv_num_blocks, Tracer):
             raise bad_argument("block_mask", "traced", "concrete lists", "Count its blocks outside jit.")
         total = self.kv_num_blocks.size * self.blocks[1]
@@ -167,9 +175,9 @@ class BlockMask(Parts):
 
         kv_num_blocks, kv_indices             int32 [B, H, q_blocks] and [B, H, q_blocks, width]: the key blocks of each query
                                               block in which `mask_mod` applies
-        full_kv_num_blocks, full_kv_indices   the same for key blocks whose entries are all on; None for none
+        full_kv_num_blocks, full_kv_indices   the same for key blocks whose entries are all visible; None for none
         block_size                            tokens of a block, one number or (queries, keys)
-        mask_mod                              None: all entries of the blocks of the first pair are on
+        mask_mod                              None: all entries of the blocks of the first pair are visible
         q_len, kv_len                         in tokens; by default q_blocks, and the largest block number + 1, times the block
                                               size (the latter needs concrete lists)
 
@@ -198,23 +206,32 @@ class BlockMask(Parts):
     # ------------------------------------------------------------------ pictures
 
     def to_string(self, width: int = 64) -> str:
-        """A picture of each (b, h): `█` full, `░` partial, ` ` empty; several blocks share a character past `width`."""
+        """A picture of each (b, h), a character for each block: `█` full, `░` partial, ` ` empty.
+
+        width   the most rows and columns of characters; with more blocks, several share a character
+        """
         self._refuse_stack()
         return picture.text(self, repr(self), width)
 
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
-        """Draws one (batch, head) with matplotlib (the `plot` extra); returns its Axes."""
+        """Draws the classes of the blocks of one batch entry and head with matplotlib (the `plot` extra); returns its Axes.
+
+        batch, head   which of them
+        axes          matplotlib Axes to draw on; None makes new ones
+        """
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
         place = f", b={batch} h={head}" if b * h > 1 else ""
         return picture.plot(self, f"{q_len} x {kv_len}, {self.sparsity():.1f}% skipped{place}", batch, head, axes)
 
     def _repr_html_(self) -> str:
+        """HTML for notebooks: a picture of the first (b, h); the repr as text for a stack of block masks."""
         if self.kv_num_blocks.ndim != 3:
             return f"<pre>{html.escape(repr(self))}</pre>"
         return picture.html(self, repr(self))
 
     def __repr__(self) -> str:
+        """Shape, block size and sparsity; "traced" in place of the sparsity if the lists have no values yet."""
         b, h, q, kv = self.shape
         stack = self.kv_num_blocks.shape[:-3]
         head = (
@@ -226,10 +243,12 @@ class BlockMask(Parts):
 
 
 def _flatten(mask: BlockMask) -> tuple[tuple, tuple]:
+    """(array fields, static fields) of a block mask, in the order of ARRAY_FIELDS and STATIC_FIELDS, for the pytree registry."""
     return tuple(getattr(mask, f) for f in ARRAY_FIELDS), tuple(getattr(mask, f) for f in STATIC_FIELDS)
 
 
 def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
+    """The block mask of static and array fields; the inverse of `_flatten`."""
     # jax puts placeholders in the leaves while it rearranges trees, so nothing is checked here
     mask = object.__new__(BlockMask)
     for name, value in (*zip(ARRAY_FIELDS, arrays, strict=True), *zip(STATIC_FIELDS, static, strict=True)):
@@ -238,6 +257,7 @@ def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[tuple, tuple]:
+    """As `_flatten`, with each array field as a pair (key that names the field, value)."""
     keys = tuple((jax.tree_util.GetAttrKey(f), getattr(mask, f)) for f in ARRAY_FIELDS)
     return keys, _flatten(mask)[1]
 
@@ -256,7 +276,7 @@ def create_block_mask(
     exact: bool | None = None,
     origin: Origin | OriginTable | None = None,
 ) -> BlockMask:
-    """The block mask of `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of int32 scalars.
+    """The block mask of `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of int32 scalars, True at visible entries.
 
     batch, heads   None: the mask does not depend on b (h), and one mask serves all batch entries (heads)
     q_len, kv_len  lengths in tokens, any; the last block may reach past the end

@@ -3,6 +3,11 @@
 The blocks of a mask whose captured arrays are known are classified in chunks from the host, and the lists are about as wide as
 the longest row. A mask with traced captured arrays is classified on the device, inside the caller's jit, with lists as wide as
 the number of key blocks.
+
+A block mask is made as `Parts` (parts.py), the base class of BlockMask. A pair of lists is two int32 arrays: how many blocks each
+row lists, and their numbers. Coordinates of blocks are [n, 4]: batch entry, head, query block, key block.
+
+A TracedMod is a mask function after tracing: its program and its captured arrays.
 """
 
 import dataclasses
@@ -36,7 +41,14 @@ def from_mask_mod(
     exact: bool | None,
     origin: Origin | OriginTable | None = None,
 ) -> Parts:
-    """See create_block_mask; dims: batch, heads, q_len, kv_len."""
+    """The block mask of a mask function, after a check of all arguments: what create_block_mask returns, as Parts.
+
+    dims        batch, heads, q_len, kv_len; batch and heads as create_block_mask takes them
+    block_size  tokens of a block, one number or (queries, keys)
+    exact       see create_block_mask
+
+    Raises ValueError for arguments that do not fit.
+    """
     batch, heads, q_len, kv_len = dims
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))
@@ -65,12 +77,15 @@ def from_traced(
     exact: bool | None = None,
     origin: OriginTable | None = None,
 ) -> Parts:
-    """The block mask of a traced mask.
+    """The block mask of a mask function that was traced already.
 
     traced  as `trace_placed_mask` returns it
-    heads   (batch, heads) of the block mask
+    heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one
     sizes   q_len, kv_len, block_q, block_kv
     exact   see create_block_mask
+
+    If a captured array is traced, blocks are classified on the device, in the caller's program. Otherwise they are classified
+    now, and the lists are concrete.
     """
     layout, given = None, tuple(traced.arrays)
     if origin is not None and origin.layout is not None and origin.starts is not None:
@@ -110,11 +125,13 @@ def from_traced(
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)
-    return parts_of(arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin)
+    return parts_of(
+        arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin
+    )
 
 
 def _unsplit(x: Array) -> Array:
-    """The array without a split over explicit mesh axes."""
+    """The array, gathered if explicit mesh axes split it: every device then has all of it."""
     where = jax.typeof(x).sharding
     if all(part is None for part in where.spec):
         return x
@@ -131,7 +148,13 @@ def from_lists(
     q_len: int | None,
     kv_len: int | None,
 ) -> Parts:
-    """See BlockMask.from_kv_blocks."""
+    """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as Parts.
+
+    lists       kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices; the last two may be None
+    block_size, mask_mod, q_len, kv_len   see BlockMask.from_kv_blocks
+
+    Raises ValueError for arguments that do not fit.
+    """
     num, index, full_num, full_index = lists
     if (full_num is None) != (full_index is None):
         raise bad_argument(
@@ -180,7 +203,11 @@ def from_lists(
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
-    """A pair of lists as int32. Raises ValueError for shapes and dtypes that do not fit; `name` begins the arguments' names."""
+    """A pair of lists as int32 arrays. Raises ValueError for shapes and dtypes that do not fit.
+
+    name   "kv" or "full_kv", with which the names of the arguments begin
+    num    how many blocks each row lists, [B, H, q_blocks]; index: their numbers, [B, H, q_blocks, width]
+    """
     counts, blocks = (x if isinstance(x, Array) else np.asarray(x) for x in (num, index))
     for suffix, array, rank in (("num_blocks", counts, 3), ("indices", blocks, 4)):
         if array.ndim != rank or not jnp.issubdtype(array.dtype, jnp.integer):
@@ -201,7 +228,9 @@ def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:
 
 
 def _as_int32(array: Array | np.ndarray) -> Array:
-    """The integers as int32; those that int32 cannot represent are clipped, so they stay out of range."""
+    """The integers as int32. Those that int32 cannot represent are clipped to its ends, so that later checks still find them out
+    of range.
+    """
     ends = jnp.iinfo(jnp.int32)
     if jnp.iinfo(array.dtype).max > ends.max:
         array = array.clip(max(ends.min, jnp.iinfo(array.dtype).min), ends.max)
@@ -209,7 +238,13 @@ def _as_int32(array: Array | np.ndarray) -> Array:
 
 
 def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
-    """Traced lists without entries that name no block: those past the count, and numbers outside of 0..columns - 1."""
+    """A pair of traced lists without entries that name no block: those past the count, and numbers outside of 0 .. columns - 1.
+
+    num, index   how many blocks each row lists, and their numbers
+    columns      how many key blocks the attention matrix has
+
+    Returns the new counts, and the numbers in the same order and width, with 0 past the counts.
+    """
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     live &= (index >= 0) & (index < columns)
     order = jnp.argsort(~live, axis=-1, stable=True)
@@ -218,7 +253,10 @@ def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
-    """The number of keys that lists without kv_len are for: (largest block number + 1) * block_kv. Raises ValueError if traced."""
+    """The key length that is assumed for lists without kv_len: (largest block number in them + 1) * block_kv.
+
+    Raises ValueError if the lists are traced.
+    """
     if any(isinstance(x, Tracer) for x in lists):
         raise bad_argument(
             "kv_len", "None", "the number of keys, since the lists are traced", "Pass kv_len=key.shape[1]."
@@ -232,7 +270,11 @@ def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: in
 
 
 def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> None:
-    """Raises ValueError for counts or block numbers out of range, and for a block that is named twice in a row."""
+    """Raises ValueError if concrete lists have a count or block number out of range, or one row names a block twice.
+
+    lists     counts and numbers of the partial blocks, then those of the full blocks
+    columns   how many key blocks the attention matrix has
+    """
     seen = []
     for name, num, index in (("kv", *lists[:2]), ("full_kv", *lists[2:])):
         num, index = np.asarray(num), np.asarray(index)
@@ -266,7 +308,7 @@ def _check_columns(lists: tuple[Array, Array, Array, Array], columns: int) -> No
 
 
 def block_sizes(block_size: object) -> tuple[int, int]:
-    """(queries, keys) of a block from one number or two."""
+    """(queries, keys) of a block from the argument block_size, one number or two. Raises ValueError for anything else."""
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(pair) != 2 or not all(isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0 for x in pair):
         raise bad_argument(
@@ -280,14 +322,16 @@ def block_sizes(block_size: object) -> tuple[int, int]:
 
 
 def _length(name: str, value: object) -> int:
-    """An argument that must be a length in tokens. Raises ValueError otherwise."""
+    """The value of the argument `name` as an int. Raises ValueError if it is not a length in tokens (an int of at least 0)."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
         raise bad_argument(name, repr(value), "a length in tokens, an int of at least 0", "Pass a static int.")
     return int(value)
 
 
 def _count(name: str, value: object) -> int | None:
-    """An argument that must be a positive number of batch entries or heads, or None. Raises ValueError otherwise."""
+    """The value of the argument `name` as an int, or None for None. Raises ValueError if it is not a positive number (of batch
+    entries or heads).
+    """
     if value is None:
         return None
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:

@@ -3,6 +3,12 @@
 Interval analysis (analysis/intervals.py) decides most blocks with one evaluation a block. A block that it cannot decide is
 uncertain. If the caller wants exactness, uncertain blocks are evaluated entry by entry, in bounded chunks; otherwise they
 count as partial.
+
+`heads` is everywhere (batch, heads) of the block mask, `captures` the arrays that the mask program reads, `sizes` see Sizes.
+Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE neighbouring blocks;
+its coordinates count query and key blocks in squares. A code is a class or UNSURE.
+
+A Truth is what the analysis knows of the mask in each block: whether it can be True or False, and surely is somewhere.
 """
 
 import functools
@@ -44,12 +50,15 @@ Sizes = tuple[int, int, int, int]
 
 
 def blocks_along(length: int, block: int) -> int:
-    """The number of blocks that cover a length."""
+    """The number of blocks of size `block` that cover `length`, both in tokens; the last one may reach past the end."""
     return -(-length // block)
 
 
 def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """(class int8, certain bool) of blocks from the truth of the mask in them; the class of an uncertain block is PARTIAL."""
+    """(class int8, certain bool) of blocks, each of the given shape, from what the analysis knows of the mask in each block.
+
+    The class of an uncertain block is PARTIAL. A partial block is certain if it surely has visible and hidden entries.
+    """
     full, empty = ~truth.can_false, ~truth.can_true
     found = jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int8)
     certain = empty | full | (truth.sure_true & truth.sure_false)
@@ -71,7 +80,12 @@ def classify_rows(
     q_blocks: Array,
     origin: OriginLayout | None = None,
 ) -> tuple[Array, Array]:
-    """(class int8, certain bool), each [batch, heads, len(q_blocks), kv blocks]; captures as for `placed_captures`."""
+    """(class int8, certain bool) of all blocks in the given rows, by interval analysis: each [batch, heads, len(q_blocks), kv
+    blocks].
+
+    q_blocks   int32: the numbers of the query blocks; all key blocks of each are classified
+    captures, origin   as for `placed_captures`
+    """
     columns = blocks_along(sizes[1], sizes[3])
     captures, placed = placed_captures(captures, origin)
     grid = block_grid(*heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), sizes, placed)
@@ -79,15 +93,16 @@ def classify_rows(
 
 
 def codes_of(found: Array, certain: Array) -> Array:
-    """The class of each block, or UNSURE for an uncertain one."""
+    """The class of each block, or UNSURE for an uncertain one, int8, from what `classes_of` returns."""
     return jnp.where((found == PARTIAL) & ~certain, jnp.int8(UNSURE), found)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_rows(
-    program: Program, heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
-) -> Callable:
+def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None) -> Callable:
+    """A compiled function from captures and numbers of query blocks to codes, int8 [batch, heads, len(q_blocks), kv blocks]."""
+
     def classify(captures: Sequence[Array], q_blocks: Array) -> Array:
+        """The codes of the blocks in these rows."""
         return codes_of(*classify_rows(program, captures, heads, sizes, q_blocks, origin))
 
     return jax.jit(classify)
@@ -95,9 +110,10 @@ def _compiled_rows(
 
 @functools.lru_cache(maxsize=256)
 def _compiled_tiles(program: Program, sizes: Sizes, origin: OriginLayout | None) -> Callable:
-    """A compiled function from captures and places [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]."""
+    """A compiled function from captures and coordinates [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]."""
 
     def classify(captures: Sequence[Array], places: Array) -> Array:
+        """The codes of the blocks in the squares at `places`; a block past the end of the matrix is EMPTY."""
         arrays, placed = placed_captures(captures, origin)
         grid = block_tiles(places, SIDE, sizes, placed)
         codes = codes_of(*classes_of(decide(program, arrays, grid), (places.shape[0], 1, SIDE, SIDE)))
@@ -117,10 +133,9 @@ def classify_on_host(
     exact: bool | None,
     origin: OriginLayout | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial and of the full blocks, in ascending order, for a mask whose arrays are known.
+    """Coordinates [n, 4] of the partial and of the full blocks, each in ascending order, for a mask whose arrays are not traced.
 
     captures  as for `placed_captures`
-    heads   (batch, heads)
     exact   True: evaluate every uncertain block entry by entry. None: do so if EXACT_BUDGET suffices for all. False: never
     """
     partial, full, unsure = _places(program, captures, heads, sizes, origin)
@@ -135,7 +150,7 @@ def classify_on_host(
 def _places(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial, full and uncertain blocks.
+    """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis.
 
     A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty),
     and only the blocks of the other squares are classified one by one.
@@ -179,15 +194,18 @@ def codes_of_squares(
 
 
 def can_be_tiled(program: Program) -> bool:
-    """Whether each load varies along at most one dimension of its array.
+    """Whether a mask program may be classified in squares: if at most one index of each load depends on q or kv.
 
-    The analysis of other loads needs all rows and columns of a grid at once, not squares.
+    The analysis of other loads needs all rows and columns of a grid of blocks at once, not squares.
     """
     return all(sum(d != "uniform" for d in classify_load(load).dims) <= 1 for load in program.loads)
 
 
 def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
-    """Coordinates [n, 4] of the blocks in squares of SIDE x SIDE blocks, without blocks past the end; counts: rows, columns."""
+    """Coordinates of all blocks in the squares at the coordinates `squares` [n, 4], without blocks past the end of the matrix.
+
+    counts   how many query blocks and key blocks the matrix has
+    """
     row, column = (x.ravel() for x in np.meshgrid(np.arange(SIDE), np.arange(SIDE), indexing="ij"))
     repeated = lambda x: np.repeat(x, SIDE * SIDE)
     b, h, q, kv = squares.T
@@ -197,7 +215,7 @@ def _blocks_of(squares: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
 
 
 def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Several arrays of coordinates [n, 4] as one in ascending order."""
+    """Several arrays of coordinates [n, 4] as one array, sorted by batch entry, head, query block, key block."""
     places = np.concatenate(parts)
     return places[np.lexsort(places.T[::-1])]
 
@@ -205,7 +223,10 @@ def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 def _places_of_rows(
     program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial, full and uncertain blocks; all blocks are classified, a chunk of rows at a time."""
+    """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis of every block.
+
+    A chunk of rows (query blocks) is classified at a time, so that a chunk has at most CHUNK_BLOCKS blocks.
+    """
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
     for first, codes in codes_of_rows(program, captures, heads, sizes, origin):
         for code, places in found.items():
@@ -237,7 +258,10 @@ def check_exactly(
     sizes: Sizes,
     origin: OriginLayout | None = None,
 ) -> np.ndarray:
-    """`classes_of_entries` of the blocks at `places` [n, 4], in chunks of at most CHUNK_ENTRIES entries."""
+    """The class of each block at the coordinates `places` [n, 4], int8 [n] on the host, found by evaluating all its entries.
+
+    The blocks are evaluated in chunks of at most CHUNK_ENTRIES entries (at least one block), each by `classes_of_entries`.
+    """
     run = _compiled_entries(program, sizes, origin)
     at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
     if len(places) <= at_once // 8:  # chunks have one of two shapes, because each shape is compiled
@@ -253,22 +277,22 @@ def check_exactly(
 
 @functools.lru_cache(maxsize=256)
 def _compiled_entries(program: Program, sizes: Sizes, origin: OriginLayout | None) -> Callable:
+    """`classes_of_entries` as a compiled function of captures and places."""
     return jax.jit(lambda captures, places: classes_of_entries(program, captures, places, sizes, origin))
 
 
 def classes_of_entries(
     program: Program, captures: Sequence[Array], places: Array, sizes: Sizes, origin: OriginLayout | None = None
 ) -> Array:
-    """int8 [n]: the class of each of n blocks, found by evaluating the mask at every entry.
+    """The class of each block at the coordinates `places` (int32 [n, 4]), int8 [n], found by evaluating the mask at every entry.
 
-    Entries past q_len or kv_len do not count.
-
-    places   int32 [n, 4]: batch entry, head, query block and key block of each
+    Entries past q_len or kv_len do not count. Runs on the device; arguments may be traced.
     """
     q_len, kv_len, block_q, block_kv = sizes
     captures, placed = placed_captures(captures, origin)
 
     def one_block(place: Array) -> Array:
+        """The class of the block at the coordinates `place` [4]."""
         q = place[2] * block_q + jnp.arange(block_q, dtype=jnp.int32)
         kv = place[3] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         entry = lambda i, j: call_program(program, captures, (place[0], place[1], i, j))
@@ -285,7 +309,10 @@ def classes_of_entries(
 def compiled_traced(
     program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool, origin: OriginLayout | None
 ) -> Callable:
-    """classify_traced under jit: without it, inside shard_map, each operation would be compiled and run alone."""
+    """`classify_traced` as a compiled function of the captures.
+
+    It is compiled because inside shard_map without jit each operation would be compiled and run alone.
+    """
     return jax.jit(lambda captures: classify_traced(program, captures, heads, sizes, exact, origin))
 
 
@@ -297,10 +324,10 @@ def classify_traced(
     exact: bool,
     origin: OriginLayout | None = None,
 ) -> Array:
-    """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], on the device; captures may be traced.
+    """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], computed on the device; captures may be traced.
 
     captures  as for `placed_captures`
-    exact   whether uncertain blocks are evaluated entry by entry
+    exact   whether uncertain blocks are evaluated entry by entry; otherwise they are PARTIAL
     """
     rows = blocks_along(sizes[0], sizes[2])
     found, certain = classify_rows(program, captures, heads, sizes, jnp.arange(rows, dtype=jnp.int32), origin)
@@ -312,6 +339,7 @@ def classify_traced(
     order = jnp.concatenate([order, jnp.full(at_once, flat.size, jnp.int32)])
 
     def chunk(t: Array, classes: Array) -> Array:
+        """`classes` of all blocks (flat) with those of the t-th chunk of uncertain blocks evaluated exactly."""
         numbers = lax.dynamic_slice(order, (t * at_once,), (at_once,))
         places = jnp.stack(jnp.unravel_index(jnp.minimum(numbers, flat.size - 1), found.shape), -1).astype(jnp.int32)
         exact_classes = classes_of_entries(program, captures, places, sizes, origin)

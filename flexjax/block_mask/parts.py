@@ -27,19 +27,19 @@ STATIC_FIELDS = ("program", "q_len", "kv_len", "block_size", "q_widths", "from_u
 class Parts:
     """Block lists of a mask over [B, H, q_len, kv_len]; B and H are 1 where the mask does not depend on them.
 
-    A partial block has entries that are on and entries that are off; a full block has all entries on, and the mask is not
-    evaluated there. Blocks in neither list are empty: all entries are off.
+    The mask is evaluated at each entry of a partial block. All entries of a full block are visible, and the mask is not evaluated
+    there. Blocks in neither list are empty: all their entries are hidden, and no kernel visits them.
 
     kv_num_blocks        int32 [B, H, q_blocks]         number of partial key blocks of each query block
     kv_indices           int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
     full_kv_num_blocks   int32 [B, H, q_blocks]         number of full key blocks of each query block
     full_kv_indices      int32 [B, H, q_blocks, width]  their numbers, ascending; entries past the count are ignored
     captures             arrays that the mask program reads
-    program              the traced mask_mod, None if every entry of a block in the lists is on
-    q_len, kv_len        lengths in tokens; the last block may hang over
+    program              the traced mask_mod, None if every entry of a block in the lists is visible
+    q_len, kv_len        lengths in tokens; the last block may reach past the end
     block_size           (queries, keys) of a block
     q_widths             widths of the transposed lists: the most query blocks that list one key block as partial, and as full
-    from_user_lists      the lists are the user's, so that the program alone does not say which entries are on
+    from_user_lists      the user gave the lists, so the program alone does not say which entries are visible
     origin               where the queries and keys of the lists lie in the whole problem, whose positions the program reads;
                          None: they count from 0
     """
@@ -59,7 +59,7 @@ class Parts:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """(query blocks, key blocks)."""
+        """How many (query blocks, key blocks) the attention matrix has."""
         return (-(-self.q_len // self.block_size[0]), -(-self.kv_len // self.block_size[1]))
 
 
@@ -73,7 +73,13 @@ def parts_of(
     from_user_lists: bool = False,
     origin: OriginTable | None = None,
 ) -> Parts:
-    """Parts from the four list arrays in the order of the fields; lengths: queries, keys."""
+    """The Parts with these fields.
+
+    lists     kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
+    lengths   q_len, kv_len
+
+    All others are as in Parts.
+    """
     num, index, full_num, full_index = lists
     return Parts(
         num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin

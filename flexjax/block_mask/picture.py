@@ -1,4 +1,9 @@
-"""Pictures of a block mask as text, HTML and a matplotlib image. Traced lists raise ValueError."""
+"""Pictures of a block mask as text, HTML and a matplotlib image: a character or cell for each block, by its class.
+
+Traced lists raise ValueError, except in `html`. With many blocks, several share a cell.
+
+Parts are the fields of a block mask (parts.py).
+"""
 
 import html as html_text
 import typing
@@ -15,7 +20,7 @@ COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 
 def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
-    """The classes of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks]."""
+    """The classes (EMPTY, PARTIAL, FULL) of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks]."""
     if isinstance(mask.kv_num_blocks, Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
     out = np.zeros(mask.blocks, np.int8)
@@ -30,7 +35,10 @@ def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
 
 
 def shrink(grid: np.ndarray, most: int) -> np.ndarray:
-    """The classes in at most `most` rows and columns of cells: a cell is full (empty) if all its blocks are, else partial."""
+    """The classes `grid` [q_blocks, kv_blocks] reduced to at most `most` rows and columns of cells of equally many blocks.
+
+    A cell is full (empty) if all its blocks are, else partial.
+    """
     for axis in (0, 1):
         group = -(-grid.shape[axis] // most) if grid.shape[axis] else 1
         if group > 1:
@@ -41,7 +49,10 @@ def shrink(grid: np.ndarray, most: int) -> np.ndarray:
 
 
 def text(mask: Parts, title: str, width: int) -> str:
-    """The picture of every (b, h), each in a frame under a heading, in characters of SHADES."""
+    """The title, then a picture of every (b, h) in a frame under a heading, a character of SHADES for each cell.
+
+    width   the most rows and columns of cells
+    """
     batches, heads = mask.kv_num_blocks.shape[:2]
     parts = [title]
     for b in range(batches):
@@ -54,7 +65,9 @@ def text(mask: Parts, title: str, width: int) -> str:
 
 
 def html(mask: Parts, title: str) -> str:
-    """The first (b, h) as a table of coloured cells, at most 64 by 64."""
+    """HTML of the title and of the first (b, h) as a table of coloured cells, at most 64 by 64; only the title if the lists are
+    traced or empty.
+    """
     title = html_text.escape(title)
     if isinstance(mask.kv_num_blocks, Tracer) or not mask.kv_num_blocks.size:
         return f"<code>{title}</code>"
@@ -66,15 +79,22 @@ def html(mask: Parts, title: str) -> str:
 
 
 def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> typing.Any:
-    """Draws one (batch, head) as a matplotlib image on `axes`, new ones if None; returns the Axes. Raises ImportError."""
+    """Draws the classes of the blocks of one batch entry and head as a matplotlib image, and returns the Axes.
+
+    axes   the Axes to draw on; None makes new ones
+
+    Raises ImportError without matplotlib.
+    """
     try:
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("BlockMask.plot needs matplotlib: pip install 'flexjax[plot]'") from error
+        raise ImportError("BlockMask.plot needs matplotlib: pip install matplotlib") from error
     axes = axes if axes is not None else plt.subplots(layout="constrained")[1]
-    axes.imshow(classes(mask, batch, head), cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=2, aspect="auto")
+    rows, columns = mask.blocks
+    square = "equal" if columns <= 4 * rows and rows <= 4 * columns else "auto"  # long strips would be too thin to see
+    axes.imshow(classes(mask, batch, head), cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=2, aspect=square)
     axes.set_xlabel(f"key block of {mask.block_size[1]}")
     axes.set_ylabel(f"query block of {mask.block_size[0]}")
     axes.set_title(title, fontsize=9, wrap=True)

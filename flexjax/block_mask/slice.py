@@ -1,4 +1,9 @@
-"""block_mask[b, h, q_blocks]: selects part of a block mask, and shifts its mask_mod to the positions of the selection."""
+"""block_mask[b, h, q_blocks]: selects part of a block mask, and shifts its mask_mod to the positions of the selection.
+
+`picked` is everywhere the selection: three int arrays, the numbers of the selected batch entries, heads and query blocks.
+
+Parts are the fields of a block mask (parts.py).
+"""
 
 from collections.abc import Callable
 
@@ -16,9 +21,10 @@ Array = jax.Array
 
 
 def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
-    """The selected part; see BlockMask.__getitem__.
+    """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts.
 
-    mask_mod   which entries of the mask's partial blocks are on, a function of scalars
+    mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in the
+               coordinates of `mask`
     """
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:
@@ -41,12 +47,19 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
-    """The selected rows of an index array [B, H, q_blocks, width]."""
+    """The rows of a list array x [B, H, q_blocks, width] that the selection picks, in full width."""
     return x[np.ix_(*picked)]
 
 
 def _numbers(part: object, size: int, name: str) -> np.ndarray:
-    """The selected positions along an axis."""
+    """The positions along one axis that a part of the index selects, as an int array of numbers 0 .. size - 1.
+
+    part   an int, a slice or a 1-D int array
+    size   how many batch entries, heads or query blocks there are
+    name   what the axis is called in messages
+
+    Raises ValueError for anything else.
+    """
     if isinstance(part, slice):
         return np.arange(size)[part]
     if isinstance(part, Tracer):
@@ -67,7 +80,10 @@ def _numbers(part: object, size: int, name: str) -> np.ndarray:
 
 
 def _queries(mask: Parts, blocks: np.ndarray) -> int:
-    """The number of queries in the selected blocks. Raises ValueError where an incomplete last block comes before others."""
+    """How many queries the query blocks with the numbers `blocks` have together.
+
+    Raises ValueError if the mask's incomplete last block is selected before another block.
+    """
     size, last = mask.block_size[0], mask.blocks[0] - 1
     if len(blocks) and last in blocks[:-1] and mask.q_len % size:
         raise bad_argument(
@@ -81,10 +97,10 @@ def _queries(mask: Parts, blocks: np.ndarray) -> int:
 
 
 def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable) -> TracedMod:
-    """The mask traced in the coordinates of the selection.
+    """The mask traced in the coordinates of the selection: b, h and q_idx there count the selected entries, heads and queries.
 
-    picked   the selected batch entries, heads and query blocks
-    inner    which entries are on, in the coordinates of `mask`
+    q_len   how many queries are selected
+    inner   which entries are visible, a function of scalars in the coordinates of `mask`
     """
     if mask.program is None:
         return TracedMod(None, ())  # type: ignore[arg-type]
@@ -95,6 +111,7 @@ def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable)
     reads = [mask.program.reads(axis) for axis in ("b", "h")]
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """`inner` at the batch entry, head and query that the selection's b, h and q_idx stand for."""
         query = q_idx + offset if in_order else blocks[q_idx // size] * size + q_idx % size
         return inner(batch[b] if reads[0] else b, heads[h] if reads[1] else h, query, kv_idx)
 

@@ -2,6 +2,9 @@
 
 A device classifies the blocks of its batch entries and heads from its entries of each array that the mask indexes with plain b
 or h (ir/split_axes.py). Without a rule of ours XLA gathers the parts of the devices at many steps, also inside loops.
+
+The "four list arrays" are kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices of parts.py; here the indices are as
+wide as there are key blocks. The static parameters are those of `traced_lists`.
 """
 
 import dataclasses
@@ -39,10 +42,15 @@ def traced_lists(
     exact: bool,
     origin: OriginLayout | None,
 ) -> list[Array]:
-    """The four list arrays, in the order of the fields of Parts.
+    """The four list arrays of a mask, computed on the device by the primitive below.
 
-    captures   as for `placed_captures`
-    heads      batch entries and heads of the lists
+    program    the mask program, whose captured arrays are `captures`, with the tables of an origin after them
+    heads      (batch, heads) of the lists; 1 if all batch entries or heads share one list
+    sizes      q_len, kv_len, block_q, block_kv
+    exact      whether blocks that the analysis cannot decide are evaluated entry by entry
+
+    Where a mesh has axes that are not automatic, the same code runs without the primitive, which has a rule for automatic axes
+    only.
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
@@ -58,7 +66,10 @@ def lists_of_whole_arrays(
     exact: bool,
     origin: OriginLayout | None,
 ) -> list[Array]:
-    """`traced_lists` of captures that no mesh axis splits, without the partitioning rule."""
+    """The four list arrays as `traced_lists` computes them, by plain code without the partitioning rule.
+
+    For captures that no mesh axis splits.
+    """
     return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
 
 
@@ -70,12 +81,13 @@ def _lists(
     exact: bool,
     origin: OriginLayout | None,
 ) -> list[Array]:
+    """What the primitive computes: classifies all blocks of the mask and turns the classes into the four list arrays."""
     return lists_of_classes(compiled_traced(program, heads, sizes, exact, origin)(captures))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
 def lists_of_classes(classes: Array) -> list[Array]:
-    """Of int8 classes [B, H, q blocks, kv blocks]."""
+    """The four list arrays of the blocks whose classes are `classes`, int8 [B, H, q blocks, kv blocks]."""
     return [*transpose.lists_of(classes == PARTIAL), *transpose.lists_of(classes == FULL)]
 
 
@@ -89,6 +101,7 @@ block_lists_p.multiple_results = True
 def _types(
     *captures: core.ShapedArray, heads: tuple[int, int], sizes: Sizes, **params: object
 ) -> list[core.ShapedArray]:
+    """The types of the four list arrays, for abstract evaluation: on the mesh of the captured arrays, split over no axis."""
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
     where = captures[0].sharding
     spread = lambda shape: where.update(spec=PartitionSpec(*[None] * len(shape)))
@@ -101,6 +114,7 @@ def _types(
 
 @functools.lru_cache(maxsize=256)
 def _compiled(**params: typing.Any) -> Callable[..., list[Array]]:
+    """`_lists` with these static parameters as a compiled function of the captures, for calls outside of jit."""
     return jax.jit(functools.partial(_lists, **params))
 
 
@@ -108,6 +122,7 @@ block_lists_p.def_impl(lambda *captures, **params: _compiled(**params)(*captures
 
 
 def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[list[Array], list]:
+    """The jvp rule: the four list arrays and zero tangents, because lists are integers."""
     outs = block_lists_p.bind(*captures, **params)
     return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
@@ -115,11 +130,13 @@ def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[li
 def _batch(
     captures: Sequence[Array], dims: Sequence[int | None], **params: typing.Any
 ) -> tuple[list[Array], list[int]]:
+    """The vmap rule: maps the plain code over the mapped axes `dims`; the results are mapped over axis 0."""
     outs = jax.vmap(functools.partial(_lists, **params), in_axes=tuple(dims))(*captures)
     return outs, [0] * len(outs)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, **params: typing.Any) -> typing.Any:
+    """The lowering rule: `_lists` as a call with the partitioning rule if XLA's partitioner splits the program, else inlined."""
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if not isinstance(how, Mesh):  # where there is no rule, the call that takes the lists says what that means
         return mlir.lower_fun(functools.partial(_lists, **params), multiple_results=True)(ctx, *flat)
@@ -142,6 +159,11 @@ def _rule(
     exact: bool,
     origin: OriginLayout | None,
 ) -> Rule:
+    """The partitioning rule (partition.Rule) of the primitive with these static parameters on a mesh of automatic axes.
+
+    The batch and the heads of the lists are split as those of the captured arrays are, and each device makes the lists of its
+    share.
+    """
     counts = {"b": heads[0], "h": heads[1]}
     captured = enumerate(split_dims((program,), counts))
     arguments = [" ".join(dim or f"c{i}_{at}" for at, dim in enumerate(dims)) for i, dims in captured]
@@ -150,10 +172,15 @@ def _rule(
         arguments += [f"{entry} query_runs", f"{entry} key_runs"]
 
     def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
+        """The axes that split batch and heads: those of the array whose batch (heads) is split over most devices.
+
+        dims, specs   for each array the names of its dimensions and the axes that split them
+        """
         batch = partition.widest("b", heads[0], dims, specs, mesh)
         return {"b": batch, "h": partition.widest("h", heads[1], dims, specs, mesh, batch)}
 
     def on_device(split: Split, *captures: Array) -> list[Array]:
+        """The four list arrays of one device's batch entries and heads, from its parts of the captured arrays."""
         shares = {axis: math.prod(mesh.shape[name] for name in names) for axis, names in split.items()}
         share = Share(heads[0], shares["b"], heads[1], shares["h"])
         own = share_of_program((program,), share)
@@ -164,9 +191,7 @@ def _rule(
             own_origin = dataclasses.replace(origin, rows=own_heads[0])
         read, tables = (captures, ()) if origin is None else (captures[:-2], captures[-2:])
         arrays = (*read, *starts, *tables)
-        return _lists(
-            *arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin
-        )
+        return _lists(*arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin)
 
     return Rule(
         arguments,

@@ -1,7 +1,8 @@
 """Conversions between the classes of all blocks and block lists, and from lists of key blocks to lists of query blocks.
 
-A pair of lists is int32: `num` [batch, heads, rows] is the number of valid entries in each row of `index` [batch, heads, rows,
-width]. The valid entries ascend; the rest are 0. `places` are the same as coordinates [n, 4] (batch, head, row, column).
+Rows are query blocks and columns are key blocks (in transposed lists the other way round). A pair of lists is int32: `num`
+[batch, heads, rows] is how many columns each row lists, and `index` [batch, heads, rows, width] has their numbers. These ascend;
+past the count `index` has any number. `places` are the same blocks as coordinates [n, 4] (batch, head, row, column).
 """
 
 import functools
@@ -19,16 +20,19 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
-    """Widths for a pair of lists whose values may change between calls: the power of two, from 16, that holds both.
+    """All `widths` rounded up to one number: the smallest power of two, at least 16, that none of them exceeds, but at most
+    `most`.
 
-    The widths never exceed `most`. They are rounded because the width is part of an array's shape, and a new shape is compiled
-    again.
+    For lists whose contents may change between calls: the width is part of an array's shape, and a new shape is compiled again.
     """
     return (min(most, max(16, 1 << (max(widths) - 1).bit_length())),) * len(widths)
 
 
 def lists_of(flags: Array) -> tuple[Array, Array]:
-    """(num, index) of the True columns of each row of bool [..., rows, columns], on the device; the width is `columns`."""
+    """The pair of lists (num, index) of the columns at which each row of `flags`, bool [..., rows, columns], is True.
+
+    Runs on the device, also on traced arrays. The width of `index` is `columns`; past the counts `index` is 0.
+    """
     columns = flags.shape[-1]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)
     place = jnp.where(flags, count - 1, columns)
@@ -43,7 +47,11 @@ def lists_of(flags: Array) -> tuple[Array, Array]:
 
 
 def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(num, index) from coordinates [n, 4], at most `width` of them in a row, on the host; shape: batch, heads, rows."""
+    """The pair of lists (num, index) of the blocks at the coordinates `places` [n, 4], computed on the host.
+
+    shape   batch, heads, rows
+    width   of index, at least the largest number of coordinates in one row
+    """
     b, h, row, columns = places.astype(np.int64).T
     rows = (b * shape[1] + h) * shape[2] + row
     last = int(columns.max()) + 1 if len(columns) else 1
@@ -57,7 +65,9 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int)
 
 
 def narrowed(lists: Sequence[Array]) -> list[Array]:
-    """Two pairs of lists whose index arrays are cut to the longest rows, rounded up; traced lists stay as they are."""
+    """Two pairs of lists [num, index, full_num, full_index] with the width of both index arrays cut to that of the longest row of
+    either, rounded up (`rounded`). Traced lists stay as they are.
+    """
     num, index, full_num, full_index = lists
     if any(isinstance(x, Tracer) for x in lists) or not num.size:
         return list(lists)
@@ -67,7 +77,14 @@ def narrowed(lists: Sequence[Array]) -> list[Array]:
 
 
 def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
-    """Widths of the transposed lists (see Parts): rounded where the lists are known, else the number of rows."""
+    """The widths of the transposed lists of two pairs (see Parts.q_widths): the most rows that list one column.
+
+    lists     num, index, full_num, full_index
+    columns   how many columns there are
+
+    The widths are rounded up (`rounded`) if the lists are concrete, and are the number of rows if they are traced. 0 for a list
+    of width 0.
+    """
     rows = lists[0].shape[-1]
     widths = (rows, rows)
     if not any(isinstance(x, Tracer) for x in lists):
@@ -78,35 +95,40 @@ def q_widths(lists: Sequence[Array], columns: int) -> tuple[int, int]:
 
 
 def transposed_places(places: np.ndarray) -> np.ndarray:
-    """Coordinates [n, 4] with rows and columns exchanged."""
+    """The coordinates `places` [n, 4] with row and column exchanged."""
     return places[:, [0, 1, 3, 2]]
 
 
 def longest_row(places: np.ndarray, shape: tuple[int, int, int]) -> int:
-    """The largest number of coordinates [n, 4] in one row; shape: batch, heads, rows."""
+    """The largest number of the coordinates `places` [n, 4] that lie in one row. shape: batch, heads, rows."""
     b, h, row, _ = places.astype(np.int64).T
     return int(np.bincount((b * shape[1] + h) * shape[2] + row).max(initial=0))
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "width"))
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
-    """The lists of rows of each column, int32 [..., columns] and [..., columns, width].
+    """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, [..., columns,
+    width].
 
-    width   at least the largest number of rows that list one column
+    num, index   how many columns each row lists, and their numbers
+    width        at least the largest number of rows that list one column
     """
     back_num, back = lists_of(jnp.swapaxes(flags_of_lists(num, index, columns), -1, -2))
     return back_num, back[..., :width]
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Coordinates [n, 4] of the valid entries of a pair of lists, on the host."""
+    """The coordinates [n, 4] of the blocks that a pair of lists names, computed on the host."""
     live = np.arange(index.shape[-1]) < num[..., None]
     where = np.argwhere(live)
     return np.concatenate([where[:, :3], index[live][:, None]], 1)
 
 
 def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
-    """bool [..., rows, columns], True at the valid entries of a pair of lists, on the device."""
+    """bool [..., rows, columns], True at the blocks that a pair of lists names; runs on the device, also on traced lists.
+
+    Numbers outside of 0 .. columns - 1 must not occur before the counts.
+    """
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     place = jnp.where(live, index, columns)
     flat = place.reshape(math.prod(num.shape), place.shape[-1])

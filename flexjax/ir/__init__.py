@@ -6,6 +6,7 @@ other room can read programs.
     program.py           what a program is: atoms, operations, loads, calls, axes, load classes
     operations.py        the names that an operation may have
     builder.py           makes programs: shares equal values, folds what is known, tracks axes, linear forms and ranges
+    fold_operands.py     operations that equal one of their operands, and linear forms of results
     literals.py          literals, and operations whose operands are all literals
     ranges.py            ranges of integers over the whole attention matrix
     simplify.py          selects between products become products with a select

@@ -1,9 +1,10 @@
 """Builds programs step by step: equal operations become one value, and operations with known results are folded.
 
-The builder tracks three facts about each value: its axes (what it depends on), its linear form (the affine function of b, h, q
-and kv that it is, if it is one), and for integers its range over the whole attention matrix. By its range, the index of
-`x[q - kv + c]` is known to be in bounds; the select for negative indices and the clamp then fold away, and the load is
-recognised as a diagonal window.
+To fold an operation is to give its result without a new step: a literal, or an atom that exists already. The builder tracks
+three facts about each value: its axes (what it depends on), its linear form (the affine function of b, h, q and kv that it is,
+if it is one; program.Linear), and for integers its range over the whole attention matrix. By its range, the index of `x[q - kv
++ c]` is known to be in bounds; the select for negative indices and the clamp then fold away, and the load is recognised as a
+diagonal window.
 """
 
 import dataclasses
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flexjax.ir import simplify
+from flexjax.ir.fold_operands import fold_extremum, fold_logic, fold_select, linear_result
 from flexjax.ir.literals import evaluate_literals, literal
 from flexjax.ir.operations import COMMUTATIVE, COMPARISONS
 from flexjax.ir.program import (
     FIRST_FREE_ID,
     KV,
     SCORE,
-    UNIFORM,
     ArrayType,
     Atom,
     Axes,
@@ -52,21 +53,10 @@ from flexjax.ir.ranges import (
 from flexjax.ir.rewrite import rename_steps
 
 
-def linear_of(atom: Atom) -> Linear | None:
-    """The linear form of an integer atom; a value of b and h alone is a uniform term. None where there is no form."""
-    if isinstance(atom, Lit):
-        return Linear(const=int(atom.value)) if is_integer(atom.dtype) else None
-    if atom.linear is not None:
-        return atom.linear
-    if is_integer(atom.dtype) and not atom.axes - UNIFORM:
-        return Linear(uniform=((atom.id, 1),))
-    return None
-
-
 def mixed_axes(parts: Sequence[Axes]) -> Axes:
-    """The axes of a value that is computed from values of these axes.
+    """The axes of a value that is computed from values of the axes `parts`: their union, in normal form.
 
-    A mix of delta with q, kv or score depends on q and kv; the score depends on every index.
+    A mix of delta with q, kv or score depends on q and kv. A value that depends on the score depends on b, h, q and kv.
     """
     union = frozenset().union(*parts)
     if "delta" in union and union & {"q", "kv", "score"}:
@@ -77,7 +67,7 @@ def mixed_axes(parts: Sequence[Axes]) -> Axes:
 
 
 def linear_axes(linear: Linear, by_id: Callable[[int], Axes]) -> Axes:
-    """The axes that an affine function depends on; `by_id` gives the axes of its uniform terms."""
+    """The axes that an affine function depends on; `by_id` gives the axes of the values that its uniform terms name."""
     found = {name for name, c in (("b", linear.b), ("h", linear.h)) if c}
     for ident, _ in linear.uniform:
         found |= by_id(ident)
@@ -97,7 +87,11 @@ class Builder:
     """
 
     def __init__(self, sizes: tuple[int, int, int, int], score_dtype: str):
-        """sizes: batch, heads, q_len, kv_len. The ranges of b, h, q, kv follow from them."""
+        """Starts a program without steps.
+
+        sizes         (batch, heads, q_len, kv_len); the ranges of b, h, q and kv follow from them
+        score_dtype   dtype name of the input `score`
+        """
         self.inputs = (
             Val(SCORE, score_dtype, mixed_axes([frozenset({"score"})])),
             *(
@@ -116,7 +110,11 @@ class Builder:
     # ------------------------------------------------------------------ making values
 
     def fresh(self, dtype: str, axes: Axes, linear: Linear | None = None, bounds: Range = None) -> Val:
-        """A new Val with the next free id."""
+        """Makes a Val with the next free id; the caller appends the step that computes it.
+
+        dtype, axes, linear   fields of the Val
+        bounds                inclusive range of an integer, None where unknown
+        """
         low, high = bounds if bounds is not None else (None, None)
         val = Val(self._next, dtype, axes, linear, low, high)
         self._axes[val.id] = axes
@@ -125,13 +123,17 @@ class Builder:
         return val
 
     def capture(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """The number of a new captured array of that type."""
+        """Appends a captured array of that shape and dtype to the program; returns its number."""
         self.captures.append(ArrayType(tuple(shape), jnp.dtype(dtype).name))
         return len(self.captures) - 1
 
     def op(self, prim: str, inputs: Sequence[Atom], dtype: DTypeLike, **params: object) -> Atom:
-        """The result of an operation of operations.py, folded where the operands determine it.
+        """The atom that the operation `prim` makes of the operands: folded, found among earlier steps, or the result of a new
+        step.
 
+        prim     a name of operations.py, or one that `_fold` replaces (such as "clamp" and "copy")
+        inputs   the operands, in order
+        dtype    the dtype of the result
         params   static parameters of the primitive; those that are None are dropped
         """
         inputs = tuple(inputs)
@@ -145,7 +147,7 @@ class Builder:
         key = (prim, inputs, name, str(frozen))
         if key not in self._known:
             axes = mixed_axes([axes_of(a) for a in inputs])
-            linear = _linear_result(prim, inputs, name)
+            linear = linear_result(prim, inputs, name)
             bounds = range_result(prim, inputs, name, params)
             if bounds is None or not fits(bounds, name):
                 # a value that may wrap around is neither bounded nor affine
@@ -167,13 +169,16 @@ class Builder:
         return self._known[key]
 
     def unfolded(self, prim: str, atom: Atom) -> Atom:
-        """The result of an operation that leaves its operand as it is and matters to differentiation alone, as a step."""
+        """Appends a step that leaves its operand as it is, such as stop_gradient, and returns its result, a new value.
+
+        Such a step matters to differentiation alone, so it is neither folded nor shared with an equal one.
+        """
         val = self.fresh(atom.dtype, axes_of(atom))
         self.steps.append(Op(prim, (atom,), val))
         return val
 
     def _of_linear(self, linear: Linear, dtype: str) -> Atom:
-        """The value of a linear form, computed from the inputs and values that its terms name."""
+        """Computes the value of a linear form in `dtype`, by products and sums of the inputs and values that its terms name."""
         inputs = ((B, linear.b), (H, linear.h), (Q, linear.q), (KV, linear.kv))
         total: Atom = literal(linear.const, dtype)
         for ident, coefficient in (*((i, c) for i, c in inputs if c), *linear.uniform):
@@ -185,7 +190,11 @@ class Builder:
         return total
 
     def load(self, capture: int, index: Sequence[Atom]) -> Atom:
-        """captures[capture][index]; the index must be in bounds (see `clamped`)."""
+        """The atom captures[capture][index]: the result of a new load, or of an equal earlier one.
+
+        capture   number of the captured array
+        index     one int32 atom for each dimension; it must be in bounds (see `clamped`)
+        """
         key = ("load", capture, tuple(index))
         if key not in self._known:
             dtype = self.captures[capture].dtype
@@ -200,7 +209,9 @@ class Builder:
         return next(s for s in self.steps if isinstance(s, Load) and s.out == atom)
 
     def clamped(self, index: Atom, limit: int) -> Atom:
-        """The index limited to 0..limit, as int32; no operation where its range lies within."""
+        """The integer atom `index` limited to 0..limit and converted to int32; no operation is made where its range lies
+        within.
+        """
         low = self.op("max", (index, literal(0, index.dtype)), index.dtype)
         if limit > jnp.iinfo(jnp.dtype(index.dtype)).max:
             return self.convert(low, "int32")  # the type ends before the array does
@@ -208,16 +219,19 @@ class Builder:
         return self.convert(both, "int32")
 
     def convert(self, atom: Atom, dtype: DTypeLike) -> Atom:
+        """The atom converted to `dtype`; the atom itself if it has that dtype."""
         return self.op("convert_element_type", (atom,), dtype, new_dtype=jnp.dtype(dtype).name)
 
     def select(self, predicate: Atom, on_true: Atom, on_false: Atom) -> Atom:
+        """The atom that is `on_true` where the bool atom `predicate` is True, else `on_false`; both have one dtype."""
         return self.op("select_n", (predicate, on_false, on_true), on_true.dtype)
 
     def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
-        """The program of these results, without dead steps and with values renumbered in order.
+        """Ends the program: returns it with these results, without the steps that no result needs, and with values renumbered
+        in order.
 
-        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a
-                    custom derivative rule may have a derivative by a load that the value does not read
+        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a custom
+                    derivative rule may have a derivative by a load that the value does not read
         """
         live = uses(tuple(self.steps), (*results, *(load.out for load in gradients)))
         kept = [s for s in self.steps if any(o.id in live for o in s.outs)]
@@ -226,7 +240,10 @@ class Builder:
     # ------------------------------------------------------------------ folding
 
     def _fold(self, prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Atom | None:
-        """The result of an operation where it needs no new step of that name, None where it does."""
+        """The result of an operation where it needs no new step of that name: a literal, an operand, or other operations.
+
+        The arguments are those of `op`, with `dtype` as a name. None where the operation has to become a step.
+        """
         if prim == "convert_element_type" and inputs[0].dtype == dtype:
             return inputs[0]
         if all(isinstance(a, Lit) for a in inputs):
@@ -237,11 +254,11 @@ class Builder:
             truth = compare_ranges(prim, range_of(inputs[0]), range_of(inputs[1]))
             return None if truth is None else literal(truth, "bool")
         if prim == "select_n":
-            return _fold_select(inputs) or self._select_of_products(inputs, dtype)
+            return fold_select(inputs) or self._select_of_products(inputs, dtype)
         if prim in ("and", "or") and dtype == "bool":
-            return _fold_logic(prim, inputs)
+            return fold_logic(prim, inputs)
         if prim in ("max", "min"):
-            return _fold_extremum(prim, inputs)
+            return fold_extremum(prim, inputs)
         if prim in ("add", "sub", "mul", "div", "floordiv", "floormod", "rem"):
             return self._fold_arithmetic(prim, inputs, dtype)
         if prim == "clamp":
@@ -256,11 +273,17 @@ class Builder:
         return None
 
     def _definition(self, atom: Atom) -> Op | None:
-        """The Op that computes the atom, None for inputs, literals, loads and calls."""
+        """The Op that computes an atom; None for inputs, literals, loads and calls."""
         return self._ops.get(atom.id) if isinstance(atom, Val) else None
 
     def _select_of_products(self, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
-        """select(p, score * c, score * d) as score * select(p, c, d), None for any other select."""
+        """Replaces select(p, score * c, score * d) with literals c and d by score * select(p, c, d); see simplify.py.
+
+        inputs   the operands of the select_n
+        dtype    dtype name of the result
+
+        Returns the atom of the product, None for any other select.
+        """
         choice = simplify.choice_of_products(inputs, self._definition) if jnp.issubdtype(dtype, jnp.floating) else None
         if choice is None:
             return None
@@ -268,7 +291,10 @@ class Builder:
         return self.op("mul", (choice.score, factor), dtype)
 
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
-        """The result of a sum, product or division by identities such as x * 1 = x, None where none applies."""
+        """Folds a sum, product or division of two operands by identities such as x * 1 = x; None where none applies.
+
+        Float identities are used only where they keep the bits or, for `simplify.regrouped`, change one rounding.
+        """
         a, b = inputs
         if prim == "mul":
             for x, y in ((a, b), (b, a)):
@@ -300,58 +326,6 @@ class Builder:
         return None
 
 
-def _fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
-    """The case of a select with a literal predicate or with equal cases."""
-    predicate, *cases = inputs
-    if isinstance(predicate, Lit):
-        return cases[int(predicate.value)]
-    return cases[0] if all(c == cases[0] for c in cases) else None
-
-
-def _fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The result of `and` or `or` with a literal or with equal operands."""
-    a, b = inputs
-    for x, y in ((a, b), (b, a)):
-        if isinstance(y, Lit):
-            absorbing = bool(y.value) == (prim == "or")
-            return y if absorbing else x
-    return a if a == b else None
-
-
-def _fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """The operand of `max` or `min` that is the result over the whole attention matrix, by the ranges."""
-    a, b = inputs
-    ra, rb = range_of(a), range_of(b)
-    if ra is None or rb is None:
-        return a if a == b else None
-    if prim == "max":
-        return a if ra[0] >= rb[1] else b if rb[0] >= ra[1] else None
-    return a if ra[1] <= rb[0] else b if rb[1] <= ra[0] else None
-
-
-def _linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
-    """The linear form of an integer result, in exact arithmetic, None where it has none."""
-    if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):
-        return None
-    forms = [f for f in map(linear_of, inputs) if f is not None]
-    if len(forms) < len(inputs):
-        return None
-    if prim == "add":
-        return forms[0] + forms[1]
-    if prim == "sub":
-        return forms[0] + forms[1].times(-1)
-    if prim == "neg":
-        return forms[0].times(-1)
-    if prim == "convert_element_type":
-        return forms[0]
-    if prim == "mul":
-        for x, y in (inputs, inputs[::-1]):
-            if isinstance(y, Lit):
-                form = linear_of(x)
-                return None if form is None else form.times(int(y.value))
-    return None
-
-
 def _renumber(
     inputs: tuple[Val, ...],
     steps: Sequence[Step],
@@ -359,7 +333,11 @@ def _renumber(
     captures: tuple[ArrayType, ...],
     gradients: Sequence[Load],
 ) -> Program:
-    """The same program with ids in order of appearance, so that equal programs print alike."""
+    """Makes a Program of the parts of one, with values renumbered in order of appearance, so that equal programs have equal
+    texts.
+
+    gradients   loads by which results[2:] are the derivatives, for a derivative program
+    """
     fresh = {v.id: v.id for v in inputs}
     for step in steps:
         for out in step.outs:

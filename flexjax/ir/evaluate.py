@@ -18,33 +18,59 @@ Array = jax.Array
 
 
 class Tile(typing.Protocol):
-    """A region of the attention matrix on which programs are evaluated.
+    """A region of the attention matrix on which programs are evaluated; backends implement it.
 
-    input     the value of one of the five inputs over the region
-    literal   a literal
-    spread    a value with axes `have`, broadcast for use with axes `want`, which contain them; a diagonal window (axis
-              "delta") becomes a tile here
-    diagonal  a value that is linear in q - kv (`val.linear`), given the values of its uniform terms by id
-    apply     an Op on operands that were spread to the axes of its result
-    load      a Load on index values that were spread to the axes of its result
-    call      a Call; returns the values of its results in order
+    A backend chooses what a value is (an "Array" below may be a register tile). The axes of a value are those of program.AXES.
     """
 
-    def input(self, val: Val) -> Array: ...
-    def literal(self, lit: Lit) -> Array: ...
-    def spread(self, value: Array, have: Axes, want: Axes) -> Array: ...
-    def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array: ...
-    def apply(self, op: Op, args: Sequence[Array]) -> Array: ...
-    def load(self, load: Load, index: Sequence[Array]) -> Array: ...
-    def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]: ...
+    def input(self, val: Val) -> Array:
+        """The value of one of the program's five inputs over the region."""
+        ...
+
+    def literal(self, lit: Lit) -> Array:
+        """The value of a literal."""
+        ...
+
+    def spread(self, value: Array, have: Axes, want: Axes) -> Array:
+        """A value that has the axes `have`, broadcast for use with the axes `want`, which contain them.
+
+        A diagonal window (axis "delta") becomes a tile if `want` has q and kv.
+        """
+        ...
+
+    def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
+        """An integer value that is affine in q - kv (`val.linear`), from the values of its uniform terms by id."""
+        ...
+
+    def apply(self, op: Op, args: Sequence[Array]) -> Array:
+        """The result of an Op, from operands that were spread to the axes of the result."""
+        ...
+
+    def load(self, load: Load, index: Sequence[Array]) -> Array:
+        """The elements that a Load reads, from index values that were spread to the axes of its result."""
+        ...
+
+    def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
+        """The values of a Call's results in order; `read` gives the value of an operand, spread to the axes of the first
+        result.
+        """
+        ...
 
 
 def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -> list[Array]:
-    """The program's results over the tile, each spread to its entry of `want`; by default each has its own axes."""
+    """Evaluates a program over a tile: visits the steps in order and computes each by a method of the tile.
+
+    program   the program
+    tile      the region, which decides the form of values
+    want      for each result the axes to which it is spread; by default the axes that the result itself has
+
+    Returns the values of the program's results, in order.
+    """
     env: dict[int, Array] = {}
     spread: dict[tuple[int, Axes], Array] = {}
 
     def read(atom: Atom, axes: Axes) -> Array:
+        """The value of an atom, spread to `axes`; each spread of a value is made once."""
         if isinstance(atom, Lit):
             return tile.literal(atom)
         key = (atom.id, axes)
@@ -71,7 +97,7 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
 
 
 def _starts_diagonal(op: Op) -> bool:
-    """Whether the result is a function of q - kv while an operand depends on q or kv alone, as in q - kv itself."""
+    """Whether an Op makes a function of q - kv from operands that depend on q or kv, as the subtraction q - kv itself does."""
     return "delta" in op.out.axes and any(axes_of(a) & {"q", "kv"} for a in op.inputs)
 
 
@@ -79,12 +105,12 @@ def _starts_diagonal(op: Op) -> bool:
 
 
 def literal_array(lit: Lit) -> Array:
-    """The literal as an array without dimensions."""
+    """The literal as a JAX array of shape ()."""
     return jnp.asarray(lit.value, jnp.dtype(lit.dtype))
 
 
 def apply_op(op: Op, args: Sequence[Array]) -> Array:
-    """The operation's result, from operands that are arrays of one shape or scalars."""
+    """Computes an Op by jax.lax: its result on operands `args` that are arrays of one shape, or scalars."""
     rule = SPECIAL.get(op.prim)
     if rule is not None:
         return rule(op, *args)
@@ -102,16 +128,20 @@ RENAMED = {
 
 
 def _non_negative(atom: Atom) -> bool:
+    """Whether the range of an integer atom is known to lie at 0 or above."""
     bounds = range_of_val(atom)
     return bounds is not None and bounds[0] >= 0
 
 
 def _division(op: Op, a: Array, b: Array) -> Array:
-    """div, rem, floordiv and floormod of integers; lax.div and lax.rem of floats.
+    """Computes a / b or the remainder: div, rem, floordiv and floormod of integers; lax.div and lax.rem of floats.
 
-    Division of integers by 0 gives what jax gives: -1 (all bits set) for div, the numerator for rem, 0 for floormod; for floordiv
-    -2, or -1 where the numerator is 0 or the type unsigned. A divisor of 0 is replaced before it reaches XLA, whose constant
-    folding would divide by 0 on the processor and end the process.
+    op     the Op, whose operands' ranges show where signs and zeros need no treatment
+    a, b   numerator and divisor, arrays of one dtype
+
+    Division of integers by 0 gives what jax gives: -1 (all bits set) for div, the numerator for rem, 0 for floormod; for
+    floordiv -2, or -1 where the numerator is 0 or the type unsigned. A divisor of 0 is replaced before it reaches XLA, whose
+    constant folding would divide by 0 on the processor and end the process.
     """
     name, remainder = op.prim, op.prim in ("rem", "floormod")
     if not jnp.issubdtype(a.dtype, jnp.integer):
@@ -132,7 +162,7 @@ def _division(op: Op, a: Array, b: Array) -> Array:
 
 
 def _convert(op: Op, x: Array) -> Array:
-    """The operand converted to the dtype of the result."""
+    """The operand x converted to the dtype of the Op's result; a complex operand loses its imaginary part."""
     dtype = jnp.dtype(op.out.dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and jnp.issubdtype(dtype, jnp.floating):
         x = lax.real(x)  # the primitive drops the imaginary part; lax.convert_element_type would warn
@@ -140,6 +170,7 @@ def _convert(op: Op, x: Array) -> Array:
 
 
 def _param(op: Op, name: str) -> typing.Any:
+    """The static parameter of that name of an Op."""
     return dict(op.params)[name]
 
 
@@ -152,3 +183,4 @@ SPECIAL: dict[str, Callable[..., Array]] = {
     "reduce_precision": lambda op, x: lax.reduce_precision(x, _param(op, "exponent_bits"), _param(op, "mantissa_bits")),
     **dict.fromkeys(("div", "rem", "floordiv", "floormod"), _division),
 }
+"""Functions (op, *operands) -> result of the operations that are not a call of the jax.lax function of their name."""

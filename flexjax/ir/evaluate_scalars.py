@@ -14,7 +14,7 @@ Array = jax.Array
 def call_program(
     program: Program, captures: Sequence[Array], indices: Sequence[Array], score: Array | None = None
 ) -> Array:
-    """The first result of the program at one position: a scalar.
+    """Evaluates a program at one position; returns its first result, a scalar of the result's dtype.
 
     captures   the captured arrays, in the order of `program.captures`; an index outside of an array is clipped
     indices    the int32 scalars b, h, q, kv
@@ -25,6 +25,7 @@ def call_program(
         known[INPUT_NAMES.index("score")] = score
 
     def load(step: Load, index: list[Array]) -> Array:
+        """The element of a captured array at the scalars of its index, clipped to the array."""
         return jnp.asarray(captures[step.capture]).at[tuple(index)].get(mode="clip")
 
     return evaluate_scalars(program, known, load, captures.__getitem__)
@@ -36,15 +37,18 @@ def evaluate_scalars(
     load: Callable[[Load, list[Array]], Array],
     whole: Callable[[int], Array],
 ) -> Array:
-    """The first result of the program, a scalar, from values that are known by id.
+    """Evaluates a program on scalars; returns its first result, a scalar of the result's dtype.
 
-    known   the inputs and any other values; a step whose results are all known is skipped
-    load    the element that a load reads, from the load and the scalars of its index
-    whole   the captured array of a number, for a Call that takes the whole array
+    known   values by id: the inputs, and any other values that the caller has; a step whose results are all known is skipped
+    load    gives the element that a load reads, from the load and the scalars of its index
+    whole   gives a captured array by its number, for a Call that takes the whole array
+
+    The steps are computed by jax.lax, so the function can be traced and differentiated.
     """
     env = dict(known)
 
     def read(atom: Atom) -> Array:
+        """The scalar that an operand is."""
         return literal_array(atom) if isinstance(atom, Lit) else env[atom.id]
 
     for step in program.steps:
@@ -64,14 +68,18 @@ def evaluate_scalars(
 
 
 def _array_of(shape: tuple[int, ...], scalars: Sequence[Array]) -> Array:
-    """An array of that shape from its elements in row-major order."""
+    """The array of that shape whose elements, in row-major order, are the scalars."""
     return jnp.stack(scalars).reshape(shape) if shape else scalars[0]
 
 
 def as_mask_mod(program: Program, captures: Sequence[Array]) -> Callable[[Array, Array, Array, Array], Array]:
-    """The program as a mask_mod: a function of the scalars (b, h, q_idx, kv_idx) that returns a bool scalar."""
+    """Turns a program into a mask_mod: a function of the scalars (b, h, q_idx, kv_idx) that returns a bool scalar.
+
+    captures   the captured arrays, in the order of `program.captures`
+    """
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The program's first result at that position; all arguments are int32 scalars."""
         return call_program(program, captures, (b, h, q_idx, kv_idx))
 
     return mask_mod

@@ -12,7 +12,9 @@ from flexjax.ir.ranges import fits, is_integer
 
 
 def literal(value: object, dtype: DTypeLike) -> Lit:
-    """A literal of that dtype; its value is rounded to the dtype and stored as a Python scalar."""
+    """Makes the literal of `value`, a number or bool, in the dtype; the value is rounded to the dtype and stored as a Python
+    scalar.
+    """
     name = jnp.dtype(dtype).name
     with np.errstate(over="ignore"):
         array = np.asarray(value).astype(jnp.dtype(dtype))
@@ -26,10 +28,10 @@ def literal(value: object, dtype: DTypeLike) -> Lit:
 
 
 def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
-    """The result of an operation on literals, None if the operation is left to the device.
+    """Constant folding: the result of the operation `prim` on operands that are all literals, as a literal of `dtype`.
 
-    Integer and boolean arithmetic is folded. Float arithmetic is left to the device, which may round differently; only
-    conversions of a float literal are folded.
+    None if the operation is left to the device. Integer and boolean arithmetic is folded unless it overflows or divides by 0.
+    Float arithmetic is left to the device, which may round differently; only conversions of a float literal are folded.
     """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _converts_alike(inputs[0].value, dtype):
@@ -48,7 +50,10 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
 
 
 def _converts_alike(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether numpy converts the float to the type with the same result as every device."""
+    """Whether converting the number to the dtype gives the same result in numpy as on every device, so that it can be folded.
+
+    False for complex numbers to real types, and for floats that an integer type cannot represent.
+    """
     if not is_integer(dtype):
         return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)
     info = jnp.iinfo(jnp.dtype(dtype))
@@ -79,3 +84,4 @@ PYTHON_RULES: dict[str, Callable] = {
     "not": lambda a: not a,
     "sign": lambda a: (a > 0) - (a < 0),
 }
+"""By operation: its result on Python integers or bools, in exact arithmetic; div and rem truncate toward 0."""

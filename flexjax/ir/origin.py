@@ -46,6 +46,7 @@ Sizes = tuple[int, int, int, int]
 UNKNOWN = 1 << 29
 """Positions, batch entries and heads are below this number if the lengths of the whole problem are not known. Sums and differences of
 two fit int32."""
+NOT_KNOWN: Sizes = (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 
 
 class Starts(typing.NamedTuple):
@@ -87,9 +88,6 @@ Placed = tuple[OriginLayout | None, Starts | None]
 NOWHERE: Placed = (None, None)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("batch", "head", "starts"), meta_fields=("layout", "whole")
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class OriginTable:
     """An origin in full generality, as `flex_attention` and `create_block_mask` use it; see `table_of_runs`.
@@ -109,6 +107,9 @@ class OriginTable:
         return f"OriginTable({self.layout}, whole={self.whole})"
 
 
+jax.tree_util.register_dataclass(OriginTable, data_fields=["batch", "head", "starts"], meta_fields=["layout", "whole"])
+
+
 def sizes_of(origin: OriginTable | None, sizes: Sizes) -> Sizes:
     """The ranges of b, h, q and kv for which the mods of a call are traced; sizes: batch, heads, q_len, kv_len of the call."""
     if origin is None:
@@ -126,7 +127,7 @@ def table_of_runs(
     *,
     query_run: int,
     key_run: int,
-    whole: Sizes = (UNKNOWN,) * 4,
+    whole: Sizes = NOT_KNOWN,
     batch: Array | None = None,
     head: Array | None = None,
 ) -> OriginTable:
@@ -180,15 +181,13 @@ def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int
             starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is
         tables.append(starts.reshape(-1, 1))
     runs = [max(length, 1) for length in lengths]
-    return table_of_runs(
-        *tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=scalars[0], head=scalars[1]
-    )
+    return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=scalars[0], head=scalars[1])
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:
     """`Origin.whole` as four ints, UNKNOWN where unknown."""
     if given is None:
-        return (UNKNOWN,) * 4
+        return NOT_KNOWN
     valid = isinstance(given, tuple) and len(given) == 4
     if not valid or not all(n is None or (isinstance(n, int) and 0 < n <= UNKNOWN) for n in typing.cast(tuple, given)):
         raise bad_argument(
@@ -203,23 +202,24 @@ def _whole(given: object) -> tuple[int, int, int, int]:
 
 def _number(name: str, given: object, batch: tuple[int, ...], size: int, length: int = 1) -> Array:
     """A number of an Origin as int32 [] or `batch`. Raises ValueError unless 0 <= it <= size - length, as far as it is known."""
-    types = (int, np.integer, np.ndarray, jax.Array)
-    array = np.asarray(given) if isinstance(given, int | np.integer) else given
-    if (
-        not isinstance(given, types)
-        or isinstance(given, bool)
-        or not jnp.issubdtype(typing.cast(Array, array).dtype, jnp.integer)
-        or typing.cast(Array, array).shape not in ((), batch)
-    ):
-        got = f"{array.dtype.name}{list(array.shape)}" if hasattr(array, "dtype") else repr(given)
+    array = np.asarray(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else given
+    valid = isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, jnp.integer)
+    if not isinstance(array, np.ndarray | jax.Array) or not valid or array.shape not in ((), batch):
+        is_array = isinstance(array, np.ndarray | jax.Array)
+        got = f"{array.dtype.name}{list(array.shape)}" if is_array else repr(given)
         shapes = "an int or an int32 scalar" + (f", or int32[{batch[0]}], one for each batch entry" if batch else "")
         raise bad_argument(name, got, shapes, "Cast it, for example with jnp.int32().")
     most = size - length
-    if isinstance(array, np.ndarray) and array.size:  # a jax array is not looked at, because that would wait for the device
+    if (
+        isinstance(array, np.ndarray) and array.size
+    ):  # a jax array is not looked at, because that would wait for the device
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > most:
             raise bad_argument(
-                name, str(low if low < 0 else high), f"0 to {most}", "The arrays of the call must lie in the whole problem."
+                name,
+                str(low if low < 0 else high),
+                f"0 to {most}",
+                "The arrays of the call must lie in the whole problem.",
             )
     return jnp.asarray(array).astype(jnp.int32)
 

@@ -1,19 +1,22 @@
 """What a program is: the form of a traced mod that every backend reads.
 
-A `score_mod` or `mask_mod` becomes a `Program`: a flat list of operations on *scalars*, in order, with the captured
-arrays hoisted to operands. It is immutable and hashable without its arrays: two closures with the same operations and
-other captured values are the same program, so nothing is compiled twice.
+A `score_mod` or `mask_mod` becomes a `Program`: a flat list of steps on *scalars*, in order. The program describes the captured
+arrays by shape and dtype only; the arrays themselves are operands of a call. It is immutable and hashable: two closures with
+the same operations and other captured values are the same program, so nothing is compiled twice.
 
-    atoms       `Lit` (a literal) or `Val` (the result of an input or an operation)
-    operations  `Op` (elementwise primitive), `Load` (one element of a captured array), `Call` (anything else: control flow
-                that could not be unrolled; only backends that can map a whole jaxpr take it)
-    results     atoms; a mask has one (bool), a score program one, or one plus its derivatives (see derivative.py)
+    atom     an operand of a step: `Lit` (a literal) or `Val` (an input of the program or the result of a step)
+    step     `Op` (elementwise primitive), `Load` (one element of a captured array), `Call` (anything else: control flow
+             that could not be unrolled; only backends that can map a whole jaxpr take it)
+    result   an atom; a mask has one (bool), a score program one, or one plus its derivatives (see derivative.py)
+    index    b, h, q, kv: the numbers of the batch entry, the query head, the query and the key, int32 inputs of a program
 
-Every `Val` knows the *axes* it depends on, a subset of AXES: what depends on b and h alone is worth computing once a
-program, on q once a row, on kv once a column. `delta` stands for "depends on q and kv only through q - kv": such a value
-is a vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A value that has `q` or `kv` does not have `delta`.
-`linear` is set where an integer value is known to be `b*B + h*H + q*Q + kv*K + const` (+ values of b and h alone), which
-is what tells a contiguous vector or tile from a gather.
+Every `Val` knows the *axes* it depends on, a subset of AXES: a value of b and h alone (a *uniform* value) is worth computing
+once a program, one of q once a row, one of kv once a column. `delta` stands for "depends on q and kv only through q - kv": such
+a value is a vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A value that has `q` or `kv` does not have
+`delta`.
+
+An integer value that is known to be the affine function b*B + h*H + q*Q + kv*K + const (+ multiples of uniform values) keeps
+that function as its *linear form*, which tells a load of a contiguous vector or tile from a gather.
 """
 
 import dataclasses
@@ -28,9 +31,11 @@ UNIFORM: Axes = frozenset({"b", "h"})
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """An affine function of the indices: self.b * b + self.h * h + self.q * q + self.kv * kv + const + uniform terms.
+    """The linear form of an integer value: self.b * b + self.h * h + self.q * q + self.kv * kv + const + uniform terms.
 
-    uniform   (id, coefficient) of each further term; the Val of that id depends on b and h alone
+    b, h, q, kv   the coefficients of the four indices
+    const         the constant term
+    uniform       (id, coefficient) of each further term, sorted by id; the Val of that id depends on b and h alone
     """
 
     b: int = 0
@@ -41,21 +46,17 @@ class Linear:
     uniform: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: "Linear") -> "Linear":
+        """The form of the sum of two values; uniform terms whose coefficients cancel are dropped."""
         terms: dict[int, int] = dict(self.uniform)
         for ident, coefficient in other.uniform:
             terms[ident] = terms.get(ident, 0) + coefficient
         kept = tuple(sorted((i, c) for i, c in terms.items() if c))
         return Linear(
-            self.b + other.b,
-            self.h + other.h,
-            self.q + other.q,
-            self.kv + other.kv,
-            self.const + other.const,
-            kept,
+            self.b + other.b, self.h + other.h, self.q + other.q, self.kv + other.kv, self.const + other.const, kept
         )
 
     def times(self, factor: int) -> "Linear":
-        """The form with every coefficient multiplied by `factor`."""
+        """The form of `factor` times the value: every coefficient multiplied by `factor`."""
         if factor == 0:
             return Linear()
         terms = tuple((i, c * factor) for i, c in self.uniform)
@@ -70,10 +71,11 @@ class Lit:
     dtype: str
 
     def __str__(self) -> str:
+        """The value and the dtype as text, such as "1.5:float32"."""
         return f"{self.value!r}:{self.dtype}"
 
-    # repr tells nan from nan and -0.0 from 0.0 the same way every time, == does not.
     def __eq__(self, other: object) -> bool:
+        """Whether both are literals of the same dtype and text: NaN equals NaN, and -0.0 differs from 0.0."""
         return isinstance(other, Lit) and str(self) == str(other)
 
     def __hash__(self) -> int:
@@ -82,11 +84,12 @@ class Lit:
 
 @dataclasses.dataclass(frozen=True)
 class Val:
-    """A scalar that the program is given or computes.
+    """A scalar that is an input of the program or the result of a step.
 
+    id          number of the value, unique within its program; the inputs have the ids SCORE, B, H, Q, KV (0 to 4)
     dtype       a numpy dtype name
-    axes        what the value depends on
-    linear      the affine function that an integer value is, None where it is not known to be one
+    axes        the axes of AXES that the value depends on
+    linear      the linear form of an integer value, None where the value is not known to be affine in the indices
     low, high   inclusive bounds of an integer over the whole attention matrix, None where unknown
     """
 
@@ -98,6 +101,7 @@ class Val:
     high: int | None = None
 
     def __str__(self) -> str:
+        """The value as program text has it, such as "%7"."""
         return f"%{self.id}"
 
 
@@ -106,9 +110,12 @@ Atom = Lit | Val
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An elementwise primitive of jax.lax, by name, with its static parameters; scalar in, scalar out.
+    """A step that applies an elementwise primitive of jax.lax to scalars; its result is one scalar.
 
-    Two names are not primitives: `floordiv` and `floormod`, the integer division of Python.
+    prim     name of the primitive, or `floordiv` or `floormod`, Python's integer division and remainder; see operations.py
+    inputs   the operands, in order
+    out      the result
+    params   (name, value) of each static parameter of the primitive, sorted by name
     """
 
     prim: str
@@ -118,15 +125,20 @@ class Op:
 
     @property
     def outs(self) -> tuple[Val, ...]:
+        """The results of the step as a tuple, as every step has it: here the one result."""
         return (self.out,)
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """`captures[capture][index]`, one index atom for each dimension of the array, all in bounds.
+    """A step that reads one element of a captured array: `captures[capture][index]`.
 
-    In bounds means: for every (b, h, q, kv) inside the attention matrix. In the part of a tile that hangs over the end
-    of the matrix the backend must keep the address legal itself.
+    capture   number of the captured array in the program's `captures`
+    index     one int32 atom for each dimension of the array, in bounds
+    out       the element
+
+    In bounds means: for every (b, h, q, kv) inside the attention matrix. In the part of a tile that hangs over the end of the
+    matrix the backend must keep the address legal itself.
     """
 
     capture: int
@@ -135,22 +147,25 @@ class Load:
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
+        """The operands of the step, as every step has them: here the indices."""
         return self.index
 
     @property
     def outs(self) -> tuple[Val, ...]:
+        """The results of the step as a tuple, as every step has it: here the one element."""
         return (self.out,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A whole jaxpr equation on scalars and small arrays of scalars, for example a while loop.
+    """A step that runs one whole jaxpr equation on scalars and small arrays of scalars, for example a while loop.
 
-    name, text  the primitive, and its parameters as text for `Program.key`
-    arguments   per operand: the number of a captured array that is passed whole, or (shape, atoms in row-major order)
-    results     per result: (shape, vals in row-major order)
-    bind        runs the equation on arrays of the operands' shapes and returns the list of results
-    inner       the body of a function with its own derivative rule, None for all else and after such functions are inlined
+    name, text   the name of the primitive, and its parameters as text for `Program.key`
+    arguments    per operand: the number of a captured array that is passed whole, or (shape, atoms in row-major order)
+    results      per result: (shape, vals in row-major order)
+    bind         runs the equation: takes one array for each of `arguments`, of that shape, and returns the list of result
+                 arrays
+    inner        the body of a function with its own derivative rule, None for all else and after such functions are inlined
     """
 
     name: str
@@ -162,10 +177,12 @@ class Call:
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
+        """The operands that are atoms, over all arguments in order; captured arrays that are passed whole are left out."""
         return tuple(a for argument in self.arguments if not isinstance(argument, int) for a in argument[1])
 
     @property
     def outs(self) -> tuple[Val, ...]:
+        """The Vals of all results, in order."""
         return tuple(v for _, vals in self.results for v in vals)
 
 
@@ -173,9 +190,14 @@ class CallBody(typing.Protocol):
     """A jaxpr with the values of its constants; only trace/ runs it."""
 
     @property
-    def jaxpr(self) -> typing.Any: ...
+    def jaxpr(self) -> typing.Any:
+        """The jaxpr (jax.extend.core.Jaxpr or its like in trace/closed_over.py)."""
+        ...
+
     @property
-    def consts(self) -> Sequence[typing.Any]: ...
+    def consts(self) -> Sequence[typing.Any]:
+        """The values of the jaxpr's constants, in the order of its constvars."""
+        ...
 
 
 Step = Op | Load | Call
@@ -188,10 +210,13 @@ FIRST_FREE_ID = 5
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType:
+    """The shape of a captured array and its numpy dtype name."""
+
     shape: tuple[int, ...]
     dtype: str
 
     def __str__(self) -> str:
+        """The type as text, such as "float32[2,16]"."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
@@ -200,11 +225,11 @@ class Program:
     """A traced mod without its arrays.
 
     inputs      the five input Vals: score (float), b, h, q, kv (int32)
-    steps       operations in order; each uses only inputs and earlier results
-    results     what it computes
-    captures    type of each captured array it reads
-    gradients   for a program of derivatives: positions in `steps` of the Loads by which results[2:] are the derivatives;
-                empty otherwise
+    steps       the steps in order; each uses only inputs and earlier results
+    results     the atoms that the program computes: one, or for a derivative program the new score and its derivatives
+    captures    type of each captured array that the program reads
+    gradients   for a derivative program: positions in `steps` of the Loads by which results[2:] are the derivatives; empty
+                otherwise
     """
 
     inputs: tuple[Val, ...]
@@ -215,10 +240,11 @@ class Program:
 
     @functools.cached_property
     def key(self) -> str:
-        """The program as text; programs are equal, and share compiled kernels, exactly if their texts are."""
+        """The program as text (program_text); programs are equal, and share compiled kernels, exactly if their texts are."""
         return program_text(self)
 
     def __eq__(self, other: object) -> bool:
+        """Whether both are programs with the same text."""
         return isinstance(other, Program) and self.key == other.key
 
     def __hash__(self) -> int:
@@ -226,18 +252,21 @@ class Program:
 
     @functools.cached_property
     def axes(self) -> Axes:
+        """The axes that any of the results depends on."""
         return frozenset().union(*(axes_of(r) for r in self.results))
 
     @property
     def loads(self) -> tuple[Load, ...]:
+        """The loads among the steps, in order."""
         return tuple(s for s in self.steps if isinstance(s, Load))
 
     @property
     def calls(self) -> tuple[Call, ...]:
+        """The Calls among the steps, in order."""
         return tuple(s for s in self.steps if isinstance(s, Call))
 
     def reads(self, axis: str) -> bool:
-        """Whether any step or result depends on the axis ("q" and "kv" also through delta)."""
+        """Whether any step or result depends on the axis, a name of AXES ("q" and "kv" also through delta)."""
         wanted = {axis, "delta"} if axis in ("q", "kv") else {axis}
         found: set[str] = set(self.axes)
         for step in self.steps:
@@ -246,28 +275,30 @@ class Program:
         return bool(found & wanted)
 
     def __str__(self) -> str:
+        """The program as text, as `key`."""
         return self.key
 
 
 def axes_of(atom: Atom) -> Axes:
-    """What the atom depends on; nothing for a literal."""
+    """The axes that an atom depends on; none for a literal."""
     return frozenset() if isinstance(atom, Lit) else atom.axes
 
 
 def range_of_val(atom: Atom) -> tuple[int, int] | None:
-    """Inclusive range of an integer atom over the whole attention matrix, None where unknown."""
+    """The range (lowest, highest), both inclusive, of an integer atom over the whole attention matrix; None where unknown."""
     if isinstance(atom, Lit):
         return (atom.value, atom.value) if isinstance(atom.value, int) and not isinstance(atom.value, bool) else None
     return None if atom.low is None or atom.high is None else (atom.low, atom.high)
 
 
 def _param_text(params: tuple[tuple[str, object], ...]) -> str:
+    """The static parameters of an Op as text, "[name=value name=value]"; "" if all of them are None."""
     kept = [f"{k}={v}" for k, v in params if v is not None]
     return "[" + " ".join(kept) + "]" if kept else ""
 
 
 def _step_text(step: Step) -> str:
-    """A step as one line of text."""
+    """A step as one line of program text: its results, the operation and its operands."""
     outs = ", ".join(f"{o}:{o.dtype}" for o in step.outs)
     if isinstance(step, Op):
         return f"{outs} = {step.prim}{_param_text(step.params)} {' '.join(map(str, step.inputs))}"
@@ -278,7 +309,7 @@ def _step_text(step: Step) -> str:
 
 
 def program_text(program: Program) -> str:
-    """The program as text, one step a line; see Program.key."""
+    """The program as text: inputs with their ranges, captured arrays, one line for each step, results. See Program.key."""
     head = ", ".join(f"{n}=%{v.id}:{v.dtype}" for n, v in zip(INPUT_NAMES, program.inputs, strict=True))
     ranges = ", ".join(f"{v.low}..{v.high}" for v in program.inputs[1:])
     captured = ", ".join(f"c{i}:{c}" for i, c in enumerate(program.captures))
@@ -312,12 +343,13 @@ class LoadClass:
     dims: tuple[str, ...]
 
     def __str__(self) -> str:
+        """The load class as text, such as "row slice" or "tile gather"; for a scalar "scalar"."""
         shape = "slice" if self.contiguous and self.kind != SCALAR else "gather" if self.kind != SCALAR else ""
         return f"{self.kind} {shape}".strip()
 
 
 def _dim_kind(atom: Atom) -> str:
-    """What an index is, as LoadClass.dims says it."""
+    """What an index of a load is, in the words of LoadClass.dims: "uniform", "q", "kv", "delta", "-delta" or "other"."""
     if not axes_of(atom) - UNIFORM:
         return "uniform"
     linear = atom.linear if isinstance(atom, Val) else None
@@ -328,7 +360,7 @@ def _dim_kind(atom: Atom) -> str:
 
 
 def classify_load(load: Load) -> LoadClass:
-    """The load class of a load, from the axes and the linear forms of its index."""
+    """Derives the load class of a load from the axes and the linear forms of its index atoms."""
     dims = tuple(_dim_kind(a) for a in load.index)
     axes: Axes = frozenset().union(*(axes_of(a) for a in load.index)) - UNIFORM
     moving = [d for d in dims if d != "uniform"]
@@ -342,18 +374,16 @@ def classify_load(load: Load) -> LoadClass:
         kind = DIAGONAL
     else:
         kind = TILE
-    plain = {
-        SCALAR: [[]],
-        ROW: [["q"]],
-        COLUMN: [["kv"]],
-        DIAGONAL: [["delta"], ["-delta"]],
-        TILE: [["kv", "q"]],
-    }
+    plain = {SCALAR: [[]], ROW: [["q"]], COLUMN: [["kv"]], DIAGONAL: [["delta"], ["-delta"]], TILE: [["kv", "q"]]}
     return LoadClass(kind, sorted(moving) in plain[kind], dims)
 
 
 def uses(steps: tuple[Step, ...], results: tuple[Atom, ...]) -> set[int]:
-    """Ids of the values that the results depend on, the results included."""
+    """The ids of all values that the results depend on, directly or through steps, the results included; the rest is dead.
+
+    steps     the steps of a program, in order
+    results   the atoms to compute
+    """
     live = {a.id for a in results if isinstance(a, Val)}
     for step in reversed(steps):
         if any(o.id in live for o in step.outs):
@@ -362,7 +392,7 @@ def uses(steps: tuple[Step, ...], results: tuple[Atom, ...]) -> set[int]:
 
 
 def walk_atoms(program: Program) -> Iterator[Atom]:
-    """Every operand of every step, then the results."""
+    """Yields every operand of every step in order, then the results; an atom that is used twice comes twice."""
     for step in program.steps:
         yield from step.inputs
     yield from program.results

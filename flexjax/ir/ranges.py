@@ -1,4 +1,9 @@
-"""Ranges of integers over the whole attention matrix, in Python's unbounded integers, which show whether a result can wrap around."""
+"""Ranges of integers over the whole attention matrix, in Python's unbounded integers, which show whether a result can wrap
+around.
+
+A range is (lowest, highest), both inclusive, or None where nothing is known. To wrap around is to leave the integer type and
+continue modulo 2^bits.
+"""
 
 from collections.abc import Sequence
 
@@ -8,14 +13,16 @@ import numpy as np
 from flexjax.ir.program import Atom, Linear, range_of_val
 
 Range = tuple[int, int] | None
+"""(lowest, highest), both inclusive; None where unknown."""
 
 
 def is_integer(dtype: str) -> bool:
+    """Whether the dtype of that name is an integer type, signed or unsigned; False for bool."""
     return jnp.issubdtype(jnp.dtype(dtype), jnp.integer)
 
 
 def fits(bounds: tuple[int, int], dtype: str) -> bool:
-    """Whether an integer type represents both bounds; True for other types."""
+    """Whether the integer type `dtype` represents both ends of the range `bounds`; True for types that are not integers."""
     if not is_integer(dtype):
         return True
     info = jnp.iinfo(jnp.dtype(dtype))
@@ -29,25 +36,33 @@ def whole_range_if_narrow(dtype: str) -> Range:
 
 
 def may_be(atom: Atom, value: int) -> bool:
-    """Whether an integer atom may have that value somewhere in the attention matrix."""
+    """Whether an integer atom may equal `value` somewhere in the attention matrix, by its range or, if unknown, that of its
+    dtype.
+    """
     info = jnp.iinfo(jnp.dtype(atom.dtype))
     low, high = range_of_val(atom) or (int(info.min), int(info.max))
     return low <= value <= high
 
 
 def quotient_may_overflow(numerator: Atom, divisor: Atom) -> bool:
-    """Whether the least integer of the type may be divided by -1; the type cannot represent that quotient."""
+    """Whether a division may divide the least integer of its signed type by -1; the type cannot represent that quotient."""
     return may_be(divisor, -1) and may_be(numerator, int(jnp.iinfo(jnp.dtype(numerator.dtype)).min))
 
 
 def modular(value: int, dtype: str) -> np.ndarray:
-    """The integer modulo 2^bits, in that type; sums and products with it are right modulo 2^bits."""
+    """The integer reduced modulo 2^bits of the integer type `dtype`, as a numpy scalar array of that type.
+
+    Sums and products with it are right modulo 2^bits, even if `value` itself does not fit the type.
+    """
     bits = jnp.iinfo(jnp.dtype(dtype)).bits
     return np.array(value & ((1 << bits) - 1), np.uint64).astype(jnp.dtype(dtype))
 
 
 def represents_coefficients(linear: Linear, dtype: str) -> bool:
-    """Whether the type represents every coefficient; an unsigned type also takes negatives down to half its range."""
+    """Whether the integer type `dtype` represents every coefficient of the linear form.
+
+    An unsigned type counts as representing negative coefficients down to -2^(bits - 1), because arithmetic is modulo 2^bits.
+    """
     info = jnp.iinfo(jnp.dtype(dtype))
     low = min(int(info.min), -(1 << (info.bits - 1)))
     numbers = (linear.b, linear.h, linear.q, linear.kv, linear.const, *(c for _, c in linear.uniform))
@@ -55,7 +70,10 @@ def represents_coefficients(linear: Linear, dtype: str) -> bool:
 
 
 def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
-    """The result of a comparison of integers in these ranges, None where it may be either."""
+    """The result of comparing two integers that lie in the ranges a and b: True, False, or None where it may be either.
+
+    prim   the comparison a ? b: "lt", "le", "gt", "ge", "eq" or "ne"
+    """
     if a is None or b is None:
         return None
     if prim in ("gt", "ge"):
@@ -72,7 +90,16 @@ def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
 
 
 def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[str, object]) -> Range:
-    """The range of an integer result in exact arithmetic, None where unknown; `fits` says whether it can have wrapped around."""
+    """The range that an operation's integer result has in exact arithmetic, from the ranges of its operands; None where
+    unknown.
+
+    prim     name of the operation
+    inputs   its operands
+    dtype    dtype name of the result; None is returned unless it is an integer type
+    params   static parameters of the operation; no rule depends on them
+
+    The range can exceed the dtype; `fits` then says that the result can have wrapped around.
+    """
     if not is_integer(dtype):
         return None
     if prim == "convert_element_type" and inputs[0].dtype == "bool":
@@ -87,10 +114,11 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
 
 
 def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
-    """The range (least, largest) of an operation's integer result, in exact arithmetic; None if no rule gives one.
+    """The range of an operation's integer result in exact arithmetic, from known ranges of its operands; None if no rule gives
+    one.
 
     prim     name of the operation
-    ranges   ranges of its operands; for select_n of the cases alone
+    ranges   ranges of its operands; for select_n those of the cases alone, without the predicate
     """
     if prim in ("select_n", "convert_element_type"):
         return (min(r[0] for r in ranges), max(r[1] for r in ranges))

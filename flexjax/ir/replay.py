@@ -1,7 +1,8 @@
-"""Building a program again from its own steps, with other inputs or other captured arrays.
+"""Builds a program again from its own steps, with other inputs or other captured arrays.
 
-A pass that changes the inputs of a program (fold_vmap.py, split_axes.py) or what it computes (trace/derivative.py) feeds the
+A pass that changes the inputs of a program (fold_vmap.py, split_axes.py) or what it computes (trace/derivative.py) appends the
 old steps to a new Builder one by one. The Builder then shares and simplifies them as if the user's function had been traced so.
+Old means of the given program, new means of the Builder's program.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ class Replayed:
     loads: dict[int, Load]
 
     def new(self, atom: Atom) -> Atom:
-        """The new atom of an old one; literals stay."""
+        """The new atom that an old atom became; a literal is returned as it is."""
         return atom if isinstance(atom, Lit) else self.atoms[atom.id]
 
 
@@ -41,11 +42,11 @@ def replay(
 ) -> Replayed:
     """Appends the program's steps to the builder and returns what they became.
 
-    inputs      the new atom of each input, by its id
-    load_index  the index of each new load; by default the old index in new atoms
-    call        what to do with a Call; by default `append_call`
-
-    The captures of the builder must be in place: a load keeps the number of its capture.
+    program      the old program
+    builder      makes the new program; its captures must be in place, because a load keeps the number of its capture
+    inputs       the new atom of each input of the old program, by id
+    load_index   the index of each new load, from the old load and its index in new atoms; by default that index
+    call         appends a Call and returns the new atoms of its results; by default `append_call`
     """
     found = Replayed(dict(inputs), {})
     for position, step in enumerate(program.steps):
@@ -64,7 +65,12 @@ def replay(
 
 
 def append_call(builder: Builder, step: Call, new: Callable[[Atom], Atom]) -> tuple[Val, ...]:
-    """Appends the Call on the new atoms of its operands; returns its new results in order."""
+    """Appends a copy of an old Call to the builder, on the new atoms of its operands; returns its new results in order.
+
+    builder   makes the new program
+    step      the old Call
+    new       from an old atom to the new one
+    """
     arguments = tuple(a if isinstance(a, int) else (a[0], tuple(map(new, a[1]))) for a in step.arguments)
     axes = frozenset().union(*(axes_of(x) for a in arguments if not isinstance(a, int) for x in a[1]))
     axes = axes - {"delta"} | ({"q", "kv"} if "delta" in axes else frozenset())

@@ -18,7 +18,7 @@ from flexjax.ir.program import (
 
 
 def map_atoms(step: Step, change: Callable[[Atom], Atom], change_out: Callable[[Val], Val]) -> Step:
-    """The step with `change` applied to its operands and `change_out` to its results."""
+    """A copy of a step with `change` applied to each operand that is an atom, and `change_out` to each result."""
     if isinstance(step, Op):
         return dataclasses.replace(step, inputs=tuple(map(change, step.inputs)), out=change_out(step.out))
     if isinstance(step, Load):
@@ -31,9 +31,16 @@ def map_atoms(step: Step, change: Callable[[Atom], Atom], change_out: Callable[[
 def rename_steps(
     steps: Sequence[Step], results: Sequence[Atom], fresh: Mapping[int, int]
 ) -> tuple[tuple[Step, ...], tuple[Atom, ...]]:
-    """Steps and results with every value's id replaced by fresh[id], inside linear forms too."""
+    """Copies of steps and results in which every value has a new id.
+
+    fresh   from the old id of each value to the new one
+
+    Linear forms name values too: their ids are replaced as well. A value whose linear form names an id without a new one loses
+    its linear form.
+    """
 
     def change_linear(linear: Linear | None) -> Linear | None:
+        """A linear form with the new ids of its uniform terms; None if one of them has no new id."""
         if linear is None or not linear.uniform:
             return linear
         if any(i not in fresh for i, _ in linear.uniform):
@@ -41,19 +48,25 @@ def rename_steps(
         return dataclasses.replace(linear, uniform=tuple(sorted((fresh[i], c) for i, c in linear.uniform)))
 
     def change_val(val: Val) -> Val:
+        """The value with its new id."""
         return dataclasses.replace(val, id=fresh[val.id], linear=change_linear(val.linear))
 
     def change(atom: Atom) -> Atom:
+        """The atom with its new id; a literal unchanged."""
         return atom if isinstance(atom, Lit) else change_val(atom)
 
     return tuple(map_atoms(s, change, change_val) for s in steps), tuple(map(change, results))
 
 
 def select_captures(program: Program, used: Sequence[int]) -> Program:
-    """The program with only the captures in `used`, renumbered in that order."""
+    """The program with fewer captured arrays: only those whose numbers are in `used`, renumbered in the order of `used`.
+
+    Every load and Call of the program must read captured arrays of `used` only.
+    """
     number = {old: new for new, old in enumerate(used)}
 
     def move(step: Step) -> Step:
+        """The step with the new numbers of its captured arrays."""
         if isinstance(step, Load):
             return dataclasses.replace(step, capture=number[step.capture])
         if isinstance(step, Call):
@@ -66,7 +79,7 @@ def select_captures(program: Program, used: Sequence[int]) -> Program:
 
 
 def with_results(program: Program, results: Sequence[Atom]) -> Program:
-    """The program whose results are these values of it, without the steps that they do not need."""
+    """The program that computes `results`, atoms of `program`, without the steps that they do not need; its captures stay."""
     live = uses(program.steps, tuple(results))
     steps = tuple(s for s in program.steps if any(o.id in live for o in s.outs))
     return Program(program.inputs, steps, tuple(results), program.captures)

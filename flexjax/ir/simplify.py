@@ -3,8 +3,10 @@
     where(p, c * s, s)                       ->  s * where(p, c, 1)            the same bits: one product is rounded
     (s * where(p, c, 1)) * where(p2, c2, 1)  ->  s * (where(p, c, 1) * where(p2, c2, 1))     within one rounding
 
-A factor that depends on positions alone repeats over a tile, so that kernels compute it once for many elements (a
-checkerboard has two different factors). Operations on the score run for each element.
+Here s is the score, or a value that depends on it; c and c2 are literals; p and p2 are predicates. A factor that depends on
+positions alone repeats over a tile, so that kernels compute it once for many elements (a checkerboard has two different
+factors). Operations on the score run for each element. The functions recognise the left-hand sides; the Builder (builder.py)
+makes the right-hand sides.
 """
 
 import typing
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from flexjax.ir.program import Atom, Lit, Op, Val, axes_of
 
 DEEPEST = 3
-"""Nesting of products of factors up to which their magnitudes are bounded."""
+"""How many levels of nested products of factors `_size` looks into."""
 LARGEST = 2.0**60
 """Bound of a product of factors and of its reciprocal, so that no order of multiplication overflows or underflows."""
 Definition = Callable[[Atom], Op | None]
@@ -21,7 +23,12 @@ Definition = Callable[[Atom], Op | None]
 
 
 class Choice(typing.NamedTuple):
-    """What select_n(predicate, score * on_false, score * on_true) consists of."""
+    """The parts of select_n(predicate, score * on_false, score * on_true).
+
+    score               the value that every case multiplies
+    predicate           a bool atom
+    on_false, on_true   the literal factors; 1.0 where a case is the score itself
+    """
 
     score: Val
     predicate: Atom
@@ -30,7 +37,13 @@ class Choice(typing.NamedTuple):
 
 
 def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choice | None:
-    """The Choice that a select_n between floats makes, from its operands; None unless all cases are products of one score."""
+    """Recognises a select_n between two products of the same score by literals; returns its parts.
+
+    inputs       the operands of the select_n: predicate, case for False, case for True
+    definition   from an atom to the Op that computes it
+
+    None for any other select, and where both factors are equal.
+    """
     if len(inputs) != 3:
         return None
     (one, n), (other, m) = (_product(a, definition) for a in inputs[1:])
@@ -40,7 +53,14 @@ def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choi
 
 
 def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, Atom, Atom] | None:
-    """(score, inner, outer) where the operands' product is (score * inner) * outer and both factors are choices of literals."""
+    """Recognises a product (score * inner) * outer in which inner and outer are selects between literals, or products of such.
+
+    inputs       the two operands of the outer product
+    definition   from an atom to the Op that computes it
+
+    Returns (score, inner, outer), so that the caller can compute score * (inner * outer); None for any other product, and where
+    the product of the factors could exceed LARGEST or its reciprocal.
+    """
     for outer, factor in (inputs, inputs[::-1]):
         op = definition(outer)
         size = _size(factor, definition)
@@ -56,7 +76,9 @@ def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, A
 
 
 def _number(atom: Atom) -> float | None:
-    """The value of a literal factor, None for anything else and for values that could make a product overflow."""
+    """The value of a literal that can be a factor: real, with magnitude between 1 / LARGEST and LARGEST. None for any other
+    atom.
+    """
     if not isinstance(atom, Lit) or isinstance(atom.value, (bool, complex)):
         return None
     value = float(atom.value)
@@ -64,7 +86,10 @@ def _number(atom: Atom) -> float | None:
 
 
 def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
-    """(x, c) where the atom is x * c with a literal c; (atom, 1.0) otherwise."""
+    """Splits an atom that is a product x * c with a literal c: returns (x, c), and (atom, 1.0) for any other atom.
+
+    definition   from an atom to the Op that computes it
+    """
     op = definition(atom)
     if op is not None and op.prim == "mul":
         for score, factor in (op.inputs, op.inputs[::-1]):
@@ -75,7 +100,13 @@ def _product(atom: Atom, definition: Definition) -> tuple[Atom, float]:
 
 
 def _size(atom: Atom, definition: Definition, depth: int = DEEPEST) -> tuple[float, float] | None:
-    """(largest, smallest) magnitude of a select between literals or of a product of such selects, None for anything else."""
+    """The largest and the smallest magnitude of a factor that is a select between literals or a product of such selects.
+
+    definition   from an atom to the Op that computes it
+    depth        how many more levels of nested products are looked into
+
+    None for any other atom and for one that depends on the score.
+    """
     op = definition(atom)
     if op is None or "score" in axes_of(atom):
         return None

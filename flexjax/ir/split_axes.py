@@ -1,4 +1,13 @@
-"""The programs of mods for one device's share of the batch and heads; the mods still see the indices of the whole call."""
+"""The programs of mods for one device's share of the batch and heads; the mods still see the indices of the whole call.
+
+    share            the batch entries and query heads that one device computes: equal, consecutive parts of the batch and heads
+    split dimension  a dimension of a captured array that is indexed by plain b or plain h alone; a device then gets only the
+                     elements of its share along it, and indexes them from 0
+    start            the index of the share's first batch entry or head in the whole call
+
+A program for a share takes b and h counted from 0 within the share. Wherever the mod uses b or h other than as the index of a
+split dimension, the program adds the start, which it reads from an extra captured scalar.
+"""
 
 import dataclasses
 import functools
@@ -11,12 +20,15 @@ from flexjax.ir.replay import replay
 
 AXIS_OF_INPUT = {B: "b", H: "h"}
 Dims = tuple[str | None, ...]
+"""For each dimension of one captured array: "b" or "h" if it is a split dimension, None if every device gets all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The size of one share: one of `batch_shares` equal parts of `batch` entries, and one of `head_shares` equal parts
-    of `heads` query heads.
+    """The size of a share: the batch and the query heads of the whole call, and into how many equal parts each is divided.
+
+    batch, heads              sizes of the whole call
+    batch_shares, head_shares number of equal parts; each divides the size; 1 where the axis is not divided
     """
 
     batch: int
@@ -26,6 +38,7 @@ class Share:
 
     @functools.cached_property
     def wholes(self) -> dict[str, int]:
+        """The number of batch entries ("b") and of query heads ("h") of the whole call."""
         return {"b": self.batch, "h": self.heads}
 
     @functools.cached_property
@@ -39,10 +52,11 @@ class Share:
 
 
 class SharePrograms(typing.NamedTuple):
-    """The programs of a share.
+    """The programs of a share, which all have the same captured arrays.
 
-    Their captures are those of the original programs, with the share's entries only in split dimensions. For each of
-    `starts` ("b", "h") another capture follows: an int32 scalar, the index where the share begins.
+    programs   one for each original program; the captured arrays are the original ones in their order, shortened to the
+               share's elements along split dimensions, then one int32 scalar for each of `starts`
+    starts     "b", "h", both or neither: the axes whose start the programs read from an extra captured scalar
     """
 
     programs: tuple[Program, ...]
@@ -50,11 +64,13 @@ class SharePrograms(typing.NamedTuple):
 
 
 def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[Dims, ...]:
-    """For each dimension of each capture: "b" or "h" if a share needs only its own entries of that dimension, else
-    None.
+    """Finds the split dimensions: for each captured array and each of its dimensions "b", "h", or None if it is not split.
 
-    A dimension is split if it has one entry for each of the sizes["b"] batch entries or sizes["h"] heads, and all loads
-    of all `programs` index the dimension with plain b or h. The programs have the same captures.
+    programs   programs that have the same captured arrays, such as a score program and its derivative; () gives ()
+    sizes      the number of batch entries ("b") and of query heads ("h") of the whole call
+
+    A dimension is split along b (h) if its length is sizes["b"] (sizes["h"]), every load of every program indexes it with
+    plain b (h), and no `Call` takes the array whole. Of several dimensions that qualify for one axis, only the first is split.
     """
     if not programs:
         return ()
@@ -73,12 +89,15 @@ def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[D
 
 
 def _plain_axis(atom: Atom) -> str | None:
-    """ "b" or "h" where the atom is that input itself."""
+    """ "b" or "h" if the atom is that input of the program itself, None for any other atom."""
     return AXIS_OF_INPUT.get(atom.id) if isinstance(atom, Val) else None
 
 
 def share_of_program(programs: Sequence[Program], share: Share) -> SharePrograms:
-    """The programs for a share. The programs have the same captures."""
+    """Rewrites programs of the whole call into programs for a share (see SharePrograms).
+
+    programs   programs that have the same captured arrays, such as a score program and its derivative
+    """
     dims = split_dims(programs, share.wholes)
     starts = tuple(
         axis for axis in ("b", "h") if share.cuts(axis) and any(_reads_index(p, axis, dims) for p in programs)
@@ -87,22 +106,31 @@ def share_of_program(programs: Sequence[Program], share: Share) -> SharePrograms
 
 
 def _reads_index(program: Program, axis: str, dims: Sequence[Dims]) -> bool:
-    """Whether the program uses the axis anywhere but as the index of a split dimension."""
-    read = [atom for step in program.steps for atom in _whole_indices(step, dims)]
+    """Whether the program uses `axis` ("b" or "h") anywhere but as the index of a split dimension, so that it needs the start.
+
+    dims   the split dimensions of each captured array, as split_dims returns them
+    """
+    read = [atom for step in program.steps for atom in _operands_needing_start(step, dims)]
     return axis in map(_plain_axis, (*read, *program.results))
 
 
-def _whole_indices(step: Step, dims: Sequence[Dims]) -> list[Atom]:
-    """The operands of the step, without the indices of split dimensions."""
+def _operands_needing_start(step: Step, dims: Sequence[Dims]) -> list[Atom]:
+    """The operands of the step in which b and h mean indices of the whole call: all but a load's indices of split dimensions.
+
+    dims   the split dimensions of each captured array, as split_dims returns them
+    """
     if not isinstance(step, Load):
         return list(step.inputs)
     return [atom for atom, dim in zip(step.index, dims[step.capture], strict=True) if dim is None]
 
 
 def _program_of_share(program: Program, share: Share, dims: Sequence[Dims], starts: Sequence[str]) -> Program:
-    """The program for a share, whose captures are followed by the `starts` of the share along "b" or "h".
+    """Rewrites one program of the whole call into the program for a share.
 
-    dims   for each capture the split of its dimensions, as split_dims returns it
+    dims     the split dimensions of each captured array, as split_dims returns them
+    starts   the axes ("b", "h") for which an int32 scalar, the start, is appended to the captured arrays and added to the input
+
+    Returns the new program. Its derivatives by loads (`gradients`) are those of the old one.
     """
     q_len, kv_len = ((v.high or 0) + 1 for v in program.inputs[3:])
     builder = Builder((share.entries["b"], share.entries["h"], q_len, kv_len), program.inputs[SCORE].dtype)
@@ -119,7 +147,11 @@ def _program_of_share(program: Program, share: Share, dims: Sequence[Dims], star
         inputs[ident] = builder.op("add", (inputs[ident], start), "int32")
 
     def load_index(load: Load, index: list[Atom]) -> list[Atom]:
-        """In a split dimension the share has its own entries only, so the index of the share stays."""
+        """The index of a load in the new program: `index`, but plain b or h without the start in split dimensions.
+
+        load    the load of the old program
+        index   its index in atoms of the new program, where b and h have their starts added
+        """
         pairs = zip(load.index, index, dims[load.capture], strict=True)
         return [new if dim is None else old for old, new, dim in pairs]
 

@@ -1,4 +1,8 @@
-"""The rules that a legal program keeps; `check` runs after every pass that makes a program."""
+"""The rules that a legal program keeps; `check` runs after every pass that makes a program.
+
+Each rule is a function of a program. Its docstring states the rule; it returns None if the program keeps the rule, else what
+breaks it, as text for the error.
+"""
 
 from collections.abc import Callable
 
@@ -78,6 +82,7 @@ def _index_literals_in_bounds(program: Program) -> str | None:
 
 
 def _operations_are_known(program: Program) -> str | None:
+    """The primitive of every Op is one of operations.py."""
     unknown = {s.prim for s in program.steps if isinstance(s, Op)} - OPERATIONS - {STOP_GRADIENT}
     return f"operations {sorted(unknown)} are not in ir/operations.py" if unknown else None
 
@@ -93,7 +98,9 @@ RULES: tuple[Callable[[Program], str | None], ...] = (
 
 
 def check(program: Program) -> None:
-    """Raises IllegalProgram at the first rule that is broken, with the program."""
+    """Checks the program against every rule of RULES; raises IllegalProgram, with the program's text, at the first that is
+    broken.
+    """
     for rule in RULES:
         complaint = rule(program)
         if complaint:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of mask and score mod factories.  Each returns the value in the form that the mod uses.
+"""Checks of the arguments of mask and score mod factories. Each returns the value in the form that the mod uses.
 
 Every check takes the name of the factory (`call`), the name of the argument, its value, and a sentence of advice;
 the checks of arrays also take `shapes`, which maps each allowed rank to a spelling of it, such as `{1: "[T]"}`.
@@ -17,11 +17,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 LARGEST = 2**31 - 1
-"""The largest position that int32 holds."""
+"""The largest position that int32 represents."""
 
 
 def integer(call: str, name: str, value: object, least: int | None, advice: str) -> int:
-    """`value` as an int of at least `least` (None: any) that int32 holds, as positions are."""
+    """Returns `value` as an int of at least `least` (None: any) that int32 represents, as positions are; else raises
+    ValueError.
+    """
     number = _as_int(value)
     if number is None or (least is not None and number < least):
         wanted = "an int" if least is None else f"an int of at least {least}"
@@ -32,14 +34,18 @@ def integer(call: str, name: str, value: object, least: int | None, advice: str)
 
 
 def integer_or_vector(call: str, name: str, value: ArrayLike, axis: str, least: int | None, advice: str) -> int | Array:
-    """`value` as an int of at least `least` (None: any), or as an int32 array `[]` or of one axis, spelled `axis`."""
+    """Returns `value` as an int of at least `least` (None: any), or as an int32 array `[]` or with one axis; else raises
+    ValueError.
+
+    axis:   the spelling of an array with one axis, such as "[B]", for errors
+    """
     if isinstance(value, int | np.integer):
         return integer(call, name, value, least, advice)
     return integer_array(call, name, value, {0: "[]", 1: axis}, advice).astype(jnp.int32)
 
 
 def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...], advice: str) -> tuple[int, ...]:
-    """`value` as a tuple of one int of at least 1 for each of `axes`."""
+    """Returns `value` as a tuple of ints of at least 1, one for each of the names `axes`; else raises ValueError."""
     numbers = [_as_int(v) for v in value] if isinstance(value, Sequence) else []
     checked = tuple(n for n in numbers if n is not None and n >= 1)
     if len(numbers) != len(axes) or len(checked) != len(axes):
@@ -49,8 +55,14 @@ def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...]
 
 
 def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
-    """`value` as a non-empty integer array whose rank is a key of `shapes`."""
-    array = jnp.asarray(value)
+    """Returns `value` as a non-empty integer array whose rank is a key of `shapes`; else raises ValueError."""
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{call}`: `{name}` is no array of numbers; expected integers {' or '.join(shapes.values())}. Rows of unequal length "
+            f"are padded first. {advice}"
+        ) from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
     if not isinstance(value, Array) and array.size:
@@ -66,7 +78,7 @@ def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str]
 
 
 def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
-    """`value` as a non-empty boolean array whose rank is a key of `shapes`."""
+    """Returns `value` as a non-empty boolean array whose rank is a key of `shapes`; else raises ValueError."""
     array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected bool. {advice}")
@@ -74,7 +86,7 @@ def bool_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], a
 
 
 def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
-    """`value` as a non-empty floating array whose rank is a key of `shapes`; gradients pass through it."""
+    """Returns `value` as a non-empty floating array whose rank is a key of `shapes`; gradients pass. Else raises ValueError."""
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected floating. {advice}")
@@ -82,7 +94,7 @@ def float_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], 
 
 
 def finite_number(call: str, name: str, value: object, advice: str) -> float:
-    """`value` as a finite float."""
+    """Returns `value` as a finite float; else raises ValueError."""
     number = _as_float(value)
     if number is None:
         raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number. {advice}")
@@ -90,7 +102,7 @@ def finite_number(call: str, name: str, value: object, advice: str) -> float:
 
 
 def positive_number(call: str, name: str, value: object, advice: str) -> float:
-    """`value` as a finite float above 0."""
+    """Returns `value` as a finite float above 0; else raises ValueError."""
     number = _as_float(value)
     if number is None or number <= 0:
         raise ValueError(f"`{call}`: `{name}` is {value!r}; expected a finite number above 0. {advice}")
@@ -98,14 +110,14 @@ def positive_number(call: str, name: str, value: object, advice: str) -> float:
 
 
 def positive_number_or_vector(call: str, name: str, value: ArrayLike, advice: str) -> float | Array:
-    """`value` as a finite float above 0, or as a floating array `[]` or `[N]`, of any values."""
+    """Returns `value` as a finite float above 0, or as a floating array `[]` or `[N]` of any values; else raises ValueError."""
     if isinstance(value, int | float | np.number):
         return positive_number(call, name, value, advice)
     return float_array(call, name, value, {0: "[]", 1: "[N]"}, advice)
 
 
 def _as_int(value: object) -> int | None:
-    """`value` as an int; None for a bool and for what does not convert without loss."""
+    """Returns `value` as an int; None for a bool and for anything that does not convert without loss."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -115,7 +127,7 @@ def _as_int(value: object) -> int | None:
 
 
 def _of_rank(call: str, name: str, array: Array, shapes: dict[int, str], advice: str) -> Array:
-    """`array`, if its rank is a key of `shapes` and it is not empty; ValueError otherwise."""
+    """Returns `array` if its rank is a key of `shapes` and it is not empty; else raises ValueError."""
     if array.ndim not in shapes or 0 in array.shape:
         wanted = f"{' or '.join(shapes.values())}, not empty"
         raise ValueError(f"`{call}`: `{name}` has shape {array.shape}; expected {wanted}. {advice}")
@@ -123,7 +135,7 @@ def _of_rank(call: str, name: str, array: Array, shapes: dict[int, str], advice:
 
 
 def _as_float(value: object) -> float | None:
-    """`value` as a float; None for a bool, for what is no number, and for infinities and NaN."""
+    """Returns `value` as a float; None for a bool, for anything that is not a number, and for infinities and NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
     return float(value) if math.isfinite(value) else None

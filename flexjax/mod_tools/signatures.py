@@ -15,9 +15,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def named(name: str) -> Callable[[F], F]:
-    """Decorator: gives the function inside a factory the name that `explain` and error messages show."""
+    """Makes a decorator that names the function inside a factory; `explain` and error messages show the name."""
 
     def rename(function: F) -> F:
+        """Sets the name of `function` and returns the function itself."""
         function.__name__ = function.__qualname__ = name
         return function
 

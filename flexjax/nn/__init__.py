@@ -24,6 +24,7 @@ __all__ = ["MultiheadAttention", "attention_fn", "segment_attention"]
 
 
 def __getattr__(name: str) -> object:
+    """Imports MultiheadAttention when the name is first used, because equinox may not be installed; ImportError then."""
     if name != "MultiheadAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -37,4 +38,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    """The public names of the module."""
     return __all__

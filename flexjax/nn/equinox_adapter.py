@@ -25,8 +25,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
     The arguments of equinox's class, and besides:
 
-    score_mod, mask_mod   as in flexjax.flex_attention; h is the head, and b is 0, because the layer takes one sequence and jax.vmap maps it.
-                          A mod that is itself an equinox module is part of the model: its arrays are trained
+    score_mod, mask_mod   as in flexjax.flex_attention; h is the head, and b is 0, because the layer takes one sequence and
+                          jax.vmap maps it. A mod that is itself an equinox module is part of the model: its arrays are trained
     implementation, kernel_options   as in flexjax.flex_attention
 
         layer = flexjax.nn.MultiheadAttention(8, 512, mask_mod=flexjax.masks.causal, key=key)
@@ -53,6 +53,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key: Array,
         **options: object,
     ) -> None:
+        """Builds the layer. `score_mod` to `kernel_options` are explained at the class; all other arguments are equinox's."""
         super().__init__(num_heads, query_size, *args, key=key, **options)  # type: ignore[arg-type]
         self.score_mod = score_mod
         self.mask_mod = mask_mod
@@ -73,13 +74,14 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[[Array, Array, Array], Heads] | None = None,
     ) -> Array:
-        """query [T, query_size], key_ [S, key_size], value [S, value_size] -> [T, output_size].
+        """Attends over one sequence: query [T, query_size], key_ [S, key_size], value [S, value_size] -> [T, output_size].
 
         mask            bool [T, S] or [num_heads, T, S], True where attended
         key             key for dropout, unused where the rate is 0
         inference       True: no dropout; None: as the layer was built
         deterministic   equinox's old name of `inference`
-        process_heads   query, key, value heads [T or S, num_heads, size] -> the same shapes; rotary embeddings, for example
+        process_heads   a function from the projected query, key and value heads, [T or S, num_heads, size] each, to arrays of
+                        the same shapes, such as rotary embeddings
         """
         if deterministic is not None:
             inference = deterministic
@@ -115,7 +117,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             raise bad_argument("key", "None", "a key, since dropout is on", "Pass key=..., or inference=True.")
         parts: list[MaskMod] = [] if self.mask_mod is None else [self.mask_mod]
         if mask is not None:
-            parts.append(_reader(jnp.asarray(mask), (self.num_heads, query.shape[0], key_.shape[0])))
+            parts.append(_mask_of_array(jnp.asarray(mask), (self.num_heads, query.shape[0], key_.shape[0])))
         out = flex_attention(
             *(x[None] for x in heads),
             score_mod=self.score_mod,
@@ -128,8 +130,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         return jax.vmap(self.output_proj)(out[0].reshape(query.shape[0], -1))
 
 
-def _reader(mask: Array, full: tuple[int, int, int]) -> MaskMod:
-    """The mask_mod that reads `mask`, [T, S] or [N, T, S] bool."""
+def _mask_of_array(mask: Array, full: tuple[int, int, int]) -> MaskMod:
+    """The mask_mod that reads the user's array `mask`, bool [T, S] or [N, T, S].
+
+    full   (N, T, S) of the call
+
+    Raises ValueError for another shape or dtype.
+    """
     if mask.dtype != jnp.bool_ or mask.shape not in (full, full[1:]):
         raise bad_argument(
             "mask",

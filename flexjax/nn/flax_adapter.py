@@ -75,7 +75,13 @@ def attention_fn(
         qk_attn_weights_einsum: object = None,
         attn_weights_value_einsum: object = None,
     ) -> Array:
-        """flexjax attention on [batch..., T, N, D], [batch..., S, M, D], [batch..., S, M, E] -> [batch..., T, N, E]."""
+        """The function that flax calls: attention of [batch..., T, N, D], [batch..., S, M, D], [batch..., S, M, E] ->
+        [batch..., T, N, E].
+
+        The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `dtype` that of
+        the computation. They act together with the arguments of attention_fn: masks are joined by `&`, the bias is added after
+        score_mod. Raises ValueError for arguments that fused attention cannot honour.
+        """
         _refuse(
             precision=precision,
             module=module,
@@ -132,7 +138,7 @@ def attention_fn(
     return attend
 
 
-_REASONS = {
+_REASONS = {  # why each argument of flax cannot be honoured
     "precision": "products run at the precision that the dtype of the arrays gives",
     "module": "fused attention never has the weights as an array, so they cannot be sown; see flexjax.attention_weights",
     "einsum_dot_general": "fused attention has no einsum that could be replaced",
@@ -142,7 +148,7 @@ _REASONS = {
 
 
 def _refuse(**given: object) -> None:
-    """Raises ValueError for an argument of flax that cannot be honoured."""
+    """Raises ValueError if one of flax's arguments, given by name, has a value that fused attention cannot honour."""
     for name, value in given.items():
         default = (None, jax.lax.Precision.DEFAULT, "default") if name == "precision" else (None,)
         if not any(value is d or (isinstance(value, str) and value == d) for d in default):
@@ -151,7 +157,14 @@ def _refuse(**given: object) -> None:
 
 
 def _four_axes(name: str, array: Array, batch: tuple[int, ...]) -> Array:
-    """[batch..., N, T, S], any axis of which may be of size 1 or missing in front, as [B or 1, N, T, S]."""
+    """Reshapes an array that broadcasts to [batch..., N, T, S] to four axes, [B or 1, N, T, S], each of which may also be 1.
+
+    name    the name of flax's argument, for errors
+    array   any axis may be of size 1 or missing in front
+    batch   the sizes of the batch axes; B is their product
+
+    Raises ValueError for an array that does not broadcast to the batch axes.
+    """
     axes = len(batch) + 3
     if array.ndim > axes:
         raise bad_argument(
@@ -169,12 +182,18 @@ def _four_axes(name: str, array: Array, batch: tuple[int, ...]) -> Array:
 def _with_bias(
     score_mod: ScoreMod | None, bias: ArrayLike | None, batch: tuple[int, ...], sizes: tuple[int, int, int, int]
 ) -> ScoreMod | None:
-    """score_mod, then + bias: [batch..., N, T, S] or what broadcasts to it."""
+    """The score_mod that adds flax's `bias` after `score_mod`; `score_mod` itself if there is no bias.
+
+    bias    [batch..., N, T, S] or what broadcasts to it
+    batch   the sizes of the batch axes
+    sizes   (B, N, T, S) of the call, B the product of `batch`
+    """
     if bias is None:
         return score_mod
     look_up = broadcast_lookup("bias", _four_axes("bias", jnp.asarray(bias), batch), sizes)
 
     def biased(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """The score after score_mod plus the bias of this entry."""
         score = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
         return score + look_up(b, h, q_idx, kv_idx).astype(score.dtype)
 
@@ -189,7 +208,18 @@ def _at_positions(
     batch: tuple[int, ...],
     sizes: tuple[int, int, int, int],
 ) -> tuple[ScoreMod | None, MaskMod | None]:
-    """The mods on the positions that the docstring of attention_fn promises. mask: [B or 1, N or 1, T or 1, S] bool or None."""
+    """Changes the mods so that they get positions of tokens in the whole sequence in place of the indices of this call.
+
+    score_mod, mask_mod   the user's mods, or None
+    input_positions       flax's argument: int [batch..., T], the position of each query, and of each key if S == T; or None
+    mask                  flax's mask, [B or 1, N or 1, T or 1, S] bool, or None; in a decoding step (T == 1 < S) without
+                          input_positions, the last key that it shows is the position of the query
+    batch                 the sizes of the batch axes
+    sizes                 (B, N, T, S) of the call, B the product of `batch`
+
+    Returns (score_mod, mask_mod), None where None was given. In calls with neither, the mods stay. Raises ValueError for
+    positions that do not fit, and for a decoding step without both positions and mask.
+    """
     _, _, q_len, kv_len = sizes
     both = False
     if score_mod is None and mask_mod is None:
@@ -218,6 +248,7 @@ def _at_positions(
         return score_mod, mask_mod
 
     def of_key(b: Array, kv_idx: Array) -> Array:
+        """The position of a key: its entry of `positions` if queries and keys are the same tokens, else its index."""
         return positions[b, kv_idx] if both else kv_idx
 
     placed_score, placed_mask = None, None

@@ -52,7 +52,8 @@ def segment_attention(
     kv_segment_ids, kv_positions   the same for keys, [B, S]; default those of the queries, which needs S == T
     window           a query sees the last `window` positions, its own included; without `causal` also those of the next `window - 1`
     softcap          softcap * tanh(score / softcap), before score_mod
-    score_mod, mask_mod   are added to the above; they see indices in the row, not `positions`
+    score_mod, mask_mod   applied besides the above: score_mod after the soft cap, mask_mod joined by `&`; they get indices in
+                     the row, not `positions`
     the rest         as in flexjax.flex_attention
 
     Returns [B, T, N, E] (layout as given). Raises ValueError for arguments that do not fit.
@@ -78,7 +79,7 @@ def segment_attention(
         masks.append(lambda b, h, q, kv: (q_ids[b, q] == kv_ids[b, kv]) & (q_ids[b, q] != 0))
 
     def behind(b: Array, q: Array, kv: Array) -> Array:
-        """By how many positions the key is behind the query."""
+        """By how many positions the key is behind the query, negative if it is ahead."""
         return q - kv if q_at is None or kv_at is None else q_at[b, q] - kv_at[b, kv]
 
     if causal:
@@ -112,7 +113,12 @@ def segment_attention(
 
 
 def _integers(name: str, array: Array | None, batch: int, length: int) -> Array | None:
-    """The array as int32 [B, length], or None. Raises ValueError for another shape or dtype."""
+    """Checks an argument with a number for each token: returns it as an integer array [batch, length], or None if it is None.
+
+    name   of the argument, for errors
+
+    Raises ValueError for another shape or dtype.
+    """
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -126,7 +132,13 @@ def _integers(name: str, array: Array | None, batch: int, length: int) -> Array 
 def _of_keys(
     name: str, of_queries: Array | None, of_keys: Array | None, batch: int, q_len: int, kv_len: int
 ) -> Array | None:
-    """The array of the keys: as given, or that of the queries where the lengths are equal."""
+    """The array of the keys for an argument that has one for queries and one for keys: as given, or that of the queries.
+
+    name                  of the argument for queries, such as "positions"; that for keys is "kv_" and this name
+    of_queries, of_keys   the arguments, [batch, q_len] and [batch, kv_len], or None
+
+    Raises ValueError for a wrong shape or dtype, and if the keys need an array of their own because q_len != kv_len.
+    """
     if of_keys is not None:
         return _integers(f"kv_{name}", of_keys, batch, kv_len)
     if of_queries is not None and q_len != kv_len:

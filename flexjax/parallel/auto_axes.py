@@ -1,9 +1,15 @@
 """Attention whose arrays are split over automatic mesh axes: every device computes its share of the batch and the heads.
 
-`rule_of` is the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A device runs the same primitive on its
-share (split.py), and gradients of what several devices share are summed over them.
+Automatic axes (AxisType.Auto) are those over which XLA's partitioner decides how arrays are split, when it compiles. `rule_of` is
+the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A device runs the same primitive on its share
+(split.py), and gradients of what several devices share are summed over them.
 
 Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
+
+A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
@@ -34,9 +40,15 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A primitive of autodiff.py with its parameters.
+    """A primitive of autodiff.py with its parameters: one forward pass, tangent or backward pass, before it is split.
 
-    params   of the tangent: moving; of the backward pass: wanted, has_lse
+    problem  the primitive's static parameter, of the whole call
+    params   its other parameters. Of the tangent: `moving`, which movable operands have a tangent; of the backward pass:
+             `wanted`, which movable operands get a gradient, and `has_lse`, whether there is a cotangent of lse; of the forward
+             pass: none
+
+    The arguments of the primitive are the operands; for tangent and backward also out and lse; then the tangents of the moving
+    operands, or the cotangents of out and, with has_lse, of lse.
     """
 
     primitive: Primitive
@@ -45,17 +57,20 @@ class Call:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Which movable operands have a tangent or get a gradient."""
+        """For each movable operand, whether it has a tangent (tangent) or gets a gradient (backward); () for the forward pass."""
         return self.params.get("moving", self.params.get("wanted", ()))
 
     @property
     def movable(self) -> list[int]:
-        """The places, among the operands, of those that have a tangent or get a gradient."""
+        """The indices, in the flat list of operands, of those that have a tangent or get a gradient, in the order of `flags`."""
         places = self.problem.arrange(range(self.problem.structure.num_leaves)).movable
         return [place for place, flag in zip(places, self.flags, strict=False) if flag]
 
     def dims(self) -> tuple[list[str], list[str]]:
-        """Names of the dimensions of each argument and of each result; see `operand_dims`."""
+        """For each argument of the primitive, and for each of its results, the names of its dimensions, such as "b t h d".
+
+        `operand_dims` (split.py) lists the names. Dimensions with one name are split alike.
+        """
         plan, operands = self.problem.plan, operand_dims(self.problem)
         out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
         moved = [operands[place] for place in self.movable]
@@ -66,7 +81,16 @@ class Call:
         return operands, [out, stats, *[stats] * plan.max_scores]
 
     def on_share(self, split: Split, *flat: Array) -> list[Array]:
-        """What one device computes of its parts of the arguments: its parts of the results."""
+        """The results of one device's share of the call: binds the same primitive on that share.
+
+        Called on each device, by the partitioner.
+
+        split   over which axes the batch and the heads are split
+        flat    the device's parts of the arguments of the primitive
+
+        Returns the device's parts of the results. A gradient has the shape of the device's part of its operand and is summed
+        over the devices that hold the same part.
+        """
         problem, plan, n = self.problem, self.problem.plan, self.problem.structure.num_leaves
         own_problem, own = share_of(problem, problem.operands(flat[:n]), split)
         starts = len(own.score_captures) - len(problem.operands(flat[:n]).score_captures)
@@ -86,6 +110,8 @@ class Call:
 
     def summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
         """The gradients of one device, each summed (psum) over the axes that split the work but not the operand of the gradient.
+
+        gradients   of the operands with the indices `movable`, in this order
 
         Along such an axis all devices hold the same part of the operand, and each has the gradient from its own part of the work.
         """
@@ -107,12 +133,14 @@ def rule_of(call: Call, mesh: Mesh) -> Rule:
 
     The rule names the dimensions of all arguments and results, chooses the axes that split the batch and the heads
     (`choose_split`), and computes one device's share by the same primitive (`Call.on_share`). Its text has everything that the
-    results depend on, because the compilation cache compares the text and not the rule.
+    results depend on, because the compilation cache compares the text and not the rule. The rule of a forward pass also warns of
+    operands that are gathered (gathers.py).
     """
     problem, plan = call.problem, call.problem.plan
     arguments, results = call.dims()
 
     def look(split: Split, operands: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
+        """Warns if operands, given as shapes that are split by `specs`, are gathered. Only the forward pass warns."""
         if not call.flags:  # the forward pass, which is in every program
             warn_of_gathers(problem, split, operands, specs)
 

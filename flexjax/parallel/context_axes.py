@@ -21,7 +21,7 @@ from flexjax.parallel.explicit_axes import explicit_names
 from flexjax.parallel.split import Split, arranged, choose_split, operand_dims, own_key_heads, share_of, spec_of
 from flexjax.partition import Mesh, Names, NoRule, Rule, Spec, names_of
 from flexjax.plan import tuned
-from flexjax.plan.kernel_plan import Operands
+from flexjax.plan.kernel_plan import BlockLists, Operands
 from flexjax.plan.tuned import plan_text, versions
 
 Array = jax.Array
@@ -33,9 +33,24 @@ def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
     tables = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))
     of_rounds = lambda name: tuple(f"devices {name}{i}" for i in range(len(tables.send)))
     classes = None if tables.classes is None else "b_classes h_classes q_classes k_classes"
+    lists = tables.lists and tuple(
+        BlockLists(
+            *(
+                None if x is None else _list_dims(stage, name)
+                for name, x in zip(BlockLists._fields, of_stage, strict=True)
+            )
+        )
+        for stage, of_stage in enumerate(tables.lists)
+    )
     tree_of: typing.Any = Tables
-    named = tree_of("devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), classes)
+    named = tree_of("devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, classes)
     return operand_dims(call.problem), jax.tree.leaves(named)
+
+
+def _list_dims(stage: int, name: str) -> typing.Any:
+    """The dimensions of an array of StageLists."""
+    width = "" if name.endswith("num") else f" width_{name}{stage}"
+    return f"steps devices list_b{stage} list_h{stage} rows{stage}{width}"
 
 
 def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) -> PartitionSpec:

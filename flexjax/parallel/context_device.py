@@ -91,7 +91,7 @@ class OnDevice:
         return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
 
     def stage(self, keys: Keys) -> Stage:
-        return stage_of(self.call, self.call.problem, self.operands, self.tables, self.exchange.own_queries, keys)
+        return stage_of(self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys)
 
     def with_method(self, method: str) -> "OnDevice":
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
@@ -155,7 +155,7 @@ class OnDevice:
         return Part(out, lse, top[0] if top else None)
 
     def over_visitor(self, packed: Array, step: Array) -> Part:
-        return self.over(self.exchange.keys(packed, self.own, self.exchange.visitor(step)))
+        return self.over(self.exchange.visiting(packed, self.own, step))
 
     def nothing(self) -> Part:
         """The rows over no keys."""
@@ -241,8 +241,7 @@ class OnDevice:
             visiting, sent, kept = state
             arrived = None if sent is None else exchange.next(sent)
             coming = exchange.next(visiting)
-            keys = exchange.keys(visiting, self.own, exchange.visitor(number))
-            found = self.backward_over(keys, cotangents, wanted)
+            found = self.backward_over(exchange.visiting(visiting, self.own, number), cotangents, wanted)
             total = None if arrived is None else arrived + exchange.pack([found[i] for i in travels])
             return (coming, total, [a + found[i] for a, i in zip(kept, stay, strict=True)]), None
 
@@ -284,7 +283,8 @@ class OnDevice:
                 exchange.all_gather(exchange.pack(list(over_keys.values()))), self.tables.key_blocks
             )
             of |= dict(zip(over_keys, exchange.unpack(packed, list(over_keys.values())), strict=True))
-        stage = self.stage(exchange.gather(self.own))
+        device = dataclasses.replace(self, tables=self.tables._replace(lists=None))  # lists are those of other stages
+        stage = device.stage(exchange.gather(self.own))
         of_stage = tuple(m and place != SINKS for place, m in enumerate(moving))
         dtype = lse.dtype
         t_out, t_lse = jnp.zeros(out.shape, dtype), jnp.zeros_like(lse)

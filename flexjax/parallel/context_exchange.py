@@ -84,7 +84,7 @@ class Exchange(typing.NamedTuple):
         for shift, send, received in zip(self.call.shifts, self.tables.send, self.tables.received, strict=True):
             packed.append(self.shifted(self.pack(own.arrays, send[self.me]), shift))
             numbers.append(received[self.me])
-        return self.keys(jnp.concatenate(packed, 1), own, jnp.concatenate(numbers))
+        return self.keys(jnp.concatenate(packed, 1), own, jnp.concatenate(numbers))._replace(stage=(1, 0))
 
     def give_back(self, gradients: Sequence[Array], totals: Sequence[Array]) -> list[Array]:
         """The totals (gradients of own keys) plus what other devices computed for them, added round by round.
@@ -106,9 +106,10 @@ class Exchange(typing.NamedTuple):
         """What the device before this one holds."""
         return self.shifted(packed, 1)
 
-    def visitor(self, step: Array | int) -> Array:
-        """The numbers of the key blocks that visit after that many steps."""
-        return self.tables.key_blocks[(self.me - step) % self.call.devices]
+    def visiting(self, packed: Array, like: Keys, step: Array | int) -> Keys:
+        """The key blocks that visit after that many steps, from `packed`."""
+        numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
+        return self.keys(packed, like, numbers)._replace(stage=(0, step))
 
     # ------------------------------------------------------------------ all_gather
 

@@ -37,7 +37,7 @@ from flexjax.parallel.context_blocks import visited_blocks
 from flexjax.parallel.context_layout import ContextLayout
 from flexjax.parallel.context_rounds import Rounds, needed_keys, rounds_of
 from flexjax.partition import Names
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan
 from flexjax.plan.problem import Problem
 from flexjax.trace.trace_mod import TracedMod
 
@@ -86,6 +86,7 @@ class ContextParallel:
 class Tables(typing.NamedTuple):
     """Arrays that say who owns and who sends which blocks, the same on every device; see ContextLayout and Rounds.
 
+    lists     of each stage, for every device (context_lists.py); None where devices classify their blocks
     classes   int8 [1 or B, 1 or N, query blocks, key blocks]: the classes of the blocks for a mask made from the user's lists;
               None where the mask program says all
     """
@@ -94,6 +95,7 @@ class Tables(typing.NamedTuple):
     key_blocks: Array
     send: tuple[Array, ...]
     received: tuple[Array, ...]
+    lists: tuple[BlockLists, ...] | None = None
     classes: Array | None = None
 
 
@@ -111,6 +113,7 @@ class ContextCall:
     shifts       distances of the rounds of "neighbours"
     checked      whether the rounds may lack a block, because they were made for other values of traced arrays: the devices then
                  find out together, and take the ring if any block is missing
+    blocks       the block layout of each stage whose lists are in the tables
     is_global    whether the arrays are those of all devices, split by XLA's partitioner
     structure    of Tables
     """
@@ -124,6 +127,7 @@ class ContextCall:
     block_size: tuple[int, int]
     shifts: tuple[int, ...]
     checked: bool
+    blocks: tuple[BlockLayout, ...]
     is_global: bool
     structure: typing.Any
 
@@ -237,7 +241,7 @@ def decide(
     """
     if layout.devices == 1:
         return Decision("all_gather", None, False)
-    known = layout.is_known and not any(isinstance(x, Tracer) for x in mask.arrays)
+    known = is_known(layout, mask)
     divides = all(n % layout.devices == 0 for n in (plan.q_heads, plan.kv_heads, *_present(plan.extra_heads)))
     if context.method == "all_to_all" and not divides:
         raise bad_argument(
@@ -255,6 +259,11 @@ def decide(
         rounds = _rounds(mask, layout, plan, lists_known)
     method = context.method if context.method != "auto" else _cheapest(plan, layout, rounds, divides)
     return Decision(method, rounds if method == "neighbours" else None, method == "neighbours" and not known)
+
+
+def is_known(layout: ContextLayout, mask: TracedMod) -> bool:
+    """Whether the numbers of the layout and of the arrays that the mask captures are known, not traced."""
+    return layout.is_known and not any(isinstance(x, Tracer) for x in mask.arrays)
 
 
 def _present(heads: int) -> tuple[int, ...]:

@@ -29,12 +29,14 @@ class Keys(typing.NamedTuple):
     """Key blocks that a device has, with everything over keys: in the plan's layout, the blocks one after the other.
 
     numbers   int32 [blocks]: their numbers in the sequence; -1, or a number past the end, for a block that is none
+    stage     which lists of the tables belong to them: (number of the stage, step of the ring)
     """
 
     key: Array
     value: Array
     key_extra: Array | None
     numbers: Array
+    stage: tuple[int, Array | int] = (0, 0)
 
     @property
     def arrays(self) -> list[Array]:
@@ -85,20 +87,32 @@ def classes_on(
 
 
 def stage_of(
-    call: ContextCall, problem: Problem, operands: Operands, tables: Tables, queries: Array, keys: Keys
+    call: ContextCall,
+    problem: Problem,
+    operands: Operands,
+    tables: Tables,
+    me: Array | int,
+    keys: Keys,
 ) -> Stage:
     """The stage of a device's queries with some key blocks.
 
     problem    of the device's batch entries and heads
-    operands   of the call; query and query_extra are those of the device, whose blocks are `queries` (int32 numbers)
+    operands   of the call; query and query_extra are those of the device
+    me         the number of the device
     """
-    plan = problem.plan
-    classes = classes_on(call, plan, operands.mask_captures, tables, queries, keys.numbers)
+    plan, queries = problem.plan, tables.query_blocks[me]
     rows, columns = queries.shape[0], keys.numbers.shape[0]
-    lists: typing.Any = lists_of_classes(classes)
     block_q, block_kv = call.block_size
-    batch, heads = classes.shape[:2]
-    blocks = BlockLayout(batch, heads, block_q, block_kv, columns, columns, rows, rows)
+    if tables.lists is not None:
+        number, step = keys.stage
+        blocks, of_devices = call.blocks[number], tables.lists[number]
+        lists = BlockLists(*(None if x is None else x[step, me] for x in of_devices))
+    else:
+        classes = classes_on(call, plan, operands.mask_captures, tables, queries, keys.numbers)
+        batch, heads = classes.shape[:2]
+        blocks = BlockLayout(batch, heads, block_q, block_kv, columns, columns, rows, rows)
+        made: typing.Any = lists_of_classes(classes)
+        lists = BlockLists(*made)
     starts = [
         jnp.where((n >= 0) & (n * size < length), n * size, 0)[None].astype(jnp.int32)
         for n, size, length in zip((queries, keys.numbers), call.block_size, call.lengths, strict=True)
@@ -113,6 +127,6 @@ def stage_of(
         partial=True,
     )
     own = operands._replace(
-        key=keys.key, value=keys.value, key_extra=keys.key_extra, sinks=None, lists=BlockLists(*lists), origin=Starts(*starts)
+        key=keys.key, value=keys.value, key_extra=keys.key_extra, sinks=None, lists=lists, origin=Starts(*starts)
     )  # fmt: skip
     return Stage(dataclasses.replace(problem, plan=own_plan, structure=jax.tree.structure(own)), own)

@@ -1,7 +1,8 @@
 """Attention whose arrays are split over explicit mesh axes: every device computes its share of the batch and the heads.
 
-The type of query says over which axes its batch and its heads are split. `split_work` runs the call inside
-`jax.shard_map` over the explicit axes of that mesh, and each device gets what split.py says.
+Explicit axes (AxisType.Explicit) are those whose splits are part of the types of arrays. The type of query says over which axes
+its batch and its heads are split. `split_work` runs the call inside `jax.shard_map` over the explicit axes of that mesh, and each
+device gets what split.py says.
 
 Arrays that are already split this way need no collective. All other arrays are resharded on the way in: a query that is
 split over its tokens or its head dim is gathered. The results are resharded to the split of query. The gradients follow
@@ -9,6 +10,11 @@ from shard_map: an array that several devices read gets the sum of their gradien
 primal is.
 
 The mesh axes that are not explicit are left to auto_axes.py, or to a shard_map around the call.
+
+A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import functools
@@ -29,12 +35,16 @@ Run = Callable[[Problem, Operands], Results]
 
 
 def explicit_names(mesh: Mesh) -> frozenset[str]:
+    """The names of the explicit axes of the mesh."""
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in named if kind == AxisType.Explicit)
 
 
 def split_of(query: Array, layout: str) -> Split | None:
-    """The split of query; None if its mesh has no explicit axis."""
+    """The explicit axes that split the batch and the query heads of `query`, as a Split; None if its mesh has no explicit axis.
+
+    layout   of query, "BTNH" or "BNTH"
+    """
     where = jax.typeof(query).sharding
     if not explicit_names(where.mesh):
         return None
@@ -43,7 +53,14 @@ def split_of(query: Array, layout: str) -> Split | None:
 
 
 def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> Results:
-    """Calls `run` on every device with the device's share. The results are split as query is, but for its head dim."""
+    """The results of the whole call `problem`: runs `run` on every device of the mesh with the device's share of the operands.
+
+    split   of the work, as `split_of` returns it
+    run     computes the forward pass of one device from the problem and the operands of its share
+
+    Arrays that are split otherwise than the work are resharded first, with a FallbackWarning if that gathers them. The batch,
+    token and head dimensions of the results are split as those of query; the last dimension of out is whole.
+    """
     flat = jax.tree.leaves(operands)
     given = [jax.typeof(x).sharding.spec for x in flat]
     warn_of_gathers(problem, split, flat, [tuple(map(names_of, spec)) for spec in given])
@@ -54,9 +71,14 @@ def split_work(problem: Problem, operands: Operands, split: Split, run: Run) -> 
 def _compiled(
     problem: Problem, split: Split, spec: PartitionSpec, run: Run, measured: object
 ) -> Callable[..., Results]:
-    """The call as a jitted function, also for eager calls: without jit, shard_map would run one operation at a time,
-    and would refuse arrays that are on no mesh. `spec`: of the first three dimensions of query. `measured`: which
-    measured tiles there are; others compile anew.
+    """A jitted function from the flat list of operands to the Results, which runs `run` on each device's share; cached.
+
+    Eager calls also go through jit: without it, shard_map would run one operation at a time, and would refuse arrays that are on
+    no mesh.
+
+    spec       how the first three dimensions of query are split; those of the results become split like them
+    run        see `split_work`
+    measured   `tuned.state()`, which changes with the measured tiles; the call is compiled again for other tiles
     """
     plan = problem.plan
     specs = [spec_of(plan, dims, split) for dims in operand_dims(problem)]
@@ -64,10 +86,12 @@ def _compiled(
     put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
 
     def share(*flat: Array) -> list[Array]:
+        """Runs on one device: out, lse and, if there are any, max_scores of its share, from its parts of the operands."""
         results = run(*share_of(problem, problem.operands(flat), split))
         return [x for x in results if x is not None]
 
     def call(*flat: Array) -> Results:
+        """The Results of the whole call from whole operands: reshards them, maps `share`, reshards the results to `spec`."""
         around = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(
             share,

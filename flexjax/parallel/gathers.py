@@ -1,6 +1,13 @@
 """Says what is communicated before a call because its arrays are split otherwise than its work.
 
-The work is split by batch and heads. An array that is split over another dimension, or over other axes, is gathered first.
+The work is split by batch and heads. An array that is split over another dimension, or over other axes, is gathered first: each
+device receives the parts that its share of the work needs and that it does not have. A Spec (flexjax/partition.py) has, for each
+dimension of an array, the mesh axes that split the dimension.
+
+A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import math
@@ -10,8 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from flexjax.errors import FallbackWarning
-from flexjax.ir.origin import Starts
+from flexjax.errors import FallbackWarning, stacklevel_of_user
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
 from flexjax.plan.kernel_plan import BlockLists, Operands
@@ -19,13 +25,18 @@ from flexjax.plan.problem import Problem
 
 DIMENSIONS = {"b": "batch", "t": "tokens", "s": "tokens", "d": "head dim", "e": "head dim", "r": "features"}
 DIMENSIONS |= dict.fromkeys("hmx", "heads")
+"""What warnings call the dimensions that `operand_dims` names by a letter."""
 
 _said: set[object] = set()
-"""Plans of the warnings of this process."""
+"""What this process has warned of: plans (of gathers), and pairs of a plan and a reason (of whole calls)."""
 
 
 def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
-    """Warns, once a plan, if operands that are split as `specs` say are gathered. `arrays`: operands or their shapes."""
+    """Warns, once a plan and process, if a forward pass whose work is split by `split` has to gather operands.
+
+    arrays   the operands or their shapes, as a flat list
+    specs    how each of them is split now
+    """
     found = gathers(problem, split, arrays, specs)
     if not found or problem.plan in _said:
         return
@@ -34,23 +45,33 @@ def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any]
         f"Each device receives {total} before the forward pass of a call: {each}. Of how arrays are split over a mesh, "
         f"attention keeps the batch and the heads. Split those instead. {problem.call}",
         FallbackWarning,
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     _said.add(problem.plan)  # last: a warning that is an error is one at the next call too
 
 
 def warn_of_whole_calls(problem: Problem, why: str) -> None:
-    """Warns, once a plan and reason, that every device computes all of a call."""
+    """Warns, once a plan and reason, that every device computes all of a call.
+
+    why   the reason and what to do: whole sentences, the beginning of the message
+    """
     if (problem.plan, why) in _said:
         return
-    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=2)
+    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=stacklevel_of_user())
     _said.add((problem.plan, why))
 
 
 def gathers(
     problem: Problem, split: Split, arrays: Sequence[typing.Any], specs: Sequence[Spec]
 ) -> tuple[str, str] | None:
-    """The bytes that each device receives, and a list of the operands that are gathered; None if there are none."""
+    """What each device receives before the work is done by `split`: None if nothing is gathered, else two texts for a message.
+
+    arrays   the operands or their shapes, as a flat list
+    specs    how each of them is split now
+
+    The texts are the bytes in total ("1.5 GB"), and for each gathered operand its name, its bytes, and the dimensions over which
+    it is split now and not for the work.
+    """
     total, each = 0, []
     for name, dims, x, given in zip(operand_names(problem), operand_dims(problem), arrays, specs, strict=True):
         needed = [names_of(part) for part in spec_of(problem.plan, dims, split)]
@@ -67,7 +88,13 @@ def gathers(
 
 
 def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], split: Split) -> int:
-    """The bytes of a device's part as `needed` that are not in its part as `given`."""
+    """How many bytes of x one device receives when the split of x changes from `given` to `needed`.
+
+    given, needed   for each dimension of x (an array or its shape) the axes that split it
+    split           its mesh gives the sizes of the axes
+
+    That is the size of the device's needed part less the size of what it has of this part already.
+    """
     devices = lambda parts: math.prod(split.count(tuple(names)) for names in parts)
     both = [dict.fromkeys((*g, *n)) for g, n in zip(given, needed, strict=True)]
     size = math.prod(x.shape) * x.dtype.itemsize
@@ -75,6 +102,7 @@ def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], sp
 
 
 def _bytes(size: int) -> str:
+    """A number of bytes as text with three digits and a decimal unit, such as "1.5 GB"."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
@@ -82,7 +110,7 @@ def _bytes(size: int) -> str:
 
 
 def operand_names(problem: Problem) -> list[str]:
-    """A name for each operand."""
+    """A name for each operand of the flat list, for messages: "query", "captured array 0 of score_mod", "a block list"."""
     n = problem.structure.num_leaves
     places = problem.arrange(range(n))
     tree_of: typing.Any = Operands
@@ -95,13 +123,17 @@ def operand_names(problem: Problem) -> list[str]:
         lists=None
         if places.lists is None
         else BlockLists._make(None if x is None else "a block list" for x in places.lists),
-        origin=None if places.origin is None else Starts("the origin of query", "the origin of key"),
+        origin=None if places.origin is None else ("the origin of query", "the origin of key"),
     )
     return jax.tree.leaves(named)
 
 
 def describe_devices(problem: Problem, arrays: Sequence[typing.Any], shardings: Sequence[typing.Any]) -> str:
-    """How the work is split over devices and what is gathered, for operands with these shardings; "" on one device."""
+    """The lines of `flexjax.explain` about devices: the mesh, what the work is split by, and what is gathered; "" on one device.
+
+    arrays      the operands or their shapes, as a flat list
+    shardings   the jax sharding of each of them (only NamedShardings count), None where it has none
+    """
     named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1]
     if not named:
         return ""

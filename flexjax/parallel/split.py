@@ -8,6 +8,13 @@ share of it:
     block lists           those of its batch entries and heads
     captured arrays       its entries of each dimension that the mods index with plain b or h, all entries of the others
     programs              rewritten to add the share's start to b and h, so that mods see the indices of the whole call
+
+A share is the part of the batch and heads that one device computes. "Axes" are those of the mesh, "dimensions" those of arrays.
+
+A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
@@ -34,8 +41,9 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over which axes of a mesh the work is split.
+    """Over which axes of a mesh the work of a call is split.
 
+    mesh           an abstract mesh, which has the names and sizes of the axes
     batch, heads   the axes over which the batch and the query heads are split, the outermost first
     keys           those of `heads` that may also split fewer key heads; None: as many as divide the key heads
     """
@@ -46,7 +54,7 @@ class Split:
     keys: Names | None = None
 
     def count(self, names: Names) -> int:
-        """The number of devices along the axes."""
+        """The number of parts that a split over the axes `names` makes: the product of their sizes."""
         return math.prod(self.mesh.shape[name] for name in names)
 
 
@@ -54,12 +62,15 @@ class Split:
 
 
 def operand_dims(problem: Problem) -> list[str]:
-    """For each operand a name for each dimension; dimensions with one name have one size and are split alike.
+    """For each operand, in the order of the flat list, the names of its dimensions in one text, such as "b t h d".
+
+    Dimensions with one name have one size and are split alike:
 
         b  batch      t  queries      h  query heads      d  head dim            r  extra features
         m  key heads  s  keys         x  extra key heads  e  head dim of value
 
-    All other dimensions have names of their own.
+    All other dimensions have names of their own. A dimension of a captured array is "b" or "h" if the programs index it with
+    plain b or h alone (`split_dims`).
     """
     plan = problem.plan
     present = problem.arrange(range(problem.structure.num_leaves))
@@ -70,6 +81,10 @@ def operand_dims(problem: Problem) -> list[str]:
     counts = "" if lists is None else f"{'b' if lists.batch > 1 else 'list_b'} {'h' if lists.heads > 1 else 'list_h'} "
 
     def captured(name: str, *programs: Program | None) -> tuple[str, ...]:
+        """The names of the dimensions of each captured array of these programs, which share their captures.
+
+        name   the first part of the dimensions' own names, such as "mask" in "mask0_1"
+        """
         found = enumerate(split_dims(_given(*programs), sizes))
         return tuple(" ".join(dim or f"{name}{i}_{at}" for at, dim in enumerate(dims)) for i, dims in found)
 
@@ -102,13 +117,16 @@ def _origin_dims(plan: KernelPlan) -> tuple[typing.Any, typing.Any]:
 
 
 def arranged(plan: KernelPlan, dims: str) -> str:
-    """Names of dimensions, given for layout BTNH, in the layout of the plan."""
+    """`dims`, the names of an array's dimensions in layout BTNH ("b t h d"), reordered for the plan's layout ("b h t d")."""
     batch, tokens, heads, *rest = dims.split()
     return " ".join((batch, tokens, heads, *rest) if plan.layout == "BTNH" else (batch, heads, tokens, *rest))
 
 
 def spec_of(plan: KernelPlan, dims: str, split: Split) -> PartitionSpec:
-    """How an array with these dimensions is split: the batch and the heads, nothing else."""
+    """How an array is split for the work: its batch and head dimensions over the axes of `split`, all others whole.
+
+    dims   the names of the array's dimensions, see `operand_dims`
+    """
     axes = {
         "b": split.batch,
         "h": split.heads,
@@ -119,6 +137,7 @@ def spec_of(plan: KernelPlan, dims: str, split: Split) -> PartitionSpec:
 
 
 def _given(*programs: Program | None) -> tuple[Program, ...]:
+    """The programs that are not None."""
     return tuple(p for p in programs if p is not None)
 
 
@@ -142,7 +161,11 @@ def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Seque
 
 
 def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
-    """The axes that split `heads` key heads: the longest prefix of the query heads' axes that divides them evenly."""
+    """The axes that split an operand with `heads` heads (the key heads, or those of key_extra).
+
+    They are the longest prefix of the query heads' axes (of `split.keys` if that is given and there are fewer heads than query
+    heads) whose number of devices divides `heads`.
+    """
     axes = split.heads if split.keys is None or heads == plan.q_heads else split.keys
     while heads % split.count(axes):
         axes = axes[:-1]
@@ -153,7 +176,14 @@ def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
 
 
 def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Problem, Operands]:
-    """The problem and the operands of this device, from the `operands` that shard_map passes to the device."""
+    """The problem and the operands of this device's share of a call. Runs on each device, inside shard_map.
+
+    problem    of the whole call
+    operands   this device's parts of the operands, split as `spec_of` says
+
+    In the returned operands, key heads that the share does not read are dropped (`own_key_heads`), and the captured arrays are
+    followed by int32 scalars where a program needs the index at which the share begins in the batch or the heads.
+    """
     plan = problem.plan
     share = Share(plan.batch, split.count(split.batch), plan.q_heads, split.count(split.heads))
     score = share_of_program(_given(plan.score, problem.derivative), share)
@@ -201,16 +231,20 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
 
 
 def _place(names: Names) -> Array:
-    """The index of this device's share along the axes, int32."""
+    """The index of this device along the axes `names` taken together, the first axis outermost; an int32 scalar."""
     return lax.axis_index(names).astype(jnp.int32)
 
 
 def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array:
     """The key heads that this device's query heads read, selected from the key heads that the device has.
 
-    Fewer axes may split the key heads than the query heads (`key_axes`). Then every run of `each` consecutive query
-    heads of a device reads one key head, and the device gets one copy of that key head for each run. A device whose
-    query heads all belong to one group gets a single key head.
+    x       this device's part of key, value or key_extra, or of a tangent or gradient of one of them, in the plan's layout
+    heads   how many heads x has on all devices together
+
+    Fewer axes may split the key heads than the query heads (`key_axes`). Then a device selects: its query heads are cut into runs
+    of gcd(query heads of one key head, query heads of a device), each run reads one key head, and the result has one copy of that
+    key head for each run. A device whose query heads all read one key head gets this one. If the same axes split both, x is
+    returned as it is.
     """
     own_axes = key_axes(plan, split, heads)
     rest = split.heads[len(own_axes) :]

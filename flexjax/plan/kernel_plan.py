@@ -1,4 +1,6 @@
-"""The plan: everything static about one attention call. Backends see a plan and its operands, nothing else.
+"""The plan: everything static about one attention call. Backends see a plan and its operands (arrays), nothing else.
+
+A program is a traced mod: a list of operations on scalars, without the arrays that the mod captures (ir/program.py).
 
 Shape letters, the same in every file: B batch, N query heads, M key/value heads (M divides N), T query length, S key
 length, D head dim of query and key, E head dim of value, R dim of the extra features.
@@ -18,10 +20,15 @@ from flexjax.types import KernelOptions
 class BlockLayout:
     """Static shape of a block mask: array dims, block size, list widths.
 
-    `batch` and `heads` are 1 or those of the call. `partial` and `full` are the widths (last dim) of the two key lists of
-    each query block; 0 where there is no such list. `partial_t` and `full_t` are the widths of the transposed lists (query
-    blocks of each key block), which a backward pass that needs them makes itself: no key block is in more rows than that.
-    `from_user_lists`: the lists are the user's, so that the mask program alone does not say which entries are on.
+    batch, heads       leading dims of the block lists: 1 (one list for all), or the batch size and the query heads of the call
+    block_q, block_kv  size of a block in queries and in keys
+    partial, full      the widths (size of the last dim) of the lists of partial and of full key blocks of each query block;
+                       0 where there is no such list
+    partial_t, full_t  the widths of the transposed lists (query blocks of each key block): upper bounds of the number of
+                       query blocks in whose list one key block is. The lists themselves are no operands; a backward pass
+                       that needs them computes them from those of the query blocks
+    from_user_lists    the user gave the lists (`BlockMask.from_kv_blocks`), so the mask program alone does not say which
+                       entries are visible
     """
 
     batch: int
@@ -37,17 +44,22 @@ class BlockLayout:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPlan:
-    """One attention problem, hashable.
+    """Everything static about one attention call: sizes, dtype, programs, block layout, options. Frozen and hashable.
 
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim   B, N, M, T, S, D, E of the file docstring
+    dtype        of query, key and value, as text
     scale        multiplies query . key (+ query_extra . key_extra) before the score program
     score        score_mod's program, None for the identity
-    mask         mask_mod's program, None where every entry of the blocks in the lists is on
+    mask         mask_mod's program, None where every entry of the blocks in the lists is visible
     dropout      program of the factor of each probability, 0 or 1 / (1 - rate); None without dropout. The softmax denominator
                  and lse are those without dropout
     blocks       None: every block is visited and `mask` (if any) applies to all of them. Otherwise the blocks in
                  `Operands.lists` are visited, and `mask` applies to those of the partial list only
+    has_sinks    whether the call has sinks
     layout       of query, key, value, out ("BTNH" or "BNTH") and so of lse, max_scores ("BTN" or "BNT")
     extra_dim    R, 0 without extra features; key_extra has `extra_heads` heads
+    max_scores   whether the forward pass also returns the largest score of each row
+    options      the user's KernelOptions
     origin       where the arrays lie in the whole problem (ir/origin.py); None: at 0. The programs' q and kv are positions there,
                  all other numbers of queries and keys count from 0 in the arrays
     partial      the call is a part of a sum (parallel/context_stages.py): out and gradients are in the score dtype, so that sums
@@ -88,23 +100,27 @@ class KernelPlan:
         return self.q_heads // self.kv_heads
 
     def covered(self, queries: int, keys: int) -> tuple[int, int]:
-        """(queries, keys) that kernels with tiles of that size visit together: those of a tile or of a larger mask block.
+        """The size, in (queries, keys), of the rectangle that a kernel with tiles of `queries` x `keys` visits together.
 
-        Where a length is no multiple of it, some tiles of the last mask block lie wholly past the end.
+        Along each axis that is the larger of the tile and the mask block (of the tile alone without a block mask). Where the
+        query or key length is no multiple of it, some tiles of the last mask block lie wholly past the end.
         """
         blocks = (1, 1) if self.blocks is None else (self.blocks.block_q, self.blocks.block_kv)
         return max(queries, blocks[0]), max(keys, blocks[1])
 
     @property
     def score_dtype(self) -> str:
+        """The dtype of scores, lse and sums: "float64" for float64 inputs, "float32" for all others."""
         return "float64" if self.dtype == "float64" else "float32"
 
 
 class BlockLists(typing.NamedTuple):
-    """Arrays of a block mask, int32; None where the layout says width 0.
+    """The partial and the full key blocks of each query block: int32 arrays, None where the BlockLayout says width 0.
 
-    num [batch, heads, q_blocks], index [batch, heads, q_blocks, width]: key blocks of each query block, ascending; entries
-    past num are arbitrary valid block numbers.
+    *_num    [batch, heads, q_blocks]: how many key blocks the list of each query block has
+    *_index  [batch, heads, q_blocks, width]: their block numbers, ascending; entries past num are arbitrary valid numbers
+
+    batch, heads and width are those of the BlockLayout.
     """
 
     partial_num: jax.Array | None
@@ -117,8 +133,9 @@ class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
     query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
-    sinks [N] float32, the captured arrays of the three programs in the order of `Program.captures`, and the positions at which
-    runs of queries and keys begin.
+    sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, and the
+    positions at which runs of queries and keys begin. An operand
+    that the call does not have is None, or an empty tuple.
     """
 
     query: jax.Array
@@ -135,12 +152,17 @@ class Operands(typing.NamedTuple):
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:
-        """The operands that may have a tangent, in the order of Gradients and Wanted."""
+        """The operands that may have a tangent, in the order of Gradients and Wanted: all but the block lists and the captured
+        arrays of mask and dropout.
+        """
         return (*self[:6], *self.score_captures)
 
 
 class Results(typing.NamedTuple):
-    """out [B,T,N,E] in the dtype of query, or the score dtype of a plan that is `partial`; lse and max_scores [B,T,N] in the score dtype (BNT for BNTH).
+    """The results of the forward pass: out [B,T,N,E] in the dtype of query; lse and max_scores [B,T,N] in the score dtype.
+
+    out of a plan that is `partial` is in the score dtype. The axes are in the order of the plan's layout ([B,N,T,E] and [B,N,T]
+    for BNTH).
 
     lse is the natural logarithm of the softmax denominator, -inf in a row whose entries are all masked. max_scores is the largest
     score after score_mod, -inf in such a row, and None unless the plan asks for it.
@@ -152,7 +174,9 @@ class Results(typing.NamedTuple):
 
 
 class Gradients(typing.NamedTuple):
-    """Cotangents in the shapes and dtypes of the operands; None for what was not wanted."""
+    """The results of the backward pass: the gradient of each movable operand, in the shape and dtype of that operand; None for
+    gradients that were not wanted.
+    """
 
     query: jax.Array | None
     key: jax.Array | None
@@ -164,7 +188,7 @@ class Gradients(typing.NamedTuple):
 
 
 class Wanted(typing.NamedTuple):
-    """Which operands need a gradient (static)."""
+    """For each movable operand, whether the backward pass has to compute its gradient (static)."""
 
     query: bool
     key: bool

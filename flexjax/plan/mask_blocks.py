@@ -6,6 +6,9 @@ partial block the mask program decides each entry.
 
 For masks of create_block_mask the program alone is exact. For a mask made from the user's lists the program is extended: it
 looks up the class of the entry's old block first.
+
+Classes are the numbers EMPTY < PARTIAL < FULL of block_mask/transpose.py. "Old" blocks are those of the given plan, "new" ones
+those asked for.
 """
 
 import dataclasses
@@ -29,7 +32,11 @@ Array = jax.Array
 
 
 def plan_with_blocks(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
-    """The plan with mask blocks of that size; `plan` itself if its blocks have that size or it has none."""
+    """The plan with mask blocks of block_q queries x block_kv keys; `plan` itself if its blocks have that size or it has none.
+
+    The new list widths are upper bounds. For a mask made from user lists, the mask program becomes the one that looks up the
+    class of the old block; it has the array of these classes as another capture (see `with_blocks`).
+    """
     blocks = plan.blocks
     if blocks is None or (blocks.block_q, blocks.block_kv) == (block_q, block_kv):
         return plan
@@ -99,7 +106,13 @@ def _extremes(
 
 
 def _covered(length: int, old: int, new: int) -> np.ndarray:
-    """[new blocks, most]: the old blocks that each new block covers; a shorter row repeats its last old block."""
+    """The old blocks that each new block overlaps, along one axis of `length` queries or keys.
+
+    old, new   the sizes of the blocks, in queries or keys
+
+    Returns int [number of new blocks, most]: numbers of old blocks, where `most` is the largest number of old blocks that one
+    new block overlaps. A row with fewer repeats its last old block.
+    """
     first = np.arange(-(-length // new)) * new
     low, high = first // old, (np.minimum(first + new, length) - 1) // old
     most = int((high - low).max(initial=0)) + 1
@@ -107,15 +120,22 @@ def _covered(length: int, old: int, new: int) -> np.ndarray:
 
 
 def _spread(x: Array, axis: int, places: np.ndarray) -> Array:
-    """x with its axis replaced by two: for each new block, the old blocks that it covers (`places`, from _covered)."""
+    """x with `axis` (one entry for each old block) replaced by two axes, those of `places`: the new blocks, and for each the
+    entries of the old blocks that the new block overlaps.
+
+    places   numbers of old blocks, int [number of new blocks, most], as `_covered` returns them
+    """
     return jnp.take(x, places.reshape(-1), axis).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
 
 
 def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> tuple[int, int]:
-    """Upper bounds of the lengths of a row of the new partial and full lists.
+    """Upper bounds (partial, full) of the number of blocks that a row of the new lists of partial and of full blocks has.
+
+    A row is a query block and its list has key blocks; in transposed lists the two change places.
 
     partial, full   widths of the old lists
-    rows, columns   the old blocks that each new block covers, as _covered returns them
+    rows, columns   the old blocks that each new block overlaps, as `_covered` returns them, along the axis of the rows and along
+                    that of the blocks in the lists
 
     Each entry of an old row yields at most as many entries as there are new blocks that overlap its old block.
     """
@@ -142,7 +162,12 @@ def _classes(plan: KernelPlan, lists: BlockLists) -> Array:
 
 
 def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
-    """The mask program that looks up the class of an entry's block, and which of (classes, *mask captures) it reads."""
+    """The mask program that looks up the class of an entry's old block: visible in a full block, the plan's own mask in a
+    partial one, hidden in an empty one.
+
+    Also returns which arrays the program captures, in the order of its captures, as indices into (classes, *captured arrays of
+    the plan's mask), where `classes` is what `_classes` returns, as int32.
+    """
     assert plan.blocks is not None
     sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
     return _traced(plan.mask, sizes, dataclasses.astuple(plan.blocks)[:4])
@@ -152,8 +177,9 @@ def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
 def _traced(
     program: Program | None, sizes: tuple[int, int, int, int], blocks: tuple[int, int, int, int]
 ) -> tuple[Program, tuple[int, ...]]:
-    """What _program_with_lists returns, cached by its static parts.
+    """What `_program_with_lists` returns, computed once for each combination of the static parts of a plan that it depends on.
 
+    program  the plan's mask program, None where every entry of the listed blocks is visible
     sizes    batch, heads, q_len, kv_len
     blocks   batch, heads, block_q, block_kv of the old BlockLayout
     """
@@ -164,10 +190,12 @@ def _traced(
     found: list[tuple[Program, tuple[int, ...]]] = []
 
     def trace(arrays: Sequence[Array]) -> None:
+        """Traces the new mask function for (classes, *captured arrays of the old mask) and appends the result to `found`."""
         classes, *captures = arrays
         inside = None if program is None else as_mask_mod(program, captures)
 
         def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            """Whether the entry is visible: by the class of its old block, and in a partial block by the old mask."""
             at = (b if batch > 1 else 0, h if heads > 1 else 0, q_idx // block_q, kv_idx // block_kv)
             kind = classes[at]
             return (

@@ -1,4 +1,7 @@
-"""The static parameter of the JAX primitives of a call: the plan, the derivative of its score_mod, and the allowed backends."""
+"""The static parameter of the JAX primitives of a call: the plan, the derivative of its score_mod, and the allowed backends.
+
+The operands of a primitive are a flat list of arrays. `Problem.structure` says which field of Operands each array belongs to.
+"""
 
 import contextlib
 import dataclasses
@@ -17,9 +20,11 @@ Array = jax.Array
 class Problem:
     """The static parameter that the primitives of autodiff.py carry.
 
-    derivative      score_mod's derivative program, None where there is no score_mod or it has none; then `why_not` says why
+    derivative      score_mod's derivative program (score, d score / d raw score, d score / d each load); None where there is no
+                    score_mod or no derivative of it
+    why_not         why score_mod has no derivative: the message of an error; "" where it has one or there is no score_mod
     implementation  names of backends in the order in which they are asked once the platform is known; None: the default order
-    structure       tree of the operands
+    structure       jax tree structure of the Operands; it has a leaf for each array of the call
     call            the user's call in a line, for errors and warnings; two problems that differ in it alone are equal
     settings        enters the settings of jax under which the call is lowered, where another thread lowers a device's
                     share of it (parallel/auto_axes.py); not compared either
@@ -36,17 +41,27 @@ class Problem:
     )
 
     def operands(self, flat: Sequence[Array]) -> Operands:
+        """The Operands whose leaves are the arrays of the flat list; the inverse of jax.tree.leaves."""
         return jax.tree.unflatten(self.structure, flat)
 
     def arrange(self, flat: Sequence[object]) -> typing.Any:
-        """Objects given for each array, arranged as the fields of Operands are."""
+        """An Operands tuple with the objects of `flat` in place of the arrays: the n-th object stands where the n-th leaf does.
+
+        `arrange(range(n))` says, for each operand, its index in the flat list; None for an operand that the call lacks.
+        """
         return jax.tree.unflatten(self.structure, flat)
 
     def differentiable(self) -> "Problem":
-        """The problem with loops of known length, which jax differentiates in reverse mode; only xla has such loops."""
+        """This problem with plan.differentiable set: the xla backend then runs loops of known length, which jax can
+        differentiate in reverse mode. The kernels of GPUs and TPUs refuse such a plan.
+        """
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, differentiable=True))
 
     def needed_derivative(self) -> Program | None:
+        """score_mod's derivative program for a pass that needs it; None without score_mod.
+
+        Raises ValueError with `why_not` if there is a score_mod and its derivative is missing.
+        """
         if self.plan.score is not None and self.derivative is None:
             raise ValueError(self.why_not)
         return self.derivative

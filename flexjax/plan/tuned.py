@@ -7,12 +7,15 @@ its tiles, and the versions of jax and flexjax; in the tables of the package, wi
     forward, backward                     for each pass that was measured: "tile", a dict of KernelOptions; "seconds", the
                                           median; "measured", the time in UTC; "finished", whether every candidate was tried
 
-and in the tables of the package also "name" and "source". Two entries of one digest are joined pass by pass: a finished search
-wins over one that was cut off, then the newer measurement, then the faster.
+and in the tables of the package also "name" and "source". In this file, "entries" are a dict from digest to entry, a "tile" is
+a dict from names of KernelOptions (block_q, ...) to ints, and the "passes" are forward and backward. Two entries of one digest
+are joined pass by pass: a finished search wins over one that was cut off, then the newer measurement, then the faster.
 
 The user's file is `tuned.json` in FLEXJAX_CACHE_DIR, by default in `flexjax` of the user's cache directory; an empty
 FLEXJAX_CACHE_DIR means none. It is read once a process. A file that cannot be read is ignored with a warning, because tiles
 change the speed of a call and never its results.
+
+A plan is everything static about one attention call (kernel_plan.py).
 """
 
 import contextlib
@@ -39,7 +42,7 @@ PASSES: dict[str, tuple[str, ...]] = {
     "forward": ("block_q", "block_kv", "num_stages"),
     "backward": ("block_q_bwd", "block_kv_bwd"),
 }
-"""The options that are the tile of each pass."""
+"""For each pass, the names of the KernelOptions that make up its tile."""
 
 Entries = dict[str, dict[str, typing.Any]]
 
@@ -48,7 +51,9 @@ Entries = dict[str, dict[str, typing.Any]]
 
 
 def plan_text(plan: KernelPlan) -> str:
-    """The plan as text without its tile sizes; the same in every process."""
+    """All fields of the plan as text, a line each, but without tile sizes among its options. Equal plans give the same text in
+    every process (addresses in it are removed), so that a digest of it can be stored.
+    """
     options = plan.options
     absent = {"options", *(["origin"] if plan.origin is None else [])}
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
@@ -58,8 +63,8 @@ def plan_text(plan: KernelPlan) -> str:
 
 
 def summary(plan: KernelPlan) -> str:
-    """The plan in one line of text: sizes, dtype, layout, which of score_mod, mask_mod, blocks and dropout it has, and "any order"
-    if the backward pass may add in any order.
+    """The plan in one line of text: sizes, dtype, layout, which of score_mod, mask_mod, blocks and dropout it has, and "any
+    order" if the backward pass may add in any order.
     """
     parts = [
         f"B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim}",
@@ -79,7 +84,11 @@ def versions() -> tuple[str, str]:
 
 
 def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | None) -> str:
-    """The key of a plan in a file; `of` are the versions of jax and flexjax, None in the tables of the package."""
+    """The key under which a file of measured tiles has the entry of a plan: 32 hexadecimal digits of a SHA-256.
+
+    backend, device   name of the backend, device kind as jax names it
+    of                versions of jax and flexjax for which the tiles were measured; None in the tables of the package
+    """
     text = "\n".join((device, backend, *(of or ()), plan_text(plan)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -97,7 +106,7 @@ def cache_file() -> pathlib.Path | None:
 
 
 def read(path: str | os.PathLike[str]) -> Entries:
-    """The entries of a file. Raises OSError, or ValueError for a file that is not one of measured tiles."""
+    """The entries of the file of measured tiles at `path`. Raises OSError, or ValueError if the file has another form."""
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     try:
         return _checked(json.loads(text))
@@ -106,11 +115,11 @@ def read(path: str | os.PathLike[str]) -> Entries:
 
 
 class _Wrong(Exception):
-    """The contents of a file are wrong; the message says what."""
+    """The contents of a file have not the form of measured tiles; the message says what is wrong."""
 
 
 def _checked(found: object) -> Entries:
-    """The entries of the contents of a file. Raises _Wrong for contents of another form."""
+    """The entries of a parsed JSON file, after a check of its form. Raises _Wrong for any other form."""
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("entries"), dict):
         raise _Wrong(f'expected {{"format": {FORMAT}, "entries": {{...}}}}')
     for key, entry in found["entries"].items():
@@ -123,7 +132,12 @@ def _checked(found: object) -> Entries:
 
 
 def _check_pass(key: str, name: str, made: typing.Any) -> None:
-    """Raises _Wrong unless `made` is a measurement of the pass `name` with known options."""
+    """Raises _Wrong unless `made` is a measurement of a pass: its tile has only options of that pass, each a positive int, and
+    it has the seconds and the time of the measurement.
+
+    key    the digest of the entry, for the message
+    name   of the pass, "forward" or "backward"
+    """
     tile = made.get("tile") if isinstance(made, dict) else None
     if not isinstance(tile, dict) or not set(tile) <= set(PASSES[name]):
         raise _Wrong(f"the {name} tile of entry {key} is {tile!r}, not options among {', '.join(PASSES[name])}")
@@ -135,7 +149,11 @@ def _check_pass(key: str, name: str, made: typing.Any) -> None:
 
 
 def joined(first: Entries, second: Entries) -> Entries:
-    """The entries of both; the top of this file says how two entries of one digest are joined."""
+    """The entries of both dicts; neither is changed.
+
+    Where both have an entry of one digest, each pass comes from the finished search, then the newer, then the faster
+    (`_rank`); every other field comes from `second`.
+    """
     out = {key: dict(entry) for key, entry in first.items()}
     for key, entry in second.items():
         mine = out.setdefault(key, {})
@@ -146,14 +164,15 @@ def joined(first: Entries, second: Entries) -> Entries:
 
 
 def _rank(made: dict[str, typing.Any]) -> tuple[bool, str, float]:
+    """The order of two measurements of one pass; the greater wins. A finished search, then the later time, then fewer seconds."""
     return bool(made.get("finished", True)), made["measured"], -made["seconds"]
 
 
 def write(path: str | os.PathLike[str], entries: Entries) -> None:
-    """Joins the entries to those of the file, which is created if missing; the next lookup reads the file again.
+    """Joins the entries (see `joined`) to those of the file at `path`, which is created if missing, with its folder.
 
-    A lock lets several processes write one after another, and the file is replaced at once, so that a reader sees it before
-    or after a change. A file that cannot be read is renamed, with a warning.
+    Lookups of this process read the file again afterwards. A lock lets several processes write one after another, and the file is
+    replaced at once, so that a reader sees it before or after a change. A file that cannot be read is renamed, with a warning.
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +201,10 @@ def write(path: str | os.PathLike[str], entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _locked(target: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of a file during the body. Without file locks in the system, the last of two writers wins."""
+    """A context that holds a lock beside the file `target` (`.NAME.lock`), so that one process at a time changes the file.
+
+    On a system without `fcntl` nothing is locked, and the last of two writers wins.
+    """
     try:
         import fcntl
     except ImportError:
@@ -194,7 +216,7 @@ def _locked(target: pathlib.Path) -> Iterator[None]:
 
 
 def merge(into: str | os.PathLike[str], *others: str | os.PathLike[str]) -> int:
-    """Joins the entries of other files to a file and returns its number of entries.
+    """Joins the entries of the files `others` to the file `into` and returns how many entries `into` has then.
 
     Where several files have an entry of one digest, each pass comes from the finished search, then the newer, then the faster.
     Raises ValueError, before anything is written, for a file that is not one of measured tiles.
@@ -209,6 +231,7 @@ def merge(into: str | os.PathLike[str], *others: str | os.PathLike[str]) -> int:
 # ------------------------------------------------------------------- the lookup
 
 _reads = 0
+"""How many times this process was told to read the user's file again; part of the keys of the caches below."""
 
 
 def forget() -> None:
@@ -219,7 +242,11 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=4)
 def _of_user(path: pathlib.Path | None, reads: int) -> Entries:
-    """The entries of the user's file, none with a warning where it cannot be read; `reads` invalidates the cache."""
+    """The entries of the user's file; {} where it is missing, and {} with a warning where it cannot be read.
+
+    path    of the file, None for no file
+    reads   the value of `_reads`: another value reads the file again, because the result is cached by the arguments
+    """
     if path is None or not path.exists():
         return {}
     try:
@@ -231,7 +258,7 @@ def _of_user(path: pathlib.Path | None, reads: int) -> Entries:
 
 @functools.cache
 def shipped(device: str) -> Entries:
-    """The entries of the package's tables for a device."""
+    """The entries of the package's tables (tuned/*.json) that were measured on a device of kind `device`."""
     folder = importlib.resources.files("flexjax.plan") / "tuned"
     tables = [_checked(json.loads(f.read_text("utf-8"))) for f in folder.iterdir() if f.name.endswith(".json")]
     return {key: entry for key, entry in functools.reduce(joined, tables, {}).items() if entry["device"] == device}
@@ -240,7 +267,7 @@ def shipped(device: str) -> Entries:
 class Found(typing.NamedTuple):
     """The measured tiles of a plan.
 
-    tiles              options of the passes that were measured
+    tiles              names and values of the KernelOptions of the passes for which a measured tile was found
     forward, backward  where the tile of the pass was found: "user", "package", or "" for nowhere
     """
 
@@ -262,13 +289,18 @@ def find(plan: KernelPlan, backend: str, device: str | None) -> Found:
 
 
 def state() -> tuple[pathlib.Path | None, int]:
-    """A value that changes whenever a lookup may find something else: the user's file and the number of times it was written."""
+    """A value to put into the key of a cache: (path of the user's file, how many times it was written or forgotten here). While
+    the value stays the same, a lookup finds the same tiles.
+    """
     return cache_file(), _reads
 
 
 @functools.lru_cache(maxsize=4096)
 def _find(plan: KernelPlan, backend: str, device: str, path: pathlib.Path | None, reads: int) -> Found:
-    """See `find`; path and reads are the `state` of the user's file."""
+    """What `find` returns for a device of known kind, cached by the arguments.
+
+    path, reads   the `state()` of the user's file; the cache looks again when it changes
+    """
     places = (
         ("user", _of_user(path, reads), versions()),
         ("package", shipped(device), None),

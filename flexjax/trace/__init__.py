@@ -6,6 +6,7 @@ and backends.
     trace_mod.py      the entry: calls the user's function on scalar tracers, refuses bad functions in a sentence
     lift_numpy.py     copies the function so that numpy arrays that it captured can be indexed by tracers
     lower_jaxpr.py    interprets the jaxpr once and builds the program
+    equations.py      facts about one equation, and how to run it
     values.py         the values during that interpretation: JAX values, arrays of atoms, lazy arrays
     translation.py    what a lowering rule is given: protocols of the translation and of an equation
     primitives.py     which primitives of jax a mod may use, by how each is treated

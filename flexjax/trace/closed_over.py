@@ -1,7 +1,8 @@
 """Arrays that a function with its own derivative rule (custom_jvp, custom_vjp) closes over inside a mod.
 
-jax passes these arrays to the function as its first operands, and the derivative rule has no derivative by them. They are
-bound to the function here, and a gradient by one of them raises ModError instead of being silently 0.
+jax passes these arrays to the function as its first operands (closed-over operands), and the derivative rule has no derivative
+by them. They are bound to the function here, and a gradient by one of them raises ModError instead of being silently 0. `eqn`
+is always the equation of a jaxpr that calls such a function.
 """
 
 import dataclasses
@@ -18,10 +19,12 @@ from flexjax.trace.values import Value, is_known
 
 
 def split_closed_over(eqn: Equation, args: Sequence[Value]) -> tuple[dict[int, jax.Array], list[Value]]:
-    """(captured arrays among the closed-over operands, by operand number; all other operands).
+    """Separates the captured arrays among the closed-over operands of the equation from its other operands.
 
-    The derivative rule has no derivative for the captured arrays, so none of their elements becomes a variable of the
-    derivative.
+    args   the values of the operands
+
+    Returns ({operand number: captured array}, [all other operands]). The derivative rule has no derivative by the captured
+    arrays, so none of their elements becomes a variable of the derivative.
     """
     first = enumerate(args[: num_consts(eqn)])
     arrays = {i: _constant(a) for i, a in first if is_known(a)}
@@ -29,17 +32,19 @@ def split_closed_over(eqn: Equation, args: Sequence[Value]) -> tuple[dict[int, j
 
 
 def num_consts(eqn: Equation) -> int:
-    """How many of the equation's first operands the function closes over."""
+    """How many of the equation's first operands are values that the function closes over."""
     return eqn.params.get("num_consts", 0)
 
 
 def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """`bind` with another error: ModError in a sentence where jax raises CustomVJPException.
+    """Wraps `bind`, which runs an equation on its operands, so that it raises ModError in a sentence instead of
+    CustomVJPException.
 
-    jax raises it where a custom_vjp function closes over a value that is differentiated.
+    jax raises that where a custom_vjp function closes over a value that is differentiated.
     """
 
     def run(*values: jax.Array) -> list[jax.Array]:
+        """The results of `bind` on the operands `values`."""
         try:
             return bind(*values)
         except Exception as error:
@@ -55,20 +60,21 @@ def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., li
 
 
 def _constant(array: jax.Array) -> jax.Array:
-    """The array; differentiating by it raises a ModError, because the rule has no derivative for it."""
+    """The array itself, made so that differentiating by it raises ModError, because the rule has no derivative for it."""
     floating = jnp.issubdtype(array.dtype, jnp.inexact)
     return _no_derivative(array) if floating and isinstance(array, Tracer) else array
 
 
 @jax.custom_jvp
 def _no_derivative(array: jax.Array) -> jax.Array:
+    """Returns the array; its derivative rule (_no_derivative_jvp) raises ModError."""
     return array
 
 
 def _no_derivative_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array | SymbolicZero]
 ) -> tuple[jax.Array, jax.Array | SymbolicZero]:
-    """The derivative rule of _no_derivative: raises ModError for a tangent that is not zero."""
+    """The derivative rule of _no_derivative: returns (array, its tangent); raises ModError for a tangent that is not zero."""
     if not isinstance(tangents[0], SymbolicZero):
         array = f"a captured array of {primals[0].dtype.name}{list(primals[0].shape)}"
         raise ModError(
@@ -83,7 +89,7 @@ _no_derivative.defjvp(_no_derivative_jvp, symbolic_zeros=True)  # pyright: ignor
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The parts of a jaxpr that `Lowering.run` reads: see translation.Scope."""
+    """The parts of a jaxpr that are read to run it: variables of constants, variables of inputs, equations, and outputs."""
 
     constvars: Sequence[object]
     invars: Sequence[object]
@@ -93,14 +99,17 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class ClosedBody:
-    """A Body with the values of its constants."""
+    """A Body with the values of its constants, in the order of its constvars."""
 
     jaxpr: Body
     consts: Sequence[Value]
 
 
 def body_of(eqn: Equation, closed_over: Mapping[int, jax.Array]) -> ClosedBody:
-    """The function without its derivative rule, with the closed-over arrays among its constants."""
+    """The jaxpr of the function without its derivative rule, with the closed-over arrays among its constants.
+
+    closed_over   captured arrays by operand number, as split_closed_over returns them; they are no inputs of the result
+    """
     closed = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
     jaxpr = closed.jaxpr
     constvars = [*jaxpr.constvars, *(jaxpr.invars[i] for i in closed_over)]

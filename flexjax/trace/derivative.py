@@ -1,12 +1,16 @@
 """The derivatives of a score mod, as a program on the same captured arrays.
 
-s' = f(s, b, h, q, kv, l_1 .. l_n), where l_j are the elements that f loads. The program returned computes
+s' = f(s, b, h, q, kv, l_1 .. l_n), where s is the score, s' the new score and l_j are the elements that f loads. The derivative
+program computes
 
     s',  ds'/ds,  ds'/dl_j for each load j of a floating array
 
 on scalars. A backend multiplies each by the cotangent of s' and sums the products over the positions that read the same
 element. Index expressions are integers and have no derivative. JAX differentiates f with the user's custom derivative rules in
 place; the resulting jaxpr is then lowered like that of a mod.
+
+The *source* program is that of the mod in which functions with a derivative rule of their own (jax.custom_jvp, jax.custom_vjp;
+*custom functions* here) are whole, as Calls, and stop_gradient is a step. `sizes` is (batch, heads, q_len, kv_len).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +24,33 @@ from flexjax.ir.evaluate_scalars import evaluate_scalars
 from flexjax.ir.program import SCORE, Atom, Call, Load, Op, Program
 from flexjax.ir.replay import Replayed, append_call, replay
 from flexjax.ir.verify import check
-from flexjax.trace.lower_jaxpr import Lowering, cast_over, varying_axes
+from flexjax.trace.equations import cast_over, varying_axes
+from flexjax.trace.lower_jaxpr import Lowering
 from flexjax.trace.primitives import CUSTOM, LOOPS
 from flexjax.trace.values import MAX_UNROLL, object_array, scalar
 
 
 def custom_calls(program: Program) -> tuple[Call, ...]:
-    """The Calls of functions with a derivative rule of their own."""
+    """The Calls of custom functions among the program's steps, in order."""
     return tuple(call for call in program.calls if call.name in CUSTOM)
 
 
 def stops_gradients(program: Program) -> bool:
-    """Whether the program has a stop_gradient."""
+    """Whether stop_gradient is a step of the program."""
     return any(isinstance(step, Op) and step.prim == "stop_gradient" for step in program.steps)
 
 
 def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, Replayed]:
-    """Replays the steps of `source` in a fresh builder, with functions that have derivative rules of their own inlined.
+    """Appends the steps of the source program to a new builder, with custom functions replaced by their bodies.
 
-    Returns the lowering that has the builder, and what became of the old values and loads.
+    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads.
     """
     lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
     builder.captures = list(source.captures)
 
     def call(step: Call, new: Callable[[Atom], Atom]) -> Sequence[Atom]:
+        """The new atoms of a Call's results: from the body of a custom function, from a copy of any other Call."""
         if step.name not in CUSTOM:
             return append_call(builder, step, new)
         assert step.inner is not None
@@ -57,9 +63,9 @@ def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[L
 
 
 def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The forward program: functions with derivative rules of their own are replaced by their bodies.
+    """Makes the forward program: the source program with custom functions replaced by their bodies and without stop_gradient.
 
-    Returns also the arrays that such bodies captured; the program reads them after those of `source`.
+    Returns (program, arrays that such bodies captured); the program reads these arrays after those of `source`.
     """
     if not custom_calls(source) and not stops_gradients(source):
         return source, ()
@@ -70,9 +76,9 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
 
 
 def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j.
+    """Makes the derivative program: the program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j.
 
-    Returns also the arrays that it reads beyond those of `source`: those of inline_custom(source) and those that derivative
+    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that derivative
     rules captured. Raises ModError where JAX cannot differentiate the mod.
     """
     lowering, found = replay_inlined(source, sizes)
@@ -84,6 +90,12 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     diff = [i for i, l in enumerate(loads) if jnp.issubdtype(jnp.dtype(l.out.dtype), jnp.floating)]
 
     def value(score: jax.Array, leaves: list[jax.Array], given: dict[int, jax.Array]) -> jax.Array:
+        """s' as a function that JAX can differentiate.
+
+        score    the scalar s
+        leaves   the elements of floating arrays that the mod loads, by which JAX differentiates
+        given    all inputs and loaded elements, by id
+        """
         known = {**given, SCORE: score, **{loads[i].out.id: x for i, x in zip(diff, leaves, strict=True)}}
         return evaluate_scalars(source, known, _unexpected_load, _no_whole_array)
 
@@ -93,6 +105,11 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     )
 
     def both(inputs: list[jax.Array], loaded: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """(s', ds'/ds, [ds'/dl_j]) at one position, by jax.vjp.
+
+        inputs   the five scalar inputs of the program
+        loaded   the element of each load of the source program
+        """
         inputs, loaded = ([cast_over(x, over) for x in xs] for xs in (inputs, loaded))
         given = dict(enumerate(inputs)) | {l.out.id: x for l, x in zip(loads, loaded, strict=True)}
         out, pull = jax.vjp(lambda s, d: value(s, d, given), inputs[SCORE], [loaded[i] for i in diff])
@@ -117,7 +134,7 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
 
 
 def _underivable(error: Exception) -> str:
-    """The message for a mod that JAX cannot differentiate: JAX's own and what to do."""
+    """The error message for a mod that JAX cannot differentiate: JAX's own message and what to do."""
     return (
         f"`score_mod` cannot be differentiated: {str(error).rstrip('.')}. Stop the gradient before that operation with "
         "jax.lax.stop_gradient, or give the function a derivative rule with jax.custom_jvp."
@@ -125,7 +142,7 @@ def _underivable(error: Exception) -> str:
 
 
 def _whole_array(call: Call) -> str:
-    """The message for a Call that reads a whole floating array, which has no derivative here."""
+    """The error message for a Call that reads a whole floating array, which has no derivative here."""
     if call.name in LOOPS:
         return (
             "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "
@@ -139,13 +156,15 @@ def _whole_array(call: Call) -> str:
 
 
 def is_float_capture(source: Program, argument: object) -> bool:
-    """Whether an argument of a Call is a whole captured array of floats."""
+    """Whether an argument of a Call is a captured array of floating or complex numbers that is passed whole."""
     return isinstance(argument, int) and jnp.issubdtype(jnp.dtype(source.captures[argument].dtype), jnp.inexact)
 
 
 def _unexpected_load(load: Load, index: list[jax.Array]) -> jax.Array:
+    """Raises AssertionError: evaluate_scalars asks for the element of a load, though every loaded element is given."""
     raise AssertionError(f"the element of {load.out} is a variable of the derivative")
 
 
 def _no_whole_array(capture: int) -> jax.Array:
+    """Raises ModError: evaluate_scalars asks for a whole captured array, by which there is no derivative."""
     raise ModError("`score_mod` reads a whole array inside a loop that could not be unrolled.")

@@ -1,8 +1,9 @@
-"""Indexing inside a mod (`dynamic_slice`, `gather`): each element of the result is one operand element at clamped
-starts.
+"""Lowering rules of indexing inside a mod (`dynamic_slice`, `gather`): each element of the result is one element of the
+operand.
 
-The operand may itself be the result of indexing. Each level then clamps, fills and counts from the end by its own
-sizes, as in jax.
+Starts, the indices at which a slice begins, are clamped so that the slice lies within the operand, as in jax. The operand may
+itself be the result of indexing. Each level then clamps, fills and counts from the end by its own sizes. A rule has the
+arguments (translation, equation, operands) and returns the values of the equation's results; see lower_rules.py.
 """
 
 import math
@@ -18,7 +19,7 @@ from flexjax.trace.values import MAX_ELEMENTS, Index, Value, is_atoms, is_lazy, 
 
 
 def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
-    """Converts a lazy result to atoms if all operands are small arrays of atoms."""
+    """Turns the result of indexing into an array of atoms if all operands are arrays of atoms, so that nothing stays lazy."""
     return self.as_atoms(value) if is_lazy(value) and all(map(is_atoms, operands)) else value
 
 
@@ -29,6 +30,7 @@ def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[V
     starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]
 
     def make(place: Index) -> Atom:
+        """The element at index `place` of the slice."""
         index = [self.builder.op("add", pair, "int32") for pair in zip(starts, place, strict=True)]
         return element_of(self, array, index)
 
@@ -47,6 +49,7 @@ def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     fill = _fill_value(eqn)
 
     def make(place: Index) -> Atom:
+        """The element at index `place` of the result: the start of its slice is read from the array of indices."""
         batch = [place[d] for d in batch_axes]
         index: list[Atom] = [literal(0, "int32")] * len(sizes)
         valid: Atom = literal(True, "bool")
@@ -66,7 +69,7 @@ def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _fill_value(eqn: Equation) -> Lit | None:
-    """What a gather returns for an index out of bounds, by jax's defaults; None where indices are clamped."""
+    """The literal that a `gather` returns for an index out of bounds, by jax's defaults; None where indices are clamped."""
     mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -83,7 +86,7 @@ def _fill_value(eqn: Equation) -> Lit | None:
 
 
 def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
-    """valid and 0 <= start <= limit, a bool atom."""
+    """The bool atom `valid and 0 <= start <= limit`."""
     low = self.builder.op("ge", (start, literal(0, start.dtype)), "bool")
     if limit > jnp.iinfo(jnp.dtype(start.dtype)).max:
         return self.builder.op("and", (valid, low), "bool")

@@ -1,7 +1,9 @@
 """Lowering rules of primitives that rearrange elements (reshape, transpose, concatenate), for operands that are lazy arrays.
 
 The result is a LazyArray too: an index of the result is mapped to an index of the operand, and no element is made before
-somebody asks for it. Operations that need all elements, such as a sum, are in lower_rules.py and ask for each of them.
+somebody asks for it. A rule has the arguments (translation, equation, operands) and returns the values of the equation's
+results; see lower_rules.py. An index map (`IndexMap`) is made from the parameters of the equation and the shape of its operand.
+Operations that need all elements, such as a sum, are in lower_rules.py and ask for each of them.
 """
 
 import math
@@ -16,14 +18,14 @@ from flexjax.trace.values import MAX_ELEMENTS, Index, Value, as_object, is_atoms
 
 
 def element_of(self: Translation, value: Value, index: Sequence[Atom]) -> Atom:
-    """value[index], for an index within bounds."""
+    """The atom value[index] of a known value (loaded), a lazy array or an array of atoms; `index` is within bounds."""
     if is_known(value):
         return self.load(value, index)
     return value.element(index) if is_lazy(value) else _pick(self, as_object(value), list(index))
 
 
 def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
-    """One element of a small array of atoms, as a chain of selects where the index is known only in the kernel."""
+    """The element of an array of atoms at `index`: a chain of selects where the index is known only in the kernel."""
     if not index:
         return atoms.item()
     first, rest = index[0], index[1:]
@@ -45,7 +47,10 @@ def whole_capture(shape: Sequence[int]) -> str:
 
 
 def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
-    """The error message for needing all elements of an array that is computed from these values."""
+    """The error message for needing all elements of an array of that shape that is computed from `values`.
+
+    It names the cause: the message of a lazy value, else a captured array that is too large, else the array itself.
+    """
     for value in values:
         if is_lazy(value):
             return value.too_large
@@ -56,66 +61,73 @@ def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------- rules that rearrange elements
 
-Place = Callable[[Translation, Index], Sequence[Atom]]
+IndexMap = Callable[[Translation, Index], Sequence[Atom]]
 """Maps an index of the result to the index of the operand."""
 
 
 def _add(self: Translation, atom: Atom, number: int) -> Atom:
+    """The int32 atom `atom + number`."""
     return self.builder.op("add", (atom, literal(number, "int32")), "int32")
 
 
 def _times(self: Translation, atom: Atom, factor: int) -> Atom:
+    """The int32 atom `atom * factor`."""
     return self.builder.op("mul", (atom, literal(factor, "int32")), "int32")
 
 
-def _moved(place: Callable[[Params, tuple[int, ...]], Place]) -> Rule:
-    """The rule of a primitive that rearranges elements.
+def _by_index(index_map: Callable[[Params, tuple[int, ...]], IndexMap]) -> Rule:
+    """Makes the rule of a primitive that rearranges elements of its one operand.
 
-    place   from the equation's parameters and the shape of the operand to a Place
+    index_map   from the equation's parameters and the shape of the operand to the IndexMap
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
+        """The rule: a lazy array whose elements are those of the operand at the mapped index."""
         (array,), aval = args[:1], eqn.outvars[0].aval
-        where = place(eqn.params, tuple(array.shape))
+        where = index_map(eqn.params, tuple(array.shape))
         make = lambda index: element_of(self, array, where(self, index))
         return [self.lazy(aval.shape, aval.dtype, make, too_large_of([array], aval.shape))]
 
     return rule
 
 
-def _squeeze(params: Params, shape: tuple[int, ...]) -> Place:
+def _squeeze(params: Params, shape: tuple[int, ...]) -> IndexMap:
     """Index map of `squeeze`: an index of the operand has 0 in each dimension that the result lacks."""
     gone = {d % len(shape) for d in params["dimensions"]}
 
-    def place(self: Translation, index: Index) -> list[Atom]:
+    def operand_index(self: Translation, index: Index) -> list[Atom]:
+        """The index of the operand for an index of the result: 0 is put in for each removed dimension."""
         rest = iter(index)
         return [literal(0, "int32") if d in gone else next(rest) for d in range(len(shape))]
 
-    return place
+    return operand_index
 
 
-def _expand_dims(params: Params, shape: tuple[int, ...]) -> Place:
+def _expand_dims(params: Params, shape: tuple[int, ...]) -> IndexMap:
+    """Index map of `expand_dims`: the index of the operand is that of the result without the new dimensions."""
     new = {d % (len(shape) + len(params["dimensions"])) for d in params["dimensions"]}
     return lambda self, index: [i for d, i in enumerate(index) if d not in new]
 
 
-def _transpose(params: Params, shape: tuple[int, ...]) -> Place:
+def _transpose(params: Params, shape: tuple[int, ...]) -> IndexMap:
+    """Index map of `transpose`: the indices of the result, in the operand's order of dimensions."""
     order = tuple(params["permutation"])
     return lambda self, index: [index[order.index(d)] for d in range(len(shape))]
 
 
-def _reverse(params: Params, shape: tuple[int, ...]) -> Place:
+def _reverse(params: Params, shape: tuple[int, ...]) -> IndexMap:
     """Index map of `rev`: index i of a reversed dimension of length n becomes n - 1 - i."""
     reversed_dims = set(params["dimensions"])
 
-    def place(self: Translation, index: Index) -> list[Atom]:
+    def operand_index(self: Translation, index: Index) -> list[Atom]:
+        """The index of the operand for an index of the result: n - 1 - i in reversed dimensions."""
         back = lambda i, n: self.builder.op("sub", (literal(n - 1, "int32"), i), "int32")
         return [back(i, n) if d in reversed_dims else i for d, (i, n) in enumerate(zip(index, shape, strict=True))]
 
-    return place
+    return operand_index
 
 
-def _slice(params: Params, shape: tuple[int, ...]) -> Place:
+def _slice(params: Params, shape: tuple[int, ...]) -> IndexMap:
     """Index map of `slice`: index i becomes start + i * stride."""
     strides = params["strides"] or (1,) * len(shape)
     starts = params["start_indices"]
@@ -124,16 +136,18 @@ def _slice(params: Params, shape: tuple[int, ...]) -> Place:
     ]
 
 
-def _broadcast(params: Params, shape: tuple[int, ...]) -> Place:
+def _broadcast(params: Params, shape: tuple[int, ...]) -> IndexMap:
+    """Index map of `broadcast_in_dim`: 0 in dimensions of length 1, which are repeated; new dimensions are left out."""
     dims = params["broadcast_dimensions"]
     return lambda self, index: [literal(0, "int32") if n == 1 else index[d] for d, n in zip(dims, shape, strict=True)]
 
 
-def _reshape(params: Params, shape: tuple[int, ...]) -> Place:
-    """Index map of `reshape`: within each group of matching dimensions, the index is flattened and split anew."""
+def _reshape(params: Params, shape: tuple[int, ...]) -> IndexMap:
+    """Index map of `reshape`: within each group of matching dimensions, the index is flattened to one number and split anew."""
     groups = _matching_groups(shape, tuple(params["new_sizes"]))
 
-    def place(self: Translation, index: Index) -> list[Atom]:
+    def operand_index(self: Translation, index: Index) -> list[Atom]:
+        """The index of the operand for an index of the result, group by group of matching dimensions."""
         out: list[Atom] = [literal(0, "int32")] * len(shape)
         for old, new in groups:
             flat: Atom = literal(0, "int32")
@@ -147,12 +161,15 @@ def _reshape(params: Params, shape: tuple[int, ...]) -> Place:
                 out[old[0]] = flat
         return out
 
-    return place
+    return operand_index
 
 
 def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The shortest groups of old and new dimensions that a reshape maps to each other; dimensions of length 1 have
-    none.
+    """Pairs of (old dimensions, new dimensions) that a reshape maps to each other, each as short as possible.
+
+    old, new   the shape before and after
+
+    Dimensions of length 1 are in no group.
     """
     groups: list[tuple[list[int], list[int]]] = []
     a = [d for d, n in enumerate(old) if n != 1]
@@ -169,12 +186,13 @@ def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[l
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `split`: each result is a slice of the operand along one axis; an index of it is shifted by the slice's start."""
+    """The rule of `split`: each result is a slice of the operand along one axis; its indices are shifted by the slice's start."""
     array, axis = args[0], eqn.params["axis"]
     outs, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
 
         def make(index: Index, start: int = start) -> Atom:
+            """The element at an index of one result: that of the operand at the index shifted by `start` along the axis."""
             return element_of(self, array, [_add(self, i, start) if d == axis else i for d, i in enumerate(index)])
 
         outs.append(self.lazy(var.aval.shape, var.aval.dtype, make, too_large_of([array], var.aval.shape)))
@@ -183,11 +201,12 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `concatenate`: selects by index between the operands, each read at a clamped index."""
+    """The rule of `concatenate`: each element is selected by its index among the operands, each read at a clamped index."""
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
     parts = [a for a in args if a.shape[axis]]
 
     def make(index: Index) -> Atom:
+        """The element at an index of the result: that of the last operand that starts at or before the index along the axis."""
         chosen, start = None, 0
         for part in parts:
             size = part.shape[axis]
@@ -207,6 +226,7 @@ def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     axis, aval = eqn.params["axis"], eqn.outvars[0].aval
 
     def make(index: Index) -> Atom:
+        """The element at an index of the result: that of the operand whose number is the index along the new axis."""
         rest = [i for d, i in enumerate(index) if d != axis]
         return _one_of(self, index[axis], [lambda a=a: element_of(self, a, rest) for a in args])
 
@@ -214,7 +234,7 @@ def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _one_of(self: Translation, which: Atom, makes: Sequence[Callable[[], Atom]]) -> Atom:
-    """The atom that makes[which] makes; all are made and selected from where `which` is known only in the kernel."""
+    """The atom that makes[which]() makes; where the atom `which` is known only in the kernel, all are made and one is selected."""
     if isinstance(which, Lit):
         return makes[int(which.value)]()
     atoms = np.empty(len(makes), object)
@@ -224,12 +244,13 @@ def _one_of(self: Translation, which: Atom, makes: Sequence[Callable[[], Atom]])
 
 
 def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `unstack`: each result is the operand at one index along an axis."""
+    """The rule of `unstack`: each result is the part of the operand at one index along an axis."""
     array, axis = args[0], eqn.params["axis"]
     outs = []
     for row, var in enumerate(eqn.outvars):
 
         def make(index: Index, row: int = row) -> Atom:
+            """The element at an index of result number `row`: that of the operand with `row` put into the index at the axis."""
             return element_of(self, array, [*index[:axis], literal(row, "int32"), *index[axis:]])
 
         outs.append(self.lazy(var.aval.shape, var.aval.dtype, make, too_large_of([array], var.aval.shape)))
@@ -237,16 +258,16 @@ def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]
 
 
 LAZY_RULES: dict[str, Rule] = {
-    "broadcast_in_dim": _moved(_broadcast),
+    "broadcast_in_dim": _by_index(_broadcast),
     "concatenate": _concatenate,
-    "expand_dims": _moved(_expand_dims),
-    "reshape": _moved(_reshape),
-    "rev": _moved(_reverse),
-    "slice": _moved(_slice),
+    "expand_dims": _by_index(_expand_dims),
+    "reshape": _by_index(_reshape),
+    "rev": _by_index(_reverse),
+    "slice": _by_index(_slice),
     "split": _split,
-    "squeeze": _moved(_squeeze),
+    "squeeze": _by_index(_squeeze),
     "stack": _stack,
-    "transpose": _moved(_transpose),
+    "transpose": _by_index(_transpose),
     "unstack": _unstack,
 }
 """The rules by primitive, for equations with a lazy operand."""

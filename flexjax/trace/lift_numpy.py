@@ -6,8 +6,12 @@ functools.partial, attributes of the object that it is a method of, and tuples, 
 behaves as numpy in everything that numpy computes (int64 and float64 arithmetic, in-place functions, IndexError) and becomes a
 JAX array where it meets a tracer.
 
-Arrays over explicit mesh axes. The type of such a JAX array says how mesh axes split it, and JAX refuses to index a split
-dimension by a number. The copy has an unsplit array in its place; a program that loads elements captures the original.
+Arrays over explicit mesh axes (split arrays). The type of such a JAX array says how mesh axes split it, and JAX refuses to
+index a split dimension by a number. The copy has an unsplit array in its place; a program that loads elements captures the
+original.
+
+A value *reaches* an array if it is one to replace (numpy or split), or if one of the values that it is made of (`parts`)
+reaches one.
 """
 
 import contextlib
@@ -31,18 +35,19 @@ class View(np.ndarray):
     _operand: tuple[bytes, jax.Array] | None = None
 
     def __getitem__(self, index: object) -> Any:
+        """The element or part at an index: a JAX array if a tracer is in the index, else as numpy gives it."""
         traced = isinstance(index, Tracer) or (isinstance(index, tuple) and any(isinstance(i, Tracer) for i in index))
         return self.__jax_array__()[index] if traced else super().__getitem__(index)  # type: ignore[index]
 
     def __jax_array__(self) -> jax.Array:
-        """The view as a JAX array; the same object as long as the numbers are the same."""
+        """The array as a JAX array; the same object as long as the numbers are the same."""
         content = self.tobytes()
         if self._operand is None or self._operand[0] != content:
             self._operand = (content, as_operand(self.view(np.ndarray)))
         return self._operand[1]
 
     def __array_wrap__(self, array: np.ndarray, context: object = None, return_scalar: bool = False) -> Any:
-        """The result of a numpy function: a View, or a numpy scalar where numpy returns a scalar."""
+        """Wraps the result of a numpy function (numpy calls this): a View, or a numpy scalar where numpy returns a scalar."""
         return array[()] if return_scalar else np.asarray(array).view(View)
 
 
@@ -58,7 +63,9 @@ def eager_without_mesh() -> Iterator[None]:
 
 
 def as_operand(array: np.ndarray) -> jax.Array:
-    """The numpy array as a JAX array. Raises ModError where JAX's integer type cannot represent its numbers."""
+    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError where JAX's integer type is too
+    narrow.
+    """
     with eager_without_mesh():
         made = jnp.asarray(array)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:
@@ -73,9 +80,10 @@ def as_operand(array: np.ndarray) -> jax.Array:
 
 
 def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
-    """The copy of the function, and the split arrays: the original by the id of the unsplit array that replaces it.
+    """Copies the function with its arrays replaced as at the top of the file.
 
-    Returns `mod` itself where it reaches no array that has to be replaced.
+    Returns (copy, {id of unsplit array: the split array that it replaces}). The function itself is returned if it reaches no
+    array.
     """
     if not reaches_array(mod, set()):
         return mod, {}
@@ -84,22 +92,25 @@ def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
 
 
 def is_array(value: object) -> bool:
-    """Whether the value is a numpy array of numbers or bools."""
+    """Whether the value is a numpy array of numbers or bools (bfloat16 and its like included)."""
     return isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or jnp.issubdtype(value.dtype, np.number))
 
 
 def is_split(value: object) -> bool:
-    """Whether the type of a JAX array says that explicit mesh axes split it."""
+    """Whether the value is a JAX array whose type says that explicit mesh axes split it."""
     return isinstance(value, jax.Array) and any(part is not None for part in jax.typeof(value).sharding.spec)
 
 
 def is_replaced(value: object) -> bool:
-    """Whether the value is an array that the copy replaces."""
+    """Whether the value is an array that the copy of a function replaces: a numpy array or a split array."""
     return is_array(value) or is_split(value)
 
 
 def reaches_array(value: object, seen: set[int]) -> bool:
-    """Whether the value holds, directly or through `parts`, an array that has to be replaced; `seen` has ids already visited."""
+    """Whether the value reaches an array that has to be replaced; see the top of the file.
+
+    seen   ids of the values visited so far, which are not visited again; the ids of this search are added
+    """
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -107,7 +118,7 @@ def reaches_array(value: object, seen: set[int]) -> bool:
 
 
 def parts(value: object) -> Iterator[object]:
-    """The values that a function, container or callable object holds and that a copy can replace."""
+    """Yields the values that a function, container or callable object is made of and that a copy can replace."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -126,7 +137,7 @@ def parts(value: object) -> Iterator[object]:
 
 
 def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
-    """The contents of those cells of a closure that have one."""
+    """Yields the contents of those cells of a closure that have contents."""
     for cell in cells:
         try:
             yield cell.cell_contents
@@ -135,7 +146,11 @@ def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
 
 
 def attributes(value: object) -> dict[str, object]:
-    """The attributes of an object of a class written in Python, and the arrays among the attributes of its class."""
+    """The attributes of an object of a class written in Python, and the numpy arrays among the attributes of its class, by
+    name.
+
+    {} for classes and for objects without attributes.
+    """
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
     of_class = {n: v for c in reversed(type(value).__mro__) for n, v in vars(c).items() if is_array(v)}
@@ -143,7 +158,7 @@ def attributes(value: object) -> dict[str, object]:
 
 
 def is_plain_callable(value: object) -> bool:
-    """Whether the value is an object of a class written in Python that defines __call__."""
+    """Whether the value is an object, not a class, whose class defines __call__ in Python."""
     return (
         not isinstance(value, type)
         and hasattr(value, "__dict__")
@@ -153,7 +168,7 @@ def is_plain_callable(value: object) -> bool:
 
 
 def names_used(function: types.FunctionType) -> dict[str, object]:
-    """The globals that the function's code uses by name and that may hold arrays: arrays, containers, functions of its file."""
+    """The globals that the function's code uses and that may reach arrays, by name: arrays, containers, functions of its file."""
     found: dict[str, object] = {}
     codes = [function.__code__]
     while codes:
@@ -168,16 +183,20 @@ def names_used(function: types.FunctionType) -> dict[str, object]:
 
 
 class Lift:
-    """Makes one copy of a function and of everything it holds; a value that is met twice is copied once."""
+    """Makes one copy of a function and of everything that it reaches arrays through; a value that is met twice is copied once.
+
+    split   the split arrays, by the id of the unsplit array that replaces each
+    """
 
     def __init__(self) -> None:
+        """Starts without copies."""
         self._copies: dict[int, object] = {}
         self._scopes: dict[int, dict[str, object]] = {}
         self._alive: list[object] = []
         self.split: dict[int, jax.Array] = {}
 
     def value(self, value: object) -> object:
-        """The copy of the value, or the value itself where it holds nothing that has to be replaced."""
+        """The copy of any value, or the value itself if it reaches no array that has to be replaced."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
@@ -206,20 +225,20 @@ class Lift:
         return self._callable_object(value)
 
     def _unsplit(self, value: jax.Array) -> jax.Array:
-        """The array without a split over mesh axes; `split` keeps the original."""
+        """Copies a split array to one that mesh axes do not split; records the original in `split`."""
         where = jax.sharding.NamedSharding(jax.typeof(value).sharding.mesh, jax.sharding.PartitionSpec())
         whole = self._keep(value, jax.sharding.reshard(value, where))
         self.split[id(whole)] = value
         return whole
 
     def _keep(self, old: object, fresh: object) -> Any:
-        """Records `fresh` as the copy of `old`, and keeps `old` alive because copies are found by its id."""
+        """Records `fresh` as the copy of `old` and returns `fresh`; keeps `old` alive, because copies are found by its id."""
         self._copies[id(old)] = fresh
         self._alive.append(old)
         return fresh
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """A copy of a Python function with copies of what its closure, its defaults and the globals that it uses hold.
+        """Copies a Python function, with copies of what its closure, its defaults and the globals that it uses contain.
 
         The copy shares the original's globals if none of those that the function uses reaches an array.
         """
@@ -244,7 +263,7 @@ class Lift:
         return fresh
 
     def _object(self, value: object) -> object:
-        """A copy of an object with its arrays replaced, or the object itself where it holds none."""
+        """Copies an object with the arrays in its attributes replaced; returns the object itself if its attributes reach none."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         held = attributes(value)
@@ -255,7 +274,9 @@ class Lift:
         return fresh
 
     def _callable_object(self, value: object) -> object:
-        """A copy of a callable object with its arrays replaced, bound to a copy of its __call__."""
+        """Copies a callable object with its arrays replaced; if its __call__ reaches arrays, returns a copy of that bound to
+        the copy.
+        """
         fresh = self._object(value)
         call = type(value).__call__
         lifted = self.value(call)

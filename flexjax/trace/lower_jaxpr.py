@@ -1,14 +1,19 @@
 """Translates the jaxpr of a mod to a program of scalar operations.
 
-The jaxpr is interpreted once, equation by equation. A value that depends on captured arrays alone is a JAX value and is
-computed outside of the kernel, so `bias.T[h, kv]` or `exp(table)[h]` cost nothing inside, and JAX differentiates them.
-Every other value is an array of atoms or a lazy array (values.py). Small vectors inside a mod are unrolled into scalars, nested
-calls are inlined, branches become selects, loops of known length are unrolled. An equation that no rule covers becomes a
-`Call`, which only some backends run.
+The jaxpr is interpreted once, equation by equation, on values of three kinds (values.py):
+
+    known value      a JAX array that depends on captured arrays alone. It is computed outside of the kernel, so `bias.T[h, kv]`
+                     or `exp(table)[h]` cost nothing inside, and JAX differentiates them
+    array of atoms   a scalar, or a small array whose elements are atoms of the program
+    lazy array       an array whose elements become atoms when they are asked for
+
+Small vectors inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length
+are unrolled. An equation that no rule covers becomes a `Call`, which only some backends run. To capture a JAX array is to make
+it a captured array of the program. Functions with a derivative rule of their own are those of jax.custom_jvp and
+jax.custom_vjp.
 """
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -25,6 +30,17 @@ from flexjax.errors import ModError
 from flexjax.ir.builder import Builder, literal
 from flexjax.ir.program import Atom, Call, Lit, axes_of
 from flexjax.trace.closed_over import body_of, explain_custom_vjp, split_closed_over
+from flexjax.trace.equations import (
+    PYTHON_DIVISION,
+    aval_of,
+    equation_function,
+    equation_text,
+    has_jaxpr,
+    inner_jaxpr,
+    is_jnp_function,
+    refuse_symbolic_shape,
+    varying_axes,
+)
 from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole_capture
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.primitives import (
@@ -38,7 +54,7 @@ from flexjax.trace.primitives import (
     LOOPS,
     SAME,
 )
-from flexjax.trace.translation import ClosedScope, Equation, Scope, Typed, Variable
+from flexjax.trace.translation import ClosedScope, Equation, Scope
 from flexjax.trace.values import (
     MAX_ELEMENTS,
     MAX_UNROLL,
@@ -56,10 +72,10 @@ from flexjax.trace.values import (
 
 
 class Lowering:
-    """The translation of one jaxpr: the builder of its program, and the arrays that the program's captures stand for.
+    """The translation of one jaxpr to a program.
 
-    builder   makes the program
-    arrays    the captured arrays, in the order of the builder's captures
+    builder                         makes the program
+    arrays                          the JAX arrays captured so far, in the order of the builder's captures
     """
 
     def __init__(
@@ -69,10 +85,13 @@ class Lowering:
         inline_constants: bool = False,
         split: Mapping[int, jax.Array] | None = None,
     ):
-        """
-        keep_custom       functions with derivative rules of their own stay whole, as Calls
-        inline_constants  elements of small known arrays become literals instead of loads
-        split             the array to capture instead of another, by the id of that other (see lift_numpy.py)
+        """Starts a translation that appends its steps to `builder`.
+
+        keep_custom        functions with derivative rules of their own, and stop_gradient, become steps, so that a derivative
+                           can be made; otherwise such functions are inlined
+        inline_constants   elements of known arrays of at most MAX_ELEMENTS elements become literals instead of loads
+        split              the array to capture instead of another, by the id of that other: arrays over explicit mesh axes (see
+                           lift_numpy.py)
         """
         self.builder = builder
         self.keep_custom = keep_custom
@@ -87,10 +106,15 @@ class Lowering:
     # ------------------------------------------------------------------ the interpreter
 
     def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
-        """The values of the jaxpr's results, from those of its constants and inputs."""
+        """Translates a jaxpr; returns the values of its results.
+
+        jaxpr          the jaxpr, whose equations are translated in order
+        consts, args   the values of its constants and of its inputs
+        """
         env: dict[object, Value] = {}
 
         def read(var: object) -> Value:
+            """The value of a variable or literal of the jaxpr."""
             if isinstance(var, jex_core.Literal):
                 if np.ndim(var.val) == 0:
                     return scalar(literal(var.val, aval_of(var).dtype))
@@ -105,7 +129,12 @@ class Lowering:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """The values of the equation's results. Raises ModError for a primitive that a mod may not use."""
+        """Translates one equation on the values `args`; returns the values of its results.
+
+        An equation of known values is computed outside of the kernel. An elementwise primitive becomes an operation for each
+        element, a nested function is inlined, any other primitive has a rule or becomes a Call. Raises ModError for collectives
+        and callbacks.
+        """
         name = eqn.primitive.name
         if name in COLLECTIVES:
             raise ModError(
@@ -126,7 +155,7 @@ class Lowering:
         if name in SAME:
             return args
         for array in held:
-            _check_static(array.shape)
+            refuse_symbolic_shape(array.shape)
         if name in ELEMENTWISE:
             return [self.elementwise(eqn, args)]
         if name in INLINED:
@@ -143,7 +172,10 @@ class Lowering:
         return self.call(eqn, args)
 
     def compute_now(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """The results of an equation that depends on captured arrays alone, computed outside of the kernel as JAX values.
+        """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns its results
+        as JAX values.
+
+        args   the values of its operands: known values, or literals as arrays of one atom
 
         Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the equation part
         of the caller's trace. Everything else is computed at once.
@@ -160,7 +192,11 @@ class Lowering:
             return run(*values)
 
     def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
-        """The results of one branch of a cond, which the caller selects where the bool atom `taken` is True.
+        """Translates one branch of a cond; returns the values of its results, which the caller selects where it is taken.
+
+        taken    a bool atom: whether the branch is taken
+        closed   the branch's jaxpr with its constants
+        args     the values of its inputs
 
         Where `taken` is False, no derivative enters the branch: it would be zero times the derivative of the branch, which is
         NaN where that is infinite (the square root of a negative number).
@@ -175,13 +211,19 @@ class Lowering:
         return outs
 
     def _where_taken(self, taken: Atom, atom: Atom) -> Atom:
-        """The atom, with a derivative only where `taken`; integers and literals have none anyway."""
+        """The atom with its derivative stopped where the bool atom `taken` is False; integers and literals, which have none,
+        unchanged.
+        """
         if isinstance(atom, Lit) or not jnp.issubdtype(jnp.dtype(atom.dtype), jnp.floating):
             return atom
         return self.builder.select(taken, atom, self.builder.unfolded("stop_gradient", atom))
 
     def inline(self, eqn: Equation, args: list[Value]) -> list[Value]:
-        """The results of a nested function, from its body; integer `//` and `%` of jax.numpy become floordiv and floormod."""
+        """Translates an equation that calls a nested function (jit, remat) on the values `args` by its body; returns the
+        results.
+
+        Integer `//` and `%` of jax.numpy, which are such functions, become floordiv and floormod.
+        """
         jaxpr, consts = inner_jaxpr(eqn)
         function = PYTHON_DIVISION.get(eqn.params.get("name", ""))
         if function is not None and not consts and is_jnp_function(function, jaxpr):
@@ -197,9 +239,10 @@ class Lowering:
     # ------------------------------------------------------------------ operands
 
     def as_atoms(self, value: Value) -> np.ndarray:
-        """The value as an array of atoms: a JAX value is captured and each of its elements loaded.
+        """Turns any value into an array of atoms, a numpy object array of its shape.
 
-        Raises ModError for more than MAX_ELEMENTS elements.
+        A known value is captured and each of its elements loaded (or made a literal, if `inline_constants`). Raises ModError
+        for more than MAX_ELEMENTS elements.
         """
         if is_lazy(value):
             return value.atoms()
@@ -218,16 +261,19 @@ class Lowering:
         return out
 
     def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
-        """An array of the program whose elements `element(index)` makes on demand; an array of at most one element is made now.
+        """Makes a lazy array of the program; an array of at most one element is made now, as an array of atoms.
+
+        shape, dtype   of the array
+        element        makes the atom at an index; it is called when an element is asked for
+        too_large      the error, as a sentence that starts with "it", if a rule needs all elements and they are too many
 
         The array remembers the branches of `cond` that are being translated now. An element that is made later is translated
         inside those branches, because `run_branch` stops the derivative of a branch that is not taken.
-
-        too_large   the error, as a sentence that starts with "it", if a rule needs all elements and they are too many
         """
         branches = list(self._branches)
 
         def make(index: Index) -> Atom:
+            """The atom at an index, made as if the translation were still in the branches in which the array was made."""
             now, self._branches = self._branches, branches
             try:
                 return element(index)
@@ -239,9 +285,13 @@ class Lowering:
     def map_values(
         self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Value:
-        """The array whose elements are `make` of the elements of `values`, which have this shape or one element.
+        """The array whose elements are `make(*elements)` of the corresponding elements of `values`.
 
-        The result is lazy where one of the values is a captured array or lazy.
+        make           makes an atom from one atom of each value
+        values         values that have the shape of the result, or one element, which is used for every element of the result
+        shape, dtype   of the result
+
+        The result is lazy where one of the values is a known array of several elements or lazy.
         """
         if all(is_atoms(v) or v.size == 1 for v in values):
             return map_elements(make, [self.as_atoms(v) for v in values], shape)
@@ -249,7 +299,12 @@ class Lowering:
         return self.lazy(shape, dtype, lambda i: make(*(of(v, i) for v in values)), too_large_of(values, shape))
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
-        """The atom array[index] of a captured array, for an index in bounds. Raises ModError for an array of random keys."""
+        """The atom array[index] of a JAX array, which is captured if it is not yet.
+
+        index   one int32 atom for each dimension, in bounds
+
+        A complex element is made of loads of its two parts. Raises ModError for an array of random keys.
+        """
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             parts = tuple(self.load(part, index) for part in self.complex_parts(array))
             return self.builder.op("complex", parts, array.dtype)
@@ -266,21 +321,26 @@ class Lowering:
         return element
 
     def complex_parts(self, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The real and the imaginary part; both are captured instead of the array, because gradients are of real arrays."""
+        """The real and the imaginary part of a complex array, computed once for the same array.
+
+        They are captured instead of the array, because gradients are of real arrays.
+        """
         if id(array) not in self._parts_of:
             with contextlib.nullcontext() if isinstance(array, Tracer) else jax.ensure_compile_time_eval():
                 self._parts_of[id(array)] = (array, (lax.real(array), lax.imag(array)))
         return self._parts_of[id(array)][1]
 
     def capture(self, value: jax.Array) -> int:
-        """The number of a captured array; the same array has the same number."""
+        """The number of a JAX array among the program's captured arrays; the same array object always has the same number."""
         if id(value) not in self._capture_of:
             self._capture_of[id(value)] = self.builder.capture(value.shape, value.dtype)
             self.arrays.append(self._split.get(id(value), value))
         return self._capture_of[id(value)]
 
     def elementwise(self, eqn: Equation, args: list[Value]) -> Value:
-        """The result of an elementwise primitive: one operation of the program for each element."""
+        """Translates an elementwise primitive on the values `args`: one operation of the program for each element of the
+        result.
+        """
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
         name = {"add_any": "add", "copy_p": "copy"}.get(name, name)
@@ -297,10 +357,13 @@ class Lowering:
         return self.map_values(make, args, out.shape, out.dtype)
 
     def call(self, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """Appends a Call that holds the whole equation; only backends that map a jaxpr over a tile run a Call.
+        """Appends a Call that runs the whole equation; returns its results as arrays of atoms.
 
-        Returns the results as arrays of atoms. A captured array that a loop reads, or one of more than MAX_UNROLL elements,
-        is an operand as a whole; all other operands are atoms. Raises ModError for a result of more than MAX_ELEMENTS.
+        args   the values of the operands
+
+        Only backends that map a jaxpr over a tile run a Call. A known array that a loop reads, or one of more than MAX_UNROLL
+        elements, is captured and passed whole; all other operands are atoms. Raises ModError for a result of more than
+        MAX_ELEMENTS elements.
         """
         custom = eqn.primitive.name in CUSTOM
         closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)
@@ -335,111 +398,3 @@ class Lowering:
         )
         self.builder.steps.append(step)
         return [object_array(vals).reshape(shape) for shape, vals in results]
-
-
-def inner_jaxpr(eqn: Equation) -> tuple[jex_core.Jaxpr, Sequence[Value]]:
-    """The body of a call that is inlined, and its constants."""
-    closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, ())
-
-
-def has_jaxpr(eqn: Equation) -> bool:
-    """Whether a parameter of the equation is a jaxpr or a tuple with a jaxpr."""
-    parts = [p for param in eqn.params.values() for p in (param if isinstance(param, tuple | list) else (param,))]
-    return any(isinstance(p, jex_core.Jaxpr | jex_core.ClosedJaxpr) for p in parts)
-
-
-def varying_axes(aval: object) -> frozenset[str]:
-    """The mesh axes of shard_map over which an array of the type varies."""
-    kind = getattr(aval, "mat", None)
-    return frozenset() if kind is None else kind.varying
-
-
-def cast_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The value, cast to vary over those of the mesh axes that belong to a shard_map around this call."""
-    missing = axes - varying_axes(jax.typeof(value))
-    over = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis in missing)
-    return jax.lax.pcast(value, over, to="varying") if over else value
-
-
-def _check_static(shape: tuple[int, ...]) -> None:
-    """Raises ModError for a shape with symbolic sizes, as jax.export makes them."""
-    if any(not isinstance(n, int) for n in shape):
-        raise ModError(
-            f"it reads a captured array of shape ({', '.join(map(str, shape))}), whose size is symbolic; sizes have to be numbers, "
-            "so export once for each size that you need, and pad the array to the nearest one."
-        )
-
-
-def aval_of(var: object) -> Typed:
-    """The type of a variable, with the shape and dtype that jax's own declaration lacks."""
-    return cast(Variable, var).aval
-
-
-def equation_function(
-    eqn: Equation, closed_over: Mapping[int, jax.Array] | None = None
-) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its operands that returns the list of its results.
-
-    closed_over   operands that are already known, by operand number; the function does not take them
-
-    Inside shard_map the operands are cast to vary over the mesh axes that the jaxpr says, because literals, and values of
-    which a primitive of CASTS was skipped, vary over fewer.
-    """
-    known = closed_over or {}
-    over = [varying_axes(v.aval) for v in eqn.invars]
-
-    def run(*values: jax.Array) -> list[jax.Array]:
-        rest = iter(values)
-        values = tuple(known[i] if i in known else next(rest) for i in range(len(eqn.invars)))
-        values = tuple(map(cast_over, values, over))
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-        return list(out) if eqn.primitive.multiple_results else [out]
-
-    return run
-
-
-def equation_text(eqn: Equation) -> str:
-    """The equation's parameters as text, followed by a digest of the values of all constants inside nested jaxprs."""
-    digest = hashlib.sha256()
-    for const in nested_consts(tuple(eqn.params.values())):
-        digest.update(np.asarray(const).tobytes())
-    return f"{ {k: str(v) for k, v in sorted(eqn.params.items())} } {digest.hexdigest()[:16]}"
-
-
-def nested_consts(params: Sequence[object]) -> list[object]:
-    """The constants of every jaxpr among the parameters, and of the jaxprs inside those."""
-    found: list[object] = []
-    for param in params:
-        if isinstance(param, tuple | list):
-            found += nested_consts(param)
-        elif hasattr(param, "consts") and hasattr(param, "jaxpr"):
-            closed = cast(ClosedScope, param)
-            found += list(closed.consts)
-            for eqn in cast(Sequence[Equation], closed.jaxpr.eqns):
-                found += nested_consts(tuple(eqn.params.values()))
-    return found
-
-
-# ------------------------------------------------------------------- integer division as Python has it
-
-PYTHON_DIVISION = {"remainder": jnp.remainder, "floor_divide": jnp.floor_divide}
-
-
-def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether the jaxpr of two integer operands equals, as text, the one that jax makes of `function` of jax.numpy.
-
-    A function of the user may have the same name and compute something else.
-    """
-    avals = [aval_of(v) for v in jaxpr.invars]
-    if len(avals) != 2 or not jnp.issubdtype(aval_of(jaxpr.outvars[0]).dtype, jnp.integer):
-        return False
-    key = (function, str(jaxpr))
-    if key not in _jnp_functions:
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-        inside = [e.params["jaxpr"].jaxpr for e in jax.make_jaxpr(function)(*shapes).jaxpr.eqns if "jaxpr" in e.params]
-        _jnp_functions[key] = len(inside) == 1 and str(inside[0]) == str(jaxpr)
-    return _jnp_functions[key]
-
-
-_jnp_functions: dict[tuple[Callable, str], bool] = {}

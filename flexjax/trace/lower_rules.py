@@ -1,7 +1,8 @@
 """Lowering rules of primitives that are not elementwise, by the name of the primitive.
 
-Small arrays are unrolled into atoms, branches become selects, short loops are unrolled. A rule takes the translation, the
-equation and its operands, and returns the values of the results, or None where the equation must stay whole (a Call).
+A rule has the arguments (translation, equation, operands) and returns the values of the equation's results, as arrays of atoms
+(values.py), or None where the equation must stay whole (a Call). Small arrays are unrolled into atoms, branches become selects,
+short loops are unrolled. A docstring "The rule of `pad`" stands for: translates an equation of the primitive pad.
 """
 
 import itertools
@@ -23,16 +24,20 @@ from flexjax.trace.values import MAX_ELEMENTS, MAX_UNROLL, Value, as_object, is_
 
 
 def _structural(change: Callable[[np.ndarray, Params], np.ndarray]) -> Rule:
-    """The rule of a primitive that rearranges elements: `change` maps (array of atoms, parameters) to the result."""
+    """Makes the rule of a primitive that rearranges elements of its one operand.
+
+    change   from (array of atoms, parameters of the equation) to the rearranged array of atoms
+    """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+        """The rule: `change` of the operand's atoms."""
         return [change(self.as_atoms(args[0]), eqn.params)]
 
     return rule
 
 
 def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `broadcast_in_dim` for an array of atoms."""
+    """The rule of `broadcast_in_dim` for an array of atoms; raises ModError for a result of more than MAX_ELEMENTS elements."""
     atoms, shape = self.as_atoms(args[0]), eqn.params["shape"]
     if math.prod(shape) > MAX_ELEMENTS:
         raise ModError(f"it broadcasts to shape {tuple(shape)} at each position; at most {MAX_ELEMENTS} elements.")
@@ -43,30 +48,35 @@ def _broadcast_in_dim(self: Translation, eqn: Equation, args: list[Value]) -> li
 
 
 def _slice(atoms: np.ndarray, params: Params) -> np.ndarray:
+    """The slice of an array of atoms that the parameters of a `slice` equation describe."""
     strides = params["strides"] or (1,) * atoms.ndim
     places = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
     return atoms[tuple(slice(*p) for p in places)]
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `concatenate` for arrays of atoms."""
     return [np.concatenate([self.as_atoms(a) for a in args], axis=eqn.params["dimension"])]
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `split` for an array of atoms."""
     cuts = list(itertools.accumulate(eqn.params["sizes"]))[:-1]
     return np.split(self.as_atoms(args[0]), cuts, axis=eqn.params["axis"])
 
 
 def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `stack` for arrays of atoms."""
     return [np.stack([self.as_atoms(a) for a in args], axis=eqn.params["axis"])]
 
 
 def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+    """The rule of `unstack`: the parts of an array of atoms along one axis, each without that axis."""
     return [as_object(row) for row in np.moveaxis(self.as_atoms(args[0]), eqn.params["axis"], 0)]
 
 
 def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `iota`: literals that count along one dimension."""
+    """The rule of `iota`: an array of literals that count from 0 along one dimension."""
     aval = eqn.outvars[0].aval
     out = np.empty(aval.shape, object)
     for place in np.ndindex(*aval.shape):
@@ -75,7 +85,7 @@ def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarra
 
 
 def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
-    """The rule of `pad`; negative padding, which cuts the array, has no rule."""
+    """The rule of `pad` for an array of atoms; None (a Call) for negative padding, which cuts the array."""
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
@@ -94,9 +104,14 @@ def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray
 
 
 def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
-    """The rule of a reduction of a small array by an operation; `unit` gives the result of no elements."""
+    """Makes the rule of a reduction of a small array along axes, such as `reduce_sum`.
+
+    prim   the operation of a program that combines two elements, such as "add"
+    unit   the result of no elements, a number, from the dtype of the result
+    """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+        """The rule: combines the elements along the axes one after the other, in their order."""
         atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
         dtype = eqn.outvars[0].aval.dtype
         moved = np.moveaxis(atoms, axes, range(len(axes)))
@@ -113,9 +128,10 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
 
 
 def _arg_reduction(prim: str) -> Rule:
-    """The rule of argmax (prim "gt") and argmin ("lt") of a small array along one axis."""
+    """Makes the rule of argmax (prim "gt") or argmin ("lt") of a small array along one axis."""
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+        """The rule: keeps the best element so far and its index by selects, so that the first of equal elements wins."""
         (axis,) = eqn.params["axes"]
         dtype = eqn.params["index_dtype"]
         rows = np.moveaxis(self.as_atoms(args[0]), axis, 0)
@@ -134,7 +150,10 @@ def _arg_reduction(prim: str) -> Rule:
 
 
 def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
-    """A bool atom: whether the candidate replaces the best so far. A NaN replaces any number and is never replaced."""
+    """A bool atom: whether `candidate` replaces the best element so far, by the comparison `prim` ("gt" or "lt").
+
+    A NaN replaces any number and is never replaced.
+    """
     truth = lambda prim, *operands: self.builder.op(prim, operands, "bool")
     better = truth(prim, candidate, best)
     if not jnp.issubdtype(jnp.dtype(best.dtype), jnp.floating):
@@ -143,9 +162,13 @@ def _better(self: Translation, prim: str, candidate: Atom, best: Atom) -> Atom:
 
 
 def _cumulative(prim: str) -> Rule:
-    """The rule of a cumulative operation (cumsum and the like) of a small array along one axis."""
+    """Makes the rule of a cumulative operation (cumsum and the like) of a small array along one axis.
+
+    prim   the operation of a program that combines two elements, such as "add"
+    """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
+        """The rule: combines each element with the result before it, from the end if the equation says `reverse`."""
         atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
         dtype = eqn.outvars[0].aval.dtype
         order = range(1, len(atoms)) if not eqn.params["reverse"] else range(len(atoms) - 2, -1, -1)
@@ -210,7 +233,10 @@ def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _scan_counts(params: Params) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried (jax 0.11 has trees where 0.10 had numbers)."""
+    """How many operands of a `scan` are constants and how many are carried, from the parameters of the equation.
+
+    jax 0.11 has trees in the parameters where 0.10 had numbers.
+    """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -220,7 +246,7 @@ def _scan_counts(params: Params) -> tuple[int, int]:
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
     """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
 
-    Returns None, so that the loop stays a `Call`, for a longer loop and for an empty loop with stacked results.
+    None (a Call) for a longer loop, and for a loop without iterations that has stacked results.
     """
     p = eqn.params
     if p["length"] > MAX_UNROLL:
@@ -248,6 +274,7 @@ def _one_minus_square(self: Translation, eqn: Equation, args: list[Value]) -> li
     one = literal(1, out.dtype)
 
     def make(x: Atom) -> Atom:
+        """The atom (1 - x) * (x + 1)."""
         less = self.builder.op("sub", (one, x), out.dtype)
         return self.builder.op("mul", (less, self.builder.op("add", (x, one), out.dtype)), out.dtype)
 
@@ -297,3 +324,4 @@ RULES: dict[str, Rule] = {
     "cond": _cond,
     "scan": _scan,
 }
+"""The rule of each primitive by its name."""

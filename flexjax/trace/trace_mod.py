@@ -1,8 +1,11 @@
 """Traces a user's function to a program and the arrays that the function captured.
 
-The function is called once, on scalar tracers. The arrays that it captured (JAX arrays, tracers of an outer transformation, numpy
-arrays) become operands; everything else becomes a `Program`. A function that cannot be used raises ModError with the reason
-in a sentence.
+The function is called once, on scalar tracers. The arrays that it captured (JAX arrays, tracers of an outer transformation,
+numpy arrays) become operands; everything else becomes a `Program` (ir/program.py). A function that cannot be used raises
+ModError with the reason in a sentence.
+
+The file's terms: a *custom function* is one with a derivative rule of its own (jax.custom_jvp, jax.custom_vjp). The *derivative
+program* of a score_mod computes the new score and its derivatives by the score and by each element that the mod loads.
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -35,12 +39,12 @@ MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 
 @dataclasses.dataclass(frozen=True)
 class TracedMod:
-    """A traced function.
+    """The result of tracing a user's function.
 
     program      what the function computes
     arrays       the captured arrays, in the order of `program.captures`
-    derivative   of a score_mod: the program of the new score and its derivatives, on the same arrays; None where it has none
-    why_not      why there is no derivative, as a sentence
+    derivative   of a score_mod: the derivative program, on the same arrays; None where it has none
+    why_not      of a score_mod without a derivative: why, as a sentence
     """
 
     program: Program
@@ -50,7 +54,13 @@ class TracedMod:
 
 
 def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float32") -> TracedMod:
-    """Traces `score_mod(score, b, h, q_idx, kv_idx) -> score`, with its derivative. Raises ModError for a bad function."""
+    """Traces `score_mod(score, b, h, q_idx, kv_idx) -> score` to its program and its derivative program.
+
+    sizes         (batch, heads, q_len, kv_len), which bound the indices
+    score_dtype   dtype name of the score that the function gets and of the result of the program
+
+    Raises ModError if the function cannot be called, traced or translated, or returns anything but one floating scalar.
+    """
     traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
     out = traced.closed.out_avals[0]
     if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -71,7 +81,12 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
 
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool`. Raises ModError for a bad function."""
+    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program.
+
+    sizes   (batch, heads, q_len, kv_len), which bound the indices
+
+    Raises ModError if the function cannot be called, traced or translated, or returns anything but one bool scalar.
+    """
     traced = _trace("mask_mod", mask_mod, MASK_ARGUMENTS)
     out = traced.closed.out_avals[0]
     if out.dtype != jnp.bool_:
@@ -83,7 +98,13 @@ def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
 
 
 def trace_multiplier(name: str, function: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `function(b, h, q_idx, kv_idx) -> float`, a factor for each probability."""
+    """Traces `function(b, h, q_idx, kv_idx) -> number`, such as the dropout factor of a probability, to its program.
+
+    name    how errors call the function
+    sizes   (batch, heads, q_len, kv_len), which bound the indices
+
+    Raises ModError if the function cannot be called, traced or translated, or does not return one scalar.
+    """
     return TracedMod(*_lowered(name, _trace(name, function, MASK_ARGUMENTS), sizes))
 
 
@@ -94,7 +115,10 @@ WHOLE_ARRAY_IN_RULE = (
 
 
 class Traced(typing.NamedTuple):
-    """A jaxpr on scalars. `split` maps the id of a constant to the array over a mesh that the constant stands for."""
+    """The jaxpr of a mod on scalars, with the values of its constants, the captured arrays.
+
+    split   the original arrays over explicit mesh axes, by the id of the unsplit constant that replaces each (lift_numpy.py)
+    """
 
     closed: jex_core.ClosedJaxpr
     split: dict[int, jax.Array]
@@ -113,11 +137,14 @@ def _lowered(
     score_dtype: str | None = None,
     keep_custom: bool = False,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program of a jaxpr on b, h, q, kv, and the arrays that the program reads.
+    """Translates the jaxpr of a mod to a program; returns the program and the captured arrays that it reads, in its order.
 
-    name          of the user's argument, for errors
-    score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the result
-    keep_custom   whether functions with derivative rules of their own stay whole
+    name          the user's argument, for errors
+    traced        the jaxpr
+    sizes         (batch, heads, q_len, kv_len)
+    score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the result; else
+                  None
+    keep_custom   whether custom functions stay whole, as Calls; they are inlined otherwise
     """
     lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom, split=traced.split)
     closed = traced.closed
@@ -133,7 +160,10 @@ def _lowered(
 
 
 def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Ends a translation: the program whose result is `result`, checked, and the captured arrays that it reads, in its order."""
+    """Ends a translation: returns the checked program whose one result is `result`, and the captured arrays that it reads.
+
+    lowering   the translation; of the arrays that it captured, those that the program does not read are dropped
+    """
     program = lowering.builder.finish([result])
     check(program)
     used = sorted(
@@ -144,9 +174,13 @@ def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array,
 
 
 def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[jax.Array, ...], str]:
-    """(derivative program, arrays that it reads beyond those of `source`, ""), or (None, (), why there is none).
+    """Makes the derivative program of a score_mod's program.
 
-    A score_mod without a derivative still has a forward pass.
+    source   the program, in which custom functions are whole
+    sizes    (batch, heads, q_len, kv_len)
+
+    Returns (derivative program, arrays that it reads beyond those of `source`, ""), or (None, (), why there is none). A
+    score_mod without a derivative still has a forward pass.
     """
     try:
         # A custom rule is not part of the program's text, so such programs are not shared.
@@ -161,7 +195,10 @@ def _derivative(source: Program, sizes: Sizes) -> tuple[Program | None, tuple[ja
 
 @functools.lru_cache(maxsize=512)
 def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[jax.Array, ...]]:
-    """derivative_program without a mesh, because JAX writes the mesh into a jaxpr and calls on every mesh share the result."""
+    """As derivative_program, but remembers its results by (source, sizes).
+
+    It runs without a mesh, because JAX writes the mesh into a jaxpr and calls on every mesh share the result.
+    """
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return derivative_program(source, sizes)
 
@@ -170,7 +207,14 @@ def _cached_derivative(source: Program, sizes: Sizes) -> tuple[Program, tuple[ja
 
 
 def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: str = "float32") -> Traced:
-    """The jaxpr of the user's function on scalars. Raises ModError unless it is pure and returns one scalar."""
+    """Calls the user's function once on tracers; returns its jaxpr on scalars.
+
+    name        the user's argument, for errors
+    mod         the function
+    arguments   the names of its arguments; "score" has the dtype `score_dtype`, all others are int32
+
+    Raises ModError, with what to do in a sentence, unless the function is pure and returns one scalar.
+    """
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.dtype(score_dtype))
@@ -179,6 +223,13 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
         closed, split = _jaxpr_of(mod, avals)
     except ModError as error:
         raise ModError(f"`{name}` cannot be compiled: {error}") from error
+    except AttributeError as error:
+        if not isinstance(error.obj, Tracer):
+            raise
+        raise ModError(
+            f"`{name}` uses .{error.name} of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example "
+            "jnp.abs(x) for torch's x.abs() and jnp.clip(x, low, high) for x.clamp(low, high)."
+        ) from error
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
         raise ModError(
             f"`{name}` uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); "
@@ -201,14 +252,17 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     # a named axis is the effect of a collective, which the lowering refuses by its name
     effects = [str(e) for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
     if effects:
-        raise ModError(f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function.")
+        raise ModError(
+            f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function. To see its values, draw them with "
+            "flexjax.visualize, or call it on arrays."
+        )
     return Traced(closed, split)
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
-    """The mod's jaxpr, in which numpy arrays that it captured are operands.
+    """Makes the jaxpr of `mod` on scalars of the types `avals`; numpy arrays that it captured are constants of the jaxpr.
 
-    Where the mod fails on views of its numpy arrays, it is traced with the arrays themselves.
+    Where the mod fails on views of its numpy arrays (lift_numpy.View), it is traced with the arrays themselves.
     """
     lifted, split = lift_numpy(mod)
     try:
@@ -220,7 +274,10 @@ def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
 
 
 def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
-    """Raises ModError unless `mod` can be called with that many positional arguments."""
+    """Raises ModError unless `mod` can be called with as many positional arguments as there are names in `arguments`.
+
+    name   the user's argument, for errors
+    """
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):
         raise ModError(f"`{name}` is {type(mod).__name__}; expected a function {wanted}.")
@@ -231,6 +288,10 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     try:
         signature.bind(*arguments)
     except TypeError:
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        makes_one = getattr(mod, "__name__", "") if len(plain) < len(MASK_ARGUMENTS) else ""
+        advice = f" If it returns one, call it: {name}={makes_one}(...)." if makes_one.isidentifier() else ""
         raise ModError(
-            f"`{name}` has the signature {signature}; expected {len(arguments)} positional arguments, {wanted}."
+            f"`{name}` has the signature {shown}; expected {len(arguments)} positional arguments, {wanted}.{advice}"
         ) from None

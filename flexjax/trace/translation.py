@@ -1,8 +1,9 @@
 """What a lowering rule is given: the translation, and one equation of a jaxpr with the types that jax does not declare.
 
-A rule is a function of (translation, equation, operands) that returns the values of the equation's results, or None where the
-equation must stay whole. The rules are in lower_rules.py, lower_special.py, indexing.py and lazy_rules.py; the translation
-is Lowering of lower_jaxpr.py, which imports the rules. This file exists so that they need not import it.
+A rule translates one equation of a mod's jaxpr. It is a function of (translation, equation, operands) that returns the values
+(values.py) of the equation's results, or None where the equation must stay whole (a Call). The rules are in lower_rules.py,
+lower_special.py, indexing.py and lazy_rules.py; the translation is Lowering of lower_jaxpr.py, which imports the rules. This
+file exists so that they need not import it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,73 +20,132 @@ from flexjax.trace.values import Index, Value
 
 
 class Typed(Protocol):
-    """The type of an array, as a jaxpr has it."""
+    """The type of an array in a jaxpr (jax calls it aval): its shape, its dtype, and whether the dtype is weak, as that of 1.0
+    is.
+    """
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        ...
+
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements."""
+        ...
+
     @property
-    def weak_type(self) -> bool: ...
+    def weak_type(self) -> bool:
+        """Whether the dtype is weak, as that of the Python number 1.0 is."""
+        ...
 
 
 class Variable(Protocol):
-    """A variable or a literal of a jaxpr."""
+    """A variable or a literal of a jaxpr; `aval` is its type."""
 
     @property
-    def aval(self) -> Typed: ...
+    def aval(self) -> Typed:
+        """The type of the variable or literal."""
+        ...
 
 
 class Equation(Protocol):
-    """An equation of a jaxpr: results = primitive(operands, parameters)."""
+    """An equation of a jaxpr: outvars = primitive(invars), with static parameters by name in `params`."""
 
     @property
-    def primitive(self) -> jex_core.Primitive: ...
+    def primitive(self) -> jex_core.Primitive:
+        """The primitive that the equation applies."""
+        ...
+
     @property
-    def params(self) -> dict[str, Any]: ...
+    def params(self) -> dict[str, Any]:
+        """The static parameters of the primitive, by name."""
+        ...
+
     @property
-    def invars(self) -> Sequence[Variable]: ...
+    def invars(self) -> Sequence[Variable]:
+        """The operands."""
+        ...
+
     @property
-    def outvars(self) -> Sequence[Variable]: ...
+    def outvars(self) -> Sequence[Variable]:
+        """The results."""
+        ...
 
 
 class Scope(Protocol):
-    """The parts of a jaxpr that are read to run it: its equations are Equations, its variables Variables."""
+    """The parts of a jaxpr that are read to run it: constants, inputs, equations (each an Equation) and outputs (each a
+    Variable).
+    """
 
     @property
-    def constvars(self) -> Sequence[object]: ...
+    def constvars(self) -> Sequence[object]:
+        """The variables of the constants."""
+        ...
+
     @property
-    def invars(self) -> Sequence[object]: ...
+    def invars(self) -> Sequence[object]:
+        """The variables of the inputs."""
+        ...
+
     @property
-    def eqns(self) -> Sequence[object]: ...
+    def eqns(self) -> Sequence[object]:
+        """The equations, in order."""
+        ...
+
     @property
-    def outvars(self) -> Sequence[object]: ...
+    def outvars(self) -> Sequence[object]:
+        """The outputs, variables or literals."""
+        ...
 
 
 class ClosedScope(Protocol):
-    """A jaxpr with the values of its constants."""
+    """A jaxpr with the values of its constants, in the order of its constvars."""
 
     @property
-    def jaxpr(self) -> Scope: ...
+    def jaxpr(self) -> Scope:
+        """The jaxpr."""
+        ...
+
     @property
-    def consts(self) -> Sequence[Any]: ...
+    def consts(self) -> Sequence[Any]:
+        """The values of the jaxpr's constants."""
+        ...
 
 
 class Translation(Protocol):
-    """What the rules need of lower_jaxpr.Lowering; the methods are explained there."""
+    """What the rules need of the translation of one jaxpr, lower_jaxpr.Lowering.
+
+    builder   makes the program
+    """
 
     builder: Builder
 
-    def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]: ...
-    def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]: ...
-    def as_atoms(self, value: Value) -> np.ndarray: ...
-    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom: ...
-    def lazy(
-        self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str
-    ) -> Value: ...
+    def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+        """Translates a jaxpr; returns the values of its results, from those of its constants and inputs."""
+        ...
+
+    def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
+        """Translates the branch of a cond that is taken where the bool atom `taken` is True; returns the values of its results."""
+        ...
+
+    def as_atoms(self, value: Value) -> np.ndarray:
+        """Turns any value into an array of atoms; ModError for more than MAX_ELEMENTS elements."""
+        ...
+
+    def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
+        """The atom array[index] of a captured array, for an index in bounds."""
+        ...
+
+    def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
+        """Makes a lazy array from a function of the index; `too_large` is the error if a rule needs all of too many elements."""
+        ...
+
     def map_values(
         self, make: Callable[..., Atom], values: Sequence[Value], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Value: ...
+    ) -> Value:
+        """The array whose elements are `make` of the corresponding elements of `values`, which have its shape or one element."""
+        ...
 
 
 Rule = Callable[[Translation, Equation, list[Value]], Sequence[Value] | None]

@@ -2,13 +2,13 @@
 
 A value is one of three things:
 
-    jax.Array         depends on captured arrays alone; it is computed outside of the kernel
-    array of atoms    a numpy object array of program atoms: a scalar, or a small vector that is unrolled into scalars
-    LazyArray         an array whose elements become atoms when they are asked for
+    known value      a jax.Array that depends on captured arrays alone; it is computed outside of the kernel
+    array of atoms   a numpy object array of program atoms: a scalar, or a small vector that is unrolled into scalars
+    lazy array       a LazyArray, whose elements become atoms when they are asked for
 
-Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need one load for each element of the row,
-and most of these elements are never used. The LazyArray has a shape and a function from an index to an atom: `x[b][q_idx]`
-asks for one element, and the program has one load, `x[b, q_idx]`.
+Inside a mod, `x[b]` is a row of the captured array `x`. An array of atoms would need one load for each element of the row, and
+most of these elements are never used. The LazyArray has a shape and a function from an index to an atom: `x[b][q_idx]` asks for
+one element, and the program has one load, `x[b, q_idx]`. An index is a tuple of one int32 atom for each dimension.
 """
 
 import math
@@ -29,19 +29,19 @@ MAX_UNROLL = 64
 """Longest loop that is unrolled, and largest array handed whole to a function with a derivative rule of its own."""
 
 Index = tuple[Atom, ...]
-"""An int32 atom for each dimension, within bounds."""
+"""The index of an element: an int32 atom for each dimension, within bounds."""
 
 
 class LazyArray:
-    """An array whose elements are computed by index, each at most once for the same index.
+    """An array whose elements are made as atoms when asked for; for one index the element is made once.
 
-    shape      its dimensions
-    dtype      of its elements
-    element    computes the element at an index
-    too_large  the error where more than MAX_ELEMENTS elements are all needed: a sentence that starts with "it"
+    shape, dtype   of the array
+    element        makes the atom at an index
+    too_large      the error where more than MAX_ELEMENTS elements are all needed: a sentence that starts with "it"
     """
 
     def __init__(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str):
+        """The arguments are those of the class; `dtype` may be anything that names one."""
         self.shape = tuple(shape)
         self.dtype = cast(np.dtype, dtype)
         self.too_large = too_large
@@ -50,21 +50,23 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     def element(self, index: Sequence[Atom]) -> Atom:
-        """The atom at an index within bounds."""
+        """The atom at an index, one atom for each dimension, within bounds."""
         index = tuple(index)
         if index not in self._made:
             self._made[index] = self._element(index)
         return self._made[index]
 
     def atoms(self) -> np.ndarray:
-        """Every element, as an object array; raises ModError for more than MAX_ELEMENTS."""
+        """Makes every element; returns them as an array of atoms. Raises ModError for more than MAX_ELEMENTS elements."""
         if self.size > MAX_ELEMENTS:
             raise ModError(self.too_large)
         out = np.empty(self.shape, object)
@@ -73,7 +75,9 @@ class LazyArray:
         return out
 
     def __getitem__(self, row: int) -> "Value":
-        """A row along the first dimension."""
+        """The part of the array at number `row` of the first dimension: lazy, or an array of atoms if it has at most one
+        element.
+        """
         first = literal(row, "int32")
         return settled(LazyArray(self.shape[1:], self.dtype, lambda i: self.element((first, *i)), self.too_large))
 
@@ -83,7 +87,7 @@ Value: TypeAlias = jax.Array | np.ndarray | LazyArray
 
 
 def is_atoms(value: Value) -> TypeGuard[np.ndarray]:
-    """Whether the value is an array of atoms."""
+    """Whether the value is an array of atoms: a numpy object array."""
     return isinstance(value, np.ndarray) and value.dtype == object
 
 
@@ -93,17 +97,17 @@ def is_lazy(value: Value) -> TypeGuard[LazyArray]:
 
 
 def is_known(value: Value) -> TypeGuard[jax.Array]:
-    """Whether the value depends on captured arrays alone, so that it is computed outside of the kernel."""
+    """Whether the value is a known value, one that depends on captured arrays alone and is computed outside of the kernel."""
     return not is_atoms(value) and not is_lazy(value)
 
 
 def settled(array: LazyArray) -> Value:
-    """The atoms of an array of at most one element, because nothing is gained by waiting; other arrays unchanged."""
+    """A lazy array as it is; one of at most one element as an array of atoms, because nothing is gained by waiting."""
     return array.atoms() if array.size <= 1 else array
 
 
 def literal_index(place: Sequence[int]) -> Index:
-    """An index of literals."""
+    """An index whose atoms are the integers of `place` as literals."""
     return tuple(literal(i, "int32") for i in place)
 
 
@@ -111,12 +115,12 @@ def literal_index(place: Sequence[int]) -> Index:
 
 
 def scalar(atom: Atom) -> np.ndarray:
-    """The atom as an array of atoms without dimensions."""
+    """The atom as an array of atoms of shape ()."""
     return object_array([atom]).reshape(())
 
 
 def object_array(atoms: Sequence[Atom]) -> np.ndarray:
-    """The atoms as an array of one dimension."""
+    """The atoms as an array of atoms with one dimension."""
     out = np.empty(len(atoms), object)
     for i, atom in enumerate(atoms):
         out[i] = atom
@@ -124,12 +128,15 @@ def object_array(atoms: Sequence[Atom]) -> np.ndarray:
 
 
 def as_object(value: Any) -> np.ndarray:
-    """An array of atoms from what indexing one gives: numpy returns a bare atom where no dimension is left."""
+    """Turns what indexing an array of atoms gives into an array of atoms: numpy returns a bare atom where no dimension is left."""
     return value if is_atoms(value) else scalar(value)
 
 
 def map_elements(make: Callable[..., Atom], args: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """The array of that shape whose elements are `make` of the arguments' elements; the arguments are broadcast to it.
+    """The array of atoms of that shape whose elements are `make(*elements)` of the corresponding elements of `args`.
+
+    make   makes an atom from one atom of each argument
+    args   arrays of atoms, broadcast to `shape`
 
     Raises ModError for more than MAX_ELEMENTS elements.
     """

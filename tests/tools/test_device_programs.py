@@ -13,7 +13,7 @@ import pytest
 import flexjax
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel
-from tools.device import check_one_kernel
+from tools.device import check_one_kernel, check_sanitizer
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "tools/device/check_device.py"
 
@@ -31,6 +31,13 @@ def test_the_sanitizer_knows_its_cases():
 
     assert len(set(FEATURES)) == len(FEATURES)
     assert set(FEATURES) <= set(CASES)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+@pytest.mark.parametrize("tool", check_sanitizer.PLANTED)
+def test_the_kernels_with_a_planted_mistake_can_be_traced(tool):
+    made = jax.make_jaxpr(check_sanitizer.planted_kernel(tool))(np.ones(128, np.float32))
+    assert made.out_avals == [jax.core.ShapedArray((128,), np.dtype("float32"))]
 
 
 @pytest.mark.parametrize("name", check_one_kernel.PROBLEMS)

@@ -1,7 +1,9 @@
-"""Gradients of captured arrays on a GPU: `PYTHONPATH=. python3 tools/device/check_capture_gradients.py`. 90 seconds on an H200.
+"""Gradients of captured arrays on a GPU: `PYTHONPATH=. python3 tools/device/check_capture_gradients.py`. 90 seconds
+on an H200.
 
-Not collected by pytest. Three tables: what a learned table of 2-D relative positions costs beside a fixed one, the gradient of each
-kind of load against the xla backend in float32 on inputs that are random each time, and XLA's temporary memory.
+Not collected by pytest. It prints three tables: what a learned table of 2-D relative positions costs beside a fixed
+one, the gradient of each kind of load against the xla backend in float32 on inputs that are random each time, and
+XLA's temporary memory.
 """
 
 import secrets
@@ -24,12 +26,19 @@ REPEATS = 10
 
 
 def relative_2d(width: int) -> Callable[[Any], Callable[..., Any]]:
+    """A table [heads, 2 width - 1, 2 width - 1] -> the score_mod that adds its element at the difference of two
+    positions of a grid.
+
+    width   of the grid: token i is at row i // width, column i % width
+    """
     w = width
     return lambda table: lambda s, b, h, i, j: s + table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]
 
 
 def gathered(table: Any) -> Callable[..., Any]:
-    """By an array of places, as Swin transformers have it."""
+    """A score_mod that adds an element of `table`, read through an array of indices by query and key, as Swin
+    transformers have it.
+    """
     tokens = np.arange(400)
     places = (tokens[:, None] // 20 - tokens // 20 + 19) * 39 + tokens[:, None] % 20 - tokens % 20 + 19
     index = jnp.asarray(places)
@@ -54,11 +63,18 @@ KINDS: dict[str, tuple[tuple[int, ...], int, Callable[[Any], Callable[..., Any]]
 
 
 def loss(mod: Any, mask: Any, backend: str | None, q: Any, k: Any, v: Any, d_out: Any, array: Any) -> jax.Array:
+    """The sum of attention's result times `d_out`, a float32 scalar.
+
+    mod       captured array -> score_mod
+    mask      mask_mod or None
+    backend   the implementation
+    """
     out = flex_attention(q, k, v, score_mod=mod(array), mask_mod=mask, implementation=backend)
     return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32))
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
+    """The median of REPEATS calls of `run` in milliseconds of wall-clock time, after one that is not timed."""
     jax.block_until_ready(run())
     took = []
     for _ in range(REPEATS):
@@ -69,6 +85,9 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def time_tables() -> bool:
+    """Prints the first table: milliseconds with a fixed and with a learned table; returns whether learning costs less
+    than MOST times.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
     good = True
@@ -94,6 +113,9 @@ def time_tables() -> bool:
 
 
 def check_kinds(seed: int) -> bool:
+    """Prints the second table: the gradient's error for each kind of load; returns whether all are right and the same
+    bits twice.
+    """
     rng, good = np.random.default_rng(seed), True
     print("kind                        error   same bits twice", flush=True)
     for name, (shape, tokens, mod, mask) in KINDS.items():
@@ -113,6 +135,7 @@ def check_kinds(seed: int) -> bool:
 
 
 def memory() -> None:
+    """Prints the third table: XLA's temporary memory at 524288 tokens with fixed and with learned slopes."""
     print("temporary GiB at 524288 tokens, 16 heads, window of 1024: fixed slopes, learned slopes", flush=True)
     q = jax.ShapeDtypeStruct((1, 524288, 16, 64), jnp.bfloat16)
     slopes = jax.ShapeDtypeStruct((16,), jnp.float32)
@@ -126,6 +149,7 @@ def memory() -> None:
 
 
 def main() -> None:
+    """Prints all tables and exits, with status 1 where something is wrong."""
     seed = secrets.randbits(32)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {seed}", flush=True)
     good = [time_tables()]

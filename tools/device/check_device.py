@@ -1,12 +1,15 @@
 """The GPU kernels against the oracle, on a GPU: `PYTHONPATH=. python3 tools/device/check_device.py`.
 
-Not collected by pytest: it needs a Hopper GPU and minutes.  Tasks are shared out over processes, because compiling
-is what takes the time; a process that dies is replaced, and the task that it had in hand counts as failed.
+Not collected by pytest: it needs a Hopper GPU and minutes. Tasks are shared out over worker processes, because
+compiling is what takes the time; a process that dies is replaced, and the task that it was running counts as failed.
+A task is a tuple of strings, its kind first:
 
     conformance   the cases of `tests/cases/calls.py`, results and gradients, bit for bit the same twice
-    far           scores that are far out (tests/cases/large_scores.py)
+    large_scores  scores that are very large (tests/cases/large_scores.py)
     golden        the cases of a folder of golden files (`--golden DIR`), where one is given
     soak          what time is left: random masks, mods, shapes and dtypes against dense float32 attention
+
+The *verdict* of a task is "ok", "refused: why" or "FAILED what".
 """
 
 import argparse
@@ -33,7 +36,10 @@ IMPLEMENTATION = "mosaic_gpu"
 
 
 def conformance(name: str, dtype: str) -> str:
-    """'ok' or 'refused: why'; raises AssertionError on a wrong result."""
+    """Runs a case of tests/cases/calls.py and compares it with the oracle: "ok" or "refused: why".
+
+    Raises AssertionError on a wrong result.
+    """
     from tests.cases import CASES
 
     try:
@@ -43,6 +49,10 @@ def conformance(name: str, dtype: str) -> str:
 
 
 def _conform(case: Any, dtype: str) -> str:
+    """Runs a case, results and gradients, twice, and compares the two runs and the oracle; returns "ok".
+
+    Raises AssertionError on a wrong result, NotImplementedError where the kernels refuse the case.
+    """
     import jax
     import numpy as np
 
@@ -71,7 +81,10 @@ def _conform(case: Any, dtype: str) -> str:
 
 
 def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
-    """What is dropped is the same on every backend, so xla in float32 has the answers."""
+    """Compares results and gradients with those of xla in float32, which drops the same entries.
+
+    got   name -> result of the kernels
+    """
     import jax
     import numpy as np
 
@@ -82,7 +95,12 @@ def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
         _close(name, np.asarray(x, np.float64), np.asarray(want[name], np.float64), problem.dtype)
 
 
-def far(dtype: str, sinks: str, gated: str) -> str:
+def check_large_scores(dtype: str, sinks: str, gated: str) -> str:
+    """Runs tests/cases/large_scores.py in this dtype and compares the results; returns "ok".
+
+    sinks   "sinks" for a call with sinks, else ""
+    gated   "gated" for a score_mod that ends in a product with a number of the head, else ""
+    """
     from tests.cases import large_scores
 
     large_scores.check(IMPLEMENTATION, dtype, sinks == "sinks", gated == "gated")
@@ -90,6 +108,11 @@ def far(dtype: str, sinks: str, gated: str) -> str:
 
 
 def golden(folder: str, name: str, dtype: str) -> str:
+    """Runs a golden case and compares it with its stored result: "ok" or "refused: why".
+
+    folder   of the golden files
+    name     of the case
+    """
     import jax.numpy as jnp
 
     run, cases, expected = _golden(folder)
@@ -103,6 +126,7 @@ def golden(folder: str, name: str, dtype: str) -> str:
 
 @functools.cache
 def _golden(folder: str) -> tuple[Any, Any, Any]:
+    """(module run.py of the folder, its cases, its stored results)."""
     spec = importlib.util.spec_from_file_location("golden_run", os.path.join(folder, "run.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -115,7 +139,7 @@ def _golden(folder: str) -> tuple[Any, Any, Any]:
 
 
 def random_problem(seed: int) -> dict[str, Any]:
-    """A row of plain data, so that a failure can be run again from its seed."""
+    """A random problem, fully determined by its seed: name -> plain value."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -142,36 +166,48 @@ def random_problem(seed: int) -> dict[str, Any]:
 
 
 def _masks(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, Callable[[], Any]]:
-    """Makers of masks, by name; the integers they draw are theirs."""
+    """Makers of masks, by name. Each draws random numbers from `rng` and returns a mask_mod, or None for no mask.
+
+    B, N, T, S   batch entries, heads, queries, keys
+    """
     import jax.numpy as jnp
     import numpy as np
 
     def documents(by_batch: bool) -> Any:
+        """A mask_mod by which tokens see those of their own document; with `by_batch` each batch entry has documents
+        of its own.
+        """
         ids = jnp.asarray(np.sort(rng.integers(0, 5, (B, max(T, S)) if by_batch else max(T, S))), jnp.int32)
         at = (lambda b, i: ids[b, i]) if by_batch else (lambda b, i: ids[i])
         return lambda b, h, q, k: at(b, q) == at(b, k)
 
     def lengths() -> Any:
+        """A mask_mod that ends the keys of each batch entry at a random length."""
         length = jnp.asarray(rng.integers(0, S + 1, B), jnp.int32)
         return lambda b, h, q, k: k < length[b]
 
     def window() -> Any:
+        """A mask_mod: a causal window of a random width."""
         width = int(rng.integers(1, S + 1))
         return lambda b, h, q, k: (q >= k) & (q - k < width)
 
     def head_windows() -> Any:
+        """A mask_mod: a causal window of a random width for each head."""
         width = jnp.asarray(rng.integers(1, S + 1, N), jnp.int32)
         return lambda b, h, q, k: (q >= k) & (q - k < width[h])
 
     def prefix() -> Any:
+        """A mask_mod: causal, and every query sees a random number of first keys."""
         n = int(rng.integers(0, S + 1))
         return lambda b, h, q, k: (k < n) | (q >= k)
 
     def flags() -> Any:
+        """A mask_mod by which each key is visible or hidden at random, for all queries."""
         flag = jnp.asarray(rng.integers(0, 2, S), bool)
         return lambda b, h, q, k: flag[k]
 
     def strided() -> Any:
+        """A mask_mod by which queries see the keys at distances that are multiples of a random number."""
         n = int(rng.integers(2, 9))
         return lambda b, h, q, k: (q - k) % n == 0
 
@@ -192,7 +228,10 @@ def _masks(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, Callable[[], A
 
 
 def _mods(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]]:
-    """(shape of the captured array that learns, maker of the mod over it), by name."""
+    """(shape of the captured array that learns, maker of the score_mod over it), by name.
+
+    B, N, T, S   batch entries, heads, queries, keys
+    """
     import jax.numpy as jnp
 
     return dict(
@@ -214,7 +253,11 @@ def _mods(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, tuple[tuple[int
 
 
 def soak(seed: int) -> str:
-    """One random problem, forward and gradients, against dense float32 attention on the same device."""
+    """Runs the random problem of this seed, forward and gradients, against dense float32 attention on the same
+    device.
+
+    Returns "ok" or "refused: why"; raises AssertionError on a wrong result.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -238,6 +281,12 @@ def soak(seed: int) -> str:
         masks = dict(block_mask=flexjax.create_block_mask(mask_mod, B, N, T, S))
 
     def loss(arrays: dict[str, Any], learn: Any, sinks: Any, **how: Any) -> Any:
+        """(a scalar of out and lse, (out, lse)) of the problem.
+
+        arrays         q, k, v in [B, N, T, D] order
+        learn, sinks   the learned captured array, and the sinks
+        how            further arguments of flex_attention
+        """
         out, aux = flexjax.flex_attention(
             *(turn(arrays[n]) for n in "qkv"),
             score_mod=mod_of(learn),
@@ -278,7 +327,12 @@ def soak(seed: int) -> str:
 
 
 def _close(name: str, got: Any, want: Any, dtype: str) -> None:
-    """Of the norm: 2% (bfloat16), 0.4% (float16); sums that cancel are judged beside what is summed, about 1."""
+    """Raises AssertionError where `got` has a NaN, is infinite where `want` is not or the other way round, or differs
+    too much from `want`.
+
+    The norm of the difference may be 2% (bfloat16) or 0.4% (float16) of norm(want) + 0.05 sqrt(n), for n numbers. The
+    second term is for sums that cancel, of terms of about 1.
+    """
     import numpy as np
 
     assert got.shape == want.shape, f"{name}: shape {got.shape}, not {want.shape}"
@@ -296,14 +350,21 @@ Task = tuple[str, ...]
 
 
 def run_task(task: Task) -> str:
+    """The verdict of a task; raises where its result is wrong."""
     kind, *rest = task
-    return dict(conformance=conformance, far=far, golden=golden, soak=lambda seed: soak(int(seed)))[kind](*rest)
+    return dict(
+        conformance=conformance, large_scores=check_large_scores, golden=golden, soak=lambda seed: soak(int(seed))
+    )[kind](*rest)
 
 
 def worker(tasks: list[Task], first_seed: int, until: float) -> None:
-    """Prints '> task' before each task and a line of JSON after it; soaks when none is left."""
+    """Runs the tasks in this process, then soak tasks from seed `first_seed` on, until time.time() is `until`.
+
+    It prints '> task' before each task and a line of JSON with the verdict after it.
+    """
 
     def everything() -> Iterator[Task]:
+        """The given tasks, then soak tasks without end."""
         yield from tasks
         seed = first_seed
         while True:
@@ -331,6 +392,14 @@ def worker(tasks: list[Task], first_seed: int, until: float) -> None:
 
 
 def _spawn(index: int, tasks: list[Task], seed: int, until: float, folder: str) -> tuple[subprocess.Popen, str]:
+    """Starts a worker process; returns (the process, path of its files without their suffix).
+
+    index    number of the worker
+    tasks    to run in it
+    seed     of its first soak task
+    until    time.time() at which it begins no more tasks
+    folder   for what it reads and prints
+    """
     path = os.path.join(folder, f"worker{index}-{seed}")
     with open(path + ".tasks", "w") as file:
         json.dump(dict(tasks=tasks, seed=seed, until=until), file)
@@ -343,7 +412,15 @@ def _spawn(index: int, tasks: list[Task], seed: int, until: float, folder: str) 
 
 
 def share_out(shares: list[list[Task]], until: float, folder: str) -> list[dict[str, Any]]:
-    """Every result; waits half a minute past `until` for the tasks in hand."""
+    """Runs one worker for each share of the tasks and returns every result; waits half a minute past `until` for
+    tasks that are running.
+
+    shares   the tasks of each worker
+    until    time.time() at which workers stop
+    folder   for the workers' files
+
+    A result is a dict of task, verdict and seconds.
+    """
     running = {i: _spawn(i, share, (i + 1) * 10**6, until, folder) for i, share in enumerate(shares)}
     results: list[dict[str, Any]] = []
     while running:
@@ -374,6 +451,10 @@ def share_out(shares: list[list[Task]], until: float, folder: str) -> list[dict[
 
 
 def _read(path: str) -> tuple[list[dict[str, Any]], list[str] | None]:
+    """(results that a worker has printed, the task that it was running at the end or None).
+
+    path   of the worker's files without their suffix
+    """
     done, open_task = [], None
     with open(path + ".out") as file:
         for line in file:
@@ -386,6 +467,7 @@ def _read(path: str) -> tuple[list[dict[str, Any]], list[str] | None]:
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of text: how many tasks of each kind have which verdict, the reasons of refusals, and each failure."""
     lines = []
     for kind in dict.fromkeys(r["task"][0] for r in results):
         mine = [r for r in results if r["task"][0] == kind]
@@ -400,6 +482,9 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
+    """Runs all tasks, or the one that the arguments name, and prints the summary; returns the exit status, 1 where a
+    task failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
@@ -433,7 +518,12 @@ def main() -> int:
     groups = [tasks[i : i + per] for i in range(0, len(tasks), per)]
     dtypes = args.dtypes.split(",")
     groups.append(
-        [("far", dtype, sinks, gated) for dtype in dtypes for sinks in ("", "sinks") for gated in ("", "gated")]
+        [
+            ("large_scores", dtype, sinks, gated)
+            for dtype in dtypes
+            for sinks in ("", "sinks")
+            for gated in ("", "gated")
+        ]
     )
     if args.golden:
         _, cases, _ = _golden(args.golden)

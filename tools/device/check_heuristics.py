@@ -1,11 +1,12 @@
-"""Whether the tiles that run by themselves are near the best: `PYTHONPATH=. python3 tools/device/check_heuristics.py`.
+"""Whether the tiles that run by themselves are near the best:
+`PYTHONPATH=. python3 tools/device/check_heuristics.py`.
 
-Not collected by pytest. Runs `flexjax.autotune` on problems of the benchmark and prints how much longer the heuristics' tile, its
-first candidate, takes than the fastest, forward and both passes. Fails where that is over 5%, or where the time was up before
-any other candidate was tried.
+Not collected by pytest. Runs `flexjax.autotune` on problems of the benchmark and prints how much longer the
+heuristics' tile, its first candidate, takes than the fastest, for the forward pass and for both passes. Fails where
+that is over 5%, or where the time was up before any other candidate was tried.
 
     --suite NAME      of flexjax/bench/suites.py
-    --problems TEXT   those whose names are among these, by semicolons
+    --problems TEXT   the problems of these names, separated by semicolons
     --seconds N       for each problem
     --within X        the most that a heuristic's tile may take, in times of the fastest
 """
@@ -23,7 +24,10 @@ PASSES = ("forward", "backward")
 
 
 def search(problem: Any, seconds: float) -> Any:
-    """What autotune finds for the problem."""
+    """The result of `flexjax.autotune` on the problem, with all its timings.
+
+    seconds   that it may take
+    """
     import jax
 
     import flexjax
@@ -43,7 +47,7 @@ def search(problem: Any, seconds: float) -> Any:
 
 
 def ratios(timings: Sequence[Any]) -> dict[str, float | None]:
-    """Time of a pass's first candidate over that of its fastest; None where only one ran."""
+    """For each pass: the time of its first candidate over that of its fastest; None where only one ran."""
     found: dict[str, float | None] = {}
     for which in PASSES:
         ran = [t.seconds for t in timings if t.which == which and t.seconds is not None]
@@ -52,6 +56,7 @@ def ratios(timings: Sequence[Any]) -> dict[str, float | None]:
 
 
 def main() -> int:
+    """Tunes every problem and prints the table; returns the exit status, 1 where a heuristic's tile is too slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="gpu")
     parser.add_argument("--problems", default=PROBLEMS)

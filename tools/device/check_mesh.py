@@ -1,7 +1,8 @@
 """The kernels inside shard_map over all GPUs of a machine: `PYTHONPATH=. python3 tools/device/check_mesh.py`.
 
-Not collected by pytest: it needs two Hopper GPUs or more. The call of tests/cases/on_mesh.py, batch over the first axis of
-the mesh and heads over the second, beside xla on one GPU; then the time of dense attention on one GPU and shared out.
+Not collected by pytest: it needs two Hopper GPUs or more. It compares the call of tests/cases/on_mesh.py, batch over
+the first axis of the mesh and heads over the second, with xla on one GPU; then it times dense attention on one GPU
+and on all.
 """
 
 import functools
@@ -19,17 +20,19 @@ ALLOWED = 2e-2  # of the largest value, bfloat16
 
 
 def mesh_of_all() -> Mesh:
+    """The mesh of all GPUs: axes "batch", of size 2, and "heads"."""
     devices = jax.devices()
     return Mesh(np.array(devices).reshape(2, len(devices) // 2), ("batch", "heads"))
 
 
 def gap(got: jax.Array, right: jax.Array) -> float:
+    """The largest difference of two arrays, over the largest magnitude of the second."""
     a, b = (np.asarray(x.astype(jnp.float32)) for x in (got, right))
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
 def check(mesh: Mesh) -> int:
-    """Number of results that are wrong."""
+    """Runs the call on the mesh and prints the error of each result; returns how many results are wrong."""
     wrong = 0
     arrays = on_mesh.arrays("bfloat16")
     want = jax.jit(functools.partial(on_mesh.results, "xla", None, 64))(*arrays)
@@ -43,13 +46,16 @@ def check(mesh: Mesh) -> int:
 
 
 def timed(mesh: Mesh) -> int:
-    """Dense attention forward and backward, on one GPU and on all; whether their results differ."""
+    """Times causal attention forward and backward, on one GPU and on all, and prints both; returns 1 where their
+    results differ, else 0.
+    """
     from flexjax.bench.gpu_peers import device_time
 
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (4, 8192, 16, 128), jnp.bfloat16) for key in keys)
 
     def grads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        """The gradients of q, k and v of the sum of causal attention's result."""
         attend = lambda *qkv: flexjax.flex_attention(*qkv, mask_mod=flexjax.masks.causal, implementation="mosaic_gpu")
         return jax.grad(lambda *qkv: attend(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
 

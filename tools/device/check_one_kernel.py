@@ -1,7 +1,9 @@
-"""The backward pass in one kernel of 128 queries beside two kernels, on a GPU: `PYTHONPATH=. python3 tools/device/check_one_kernel.py`.
+"""The fused backward kernel of 128 queries beside two kernels, on a GPU:
+`PYTHONPATH=. python3 tools/device/check_one_kernel.py`.
 
-Not collected by pytest. The tables of cases have no head dim that this kernel wants, and random problems are too small for its
-fixed order to be chosen. All gradients of the problems below, random each time; each run twice, for the bits.
+Not collected by pytest. The tables of cases have no head dim that this kernel wants, and random problems are too
+small for its fixed order to be chosen. All gradients of the problems below, on inputs that are random each time, are
+compared with those of two kernels; each runs twice, to compare the bits.
 """
 
 import concurrent.futures
@@ -21,7 +23,17 @@ TOLERANCE = 2e-3  # of the norm of a gradient
 
 
 class Problem(typing.NamedTuple):
-    """`words` of flex_attention, from the captured array (None without one); `captured`: its shape and dtype."""
+    """A call of flex_attention.
+
+    batch           entries
+    lengths         (queries, keys)
+    heads           (of queries, of keys)
+    dims            head dims (of queries and keys, of values)
+    layout, dtype   of the arrays
+    deterministic   of KernelOptions
+    words           captured array (None without one) -> further arguments of flex_attention
+    captured        (shape, dtype) of the captured array; None: there is none
+    """
 
     batch: int
     lengths: tuple[int, int]
@@ -34,10 +46,13 @@ class Problem(typing.NamedTuple):
     captured: tuple[tuple[int, ...], str] | None = None
 
     def arrays(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-        """Query, key, value, the captured array if there is one, and the cotangent of the result."""
+        """Normal random numbers: query, key, value, the captured array if there is one, and the cotangent of the
+        result.
+        """
         (q_len, kv_len), (heads, kv_heads), (dim, value_dim) = self.lengths, self.heads, self.dims
 
         def draw(tokens: int, heads: int, dim: int) -> jax.Array:
+            """Normal random numbers in the problem's layout and dtype."""
             rest = (tokens, heads) if self.layout == "BTNH" else (heads, tokens)
             return jnp.asarray(rng.standard_normal((self.batch, *rest, dim), np.float32), self.dtype)
 
@@ -49,7 +64,13 @@ class Problem(typing.NamedTuple):
         return (*main, *more, draw(q_len, heads, value_dim))
 
     def gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The gradients of query, key, value and the captured array.
+
+        arrays   query, key, value, the captured array if there is one, and the cotangent of the result
+        """
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
+            """The result of attention; `more` is the captured array, if there is one."""
             options = KernelOptions(deterministic=self.deterministic)
             words = self.words(more[0] if more else None)
             fixed = dict(layout=self.layout, kernel_options=options, implementation="mosaic_gpu")
@@ -59,23 +80,38 @@ class Problem(typing.NamedTuple):
 
 
 def causal(array: typing.Any) -> dict[str, typing.Any]:
+    """Arguments of flex_attention: a causal mask. `array` is not read."""
     return {"mask_mod": masks.causal}
 
 
 def sloped(array: typing.Any) -> dict[str, typing.Any]:
+    """Arguments of flex_attention: a causal mask, and a slope by distance with a learned factor for each head,
+    `array` [heads].
+    """
     return {"mask_mod": masks.causal, "score_mod": lambda s, b, h, q, kv: s + array[h] * (kv - q) / 16}
 
 
 def of_distances(array: typing.Any) -> dict[str, typing.Any]:
+    """Arguments of flex_attention: a score_mod that adds a learned number for each head and distance, `array`
+    [heads, distances].
+    """
     middle = array.shape[1] // 2
     return {"score_mod": lambda s, b, h, q, kv: s + array[h, q - kv + middle].astype(jnp.float32)}
 
 
 def of_tokens(array: typing.Any) -> dict[str, typing.Any]:
+    """Arguments of flex_attention: a score_mod that adds a number for each head and query, and one for each head and
+    key.
+
+    array   [2, heads, tokens], learned
+    """
     return {"score_mod": lambda s, b, h, q, kv: s + array[0, h, q] + array[1, h, kv]}
 
 
 def windows_of_heads(array: typing.Any) -> dict[str, typing.Any]:
+    """Arguments of flex_attention: a causal window whose width differs from head to head, and sinks. `array` is not
+    read.
+    """
     return {"mask_mod": lambda b, h, q, kv: (q - kv < (h + 1) * 200) & (q >= kv), "sinks": jnp.ones(4)}
 
 
@@ -101,13 +137,17 @@ PROBLEMS = {
 
 
 def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tuple[typing.Any, list[int]]:
-    """The program, and the queries of a tile of each kernel for all gradients in it."""
+    """(the lowered program of the problem's gradients, queries of a tile of each fused kernel in it).
+
+    fused   whether the fused kernel may be chosen; False: two kernels
+    """
     from flexjax.backends.mosaic_gpu import choose_kernel
 
     found: list[int] = []
     choose = choose_kernel.fused_is_faster
 
     def watched(plan: KernelPlan) -> bool:
+        """Whether the fused kernel is taken; notes the queries of its tile in `found`."""
         tiles = backward_fused_tiles.fused_tiles(plan) if fused and choose(plan) else None
         found.extend([] if tiles is None else [tiles.queries])
         return tiles is not None
@@ -120,10 +160,17 @@ def lowered(problem: Problem, arrays: tuple[jax.Array, ...], fused: bool) -> tup
 
 
 def norm(x: jax.Array) -> float:
+    """The Euclidean norm of the array, in float32."""
     return float(jnp.linalg.norm(x.astype(jnp.float32)))
 
 
 def compare(two: typing.Any, one: typing.Any, arrays: tuple[jax.Array, ...], deterministic: bool) -> tuple[bool, str]:
+    """(whether the gradients of the fused kernel are those of two kernels, text to print).
+
+    two, one        compiled programs with two backward kernels and with the fused one
+    arrays          what both run on
+    deterministic   whether `one` must give the same bits when run again
+    """
     expected, got, again = two(*arrays), one(*arrays), one(*arrays)
     errors = [norm(x.astype(jnp.float32) - y.astype(jnp.float32)) / norm(y) for x, y in zip(got, expected, strict=True)]
     same = all(bool((x == y).all()) for x, y in zip(got, again, strict=True))
@@ -132,6 +179,7 @@ def compare(two: typing.Any, one: typing.Any, arrays: tuple[jax.Array, ...], det
 
 
 def main() -> int:
+    """Compiles and compares every problem; returns the exit status, 1 where one is wrong."""
     seed = secrets.randbits(32)
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")

@@ -1,8 +1,10 @@
-"""compute-sanitizer over a small case of every feature, on a GPU: `PYTHONPATH=. python3 tools/device/check_sanitizer.py`.
+"""compute-sanitizer over a small case of every feature, on a GPU:
+`PYTHONPATH=. python3 tools/device/check_sanitizer.py`.
 
-Not collected by pytest. Forward and backward pass of each case run under each tool, in processes that are themselves started
-under it; a mistake in a kernel of its own shows whether a tool sees what it looks for. Kernels that are not ours are not watched, and
-XLA's autotuning, which times many of those, is off.
+Not collected by pytest. Forward and backward pass of each case run under each tool of compute-sanitizer, in processes
+that are themselves started under the tool; a *planted* kernel, which has a mistake on purpose, shows whether a tool
+finds what it looks for. Kernels that are not ours are not watched, and XLA's autotuning, which times many of those,
+is off.
 
     --tools NAMES     of memcheck, racecheck, synccheck, initcheck; default memcheck,racecheck
     --seconds N       for all; what has not ended then is ended, and wrong
@@ -31,7 +33,9 @@ FEATURES = (
     "distance_bias", "bucket_bias", "modular_table", "int8_cost", "bf16_bias", "poison_root", "sinks", "dropout", "extra",
     "lse_only", "everything_at_once",
 )  # fmt: skip
-ONE_KERNEL = ("one_kernel", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order")
+ONE_KERNEL = (
+    "one_kernel", "one_kernel_causal", "one_kernel_any_order", "one_kernel_64", "one_kernel_64_causal", "one_kernel_64_any_order",
+)  # fmt: skip
 """Backward passes in one kernel, which wants head dims that no case of the table has."""
 PLANTED = {"memcheck": "reads past the end", "racecheck": "reads what another warp writes"}
 OPTIONS = {"racecheck": ("--racecheck-report", "all", "--racecheck-detect-level", "info")}
@@ -44,6 +48,10 @@ FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
 def run_cases(names: list[str]) -> None:
+    """Runs these cases in this process and prints for each a line `ran NAME`, or `refused NAME: why`.
+
+    names   of tests/cases/calls.py, or of ONE_KERNEL
+    """
     import jax
 
     from tests.bound_case import BoundCase
@@ -63,7 +71,12 @@ def run_cases(names: list[str]) -> None:
 
 
 def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
-    """Gradients of full attention, which takes one kernel in a fixed order, or of causal attention, in any order too."""
+    """The gradients of q, k and v of attention over 300 tokens, computed by the fused backward kernel.
+
+    name             of ONE_KERNEL; "64" in it is the head dim (else 128), "any_order" and "causal" say what they say.
+                     Full attention takes a fixed order
+    implementation   the backend
+    """
     import jax
     import jax.numpy as jnp
 
@@ -75,6 +88,7 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
     choose_kernel.fused_is_faster = lambda plan: True  # a problem this small would take two kernels
 
     def loss(*qkv: jax.Array) -> jax.Array:
+        """The sum of the squares of attention's result."""
         mask_mod = None if full else flexjax.masks.causal
         options = flexjax.KernelOptions(deterministic=deterministic)
         out = flexjax.flex_attention(*qkv, mask_mod=mask_mod, kernel_options=options, implementation=implementation)
@@ -84,21 +98,25 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(draw, jax.random.split(jax.random.key(0), 3)))
 
 
-def plant(tool: str) -> None:
-    """A kernel with a mistake that the tool looks for."""
+def planted_kernel(tool: str) -> typing.Any:
+    """A kernel with a mistake that the tool looks for, jitted: float32 [128] to float32 [128]."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from flexjax.backends.mosaic_gpu import memory
+    from flexjax.backends.mosaic_gpu import memory, registers
 
     def past_the_end(x_ref: typing.Any, out_ref: typing.Any) -> None:
-        rows = memory.row_iota(128) + jnp.int32(1 << 28)
+        """Reads elements far past the end of the input."""
+        rows = registers.row_iota(128) + jnp.int32(1 << 28)
         out_ref[...] = memory.gather(x_ref, (rows,), (True,), "row", (128,), interpret=False)
 
     def without_a_barrier(x_ref: typing.Any, out_ref: typing.Any) -> None:
+        """Reads elements of shared memory that other warps have written, without a barrier between."""
+
         def through(shared: typing.Any) -> None:
+            """Copies the input to `shared` in one layout and from there to the output in another."""
             shared[...] = plgpu.load(x_ref, layout=plgpu.Layout.WG_STRIDED((128,), 1), optimized=False)
             out_ref[...] = plgpu.load(shared, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
@@ -112,11 +130,23 @@ def plant(tool: str) -> None:
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    print(jax.block_until_ready(run(jnp.ones(128, jnp.float32))).sum())
+    return jax.jit(run)
+
+
+def run_planted(tool: str) -> None:
+    """Runs the kernel with the mistake that the tool looks for, and prints the sum of its result."""
+    import jax
+    import jax.numpy as jnp
+
+    print(jax.block_until_ready(planted_kernel(tool)(jnp.ones(128, jnp.float32))).sum())
 
 
 def under(tool: str, what: list[str], until: float) -> tuple[int, str]:
-    """(exit status of the tool, what it and the program under it printed)."""
+    """(exit status, printed text) of a child process that runs this script under a tool of compute-sanitizer.
+
+    what    arguments of the script, ["--run", case, ...] or ["--plant", tool]
+    until   time.monotonic() at which the process is killed
+    """
     binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     environment = dict(
         os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="--xla_gpu_autotune_level=0", PYTHONPATH="."
@@ -144,7 +174,14 @@ def under(tool: str, what: list[str], until: float) -> tuple[int, str]:
 
 
 def verdict(tool: str, what: list[str], until: float, logs: str | None) -> tuple[bool, str]:
-    """(whether it is as it should be, what is to be said of it). A tool that breaks is started again."""
+    """(whether the process under the tool ended as it should, text to print). A tool that breaks is started again.
+
+    what    arguments of the script in that process, ["--run", case, ...] or ["--plant", tool]
+    until   time.monotonic() at which the process is killed
+    logs    folder for what was printed under a tool that found something; None: nowhere
+
+    It should end with nothing found and every case run or refused, or for a planted mistake with something found.
+    """
     tries, found = 0, []
     while not found and tries < TRIES and time.monotonic() < until:
         status, text = under(tool, what, until)
@@ -168,7 +205,9 @@ def verdict(tool: str, what: list[str], until: float, logs: str | None) -> tuple
 
 
 def kinds(text: str) -> str:
-    """What was found, without addresses and numbers of threads, each kind once with how often."""
+    """The findings in the tool's output, without addresses and numbers of threads: the eight most frequent lines,
+    each once with its count.
+    """
     plain = (
         re.sub(r"0x[0-9a-f]+|\d+", "#", line) for line in text.splitlines() if "azard" in line or "Invalid" in line
     )
@@ -176,6 +215,9 @@ def kinds(text: str) -> str:
 
 
 def main() -> int:
+    """Runs every process under every tool and prints the verdicts; returns the exit status, 1 where one is not as it
+    should be.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="memcheck,racecheck")
     parser.add_argument("--seconds", type=float, default=300)
@@ -189,7 +231,7 @@ def main() -> int:
         run_cases(args.run)
         return 0
     if args.plant:
-        plant(args.plant)
+        run_planted(args.plant)
         return 0
     names = args.cases.split(",") if args.cases else [*FEATURES, *ONE_KERNEL]
     shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)]
@@ -205,7 +247,11 @@ def main() -> int:
 
 
 def work(tool: str, shares: list[list[str]]) -> list[list[str]]:
-    """What each process under the tool is told."""
+    """The arguments of each process that runs under the tool: one for each share of the cases, and one for the
+    planted mistake.
+
+    shares   lists of names of cases
+    """
     return [["--run", *share] for share in shares] + ([["--plant", tool]] if tool in PLANTED else [])
 
 

@@ -1,11 +1,11 @@
 """Times the stages of a first call, trace to result: `PYTHONPATH=. python3 tools/device/time_first_call.py`.
 
-Not collected by pytest. Forward and backward pass of a problem, in a process of its own that has imported flexjax and run one
-matrix product. Columns: the block mask; tracing; lowering to kernels; compiling; the first run; their sum; and the same again
-for a second program with the same attention.
+Not collected by pytest. It runs forward and backward pass of a problem, in a process of its own that has imported
+flexjax and run one matrix product. Columns: the block mask; tracing; lowering to kernels; compiling; the first run;
+their sum; and the same again for a second program with the same attention.
 
     --suite NAME      of flexjax/bench/suites.py
-    --problems TEXT   those whose names are among these, by semicolons
+    --problems TEXT   the problems of these names, separated by semicolons
 """
 
 import argparse
@@ -20,7 +20,7 @@ STAGES = ("mask", "trace", "lower", "compile", "run")
 
 
 def stages(problem: Any) -> list[float]:
-    """Seconds of each of STAGES."""
+    """Seconds that each of STAGES takes for a problem of flexjax/bench/suites.py, in this process."""
     import jax
 
     from flexjax.bench import gpu_peers
@@ -33,6 +33,7 @@ def stages(problem: Any) -> list[float]:
     done()
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: Any) -> Any:
+        """Forward pass and gradients of q, k, v, and of the captured array where the problem learns it."""
         if problem.learns:
             out, pull = jax.vjp(attend, q, k, v, array)
         else:
@@ -51,6 +52,10 @@ def stages(problem: Any) -> list[float]:
 
 
 def one(suite: str, name: str) -> None:
+    """Times a problem twice in this process and prints its row of the table.
+
+    suite, name   of the problem, in flexjax/bench/suites.py
+    """
     from flexjax.bench import gpu_peers
     from flexjax.bench.suites import SUITES
 
@@ -64,6 +69,9 @@ def one(suite: str, name: str) -> None:
 
 
 def main() -> int:
+    """Times each problem in a process of its own and prints the table; returns the exit status, 1 where a process
+    failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="gpu")
     parser.add_argument("--problems", default=PROBLEMS)

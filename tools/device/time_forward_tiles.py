@@ -1,10 +1,10 @@
 """Times configurations of the forward kernel on a GPU: `PYTHONPATH=. python3 tools/device/time_forward_tiles.py`.
 
-Not collected by pytest. A configuration is a set of fields of `ForwardTile` that replace what the heuristics choose. Before it is
-timed, its result is compared with that of the default.
+Not collected by pytest. A configuration is a set of fields of `ForwardTile` that replace what the heuristics choose.
+Before it is timed, its result is compared with that of the default.
 
     --problems TEXT   of the gpu suite (flexjax/bench/suites.py), those whose names contain one of these, by semicolons
-    --tiles TEXT      names below, by semicolons
+    --tiles TEXT      names of configurations in TILES, by semicolons
     --minutes N       begin no other problem after that long
 """
 
@@ -42,7 +42,11 @@ TILES: dict[str, dict[str, Any]] = {
 
 
 def measure(problem: Any, fields: dict[str, Any], operands: tuple[Any, ...]) -> tuple[float, Any]:
-    """(milliseconds, out) of the forward pass; `fields` replace what the heuristics choose."""
+    """(milliseconds, out) of the forward pass of a problem.
+
+    fields     of ForwardTile, which replace what the heuristics choose
+    operands   query, key, value and the captured array
+    """
     import jax
 
     from flexjax.backends.mosaic_gpu import forward_tiles
@@ -60,6 +64,9 @@ def measure(problem: Any, fields: dict[str, Any], operands: tuple[Any, ...]) -> 
 
 
 def main() -> int:
+    """Times every configuration on every problem and prints a line for each; returns the exit status, 1 where a
+    result differs.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="")
     parser.add_argument("--tiles", default="")

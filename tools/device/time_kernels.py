@@ -1,6 +1,7 @@
 """What each kernel of a step takes, on a GPU: `PYTHONPATH=. python3 tools/device/time_kernels.py --problems TEXT`.
 
-Not collected by pytest. One line per kernel of the forward and backward pass together, the median of several steps.
+Not collected by pytest. A step is the forward and backward pass together; one line per kernel, the median of several
+steps.
 
     --problems TEXT   of the gpu suite (flexjax/bench/suites.py), those whose names contain one of these, by semicolons
     --any-order       KernelOptions(deterministic=False)
@@ -19,7 +20,13 @@ STEPS = 9
 def forward_and_backward(
     attend: Callable[..., Any], learns: bool, /, q: Any, k: Any, v: Any, d_out: Any, array: Any
 ) -> Any:
-    """Of q, k, v, and of what the mod reads where that is learned."""
+    """The result of `attend` and the gradients of q, k, v, and of the captured array where it is learned.
+
+    attend   (q, k, v, array) -> out
+    learns   whether the gradient of the captured array is computed
+    d_out    cotangent of the result
+    array    the captured array of the problem's mod
+    """
     import jax
 
     if learns:
@@ -30,6 +37,7 @@ def forward_and_backward(
 
 
 def main() -> None:
+    """Prints, for each problem, the milliseconds of a step and of each of its kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="")
     parser.add_argument("--any-order", action="store_true")

@@ -4,7 +4,8 @@
     take_start,    the order in which CTAs started, for the whole CTA (dq_order.py): one warpgroup takes a number into global memory,
     read_start     the others read it there after a barrier
 
-CUDA promises no order in which CTAs start, so the number of a CTA in its grid says nothing about that.
+CUDA promises no order in which CTAs start, so the number of a CTA in its grid says nothing about that. Functions that
+`inline_mgpu` decorates are traced once and run in every thread of the calling warpgroup.
 """
 
 import contextlib
@@ -22,13 +23,20 @@ MEMORY = plgpu.RefType()
 
 
 def take(counter: Ref, shared: Ref) -> Scalar:
-    """Adds one to `counter`, [1] int32 in global memory, and returns what it was; for one whole warpgroup.
+    """Adds one to `counter` and returns what it was before, the same number in all threads of the calling warpgroup.
 
-    shared   [1] int32 in shared memory, through which one thread passes the number on
+    counter   [1] int32 in global memory
+    shared    [1] int32 in shared memory, through which one thread passes the number to the others
     """
 
     @inline_mgpu(MEMORY, MEMORY, returns=SCALAR_INT)
     def add(counter: ir.Value, shared: ir.Value) -> mgpu.FragmentedArray:
+        """Adds one to the counter in one thread, and returns what the counter was before to every thread of the
+        warpgroup.
+
+        counter   memref of the counter, in global memory
+        shared    memref of one word in shared memory, through which the number passes
+        """
         word = arith.constant(ir.IndexType.get(), 0)
         with _one_thread():
             memref.store(_fetch_add(counter), shared, [word])
@@ -39,13 +47,19 @@ def take(counter: Ref, shared: Ref) -> Scalar:
 
 
 def take_start(counter: Ref, word: Ref) -> None:
-    """Adds one to `counter` and writes what it was to `word`, both [1] int32 in global memory; for one whole warpgroup.
+    """Adds one to `counter` and writes what it was before to `word`; called by one whole warpgroup of the CTA.
 
-    `word` lies in global memory because the kernel that uses this has no shared memory to spare.
+    counter, word   [1] int32 in global memory. `word` lies there because the kernel that uses this has no shared
+                    memory to spare
     """
 
     @inline_mgpu(MEMORY, MEMORY)
     def add(counter: ir.Value, word: ir.Value) -> None:
+        """Adds one to the counter in one thread, and stores what the counter was before in `word`; the warpgroup
+        meets at a barrier.
+
+        counter, word   memrefs in global memory
+        """
         with _one_thread():
             memref.store(_fetch_add(counter), word, [arith.constant(ir.IndexType.get(), 0)])
         mgpu_utils.warpgroup_barrier()
@@ -54,10 +68,15 @@ def take_start(counter: Ref, word: Ref) -> None:
 
 
 def read_start(word: Ref) -> Scalar:
-    """What `take_start` wrote to `word`, for any warpgroup of the CTA after a barrier."""
+    """What `take_start` wrote to `word`, the same int32 in all threads; for any warpgroup of the CTA, after a
+    barrier.
+    """
 
     @inline_mgpu(MEMORY, returns=SCALAR_INT)
     def read(word: ir.Value) -> mgpu.FragmentedArray:
+        """What `take_start` wrote to `word`, a memref in global memory: each thread reads it, then takes the first
+        lane's value.
+        """
         i32 = ir.IntegerType.get_signless(32)
         found = ptx("ld.relaxed.cta.global.b32 $0, [$1];", mgpu_utils.memref_ptr(word), result=i32)
         # The first lane's value: the compiler then knows that a warp agrees, and keeps what follows in uniform registers.
@@ -68,10 +87,10 @@ def read_start(word: Ref) -> Scalar:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Operations that are emitted inside run in one thread of the warpgroup.
+    """A context: operations that are emitted inside run in one thread of the warpgroup.
 
-    Mosaic's own `single_thread` remembers in a global of the process that it is inside: where two Python threads lower at once, one
-    of them emits its body for all 128 threads.
+    Mosaic's own `single_thread` remembers in a global of the process that it is inside: where two Python threads
+    lower at once, one of them emits its body for all 128 threads.
     """
     elected = scf.IfOp(mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP))  # pyright: ignore[reportAttributeAccessIssue]
     with ir.InsertionPoint(elected.then_block):
@@ -80,6 +99,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def _fetch_add(counter: ir.Value) -> ir.Value:
-    """Adds one to a counter in global memory, for one thread; the value before."""
+    """Adds one to the counter, a memref in global memory, and returns the i32 that it was before; runs in one thread."""
     i32 = ir.IntegerType.get_signless(32)
     return ptx("atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", mgpu_utils.memref_ptr(counter), result=i32)

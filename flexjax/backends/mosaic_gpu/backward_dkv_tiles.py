@@ -1,6 +1,10 @@
 """Tile sizes, ring depths and shared memory of the dK/dV kernels: one for head dims up to 128, the split one above.
 
-The two kernels are backward_sm90_dkv.py and backward_sm90_dkv_split.py.
+The two kernels are backward_sm90_dkv.py and backward_sm90_dkv_split.py. A CTA owns a tile of keys and visits tiles of
+queries, whose Q and dO come through *rings*: buffers in shared memory with several slots of one tile each, filled by
+a copying warpgroup and read by the computing warpgroups. lse2 and delta are the row statistics (row_statistics.py).
+The *staged array* is a captured array, such as a pair bias, whose tiles come through shared memory too
+(pair_bias.py).
 """
 
 import typing
@@ -32,11 +36,11 @@ from flexjax.plan.kernel_plan import KernelPlan
 class DkvTiles(typing.NamedTuple):
     """Sizes of the dK/dV kernel.
 
-    rows, groups            keys of one computing warpgroup, and computing warpgroups
-    queries                 of a visited tile
-    query_slots, out_slots  ring depths of Q and dO
-    head_major              launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    staged_slots            ring depth of the staged array, 0 where the kernel reads the array from global memory
+    rows, groups             keys of one computing warpgroup, and number of computing warpgroups
+    queries                  of a visited tile
+    query_slots, out_slots   ring depths of Q and dO
+    head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    staged_slots             ring depth of the staged array, 0 where the kernel reads the array from global memory
     """
 
     rows: int
@@ -74,7 +78,10 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scratch[Description]:
-    """The shared memory of the dK/dV kernel with these tiles."""
+    """The shared memory of a CTA of the dK/dV kernel with these sizes.
+
+    bias   says which array is staged
+    """
     dim, value_dim = padded_dims(plan)
     staged = None
     if bias.staged is not None and tiles.staged_slots:
@@ -95,7 +102,13 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
 
 
 def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTiles:
-    """The best sizes of the dK/dV kernel that fit, for head dims up to 128."""
+    """The best sizes of the dK/dV kernel that fit shared memory, for head dims up to 128.
+
+    bias   says which array is staged; staging is left out where it does not fit
+
+    The CTA owns block_kv_bwd keys, by default 128, and visits 64 queries, or 128 for head dims up to 64 and small
+    mods (`computes_little`).
+    """
     keys = first_dividing(plan.blocks, "kv", owned_sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
     most_queries = 128 if dims <= 64 and computes_little(plan) else 64
@@ -121,14 +134,17 @@ class SplitDkvTiles(typing.NamedTuple):
 
 
 class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the split dK/dV kernel.
+    """Shared memory of a CTA of the split dK/dV kernel; D stands for the padded head dim, E for values.
 
-    query, d_out, stats   rings, as in `Scratch`
-    key, value            [1, SPLIT_KEYS, D] the CTA's own keys and values; dK and dV leave through them
-    p                     [slots, keys, queries] float32: P^T times the derivative of score_mod
-    query_full .. out_free  as in `Scratch`
-    own_full              [3] the keys have arrived, the values have, and both warpgroups have made their last product
-    p_full, p_free        [slots] a tile of P is written, is read
+    query, d_out           [slots, queries, D or E] rings
+    stats                  [query slots, 2, queries] lse2 and delta of the queries in `query`
+    key, value             [1, SPLIT_KEYS, D or E] the CTA's own keys and values; dK and dV leave through them
+    p                      [slots, keys, queries] float32: P^T times the derivative of score_mod
+    query_full, out_full   [slots] a tile has arrived; `query_full` also counts its statistics
+    own_full               [3] the keys have arrived, the values have, and both warpgroups have made their last
+                           product
+    query_free, out_free   [slots] both computing warpgroups have read a tile
+    p_full, p_free         [slots] a tile of P is written, is read
     """
 
     query: Part
@@ -147,7 +163,7 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
-    """The shared memory of the split dK/dV kernel with these ring depths."""
+    """The shared memory of a CTA of the split dK/dV kernel with these ring depths."""
     dim, value_dim = padded_dims(plan)
     return SplitScratch(
         query=SwizzledTiles((tiles.query_slots, SPLIT_QUERIES, dim), plan.dtype),
@@ -167,7 +183,7 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
 
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
-    """The deepest rings of the split dK/dV kernel that fit."""
+    """The deepest rings of the split dK/dV kernel that fit shared memory."""
     head_major = plan.group == 1
     for tiles in (SplitDkvTiles(2, 2, 2, head_major), SplitDkvTiles(2, 2, 1, head_major)):
         if fits(split_dkv_scratch(plan, tiles)):

@@ -1,4 +1,10 @@
-"""Tile sizes, ring depths and shared memory of the dQ kernel (backward_sm90_dq.py)."""
+"""Tile sizes, ring depths and shared memory of the dQ kernel (backward_sm90_dq.py).
+
+A CTA owns a tile of queries and visits tiles of keys, which come through *rings*: buffers in shared memory with
+several slots of one tile each, filled by a copying warpgroup and read by the computing warpgroups. Two kinds of
+captured arrays with an element for each (query, key) take shared memory (pair_bias.py): the *staged array*, whose
+tiles come in through a ring, and arrays with a *direct gradient*, whose gradient tiles leave through shared memory.
+"""
 
 import typing
 
@@ -28,12 +34,12 @@ MARGIN = 1024
 class DqTiles(typing.NamedTuple):
     """Sizes of the dQ kernel.
 
-    rows, groups            queries of one computing warpgroup, and computing warpgroups
-    keys                    of a visited tile
-    key_slots, value_slots  ring depths
-    head_major              launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    staged_slots            ring depth of the staged array, 0 where the kernel reads the array from global memory
-    batch_entries           that one CTA takes, one after the other for each key tile
+    rows, groups             queries of one computing warpgroup, and number of computing warpgroups
+    keys                     of a visited tile
+    key_slots, value_slots   ring depths
+    head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    staged_slots             ring depth of the staged array, 0 where the kernel reads the array from global memory
+    batch_entries            that one CTA takes, one after the other for each key tile
     """
 
     rows: int
@@ -84,7 +90,10 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratch[Description]:
-    """The shared memory of the dQ kernel with these tiles."""
+    """The shared memory of a CTA of the dQ kernel with these sizes.
+
+    bias   says which array is staged and which direct gradients leave through shared memory
+    """
     dim, value_dim = padded_dims(plan)
     own, q_tile = tiles.groups * tiles.batch_entries, tiles.rows * tiles.groups
     staged = None
@@ -110,7 +119,11 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
 
 
 def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
-    """Sizes that fit shared memory, the best first: staging an array goes before deeper rings of keys and values."""
+    """Sizes of the dQ kernel that fit shared memory, the best first: staging an array goes before deeper rings of
+    keys and values.
+
+    bias   dtypes of the staged array and of the direct gradients
+    """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) else 64
     keys = first_dividing(plan.blocks, "kv", visited_sizes(plan.options.block_kv_bwd, most_keys))
@@ -123,7 +136,7 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
 
 
 def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
-    """Whether the dQ kernel has shared memory for the staged array and the direct gradients."""
+    """Whether the dQ kernel has shared memory for the direct gradients of `bias`, with its array staged or not."""
     return bool(_candidates(plan, bias))
 
 

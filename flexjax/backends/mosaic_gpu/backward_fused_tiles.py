@@ -1,4 +1,8 @@
-"""Tile sizes, ring depths and shared memory of the fused kernel (backward_sm90_fused.py), and which plans it can run."""
+"""Tile sizes, ring depths and shared memory of the fused kernel (backward_sm90_fused.py), and which plans it can run.
+
+A CTA owns FUSED_KEYS keys, and GROUPS computing warpgroups take ROWS of them each. It visits tiles of 64 or 128
+queries, whose Q and dO come through *rings*: buffers in shared memory with several slots of one tile each.
+"""
 
 import typing
 
@@ -20,14 +24,15 @@ from flexjax.plan.kernel_plan import KernelPlan
 GROUPS, ROWS = 2, 64
 """Computing warpgroups of a CTA, and keys of each."""
 DS_SLOTS = 2
+"""Slots for tiles of dS^T in shared memory, used in turn."""
 
 
 class FusedTiles(typing.NamedTuple):
     """Sizes of the fused kernel.
 
-    queries                           of a visited tile
-    query_slots, out_slots, dq_slots  ring depths of Q, dO and finished dQ tiles
-    head_major                        launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    queries                            of a visited tile
+    query_slots, out_slots, dq_slots   ring depths of Q, dO and finished dQ tiles
+    head_major                         launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
     """
 
     queries: int
@@ -38,11 +43,13 @@ class FusedTiles(typing.NamedTuple):
 
     @property
     def dq_by_queries(self) -> bool:
-        """Whether each computing warpgroup makes dQ of half of the queries; otherwise of half of the columns of D."""
+        """Whether each computing warpgroup makes dQ of half of a tile's queries; otherwise of half of the columns of
+        D.
+        """
         return self.queries == GROUPS * ROWS
 
     def dq_columns(self, dim: int) -> int:
-        """Columns of dQ that one warpgroup makes; `dim` is the padded head dim."""
+        """Number of columns of dQ that one computing warpgroup makes; `dim` is the padded head dim D."""
         return dim if self.dq_by_queries else dim // GROUPS
 
 
@@ -81,7 +88,7 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
-    """The shared memory of the fused kernel with these tiles."""
+    """The shared memory of a CTA of the fused kernel with these sizes."""
     dim, value_dim = padded_dims(plan)
     columns = tiles.dq_columns(dim)
     # A warpgroup's columns of K must be whole swizzled tiles, and the operands of one WGMMA want one swizzle.
@@ -107,7 +114,12 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
 
 
 def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
-    """The largest sizes of the fused kernel that fit; None where the fused kernel cannot run the plan or the options' tile."""
+    """The largest sizes of the fused kernel that fit; None where the fused kernel cannot run the plan or the options'
+    tile.
+
+    It runs head dims D that are padded to 64 or 128, and E up to 128, with mask blocks that are multiples of its
+    tile.
+    """
     dim, value_dim = padded_dims(plan)
     blocks, options = plan.blocks, plan.options
     if max(dim, value_dim) > 128 or dim not in (64, 128) or (blocks is not None and blocks.block_kv % FUSED_KEYS):
@@ -125,10 +137,12 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:
-    """Whether the fused kernel has registers for tiles of 128 queries: head dims up to 64, no dropout, a small score_mod.
+    """Whether the fused kernel has registers for tiles of 128 queries: head dims up to 64, no dropout, a small
+    score_mod.
 
-    No mod divides a tile of integers (`patterns.divides_tiles`). A small score_mod only adds to the score, and what it loads for one tile stays within the registers: either elements of at
-    most four bytes in all for each (query, key), or one vector over the queries, which takes half as many registers.
+    No mod divides a tile of integers (`patterns.divides_tiles`). A small score_mod only adds to the score, and what
+    it loads for one tile stays within the registers: either elements of at most four bytes in all for each (query,
+    key), or one vector over the queries, which takes half as many registers.
     """
     score, mask = plan.score, plan.mask
     if max(padded_dims(plan)) > 64 or plan.dropout is not None:

@@ -1,8 +1,11 @@
 """Which query tiles each CTA of the fused backward kernel visits, and in which order.
 
-A CTA owns a key tile. `query_visits` turns the block lists into one list of query tiles for each key tile, in which tiles with
-and without the mask are mixed in the order of their queries, because a fixed order of dQ additions (dq_order.py) runs over
-both. `FusedVisits.each` goes through the list inside the kernel. tile_visits.py has the visits of the other kernels.
+A CTA owns a key tile of one key head, and visits query tiles of the query heads that read this key head (the
+*group*). `query_visits` turns the block lists into one list of query tiles for each key tile, in which tiles with and
+without the mask are mixed in the order of their queries, because a fixed order of dQ additions (dq_order.py) runs
+over both. A list holds *codes*: the number of a query tile times 2, plus 1 where the mask applies. `FusedVisits.each`
+goes through the list inside the kernel, from its first to its last entry, or with `DqOrder.downward` from its last to
+its first. tile_visits.py has the visits of the other kernels.
 """
 
 import dataclasses
@@ -52,8 +55,10 @@ def query_visits(
 ) -> QueryVisits[jax.Array]:
     """The visits of `kv_tiles` tiles of FUSED_KEYS keys to `q_tiles` tiles of `queries` queries.
 
-    lists   of each key block
+    lists   the block lists of each key block
     order   of the additions to dQ, None for any order
+
+    Every field is None without a block mask, because each key tile then visits all query tiles.
     """
     visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
     if not visits.lists:
@@ -91,10 +96,12 @@ def query_visits(
 
 
 class OwnKeys(typing.NamedTuple):
-    """What a CTA owns: batch entry, key head and key tile.
+    """What a CTA owns: batch entry, key head and key tile, int32 scalars.
 
-    mask_b   the batch entry of its lists
-    rank     of the key tile in its head (dq_order.py), 0 where additions are in any order
+    b, key_head   numbers of the batch entry and of the key head
+    mask_b        the batch entry of its lists: b, or 0 where all batch entries share lists
+    tile          number of the key tile in its head
+    rank          of the key tile in its head (dq_order.py), 0 where additions are in any order
     """
 
     b: Scalar
@@ -108,6 +115,7 @@ class OwnKeys(typing.NamedTuple):
 class FusedVisits:
     """What is known of the visits at compile time.
 
+    plan      of the call
     order     of the additions to dQ, None for any order
     q_tiles   query tiles of a head
     """
@@ -118,12 +126,12 @@ class FusedVisits:
 
     @property
     def lists_by_head(self) -> bool:
-        """Whether each query head has lists of its own."""
+        """Whether each query head has lists of its own; otherwise all heads share them, or there is no block mask."""
         return self.plan.blocks is not None and self.plan.blocks.heads > 1
 
     @property
     def lists_by_batch(self) -> bool:
-        """Whether each batch entry has lists of its own."""
+        """Whether each batch entry has lists of its own; otherwise all share them, or there is no block mask."""
         return self.plan.blocks is not None and self.plan.blocks.batch > 1
 
     @property
@@ -142,16 +150,29 @@ class FusedVisits:
         step: Callable[[State, Scalar, Scalar, Scalar, bool | Scalar], None],
         by_runs: bool = False,
     ) -> Scalar:
-        """Calls step(begin(head), head, query tile, running number, masked) for every visit; returns their number.
+        """Calls step(begin(head), head, query tile, running number, masked) for every visit; returns how many there
+        were.
 
-        With `by_runs`, `masked` is a bool: runs of visits without the mask and runs with it have loops of their own. Otherwise
-        `masked` is a scalar (a bool where every visit is alike) in one loop.
+        visits    the lists, in the kernel
+        own       the key tile that this CTA owns
+        begin     query head -> what `step` gets for its visits
+        step      called once for each visit; returns nothing
+        by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
+                  own. False: `masked` is a scalar (a bool where every visit is alike) in one loop
+
+        The running number counts the visits before this one.
         """
         plan, zero = self.plan, jnp.int32(0)
         _, h_kv, mask_b, tile, _ = own
         downward = self.order is not None and self.order.downward
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
+            """Makes the visits of one query head, or of all heads of the group where `heads_inside`; returns the
+            number of visits up to its last.
+
+            g        number of the query head in its group, 0 where `heads_inside`
+            before   how many visits were made before it
+            """
             h = h_kv * plan.group + g
             mask_h = h if self.lists_by_head else zero
             state = None if self.heads_inside else begin(h)
@@ -159,6 +180,7 @@ class FusedVisits:
             position = lambda i: count - 1 - i if downward else i
 
             def code(i: Scalar) -> Scalar:
+                """The code of the i-th visit: the query tile's number times 2, plus 1 where the mask applies."""
                 assert visits.codes is not None
                 return visits.codes[mask_b, mask_h, tile, position(i)]
 
@@ -166,19 +188,30 @@ class FusedVisits:
             query_tile = lambda code: lax.shift_right_logical(code, jnp.int32(1))
 
             def visit(i: Scalar, q_tile: Scalar, masked: bool | Scalar) -> None:
+                """Calls `step` for the i-th entry of the list, query tile `q_tile`; for all heads of the group where
+                `heads_inside`.
+                """
                 if not self.heads_inside:
                     step(typing.cast(State, state), h, q_tile, before + i, masked)
                     return
 
                 @pl.loop(0, plan.group)
-                def _(g: Scalar) -> None:
+                def visit_head(g: Scalar) -> None:
+                    """Calls `step` for head number `g` of the group, at the same query tile."""
                     head = h_kv * plan.group + g
                     step(begin(head), head, q_tile, i * plan.group + g, masked)
 
             def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-                """Visits the run that starts at `here`, (position, its code); returns where the next run starts."""
+                """Visits one run, that is, adjacent entries of the list that all need the mask (`masked` True) or all
+                do not.
+
+                here   (position in the list, code at this position) of the run's first entry
+
+                Returns the same of the first entry after the run.
+                """
 
                 def one(here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+                    """Visits the entry `here`, (position, its code), and returns the same of the next entry."""
                     following = code(lax.min(here[0] + 1, count - 1))
                     visit(here[0], query_tile(here[1]), masked)
                     return here[0] + 1, following
@@ -193,7 +226,8 @@ class FusedVisits:
             else:
 
                 @pl.loop(0, count)
-                def _(i: Scalar) -> None:
+                def visit_entry(i: Scalar) -> None:
+                    """Visits the i-th entry of the list, with `masked` as a scalar."""
                     now = code(i)
                     visit(i, query_tile(now), is_masked(now))
 

@@ -33,11 +33,12 @@ def backward(
     wanted: Wanted,
     derivative: ir.Program | None,
 ) -> Gradients:
-    """The gradients of the wanted operands.
+    """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others.
 
-    results      of the forward pass
-    d_out, d_lse cotangents of out and lse, in their shapes; d_lse None where lse is not used
-    derivative   plan.score with its derivatives, None for the identity
+    results        of the forward pass
+    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None where lse is not used
+    wanted         which operands' gradients are asked for
+    derivative     plan.score with its derivatives, None for the identity
     """
     d_out = d_out.astype(operands.query.dtype)
     stats = row_statistics(plan, results, d_out, d_lse)
@@ -81,7 +82,11 @@ def backward(
 
 
 def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.Array:
-    """[N]: d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O)), from [B, N, 2, T'] row statistics."""
+    """The gradient of the sinks, [N]: d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O)).
+
+    sinks   [N]
+    stats   [B, N, 2, T'] row statistics (row_statistics.py), whose delta is rowsum(dO * O) - d_lse
+    """
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
     sink = sinks.astype(jnp.float32)[None, :, None]
     weight = jnp.exp(sink - lse2) if may_be_large(plan.score) else jnp.exp2(sink * common.LOG2E - lse2)
@@ -97,7 +102,13 @@ def _capture_gradients(
     bias: DenseBiasPlan,
     direct: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture kernel.
+    """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture
+    kernel.
+
+    plan     with extra features joined to the head dim
+    tokens   padded arrays over tokens
+    bias     says which array is staged
+    direct   gradients that the dQ kernel wrote, by the number of the captured array
 
     None for what is not wanted.
     """
@@ -114,13 +125,20 @@ def _capture_gradients(
 
 
 def _cut(plan: KernelPlan, x: jax.Array, length: int, first: int, last: int) -> jax.Array:
-    """x, [B, T', N, D'] or [B, N, T', D'], without padding: T = `length`, and features `first` to `last`."""
+    """x, [B, T', N, D'] or [B, N, T', D'], cut to its first `length` tokens and to the features `first` to `last` -
+    1.
+    """
     x = x[:, :length] if plan.layout == "BTNH" else x[:, :, :length]
     return x[..., first:last]
 
 
 def _split_extra(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """The parts of a joined gradient that belong to the head dim and to the extra features (None without any)."""
+    """(features of the head dim, extra features) of a gradient whose features are joined; None for extra features
+    that the plan lacks.
+
+    x        [B, T', N, D'] or [B, N, T', D'], padded; None gives (None, None)
+    length   tokens of the results
+    """
     if x is None:
         return None, None
     main = _cut(plan, x, length, 0, plan.head_dim)
@@ -128,7 +146,10 @@ def _split_extra(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[ja
 
 
 def _sum_over_sharing_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:
-    """The gradient of key_extra, [.., extra_heads, ..], from that of every key head: sums heads that share extra features."""
+    """The gradient of key_extra from that of every key head: sums over the key heads that share extra features.
+
+    x   [B, S, M, R] or [B, M, S, R]; the result has extra_heads in place of M
+    """
     axis = 2 if plan.layout == "BTNH" else 1
     shape = (*x.shape[:axis], plan.extra_heads, plan.kv_heads // plan.extra_heads, *x.shape[axis + 1 :])
     return jnp.sum(x.astype(jnp.float32).reshape(shape), axis=axis + 1).astype(x.dtype)

@@ -13,8 +13,12 @@ lse2 and delta come from row_statistics.py. A row past the end, or with no visib
 exactly 0 there. A mod may return NaN where the mask is off; factors are selected on p > 0 *after* the multiplication,
 which keeps that NaN out of every gradient.
 
-Products of tiles go through `Products`: WGMMA on the device, plain dots in the simulator, which knows neither operands
-in registers nor accumulators that start from a value.
+A CTA has computing warpgroups and one copying warpgroup, which fills rings of slots in shared memory by TMA; each
+slot has a barrier `*_full` (its copy has arrived) and a barrier `*_free` (every reader is done). The *running number*
+of a visit counts the tiles that the CTA visited before; it gives the slots.
+
+Products of tiles go through `Products`: WGMMA on the device, plain dots in the simulator, which knows neither
+operands in registers nor accumulators that start from a value.
 """
 
 import dataclasses
@@ -63,13 +67,16 @@ Result = typing.TypeVar("Result")
 
 
 def padded_len(length: int, interpret: bool) -> int:
-    """The length that arrays over queries or keys are padded to: tiles of 8 rows for TMA, and whole tiles for the simulator,
-    which clamps copies that cross the end."""
+    """The length that arrays over queries or keys are padded to: a multiple of 8 tokens for TMA, of 256 in the
+    simulator.
+
+    The simulator clamps copies that cross the end, so arrays must have whole tiles there.
+    """
     return round_up(length, 256 if interpret else 8)
 
 
 def pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
-    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with T and D padded as the kernels take them."""
+    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with zeros appended to T and D up to the sizes that the kernels take."""
     time = 1 if layout == "BTNH" else 2
     return kernel_parts.pad(x, layout, padded_len(x.shape[time], interpret), padded_dim(x.shape[3]))
 
@@ -85,7 +92,9 @@ class Tokens(typing.NamedTuple, typing.Generic[Part]):
 
 
 def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Tokens[jax.Array]:
-    """The arrays over tokens as the kernels take them; `stats` from row_statistics.py."""
+    """Query, key, value and `d_out`, the cotangent of the result, padded as the kernels take them; `stats` from
+    row_statistics.py.
+    """
     padded = lambda x: pad(x, plan.layout, plan.options.interpret)
     return Tokens(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
 
@@ -100,10 +109,11 @@ class Captures(typing.NamedTuple, typing.Generic[Part]):
 
 
 def captures_of(operands: Operands) -> Captures[jax.Array]:
-    """The captured arrays of a call as kernels take them."""
+    """The captured arrays of a call, in the form in which kernels take them."""
     groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
     origin = () if operands.origin is None else tuple(operands.origin)
-    return Captures(*(tuple(kernel_operand(a) for a in group) for group in groups), origin)
+    score, mask, dropout = (tuple(kernel_operand(a) for a in group) for group in groups)
+    return Captures(score, mask, dropout, origin)
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
@@ -125,13 +135,18 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 def raise_register_limit(groups: int) -> None:
-    """In a computing warpgroup: with two of them and a copying one, 2 * 240 + 24 registers a thread fill the register file."""
+    """In a computing warpgroup: raises its limit to 240 registers a thread if the CTA has two (`groups`) of them.
+
+    With a copying warpgroup of 24, 2 * 240 + 24 registers a thread fill the register file.
+    """
     if groups == 2:
         plgpu.set_max_registers(240, action="increase")
 
 
 def lower_register_limit(groups: int) -> None:
-    """In the copying warpgroup, the counterpart of `raise_register_limit`."""
+    """In the copying warpgroup: lowers its limit to 24 registers a thread if the CTA has two (`groups`) computing
+    warpgroups.
+    """
     if groups == 2:
         plgpu.set_max_registers(24, action="decrease")
 
@@ -139,14 +154,15 @@ def lower_register_limit(groups: int) -> None:
 def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
     """`index`, in a form that hides from the compiler that the value does not change in a loop.
 
-    Without it, the compiler computes the addresses of all slices of a tile in shared memory before the loop and keeps them
-    in registers, two for each slice of 16 columns, which spills at large head dims.
+    Without it, the compiler computes the addresses of all slices of a tile in shared memory before the loop and keeps
+    them in registers, two for each slice of 16 columns, which spills at large head dims.
     """
     if interpret:
         return index
 
     @inline_mgpu(SCALAR_LAYOUT, returns=SCALAR_INT)
     def opaque(value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """The same i32, moved by a PTX instruction that the compiler does not look into."""
         moved = ptx("mov.b32 $0, $1;", scalar_of(value), result=ir.IntegerType.get_signless(32))
         return splat_int(moved)
 
@@ -158,23 +174,35 @@ def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """acc += a @ b by WGMMA, asynchronously; in the simulator by dots on float32 scratch."""
+    """Products of tiles, acc += a @ b, by WGMMA, asynchronously; in the simulator (`simulated`) by dots on float32
+    scratch.
+
+    A product is *in flight* between its start and the wait for it.
+    """
 
     simulated: bool
 
     def accumulators(self, body: Callable[..., Result], *shapes: tuple[int, int]) -> Result:
-        """body(*accumulators), one zeroed float32 accumulator for each shape."""
+        """Calls body(*accumulators), with one zeroed float32 accumulator for each of the shapes, and returns the
+        result of the call.
+        """
         return pl.run_scoped(body, *(accumulator(shape) for shape in shapes))
 
     def start(self, acc: Ref, value: jax.Array) -> None:
-        """acc = value, before the first product into the accumulator."""
+        """Sets acc = value, [rows, columns] float32, before the first product into the accumulator."""
         if self.simulated:
             _store(acc, value)
         else:
             acc[...] = value
 
     def add(self, acc: Ref, a: Ref | jax.Array, b: Ref, *, a_t: bool = False, b_t: bool = False) -> None:
-        """Starts acc += a @ b; `a` is a tile in registers or in shared memory; a_t and b_t transpose."""
+        """Starts acc += a @ b, and returns while the product is in flight.
+
+        acc        accumulator, [rows, columns] float32
+        a          left operand, a tile in registers or in shared memory
+        b          right operand, a tile in shared memory
+        a_t, b_t   transpose the operand
+        """
         if not self.simulated:
             plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)  # pyright: ignore[reportArgumentType]  # Refs, see `Ref`
             return
@@ -185,16 +213,18 @@ class Products:
         _store(acc, total)
 
     def read(self, acc: Ref, in_flight: int = 0) -> jax.Array:
-        """The value of an accumulator, once at most `in_flight` later products are unfinished."""
+        """The value of an accumulator, once at most `in_flight` products that were started after its last one are
+        unfinished.
+        """
         return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
     def wait(self, in_flight: int) -> None:
-        """Waits until at most `in_flight` products are unfinished."""
+        """Waits until at most `in_flight` products of this warpgroup are unfinished."""
         if not self.simulated:
             plgpu.wgmma_wait(in_flight)
 
     def release(self, barrier: Ref) -> None:
-        """Arrives at the barrier of a slot that this warpgroup has read."""
+        """Arrives at `barrier`, which says that this warpgroup has read a slot."""
         if self.simulated:
             plgpu.commit_smem()  # the dot that stands in for WGMMA read the slot through the generic proxy
         plgpu.barrier_arrive(barrier)
@@ -206,7 +236,11 @@ def _store(acc: Ref, value: jax.Array) -> None:
 
 
 def wait_until_read(total: Scalar, *rings: tuple[Ref, int]) -> None:
-    """Waits until each ring, (free barriers, slots), was read to the end: the last tiles of `total` that went through it."""
+    """In the copying warpgroup at the end: waits until every tile that went through these rings was read.
+
+    total   number of tiles that went through each ring; only its last tiles are waited for
+    rings   (free barriers, number of slots) of each ring
+    """
     for free, slots in rings:
         for slot in range(slots):
             when(total > slot)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
@@ -219,9 +253,11 @@ def wait_until_read(total: Scalar, *rings: tuple[Ref, int]) -> None:
 class QueryRings:
     """The rings through which a kernel that owns keys gets Q with its row statistics, and dO.
 
-    tokens   in global memory
-    scratch  with the slots and barriers of both rings
-    tiles    with `queries`, the queries of a slot, and the depths `query_slots` and `out_slots`
+    layout                   of the arrays over tokens, "BTNH" or "BNTH"
+    tokens                   the arrays in global memory
+    scratch                  with the slots and barriers of both rings
+    queries                  of a slot
+    query_slots, out_slots   ring depths of Q and dO
     """
 
     layout: str
@@ -232,15 +268,20 @@ class QueryRings:
     out_slots: int
 
     def slots(self, number: Scalar) -> tuple[Scalar, Scalar]:
-        """The slots of Q and of dO for the visit with this running number."""
+        """(slot of Q, slot of dO) for the visit with this running number."""
         return slot_of(number, self.query_slots), slot_of(number, self.out_slots)
 
     def fill(
-        self, b: Scalar, h: Scalar, q0: Scalar, number: Scalar, also: Callable[[Scalar], None] | None = None
+        self, b: Scalar, h: Scalar, q0: Scalar, number: Scalar, copy_more: Callable[[Scalar], None] | None = None
     ) -> None:
-        """In the copying warpgroup: starts the copies of the queries from q0 of head (b, h), once their slots are free.
+        """In the copying warpgroup: starts the copies of a query tile's Q, row statistics and dO, once their slots
+        are free.
 
-        also   also(slot) starts one more copy that arrives with the queries of this slot
+        b, h        batch entry and query head
+        q0          first query of the tile
+        number      running number of the visit
+        copy_more   copy_more(slot of Q) starts one more copy, which arrives at the barrier of this slot; None: there
+                    is none
         """
         q_slot, out_slot = self.slots(number)
         tokens, scratch, size = self.tokens, self.scratch, self.queries
@@ -249,14 +290,16 @@ class QueryRings:
         plgpu.copy_gmem_to_smem(source, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
         stats = tokens.stats.at[b, h, :, pl.ds(q0, size)]
         plgpu.copy_gmem_to_smem(stats, scratch.stats.at[q_slot], scratch.query_full.at[q_slot])
-        if also is not None:
-            also(q_slot)
+        if copy_more is not None:
+            copy_more(q_slot)
         when(number >= self.out_slots)(lambda: plgpu.barrier_wait(scratch.out_free.at[out_slot]))
         source = rows_of(tokens.d_out, self.layout, b, h, q0, size)
         plgpu.copy_gmem_to_smem(source, scratch.d_out.at[out_slot], scratch.out_full.at[out_slot])
 
     def statistic(self, which: int, q_slot: Scalar) -> jax.Array:
-        """lse2 (0) or delta (1) of the queries in a slot, a vector along the columns of a transposed tile."""
+        """lse2 (`which` 0) or delta (1) of the queries in slot `q_slot`, [queries] float32: a vector along the
+        columns of a transposed tile.
+        """
         return kernel_parts.load(self.scratch.stats.at[q_slot, which], ALONG_COLUMNS)
 
     def drain(self, total: Scalar) -> None:

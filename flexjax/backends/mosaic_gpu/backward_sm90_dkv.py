@@ -8,6 +8,13 @@ one after another into the same accumulators, which makes the sum over the group
 
 Warpgroups 0 .. G - 1 compute, each on 64 keys of its own; the last warpgroup copies. Tiles of a pair bias are staged with the
 tiles of queries and read transposed (pair_bias_tiles.py).
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+shared memory, which the copying warpgroup fills by TMA. In all functions, h is a query head, q0 the first query of a
+visited tile, kv0 the first key of a warpgroup or CTA, `number` the running number of a visit (how many tiles the CTA
+visited before, over all heads), and `group` the number of a computing warpgroup. D and E are the padded head dims of
+keys and values.
 """
 
 import dataclasses
@@ -48,10 +55,14 @@ def backward_dkv(
     tiles: DkvTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`.
+    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel.
 
+    plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        of each key block
+    lists        the block lists of each key block
+    captures     captured arrays as kernels take them
+    tiles        sizes of the kernel
+    bias         which captured array is staged
     """
     kv_tile = tiles.rows * tiles.groups
     kv_tiles = -(-plan.kv_len // kv_tile)
@@ -61,6 +72,7 @@ def backward_dkv(
     staging = staging_for(plan, derivative, bias, tiles.staged_slots, (tiles.queries, kv_tile), tiles.groups, True)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """The dK/dV kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan.layout, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
@@ -83,7 +95,15 @@ def backward_dkv(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel."""
+    """One CTA inside the kernel.
+
+    math              how a tile's P and dS are computed
+    tiles             sizes of the kernel
+    staging           of a pair bias; None: none is staged
+    own               the key tile that the CTA owns
+    rings             of Q and dO
+    scratch, inputs   Refs to shared memory and to the operands
+    """
 
     math: TileMath
     tiles: DkvTiles
@@ -95,14 +115,17 @@ class _Cta:
 
     @property
     def products(self) -> Products:
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.math.plan.options.interpret)
 
     def rows_of(self, ref: Ref, kv0: Scalar) -> Ref:
-        """A warpgroup's keys from kv0 of an array over keys."""
+        """The keys of one warpgroup, from key `kv0` on, of `ref`, an array over keys: [rows, D] of the CTA's head."""
         return rows_of(ref, self.math.plan.layout, self.own.b, self.own.key_head, kv0, self.tiles.rows)
 
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
-        """Computing warpgroup `group`: dK and dV of its keys, from the copy of its K and V to the write of the results."""
+        """Computing warpgroup `group`: dK and dV of its keys, from the copy of its K and V to the write of the
+        results.
+        """
         tiles, scratch, products, tokens = self.tiles, self.scratch, self.products, self.inputs.tokens
         common.raise_register_limit(tiles.groups)
         kv0 = self.own.tile * (tiles.rows * tiles.groups) + group * tiles.rows
@@ -112,8 +135,14 @@ class _Cta:
         plgpu.barrier_wait(scratch.own_full.at[group])
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
+            """Makes all visits; returns (dK times scale, dV), [rows, D] and [rows, E] float32, from their
+            accumulators.
+            """
+
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Computes one visit."""
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK and dV; `rows` is P and dS of the
+                warpgroup's keys for head h.
+                """
                 self.visit(rows, q0, number, masked, group, dk_acc, dv_acc)
 
             self.own.each(lambda h: self.math.at_rows(self.own.b, h, kv0, self.inputs.captures), step)
@@ -133,9 +162,12 @@ class _Cta:
     ) -> None:
         """Adds the tile of the queries from q0 to dK and dV of warpgroup `group`.
 
-        rows     P and dS of this key tile's rows
-        number   visits of this CTA before this one; it gives the ring slots and their barrier phases
-        masked   whether the mask applies
+        rows             P and dS of this key tile's rows, for the query head of the visit
+        number           visits of this CTA before this one; it gives the ring slots and their barrier phases
+        masked           whether the mask applies
+        dk_acc, dv_acc   accumulators, [rows, D] and [rows, E] float32
+
+        It waits for Q and dO of the visit and frees their slots.
         """
         math, scratch, products = self.math, self.scratch, self.products
         q_slot, out_slot = self.rings.slots(number)
@@ -145,7 +177,10 @@ class _Cta:
         own_k, own_v = scratch.key.at[here], scratch.value.at[here]
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T; starts the product for dV on the way."""
+            """dS^T of the tile, [rows, queries] float32; starts the product for dV on the way.
+
+            s_acc, dp_acc   accumulators for S^T and dP^T
+            """
             plgpu.barrier_wait(scratch.query_full.at[q_slot])
             products.add(s_acc, own_k, q_tile, b_t=True)
             delta = math.broadcast(self.rings.statistic(1, q_slot), "q")
@@ -172,17 +207,21 @@ class _Cta:
         products.release(scratch.query_free.at[q_slot])
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with the queries of every visit."""
+        """The copying warpgroup: fills the rings with Q, row statistics, dO and the staged tile of every visit."""
         tiles, staging, scratch = self.tiles, self.staging, self.scratch
         common.lower_register_limit(tiles.groups)
 
         def begin(h: Scalar) -> Ref | None:
+            """The [query, key] matrix of the staged array that query head h reads, in global memory; None where
+            nothing is staged.
+            """
             return None if staging is None else staging.source(self.inputs.captures, self.own.b, h)
 
         def step(source: Ref | None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-            """Copies Q, dO and, if a pair bias is staged, its tile, for one visit."""
+            """Copies Q, dO and, if a pair bias is staged, its tile, for one visit; `source` is what `begin` returned."""
 
             def fetch_staged(q_slot: Scalar) -> None:
+                """Starts the copy of the staged tile, which arrives at the barrier of slot `q_slot` of Q."""
                 if staging is not None and source is not None and scratch.staged is not None:
                     kv0 = self.own.tile * (tiles.rows * tiles.groups)
                     staging.fetch(scratch.staged.at[q_slot], source, q0, kv0, scratch.query_full.at[q_slot])

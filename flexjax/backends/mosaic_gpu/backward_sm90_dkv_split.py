@@ -6,6 +6,12 @@
 An accumulator of 64 keys x 256 takes 128 registers a thread, and one warpgroup has room for one such accumulator. Split this way,
 each warpgroup has two of the four products and nothing is computed twice. The ring of P tiles has two slots, so that
 the dV warpgroup may be a tile ahead. Tiles are transposed as in backward_sm90_dkv.py.
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. Q and dO of the visited tiles come through rings of slots in
+shared memory, which a third warpgroup, the copying one, fills by TMA. In all functions, h is a query head, q0 the
+first query of a visited tile, `number` the running number of the visit (how many tiles the CTA visited before, over
+all heads), and `masked` says whether the mask applies. D and E are the padded head dims of keys and values.
 """
 
 import dataclasses
@@ -40,10 +46,13 @@ def backward_dkv_split(
     captures: Captures[jax.Array],
     tiles: SplitDkvTiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`.
+    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the split dK/dV kernel.
 
+    plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        of each key block
+    lists        the block lists of each key block
+    captures     captured arrays as kernels take them
+    tiles        ring depths of the kernel
     """
     kv_tiles = -(-plan.kv_len // SPLIT_KEYS)
     visits = tile_visits.visits_for(plan, SPLIT_KEYS, SPLIT_QUERIES, transposed=True)
@@ -51,6 +60,7 @@ def backward_dkv_split(
     math = TileMath(plan, derivative, (SPLIT_KEYS, SPLIT_QUERIES), "kv", (SPLIT_QUERIES, SPLIT_KEYS))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: SplitScratch[Ref]) -> None:
+        """The split dK/dV kernel: runs one warpgroup of a CTA; 0 computes dV, 1 computes dK, 2 copies."""
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, SPLIT_QUERIES)
         rings = QueryRings(plan.layout, inputs.tokens, scratch, SPLIT_QUERIES, tiles.query_slots, tiles.out_slots)
@@ -74,7 +84,15 @@ def backward_dkv_split(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel; kv0 is its first key."""
+    """One CTA inside the kernel.
+
+    math              how a tile's P and dS are computed
+    tiles             ring depths
+    own               the key tile that the CTA owns
+    kv0               its first key
+    rings             of Q and dO
+    scratch, inputs   Refs to shared memory and to the operands
+    """
 
     math: TileMath
     tiles: SplitDkvTiles
@@ -86,33 +104,48 @@ class _Cta:
 
     @property
     def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
         return self.math.plan.options.interpret
 
     @property
     def products(self) -> Products:
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.interpret)
 
     def rows_of(self, ref: Ref) -> Ref:
-        """The CTA's keys of an array over keys."""
+        """The CTA's keys of `ref`, an array over keys: [SPLIT_KEYS, D] of the CTA's head."""
         return rows_of(ref, self.math.plan.layout, self.own.b, self.own.key_head, self.kv0, SPLIT_KEYS)
 
     def rows_math(self, h: Scalar) -> RowMath:
+        """P and dS of the CTA's key tile for query head h."""
         return self.math.at_rows(self.own.b, h, self.kv0, self.inputs.captures)
 
     def compute_dv(self, d_value: Ref) -> None:
-        """The dV warpgroup: P of every visit, handed over and multiplied by dO."""
+        """The dV warpgroup: P of every visit, handed to the dK warpgroup and multiplied by dO; writes dV to
+        `d_value`.
+        """
         scratch, products, rings, p_slots = self.scratch, self.products, self.rings, self.tiles.p_slots
         plgpu.set_max_registers(240, action="increase")
         plgpu.barrier_wait(scratch.own_full.at[KEYS_ARRIVED])
 
         def accumulate(dv_acc: Ref) -> jax.Array:
+            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32."""
+
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P to the dK warpgroup; `rows` is
+                what `rows_math` returned for h.
+                """
                 q_slot, out_slot = rings.slots(number)
                 p_slot = common.slot_of(number, p_slots)
                 tile_math = rows.at_columns(q0, masked)
                 own_k = scratch.key.at[common.not_hoisted(jnp.int32(0), self.interpret)]
 
                 def probabilities(s_acc: Ref) -> jax.Array:
+                    """P^T of the tile times the dropout multiplier, in the inputs' dtype; writes P^T times d mod / d
+                    score to the ring of P.
+
+                    s_acc   accumulator for S^T
+                    """
                     plgpu.barrier_wait(scratch.query_full.at[q_slot])
                     products.add(s_acc, own_k, scratch.query.at[q_slot], b_t=True)
                     lse2 = rings.statistic(0, q_slot)
@@ -140,18 +173,27 @@ class _Cta:
         self.write(dv, own_v, d_value)
 
     def compute_dk(self, d_key: Ref) -> None:
-        """The dK warpgroup: dS of every visit from the handed-over P, multiplied by Q."""
+        """The dK warpgroup: dS of every visit from the P that the dV warpgroup hands over, multiplied by Q; writes dK
+        to `d_key`.
+        """
         math, scratch, products, rings = self.math, self.scratch, self.products, self.rings
         plgpu.set_max_registers(240, action="increase")
         plgpu.barrier_wait(scratch.own_full.at[VALUES_ARRIVED])
 
         def accumulate(dk_acc: Ref) -> jax.Array:
+            """Makes all visits of the CTA; returns the sum of dS^T Q times scale, dK, [SPLIT_KEYS, D] float32."""
+
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK; `rows` is what `rows_math` returned for h."""
                 q_slot, out_slot = rings.slots(number)
                 p_slot = common.slot_of(number, self.tiles.p_slots)
                 own_v = scratch.value.at[common.not_hoisted(jnp.int32(0), self.interpret)]
 
                 def score_cotangents(dp_acc: Ref) -> jax.Array:
+                    """dS^T of the tile in the inputs' dtype, from dP^T = V dO^T and the tile of the ring of P.
+
+                    dp_acc   accumulator for dP^T
+                    """
                     plgpu.barrier_wait(scratch.query_full.at[q_slot])
                     delta = math.broadcast(rings.statistic(1, q_slot), "q")
                     if math.starts_at_minus_delta:
@@ -180,8 +222,13 @@ class _Cta:
         self.write(dk, own_k, d_key)
 
     def write(self, gradient: jax.Array, tile: Ref, target: Ref) -> None:
-        """Writes dK over K, or dV over V, in shared memory, once the other warpgroup's last product has read it; and copies it
-        to `target`."""
+        """Writes a gradient to `target` in global memory, by way of `tile`: dK over K, or dV over V, in shared
+        memory.
+
+        gradient   [SPLIT_KEYS, D or E] float32, converted to the dtype of `tile`
+
+        It waits until the last products of both warpgroups have read K and V.
+        """
         done = self.scratch.own_full.at[PRODUCTS_DONE]
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
@@ -191,7 +238,9 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
-        """The copying warpgroup: K and V once, then the queries of every visit."""
+        """The copying warpgroup: copies K and V once, then Q, row statistics and dO of every visit, and waits until
+        all were read.
+        """
         scratch, tokens = self.scratch, self.inputs.tokens
         plgpu.set_max_registers(24, action="decrease")
         for source, target, arrived in (
@@ -202,6 +251,7 @@ class _Cta:
             plgpu.barrier_arrive(arrived)
 
         def step(_: None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
+            """Starts the copies of Q, row statistics and dO of one visit, as `KeyTileVisits.each` calls it."""
             self.rings.fill(self.own.b, h, q0, number)
 
         self.rings.drain(self.own.each(lambda h: None, step))

@@ -2,11 +2,17 @@
 
     S = Q K^T      dP = dO V^T      dQ += dS K        (three products a tile; accumulators: S, dP, dQ)
 
-Warpgroups 0 .. G - 1 compute, each on 64 queries of its own; the last warpgroup copies. Keys and values have rings of their own; each
-slot is freed as soon as the last product that reads it is done: V after dP, K after dQ. The rings may differ in depth, which head
-dim 256 needs. Tiles of a pair bias come through a third ring, and tiles of its gradient leave while the product for dQ runs
-(pair_bias_tiles.py). Where that gradient is a sum over the batch, a CTA takes the same query tile of all batch entries, one
-after the other for each key tile.
+Warpgroups 0 .. G - 1 compute, each on 64 queries of its own; the last warpgroup copies. Keys and values have rings of
+their own; each slot is freed as soon as the last product that reads it is done: V after dP, K after dQ. The rings may
+differ in depth, which head dim 256 needs. Tiles of a pair bias come through a third ring, and tiles of its gradient
+leave while the product for dQ runs (pair_bias_tiles.py). Where that gradient is a sum over the batch, a CTA takes the
+same query tile of E batch entries, one after the other for each key tile; otherwise E is 1. `n` numbers them from 0.
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. A *direct gradient* is the gradient of a captured array with an
+element for each (query, key), which this kernel writes itself (pair_bias.py). q0 is the first query of a tile, kv0
+the first key; the *running number* of a visit is how many tiles the CTA visited before; it gives the slots. D is the
+padded head dim of queries and keys.
 """
 
 import dataclasses
@@ -52,8 +58,12 @@ def backward_dq(
 ) -> Outputs[jax.Array]:
     """dQ in the shape of `tokens.query`, and the direct gradients of `bias`.
 
+    plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
-    lists        of each query block
+    lists        the block lists of each query block
+    captures     captured arrays as kernels take them
+    tiles        sizes of the kernel
+    bias         which captured array is staged, and which gradients this kernel writes
     """
     q_tile = tiles.rows * tiles.groups
     q_tiles = -(-plan.q_len // q_tile)
@@ -65,6 +75,7 @@ def backward_dq(
     heads = plan.batch // tiles.batch_entries * plan.q_heads
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """The dQ kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         rank, head = tile_visits.tile_and_head(program, q_tiles, heads, tiles.head_major)
@@ -94,7 +105,12 @@ def backward_dq(
 
 
 class OwnQueries(typing.NamedTuple):
-    """A warpgroup's queries of one batch entry: their row statistics, the queries in shared memory, dQ in global memory."""
+    """A computing warpgroup's queries of one batch entry.
+
+    lse2, delta   [rows] float32, their row statistics
+    queries       [rows, D] in shared memory
+    gradient      [rows, D], their dQ in global memory
+    """
 
     lse2: jax.Array
     delta: jax.Array
@@ -106,9 +122,13 @@ class OwnQueries(typing.NamedTuple):
 class _Cta:
     """One CTA inside the kernel.
 
-    b, h, h_kv   the first of its batch entries, its query head, its key head
-    tile         number of its query tile
-    counts       of the key tiles that it visits, `total` of both kinds
+    math                      how a tile's P and dS are computed
+    tiles                     sizes of the kernel
+    staging, bias             of a pair bias; staging None: none is staged
+    visits, inputs, scratch   which key tiles are visited, the operands and the shared memory
+    b, h, h_kv                the first of its batch entries, its query head, its key head
+    tile                      number of its query tile
+    counts                    of the key tiles that it visits, `total` of both kinds
     """
 
     math: TileMath
@@ -127,36 +147,45 @@ class _Cta:
 
     @property
     def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
         return self.math.plan.options.interpret
 
     @property
     def products(self) -> Products:
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.interpret)
 
     @property
     def entries(self) -> int:
+        """Batch entries that this CTA takes."""
         return self.tiles.batch_entries
 
     def batch_entry(self, n: int) -> Scalar:
-        """The number of the CTA's n-th batch entry."""
+        """The number in the call of the CTA's n-th batch entry."""
         return self.b if self.entries == 1 else self.b + n
 
-    def part(self, group: Scalar, n: int) -> Scalar:
-        """Where in `Scratch.query` a warpgroup has its queries of the n-th batch entry."""
+    def own_slot(self, group: Scalar, n: int) -> Scalar:
+        """The index in `Scratch.query` at which warpgroup `group` has its queries of the n-th batch entry."""
         return group if self.entries == 1 else group * self.entries + n
 
-    def number(self, visit: Scalar, n: int) -> Scalar:
-        """The running number of a key tile: each visit takes one for each batch entry."""
+    def ring_number(self, visit: Scalar, n: int) -> Scalar:
+        """The running number, among the key tiles that go through the rings, of the n-th batch entry's tile in the
+        visit with running number `visit`.
+
+        Each visit takes one number for each batch entry.
+        """
         return visit if self.entries == 1 else visit * self.entries + n
 
     def visit_number(self, i: Scalar, masked: bool) -> Scalar:
-        """The running number of the i-th visit with or without the mask."""
+        """The running number of the i-th visit with (`masked`) or without the mask; those without come first."""
         return i + self.counts.unmasked if masked else i
 
     def key_tile(self, i: Scalar, masked: bool) -> Scalar:
+        """The number of the key tile of the i-th visit with (`masked`) or without the mask."""
         return self.visits.tile(self.inputs.lists, self.b, self.h, self.tile, i, masked)
 
     def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+        """The rows start .. start + size of head (b, h) of `ref`, an array over tokens: [size, D]."""
         return rows_of(ref, self.math.plan.layout, b, h, start, size)
 
     # --------------------------------------------------------------- computing warpgroups
@@ -173,6 +202,11 @@ class _Cta:
         writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
         def accumulate(*dq_accs: Ref) -> list[jax.Array]:
+            """Makes all visits of the CTA; returns the sum of dS K times scale, dQ, [rows, D] float32, of each batch
+            entry.
+
+            dq_accs   an accumulator for each batch entry
+            """
             step = functools.partial(self.visit, group=group, owned=owned, rows=rows, dq_accs=dq_accs, writer=writer)
             pl.loop(0, self.counts.unmasked)(functools.partial(step, masked=False))
             if plan.mask is not None or plan.blocks is not None:
@@ -190,14 +224,19 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_own(self, n: int, group: Scalar, q0: Scalar, d_query: Ref) -> OwnQueries:
-        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry; reads their row statistics."""
+        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry; reads their row statistics.
+
+        group     number of the warpgroup
+        q0        its first query
+        d_query   dQ in global memory
+        """
         b, h, tokens, arrived = self.batch_entry(n), self.h, self.inputs.tokens, self.scratch.own_full.at[group]
         own = pl.ds(q0, self.tiles.rows)
         statistic = lambda which: kernel_parts.load(
             tokens.stats.at[b, h, which, own], common.ALONG_ROWS, optimized=False
         )
         lse2, delta = statistic(0), statistic(1)
-        queries, d_out = self.scratch.query.at[self.part(group, n)], self.scratch.d_out.at[self.part(group, n)]
+        queries, d_out = self.scratch.query.at[self.own_slot(group, n)], self.scratch.d_out.at[self.own_slot(group, n)]
         rows = functools.partial(self.rows_of, b=b, h=h, start=q0, size=self.tiles.rows)
         plgpu.copy_gmem_to_smem(rows(tokens.query), queries, arrived)
         plgpu.copy_gmem_to_smem(rows(tokens.d_out), d_out, arrived)
@@ -214,7 +253,13 @@ class _Cta:
         dq_accs: tuple[Ref, ...],
         writer: DirectGradientWriter,
     ) -> None:
-        """The i-th visit with or without the mask: adds a key tile to dQ of every batch entry, and writes direct gradients."""
+        """The i-th visit with (`masked`) or without the mask: adds a key tile to dQ of every batch entry, and writes
+        direct gradients.
+
+        group                  number of the warpgroup
+        owned, rows, dq_accs   of each batch entry: its queries, P and dS of its rows, its accumulator of dQ
+        writer                 of the direct gradients, which are summed over the batch entries
+        """
         number, kv0 = self.visit_number(i, masked), self.key_tile(i, masked) * self.tiles.keys
         sums: tuple[jax.Array, ...] = ()
         for n in range(self.entries):
@@ -229,17 +274,30 @@ class _Cta:
     def add_to_dq(
         self, visited: "VisitedTile", own: OwnQueries, rows: RowMath, dq_acc: Ref
     ) -> tuple[tuple[jax.Array, ...], Scalar]:
-        """Starts the product dQ += dS K; returns the direct gradients of the tile, and the slot of the keys."""
+        """Starts the product dQ += dS K for one tile; returns (the direct gradients of the tile, the slot of its
+        keys).
+
+        visited     the tile and its batch entry
+        own, rows   the warpgroup's queries of this batch entry, and P and dS of their rows
+        dq_acc      accumulator of dQ, [rows, D] float32
+
+        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the keys by the
+        caller once the product is done.
+        """
         n, number, kv0, masked, group = visited
         math, tiles, scratch, products = self.math, self.tiles, self.scratch, self.products
-        slot = lambda slots: common.not_hoisted(common.slot_of(self.number(number, n), slots), self.interpret)
+        slot = lambda slots: common.not_hoisted(common.slot_of(self.ring_number(number, n), slots), self.interpret)
         k_slot, v_slot = slot(tiles.key_slots), slot(tiles.value_slots)
         tile_math = rows.at_columns(kv0, masked)
-        here = self.part(common.not_hoisted(group, self.interpret), n)
+        here = self.own_slot(common.not_hoisted(group, self.interpret), n)
         own_q, own_do = scratch.query.at[here], scratch.d_out.at[here]
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            """dS, and g of each direct gradient."""
+            """(dS, g of each direct gradient), each [rows, keys] float32, where g = p * (dP - delta) * d mod / d
+            load.
+
+            s_acc, dp_acc   accumulators for S and dP
+            """
             plgpu.barrier_wait(scratch.key_full.at[k_slot])
             products.add(s_acc, own_q, scratch.key.at[k_slot], b_t=True)
             if math.starts_at_minus_delta:
@@ -266,19 +324,25 @@ class _Cta:
     # --------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with the keys, values and staged tile of every visit."""
+        """The copying warpgroup: copies the keys, values and staged tile of every visit into their rings, and waits
+        until all were read.
+        """
         common.lower_register_limit(self.tiles.groups)
         source = None if self.staging is None else self.staging.source(self.inputs.captures, self.b, self.h)
         pl.loop(0, self.counts.unmasked)(functools.partial(self.copy_visit, masked=False, source=source))
         pl.loop(0, self.counts.masked)(functools.partial(self.copy_visit, masked=True, source=source))
         scratch, tiles = self.scratch, self.tiles
         rings = (scratch.key_free, tiles.key_slots), (scratch.value_free, tiles.value_slots)
-        common.wait_until_read(self.number(self.total, 0), *rings)
+        common.wait_until_read(self.ring_number(self.total, 0), *rings)
         if scratch.staged is not None:
             common.wait_until_read(self.total, (scratch.staged.free, tiles.staged_slots))
 
     def copy_visit(self, i: Scalar, masked: bool, source: Ref | None) -> None:
-        """Copies what the i-th visit with or without the mask reads; `source` is the matrix of the staged array."""
+        """Starts the copies of what the i-th visit with (`masked`) or without the mask reads, once their slots are
+        free.
+
+        source   the [query, key] matrix of the staged array; None: nothing is staged
+        """
         tiles, scratch, tokens = self.tiles, self.scratch, self.inputs.tokens
         visit, key_tile = self.visit_number(i, masked), self.key_tile(i, masked)
         for n in range(self.entries):
@@ -286,7 +350,7 @@ class _Cta:
                 (tokens.key, scratch.key, scratch.key_full, scratch.key_free, tiles.key_slots),
                 (tokens.value, scratch.value, scratch.value_full, scratch.value_free, tiles.value_slots),
             ):
-                number = self.number(visit, n)
+                number = self.ring_number(visit, n)
                 slot = common.slot_of(number, slots)
                 when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
                 rows = self.rows_of(array, self.batch_entry(n), self.h_kv, key_tile * tiles.keys, tiles.keys)
@@ -297,7 +361,14 @@ class _Cta:
 
 
 class VisitedTile(typing.NamedTuple):
-    """A key tile as a warpgroup visits it: for the n-th batch entry, with the running number of the visit and the first key."""
+    """A key tile as a computing warpgroup visits it.
+
+    batch_entry    which of the CTA's batch entries, from 0
+    visit_number   running number of the visit
+    kv0            first key of the tile
+    masked         whether the mask applies
+    group          number of the warpgroup
+    """
 
     batch_entry: int
     visit_number: Scalar

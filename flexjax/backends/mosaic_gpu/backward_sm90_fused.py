@@ -24,6 +24,12 @@ a mask have loops of their own, because a branch between in-flight WGMMAs forces
 Order of the additions. In any order, each dQ tile is added when it is ready. In a fixed order (dq_order.py) a start number from an
 atomic counter says which key tile a CTA owns, and memory has a count of additions for every query tile, on which a
 CTA waits. No CTA waits for a CTA that may not have started.
+
+P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
+formulas are at the top of backward_sm90_common.py. In all functions, h is a query head, `q_tile` the number of a
+visited query tile, `number` the running number of the visit (how many tiles the CTA visited before, over all heads),
+which gives the slots of the rings, and `masked` says whether the mask applies. D and E are the padded head dims of
+keys and values.
 """
 
 import dataclasses
@@ -63,14 +69,17 @@ from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
-COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24  # twice each fill the register file
+COMPUTE_REGISTERS, COPY_REGISTERS = 232, 24
+"""Registers of a thread of the computing warpgroups, and of the copying and adding ones; twice each fill the register file."""
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel; it also writes the last two.
 
-    d_query   [dQ tiles * GROUPS * ROWS, columns] float32, see `_Problem.dq_tiles`
-    counts    [dQ tiles + 1 + CTAs] int32: additions to each dQ tile, CTAs that have started, the start number of each CTA
+    tokens, visits, captures   arrays over tokens, visits of each key tile, captured arrays
+    d_query                    [dQ tiles * GROUPS * ROWS, columns] float32, see `_FusedSetup.dq_tiles`
+    counts                     [dQ tiles + 1 + CTAs] int32: additions to each dQ tile, CTAs that have started, the
+                               start number of each CTA
     """
 
     tokens: Tokens[Part]
@@ -88,12 +97,15 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
+class _FusedSetup:
     """What is known of the kernel at compile time.
 
-    order     of the additions to dQ, None for any order
-    kv_tiles  of a key head
-    q_tiles   of a query head
+    plan       with extra features joined to the head dim
+    math       how a tile's P and dS are computed
+    tiles      sizes of the kernel
+    order      of the additions to dQ, None for any order
+    kv_tiles   key tiles of a key head
+    q_tiles    query tiles of a query head
     """
 
     plan: KernelPlan
@@ -105,25 +117,27 @@ class _Problem:
 
     @property
     def simulated(self) -> bool:
+        """Whether the kernel runs in the simulator."""
         return self.plan.options.interpret
 
     @property
     def visits(self) -> FusedVisits:
+        """Which query tiles each key tile visits."""
         return FusedVisits(self.plan, self.order, self.q_tiles)
 
     @property
     def sums(self) -> int:
-        """Partial dQ sums of a head, see dq_order.py."""
+        """Number of partial dQ sums of a head, see dq_order.py."""
         return 1 if self.order is None else self.order.sums
 
     @property
     def dq_tiles(self) -> int:
-        """dQ tiles in memory: for each batch entry, query head, partial sum and query tile."""
+        """Number of dQ tiles in memory: one for each batch entry, query head, partial sum and query tile."""
         return self.plan.batch * self.plan.q_heads * self.sums * self.q_tiles
 
     @property
     def dq_is_late(self) -> bool:
-        """Whether the product for dQ is issued one step later (see the top of this file)."""
+        """Whether the product for dQ of a visit is issued one visit later (see the top of this file)."""
         return self.order is None and self.plan.score is None and self.plan.dropout is None
 
 
@@ -135,10 +149,13 @@ def backward_fused(
     captures: Captures[jax.Array],
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dQ, dK, dV) in the shapes of `tokens`.
+    """(dQ, dK, dV) in the shapes of query, key and value of `tokens`, by the fused kernel.
 
+    plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        of each key block
+    lists        the block lists of each key block
+    captures     captured arrays as kernels take them
+    chosen       sizes of the kernel and the order of its additions to dQ
     """
     tiles = chosen.tiles
     kv_tiles, q_tiles = -(-plan.kv_len // FUSED_KEYS), -(-plan.q_len // tiles.queries)
@@ -148,13 +165,16 @@ def backward_fused(
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
-    problem = _Problem(plan, math, tiles, order, kv_tiles, q_tiles)
+    problem = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+        """The fused kernel: runs one warpgroup of a CTA, a computing one, the copying one, or the one that adds dQ
+        tiles to memory.
+        """
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
         cta = _Cta(problem, inputs, scratch, program)
-        when(group < GROUPS)(lambda: _Compute(cta, group).run(outputs))
+        when(group < GROUPS)(lambda: _ComputingWarpgroup(cta, group).run(outputs))
         when(group == GROUPS)(cta.copy_in)
         when(group == GROUPS + 1)(cta.add_dq)
 
@@ -184,23 +204,32 @@ def backward_fused(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel."""
+    """One CTA inside the kernel, the one with number `program`.
 
-    problem: _Problem
+    problem           what is known of the kernel at compile time
+    inputs, scratch   Refs to operands and shared memory
+    """
+
+    problem: _FusedSetup
     inputs: Inputs[Ref]
     scratch: Scratch[Ref]
     program: Scalar
 
     @property
     def rings(self) -> QueryRings:
+        """The rings of Q and dO."""
         tiles, layout = self.problem.tiles, self.problem.plan.layout
         sizes = (tiles.queries, tiles.query_slots, tiles.out_slots)
         return QueryRings(layout, self.inputs.tokens, self.scratch, *sizes)
 
-    def claim(self, draws: bool = False) -> OwnKeys:
-        """What this CTA owns. Each warpgroup calls it in its own branch, because a barrier before the branches spills registers.
+    def claim(self, takes_start_number: bool = False) -> OwnKeys:
+        """What this CTA owns. Each warpgroup calls it in its own branch, because a barrier before the branches spills
+        registers.
 
-        draws   in the copying warpgroup alone: draw the CTA's start number, for which the other warpgroups wait
+        takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter
+
+        In a fixed order the start number says what the CTA owns, and all other warpgroups wait for it. In any order
+        the number of the CTA does; with block lists, key tiles with most visits come first.
         """
         problem, plan, order = self.problem, self.problem.plan, self.problem.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
@@ -213,7 +242,7 @@ class _Cta:
             if not problem.simulated:
                 counts, started = self.inputs.counts, problem.dq_tiles
                 word = counts.at[pl.ds(started + 1 + self.program, 1)]
-                if draws:
+                if takes_start_number:
                     atomic_counter.take_start(counts.at[pl.ds(started, 1)], word)
                     plgpu.barrier_arrive(self.scratch.started)
                 plgpu.barrier_wait(self.scratch.started)
@@ -227,9 +256,14 @@ class _Cta:
         return OwnKeys(b, key_head, mask_b, tile, rank)
 
     def copy_in(self) -> None:
-        """The copying warpgroup: K and V once, then the queries of every visit."""
+        """The copying warpgroup: K and V once, then Q, row statistics and dO of every visit."""
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        own, problem, tokens, scratch = self.claim(draws=True), self.problem, self.inputs.tokens, self.scratch
+        own, problem, tokens, scratch = (
+            self.claim(takes_start_number=True),
+            self.problem,
+            self.inputs.tokens,
+            self.scratch,
+        )
         rows = functools.partial(
             rows_of, layout=problem.plan.layout, b=own.b, h=own.key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
         )
@@ -237,12 +271,13 @@ class _Cta:
         plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
+            """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it."""
             self.rings.fill(own.b, h, q_tile * problem.tiles.queries, number)
 
         self.rings.drain(problem.visits.each(self.inputs.visits, own, lambda h: None, step))
 
     def add_dq(self) -> None:
-        """The adding warpgroup: adds the dQ tile of every visit to memory."""
+        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot."""
         problem, scratch = self.problem, self.scratch
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own = self.claim()
@@ -253,6 +288,7 @@ class _Cta:
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
+            """Adds the dQ tile of one visit to memory, as `FusedVisits.each` calls it."""
             self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(problem.dq_is_late), problem.tiles.dq_slots))
 
         problem.visits.each(self.inputs.visits, own, lambda h: None, step)
@@ -260,7 +296,13 @@ class _Cta:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
-        """Adds the dQ tile in this slot to query tile `q_tile` of head h, in a fixed order once its turn has come."""
+        """Adds the dQ tile in slot `slot` to query tile `q_tile` of head h in memory, and frees the slot.
+
+        own   what the CTA owns
+
+        In a fixed order it waits until as many CTAs as its ticket says have added to the tile, and then counts its
+        own addition.
+        """
         problem, plan, scratch = self.problem, self.problem.plan, self.scratch
         sums = problem.sums
         sum_number = (own.b * plan.q_heads + h) * sums + lax.rem(own.rank, jnp.int32(sums))
@@ -290,10 +332,14 @@ class _Cta:
 
 
 def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
-    """Waits until counts[index] is at least `least`; makes visible what other CTAs wrote before they counted."""
+    """Waits until counts[index] is at least `least`; then makes visible what other CTAs wrote before they counted.
+
+    counts   int32 in global memory
+    """
 
     @inline_mgpu(plgpu.RefType(), SCALAR_LAYOUT)
     def wait(count: mlir.Value, least: FragmentedArray) -> None:
+        """Waits on a semaphore, in global memory at the address of `count`, until it is at least `least`."""
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(count))
         semaphore.wait(scalar_of(least), decrement=False, memory_scope="gpu")
 
@@ -301,10 +347,14 @@ def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
 
 
 def _signal_addition(counts: Ref, index: Scalar) -> None:
-    """Adds one to counts[index], after which other CTAs see what this warpgroup wrote before."""
+    """Adds one to counts[index], after which other CTAs see what this warpgroup wrote before.
+
+    counts   int32 in global memory
+    """
 
     @inline_mgpu(plgpu.RefType())
     def signal(count: mlir.Value) -> None:
+        """Adds one to a semaphore, in global memory at the address of `count`."""
         semaphore = mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(count))
         semaphore.signal(1, memory_scope="gpu")
 
@@ -315,35 +365,42 @@ def _signal_addition(counts: Ref, index: Scalar) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compute:
+class _ComputingWarpgroup:
     """Computing warpgroup `group` of a CTA: dK and dV of its 64 keys, and its half of every dQ tile."""
 
     cta: _Cta
     group: Scalar
 
     @property
-    def problem(self) -> _Problem:
+    def problem(self) -> _FusedSetup:
+        """What is known of the kernel at compile time."""
         return self.cta.problem
 
     @property
     def scratch(self) -> Scratch[Ref]:
+        """The shared memory of the CTA."""
         return self.cta.scratch
 
     @property
     def math(self) -> TileMath:
+        """How a tile's P and dS are computed."""
         return self.cta.problem.math
 
     @property
     def products(self) -> Products:
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.problem.simulated)
 
     @property
     def dq_part(self) -> tuple[int, int]:
-        """(queries, columns) of the half of a dQ tile that this warpgroup makes."""
+        """(rows, columns) of the half of a dQ tile that this warpgroup makes.
+
+        Of 128 queries it is 64 of them; of 64 queries it is half of the columns of D.
+        """
         return ROWS, self.problem.tiles.dq_columns(self.scratch.key.shape[-1])
 
     def run(self, outputs: Outputs[Ref]) -> None:
-        """From the arrival of K and V to the write of dK and dV."""
+        """All of the warpgroup's work, from the arrival of K and V to the write of dK and dV."""
         problem, scratch, math = self.problem, self.scratch, self.math
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         own = self.cta.claim()
@@ -353,7 +410,12 @@ class _Compute:
         plgpu.barrier_wait(scratch.own_full)
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
+            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and
+            [ROWS, E] float32.
+            """
+
             def step(rows: RowMath, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
+                """Adds one visit, as `FusedVisits.each` calls it, to dK, dV and dQ."""
                 self.visit(rows, q_tile, number, masked, dk_acc, dv_acc)
 
             if problem.dq_is_late:
@@ -382,7 +444,16 @@ class _Compute:
     def visit(
         self, rows: RowMath, q_tile: Scalar, number: Scalar, masked: bool | Scalar, dk_acc: Ref, dv_acc: Ref
     ) -> None:
-        """Adds query tile `q_tile` to dK and dV, and hands over dQ of this visit, or of the visit before where dQ is late."""
+        """Adds query tile `q_tile` to dK and dV, and hands over dQ of this visit, or of the visit before where dQ is
+        late.
+
+        rows             P and dS of this warpgroup's keys, for the query head of the visit
+        number           running number of the visit, which gives the slots
+        masked           whether the mask applies
+        dk_acc, dv_acc   accumulators, [ROWS, D] and [ROWS, E] float32
+
+        It waits for Q and dO of the visit and frees their slots.
+        """
         problem, scratch, products, late = self.problem, self.scratch, self.products, self.problem.dq_is_late
         q_slot, out_slot = self.cta.rings.slots(number)
         ds_slot = common.slot_of(number, DS_SLOTS)
@@ -391,27 +462,41 @@ class _Compute:
         mine = pl.ds(common.not_hoisted(self.group, problem.simulated) * ROWS, ROWS)
 
         def scores(s_acc: Ref) -> None:
+            """Starts the product S^T = K Q^T into the accumulator, once Q has arrived."""
             plgpu.barrier_wait(scratch.query_full.at[q_slot])
             products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
 
         def cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+            """dS^T of the visit (`score_cotangents`), once the product of `scores` is started.
+
+            s_acc, dp_acc   accumulators for S^T and dP^T
+            """
             return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, scratch.value.at[mine], (q_slot, out_slot))
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
+            """dS^T of the visit, where dQ is late: hands over dQ of the visit before while the product S^T is in
+            flight.
+
+            s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ
+            """
             scores(s_acc)
             plgpu.barrier_wait(scratch.ds_ready)
             self.start_dq(dq_acc, 1 - ds_slot)
             self.hand_over_dq(products.read(dq_acc), number)
             return products.accumulators(functools.partial(cotangents, s_acc), self.math.shape)
 
-        def alone(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+        def without_late_dq(s_acc: Ref, dp_acc: Ref) -> jax.Array:
+            """dS^T of the visit, where dQ is not late.
+
+            s_acc, dp_acc   accumulators for S^T and dP^T
+            """
             scores(s_acc)
             return cotangents(s_acc, dp_acc)
 
         if late:
             ds = products.accumulators(after_late_dq, self.math.shape, self.dq_part)
         else:
-            ds = products.accumulators(alone, self.math.shape, self.math.shape)
+            ds = products.accumulators(without_late_dq, self.math.shape, self.math.shape)
         scratch.ds.at[ds_slot, mine][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.ds_ready)
@@ -424,6 +509,7 @@ class _Compute:
         plgpu.barrier_wait(scratch.ds_ready)
 
         def own_dq(dq_acc: Ref) -> jax.Array:
+            """This warpgroup's half of dQ of the visit, float32; frees the slot of Q once dK's product has read it."""
             self.start_dq(dq_acc, ds_slot)
             products.wait(1)
             products.release(scratch.query_free.at[q_slot])
@@ -440,7 +526,15 @@ class _Compute:
         own_v: Ref,
         slots: tuple[Scalar, Scalar],
     ) -> jax.Array:
-        """dS^T in the dtype of the operands, once the scores are in `s_acc`; starts the product for dV."""
+        """dS^T of one visit, [ROWS, queries] in the dtype of the operands; starts the product for dV, and waits for
+        dO.
+
+        tile             the visited tile, which gives P and dS from its scores
+        s_acc            accumulator into which the product S^T is started already
+        dp_acc, dv_acc   accumulators for dP^T and dV
+        own_v            this warpgroup's values in shared memory
+        slots            of Q and of dO
+        """
         problem, scratch, math, products = self.problem, self.scratch, self.math, self.products
         (q_slot, out_slot), rings, dtype = slots, self.cta.rings, self.scratch.key.dtype
         out_now = scratch.d_out.at[out_slot]
@@ -464,7 +558,11 @@ class _Compute:
         return ds
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
-        """Starts the product for this warpgroup's half of a dQ tile, from dS^T of both warpgroups."""
+        """Starts the product for this warpgroup's half of a dQ tile, dS K, from dS^T of both warpgroups in slot
+        `ds_slot`.
+
+        dq_acc   its accumulator, of the shape `dq_part`
+        """
         share = common.not_hoisted(self.group, self.problem.simulated)
         if self.problem.tiles.dq_by_queries:
             half = self.scratch.ds.at[ds_slot, :, pl.ds(share * ROWS, ROWS)]
@@ -475,7 +573,11 @@ class _Compute:
             self.products.add(dq_acc, self.scratch.ds.at[ds_slot], half, a_t=True)
 
     def hand_over_dq(self, dq: jax.Array, number: Scalar) -> None:
-        """Writes the half of a dQ tile to the slot of its running number, and tells the adding warpgroup."""
+        """Writes the half of a dQ tile to shared memory, and tells the adding warpgroup.
+
+        dq       of the shape `dq_part`, float32
+        number   running number of the dQ tile, which gives its slot; waits until that slot is free
+        """
         scratch, slots = self.scratch, self.problem.tiles.dq_slots
         slot = common.slot_of(number, slots)
         if (
@@ -489,9 +591,10 @@ class _Compute:
         plgpu.barrier_arrive(scratch.dq_full.at[slot])
 
     def finish_late_dq(self, total: Scalar) -> None:
-        """Hands over dQ of the last of `total` visits."""
+        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does."""
 
         def last(dq_acc: Ref) -> jax.Array:
+            """This warpgroup's half of dQ of the last visit, float32."""
             plgpu.barrier_wait(self.scratch.ds_ready)
             self.start_dq(dq_acc, common.slot_of(total + 1, DS_SLOTS))
             return self.products.read(dq_acc)
@@ -502,10 +605,12 @@ class _Compute:
 # ------------------------------------------------------------------- dQ in the layout of the queries
 
 
-def _gather_dq(problem: _Problem, tiles: jax.Array, query: jax.Array) -> jax.Array:
-    """dQ in the layout, length and dtype of the padded queries: partial sums added, scaled.
+def _gather_dq(problem: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
+    """dQ in the layout, length and dtype of the padded queries: partial sums added, multiplied by the scale.
 
-    tiles   [B * N * sums * query tiles, parts * queries, D / parts] float32, as `add_dq_tile` adds them
+    tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of
+            the two computing warpgroups one below the other
+    query   the padded queries
     """
     plan, queries, sums = problem.plan, problem.tiles.queries, problem.sums
     parts = GROUPS * ROWS // queries
@@ -522,7 +627,7 @@ def _gather_dq(problem: _Problem, tiles: jax.Array, query: jax.Array) -> jax.Arr
 
 
 def _with_length(x: jax.Array, length: int, axis: int) -> jax.Array:
-    """x cut or padded with zeros to `length` along an axis."""
+    """x cut, or padded with zeros at the end, to `length` along `axis`."""
     have = x.shape[axis]
     if have >= length:
         return lax.slice_in_dim(x, 0, length, axis=axis)

@@ -1,15 +1,19 @@
 """One tile of the backward pass in registers: its probabilities P, then the cotangent dS of its scores.
 
-A tile is [queries, keys] (row_axis "q") or, transposed, [keys, queries] (row_axis "kv"). The formulas are at the top of
-backward_sm90_common.py. tile_programs.py evaluates the programs of the mods; without mods none of it is needed.
+A tile is [queries, keys] (row_axis "q") or, transposed, [keys, queries] (row_axis "kv"). The formulas are at the top
+of backward_sm90_common.py. tile_programs.py evaluates the programs of the mods; without mods none of it is needed.
 
     math = TileMath(plan, derivative, shape, row_axis, ...)  # static
     rows = math.at_rows(b, h, row0, captures)                # once a row of tiles: scalars and row vectors of the mods
     tile = rows.at_columns(col0, masked)                     # once a tile, before its scores exist: starts loads
     found = tile.probabilities(s, lse2)                      # once a tile
 
-Where scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py), lse is not in base 2, and lse is
-subtracted before the difference is scaled: the other way round, rounding alone would change exponents by dozens.
+row0 and col0 are the numbers of the first row and column of the tile in the attention matrix: queries or keys, by
+row_axis. Below, "mod" is score_mod and "load" one of its reads of a captured array.
+
+Where scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py), lse is not in base
+2, and lse is subtracted before the difference is scaled: the other way round, rounding alone would change exponents
+by dozens.
 """
 
 import dataclasses
@@ -34,10 +38,10 @@ from flexjax.plan.kernel_plan import KernelPlan
 class Probabilities(typing.NamedTuple):
     """What the gradients of one tile need, each in the shape of the tile.
 
-    p            probabilities, 0 where the mask is off
-    slope        d mod / d score, None where it is 1
-    dropout      the dropout multiplier, None without dropout
-    load_slopes  d mod / d load for each load that `TileMath` was asked for, None where it is 1
+    p             probabilities, 0 where the mask is off
+    slope         d mod / d score, None where it is 1
+    dropout       the dropout multiplier, None without dropout
+    load_slopes   d mod / d load for each load that `TileMath` was asked for, None where it is 1
     """
 
     p: jax.Array
@@ -46,22 +50,25 @@ class Probabilities(typing.NamedTuple):
     load_slopes: tuple[jax.Array | None, ...]
 
     def weights(self) -> jax.Array:
-        """What multiplies V in the forward pass: p times the dropout multiplier."""
+        """What multiplies V in the forward pass: p times the dropout multiplier, in the shape of the tile."""
         return self.p if self.dropout is None else self.p * self.dropout
 
     def factor(self) -> jax.Array:
-        """p * d mod / d score, and 0 wherever p is 0: ds = factor * (dP - delta)."""
+        """p * d mod / d score in the shape of the tile, and 0 wherever p is 0: ds = factor * (dP - delta)."""
         return self.p if self.slope is None else jnp.where(self.p > 0.0, self.p * self.slope, 0.0)
 
     def load_factors(self) -> tuple[jax.Array, ...]:
-        """p * d mod / d load, and 0 wherever p is 0, for each load."""
+        """p * d mod / d load, and 0 wherever p is 0, for each load that `TileMath` was asked for."""
         slopes = self.load_slopes
         return tuple(self.p if slope is None else jnp.where(self.p > 0.0, self.p * slope, 0.0) for slope in slopes)
 
     def cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
-        """factor * (dP - delta), where dp = dO V^T.
+        """factor * (dP - delta) in the shape of the tile: a cotangent of the scores, or of the values that a load
+        read.
 
-        delta   broadcast to the tile; None where dp already contains -delta (`TileMath.starts_at_minus_delta`)
+        factor   from `factor` or `load_factors`
+        dp       dO V^T, without dropout
+        delta    broadcast to the tile; None where dp already contains -delta (`TileMath.starts_at_minus_delta`)
         """
         if delta is None:
             return factor * dp
@@ -72,12 +79,14 @@ class Probabilities(typing.NamedTuple):
 class TileMath:
     """How one kernel computes P and dS of its tiles; known at compile time.
 
-    derivative   score_mod's program with its derivatives: results are the score, d score, then d load n at 2 + n; None: identity
+    plan         of the call, with extra features joined to the head dim
+    derivative   score_mod's program with its derivatives: results are the score, d score, then d load n at 2 + n;
+                 None: identity
     shape        of one warpgroup's tile
     row_axis     "q", or "kv" for transposed tiles
     cta_tile     (queries, keys) that a CTA takes at once, of which `shape` is one warpgroup's part
-    loads_only   compute d mod / d load for these loads instead of d mod / d score
-    loads_too    compute d mod / d load for these loads beside d mod / d score
+    loads_only   numbers of loads: compute d mod / d load for these instead of d mod / d score
+    loads_too    numbers of loads: compute d mod / d load for these beside d mod / d score
     """
 
     plan: KernelPlan
@@ -90,20 +99,24 @@ class TileMath:
 
     @property
     def queries(self) -> int:
+        """Queries of one warpgroup's tile."""
         return self.shape[0 if self.row_axis == "q" else 1]
 
     @property
     def keys(self) -> int:
+        """Keys of one warpgroup's tile."""
         return self.shape[1 if self.row_axis == "q" else 0]
 
     @property
     def visited_together(self) -> tuple[int, int]:
-        """Queries and keys that are visited together: those of a CTA, or of a larger block of the mask."""
+        """(queries, keys) that a kernel visits as a whole: the tile of a CTA, or a block of the mask where that is
+        larger.
+        """
         return self.plan.covered(*self.cta_tile)
 
     @property
     def overhangs(self) -> bool:
-        """Whether tiles may contain positions past the last query or key."""
+        """Whether some visited tile contains positions past the last query or key."""
         queries, keys = self.visited_together
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 
@@ -113,7 +126,7 @@ class TileMath:
         return self.plan.dropout is None
 
     def _is_one(self, result: int) -> bool:
-        """Whether this result of the derivative program is the constant 1."""
+        """Whether the derivative program's result number `result` is the constant 1; True without a program."""
         slope = None if self.derivative is None else self.derivative.results[result]
         return slope is None or (isinstance(slope, ir.Lit) and slope.value == 1)
 
@@ -124,20 +137,25 @@ class TileMath:
 
     @property
     def load_results(self) -> tuple[int | None, ...]:
-        """For each load that was asked for, the result of the program that is d mod / d load; None where that is 1."""
+        """For each load that was asked for, the number of the program's result that is d mod / d load; None where
+        that is the constant 1.
+        """
         too = tuple(None if self._is_one(2 + i) else 2 + i for i in self.loads_too)
         return (*(2 + i for i in self.loads_only), *too)
 
     @property
     def evaluated(self) -> tuple[int, ...]:
-        """The results of the derivative program that a tile computes after the score."""
+        """Numbers of the derivative program's results that a tile computes after the score: d mod / d score and d mod
+        / d load, without those that are not asked for or are the constant 1.
+        """
         slope = () if self.slope_is_one or self.loads_only else (1,)
         return (*slope, *(n for n in self.load_results if n is not None))
 
     def at_rows(self, b: Scalar, h: Scalar, row0: Scalar, captures: Captures[Ref]) -> "RowMath":
-        """The row of tiles of batch entry b and head h that begins at row `row0`, with its part of the mods evaluated.
+        """The row of tiles of head (b, h) that begins at row `row0`, with the scalars and row vectors of the mods
+        computed.
 
-        That part is the scalars and row vectors, which all tiles of the row share. Rows are queries or, if row_axis is "kv", keys.
+        All tiles of the row share these. Rows are queries or, if row_axis is "kv", keys.
         """
         plan = self.plan
         ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
@@ -147,6 +165,12 @@ class TileMath:
             refs: tuple[Ref, ...],
             results: tuple[int, ...] | None = None,
         ) -> TileProgram | None:
+            """One mod's program with its scalars and row vectors computed for this row of tiles; None without the
+            mod.
+
+            refs      its captured arrays
+            results   numbers of the program's results that are needed; None: all
+            """
             if source is None:
                 return None
             return TileProgram(
@@ -175,13 +199,18 @@ class TileMath:
         return lax.broadcast_in_dim(vector, self.shape, (0,))
 
     def broadcast(self, vector: jax.Array, axis: str) -> jax.Array:
-        """A vector over queries ("q") or keys ("kv"), broadcast to the tile."""
+        """A vector over queries (`axis` "q") or keys ("kv"), broadcast to the tile."""
         return lax.broadcast_in_dim(vector, self.shape, (int(axis != self.row_axis),))
 
 
 @dataclasses.dataclass(frozen=True)
 class RowMath:
-    """The tiles of one head whose rows begin at `row0`; a program is None where the plan has no such mod."""
+    """The tiles of one head whose rows begin at `row0`.
+
+    math                   the kernel's TileMath
+    score, mask, dropout   programs with their row vectors computed; None where the plan has no such mod. `score` is
+                           the derivative program
+    """
 
     math: TileMath
     row0: Scalar
@@ -190,18 +219,24 @@ class RowMath:
     dropout: TileProgram | None
 
     def at_columns(self, col0: Scalar, masked: bool | Scalar) -> "ColumnMath":
-        """The tile whose columns begin at `col0`; starts the loads that it needs.
+        """The tile whose columns begin at `col0`, with the column vectors of its programs computed, which starts
+        their loads.
 
         masked   whether the mask applies, as a bool or, where one loop visits both kinds of tiles, as a scalar
         """
-        at = lambda program: None if program is None else program.columns(col0).pin()
+        at = lambda program: None if program is None else program.at_columns(col0).pin()
         mask = at(self.mask) if masked is True else self.mask
         return ColumnMath(self, col0, masked, at(self.score), mask, at(self.dropout))
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnMath:
-    """One tile: the rows of `RowMath`, and the columns from `col0`."""
+    """One tile: the rows of `RowMath`, and the columns from `col0`.
+
+    masked                 whether the mask applies, a bool or, where one loop visits both kinds of tiles, a scalar
+    score, mask, dropout   the programs with their column vectors computed; with a scalar `masked`, those of `mask`
+                           are not
+    """
 
     rows: RowMath
     col0: Scalar
@@ -211,7 +246,11 @@ class ColumnMath:
     dropout: TileProgram | None
 
     def probabilities(self, s: jax.Array, lse2: jax.Array) -> Probabilities:
-        """From s = q . k, the product without scale, and lse2 of row_statistics.py, a vector over the queries."""
+        """The probabilities of the tile and the derivatives of score_mod.
+
+        s      q . k, the product without scale, in the shape of the tile, float32
+        lse2   of row_statistics.py, a vector over the queries
+        """
         math = self.rows.math
         p, rest = self._exponentials(s, lse2)
         computed = dict(zip(math.evaluated, rest, strict=True))
@@ -220,37 +259,60 @@ class ColumnMath:
         return Probabilities(p, computed.get(1), None if self.dropout is None else self.dropout_multiplier(), slopes)
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
-        """exp(mod(s) - lse) without the mask, and the results `TileMath.evaluated` of the derivative program."""
+        """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated` of the derivative program), each in
+        the shape of the tile.
+
+        s      q . k, the product without scale, float32
+        lse2   of row_statistics.py, a vector over the queries
+        """
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
             return jnp.exp2(s * (plan.scale * LOG2E) - math.broadcast(lse2, "q")), ()
         if may_be_large(plan.score):
             score, *rest = self.score.tile(s, plan.scale)
             return jnp.exp2(tile_math.large_distance(plan.score, score, math.broadcast(lse2, "q")) * LOG2E), rest
-        score, factor, by, row, at, along, rest = self.score.scaled_tile(s, plan.scale, along=True)
-        shift = self._shift(lse2, row, at, along)
+        score, factor, narrow_factor, row_term, offset, column_slope, rest = self.score.scaled_tile(
+            s, plan.scale, keep_column_slope=True
+        )
+        shift = self._shift(lse2, row_term, offset, column_slope)
         units = factor * LOG2E
-        if by is not None:
-            units = repeat_columns(by * units, math.shape, plan.options.interpret)
+        if narrow_factor is not None:
+            units = repeat_columns(narrow_factor * units, math.shape, plan.options.interpret)
         return jnp.exp2(score * units + shift), rest
 
     def _shift(
-        self, lse2: jax.Array, row: jax.Array | None, at: jax.Array | None, along: jax.Array | None
+        self,
+        lse2: jax.Array,
+        row_term: jax.Array | None,
+        offset: jax.Array | None,
+        column_slope: jax.Array | None,
     ) -> jax.Array:
-        """The part of the exponent that is not a product with the score: row + at + along * column - lse2, broadcast to the
-        tile, with the parts from `TileProgram.scaled_tile` in base 2."""
+        """What is added to the scaled scores in the exponent, in base 2: row_term + offset + column_slope * c - lse2,
+        broadcast to the tile.
+
+        lse2           a vector over the queries
+        row_term       [rows], the part of the scores that is the same along a row; None: 0, and `offset` too
+        offset         scalar
+        column_slope   scalar, by which the scores grow from column to column; None: 0
+        """
         math, interpret = self.rows.math, self.rows.math.plan.options.interpret
-        if row is None or at is None:
+        if row_term is None or offset is None:
             return -math.broadcast(lse2, "q")
-        row = (row + at) * LOG2E
+        row = (row_term + offset) * LOG2E
         if math.row_axis == "q":
             row = row - lse2
-            return math.broadcast_rows(row) if along is None else affine_tile(row, along * LOG2E, math.shape, interpret)
-        columns = -lse2 if along is None else add_column_slope(-lse2, along * LOG2E, interpret)
+            return (
+                math.broadcast_rows(row)
+                if column_slope is None
+                else affine_tile(row, column_slope * LOG2E, math.shape, interpret)
+            )
+        columns = -lse2 if column_slope is None else add_column_slope(-lse2, column_slope * LOG2E, interpret)
         return math.broadcast(columns, "q") + math.broadcast_rows(row)
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
-        """The tile with the values of one load given, [rows, columns]; the program then does not load them."""
+        """The tile with the values that `load` reads given as `value`, [rows, columns], such as a staged tile; the
+        program then does not load them.
+        """
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))
 
@@ -260,16 +322,18 @@ class ColumnMath:
         return self.dropout.tile()[0]
 
     def _masked_out(self, p: jax.Array) -> jax.Array:
-        """p with zeros where the mask is off."""
+        """p, in the shape of the tile, with zeros where the mask is off."""
         mask = self.mask
         if mask is None or self.masked is False:
             return p
         if self.masked is True:
             return jnp.where(mask.tile()[0], p, 0.0)
-        return cond(self.masked, lambda p: jnp.where(mask.at_cols(self.col0)[0], p, 0.0), lambda p: p, p)
+        return cond(self.masked, lambda p: jnp.where(mask.tile_at_columns(self.col0)[0], p, 0.0), lambda p: p, p)
 
     def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
-        """p with zeros past the last key, and past the last query where a score_mod may have made NaN of lse2 = inf."""
+        """p, in the shape of the tile, with zeros past the last key, and past the last query where a score_mod may
+        have made NaN of lse2 = inf.
+        """
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.visited_together
         ends = [("kv", plan.kv_len, keys)]
@@ -283,6 +347,11 @@ class ColumnMath:
             first = self.col0 if dim else self.rows.row0
 
             def cut(p: jax.Array, first: jax.Array = first, dim: int = dim, end: int = end) -> jax.Array:
+                """p, in the shape of the tile, with zeros at the positions along dimension `dim` whose number is
+                `end` or more.
+
+                first   number of the tile's first position along `dim`
+                """
                 index = plgpu.broadcasted_iota(jnp.int32, math.shape, dim, layout=WGMMA)
                 return jnp.where(index < end - first, p, 0.0)
 

@@ -27,11 +27,12 @@ SPLIT_KEYS, SPLIT_QUERIES = 64, 64
 
 
 class DenseBiasTypes(typing.NamedTuple):
-    """Dtypes of the captured arrays with an element for each (query, key) that a kernel keeps tiles of, see pair_bias.py.
+    """Dtypes, by name, of the captured arrays with an element for each (query, key) that a kernel keeps tiles of, see
+    pair_bias.py.
 
-    staged            of the staged array, None if there is none
-    direct_gradients  of each gradient that the dQ kernel writes
-    batch_entries     how many batch entries a CTA of the dQ kernel takes
+    staged             of the staged array, None if there is none
+    direct_gradients   of each gradient that the dQ kernel writes
+    batch_entries      how many batch entries a CTA of the dQ kernel takes
     """
 
     staged: str | None = None
@@ -43,39 +44,52 @@ NO_DENSE_BIAS = DenseBiasTypes()
 
 
 def padded_dim(dim: int) -> int:
-    """Head dim rounded up to what WGMMA takes in 2-byte elements: rows of 32, 64 or a multiple of 64 bytes."""
+    """Head dim rounded up to what WGMMA takes in 2-byte elements: 16, or a multiple of 32 elements."""
     return 16 if dim <= 16 else -(-dim // 32) * 32
 
 
 def padded_dims(plan: KernelPlan) -> tuple[int, int]:
-    """Padded head dims of keys, extra features included, and of values."""
+    """The padded head dims (D of queries and keys, extra features included; E of values)."""
     return padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
 
 
 def computes_little(plan: KernelPlan) -> bool:
-    """Whether the mods leave registers for visited tiles of 128 queries or keys: no score_mod, no dropout, and a mask_mod
-    that divides no tile of integers (`patterns.divides_tiles`)."""
+    """Whether the mods leave registers for visited tiles of 128 queries or keys.
+
+    They do without a score_mod and dropout, and with a mask_mod that divides no tile of integers
+    (`patterns.divides_tiles`).
+    """
     return plan.score is None and plan.dropout is None and not patterns.divides_tiles(plan.mask)
 
 
 def first_dividing(blocks: BlockLayout | None, axis: str, sizes: tuple[int, ...]) -> int:
-    """The first of the tile sizes that divides the mask's block of queries ("q") or keys ("kv")."""
+    """The first of the tile sizes, in tokens, that divides the mask's block size of queries (`axis` "q") or keys
+    ("kv").
+
+    blocks   None: there is no block mask, and the first size is taken
+    """
     block = None if blocks is None else (blocks.block_q if axis == "q" else blocks.block_kv)
     return next(size for size in sizes if block is None or block % size == 0)
 
 
-def owned_sizes(asked: int | None) -> tuple[int, ...]:
-    """Tile sizes to try, best first, for the axis that a kernel owns; `asked` is the option."""
-    return (128, 64) if asked is None else (asked,)
+def owned_sizes(option: int | None) -> tuple[int, ...]:
+    """Tile sizes in tokens to try, best first, for the axis that a kernel owns; `option` is what KernelOptions ask
+    for, None for any.
+    """
+    return (128, 64) if option is None else (option,)
 
 
-def visited_sizes(asked: int | None, most: int) -> tuple[int, ...]:
-    """Tile sizes to try, best first, for the axis that a kernel visits: none above `most` or the option `asked`."""
-    return tuple(size for size in (128, 64) if size <= min(most, asked or most))
+def visited_sizes(option: int | None, most: int) -> tuple[int, ...]:
+    """Tile sizes in tokens to try, best first, for the axis that a kernel visits: 128 and 64, without those above
+    `most`, the largest that the kernel takes, or above `option`, what KernelOptions ask for (None: any).
+    """
+    return tuple(size for size in (128, 64) if size <= min(most, option or most))
 
 
 def refuses(plan: KernelPlan) -> str | None:
-    """A sentence that says why no kernel has the tile that block_q_bwd or block_kv_bwd ask for; None if one has."""
+    """A sentence that says why no kernel has the tile that the options block_q_bwd or block_kv_bwd ask for; None if
+    one has.
+    """
     options, blocks = plan.options, plan.blocks
     split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
     key_sizes = (64,) if split else (64, 128)

@@ -17,12 +17,16 @@ Result = TypeVar("Result")
 
 
 def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
-    """Decorates a function without arguments, which runs where the condition, a boolean scalar, is true; like pl.when.
+    """Decorates a function without arguments, which then runs at once, where the condition is true; like pl.when.
 
-    A Python bool decides when the kernel is traced, and leaves no branch in it.
+    condition   a boolean scalar of the kernel, or a Python bool, which decides when the kernel is traced and leaves
+                no branch in it
     """
 
     def run(function: Callable[[], None]) -> None:
+        """Calls `function` under the condition: in a branch of the kernel, or, for a Python bool, while the kernel is
+        traced.
+        """
         if not isinstance(condition, bool):
             cond(condition, function, lambda: None)
         elif condition:
@@ -32,7 +36,8 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
 
 
 def cond(condition: Array, true: Callable[..., Result], false: Callable[..., Result], *operands: object) -> Result:
-    """true(*operands) where the condition, a boolean scalar, is true, otherwise false(*operands); like lax.cond.
+    """true(*operands) where the condition, a boolean scalar of the kernel, is true, otherwise false(*operands); like
+    lax.cond.
 
     Both return arrays of the same shapes and dtypes.
     """

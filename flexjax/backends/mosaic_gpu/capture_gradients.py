@@ -25,6 +25,9 @@ registers before.
 
 The order of every sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the captured
 array, never with queries times keys unless the array has that size itself.
+
+p are the probabilities, dP and delta as at the top of backward_sm90_common.py; "mod" is score_mod, and a "load"
+its read of a captured array. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
 """
 
 import math
@@ -76,6 +79,7 @@ def capture_gradients(
     """The gradient of each wanted captured array of score_mod, in its shape and dtype; None for the others.
 
     plan         with extra features joined to the head dim
+    operands     of the call
     tokens       the padded arrays over tokens, with the row statistics
     wanted       for each captured array: whether its gradient is asked for
     derivative   score_mod with its derivatives
@@ -100,7 +104,11 @@ def capture_gradients(
 
 
 def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) -> str | None:
-    """A sentence that says why the kernels cannot compute the gradient of a wanted captured array; None if they can."""
+    """A sentence that says why the kernels cannot compute the gradient of a wanted captured array; None if they can.
+
+    derivative   score_mod with its derivatives
+    wanted       for each captured array: whether its gradient is asked for
+    """
     tile = warpgroups_for(plan) * ROWS
     for load in gradient_loads(derivative):
         if not wanted[load.capture]:
@@ -122,8 +130,9 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
 
 
 def _kernel_scatters(plan: KernelPlan, load: ir.Load) -> bool:
-    """Whether the kernel itself adds to the elements: a load by query and key, where several positions may read one element, and
-    a load by q - kv where tiles of one diagonal belong to several runs of an origin."""
+    """Whether the kernel itself adds g to the elements of the array: for a load by query and key of which several
+    positions may read one element, and for a load by q - kv whose origin has several runs.
+    """
     kind, origin = ir.classify_load(load).kind, plan.origin
     if kind == ir.DIAGONAL:
         return origin is not None and not origin.single
@@ -132,7 +141,9 @@ def _kernel_scatters(plan: KernelPlan, load: ir.Load) -> bool:
 
 
 def _shared(plan: KernelPlan, load: ir.Load) -> tuple[bool, bool]:
-    """Whether batch entries and heads share the elements that the load reads."""
+    """(whether batch entries share the elements that the load reads, whether heads do): the index does not depend on
+    b, or on h.
+    """
     return "b" not in axes(load) and not positions_differ_by_entry(plan, load), "h" not in axes(load)
 
 
@@ -150,8 +161,12 @@ def _load_sums(
 ) -> jax.Array:
     """The sums of g for one load: [b, h, ...] float32 (or `_sum_type`).
 
-    b and h are 1 where the load does not depend on them. "..." is nothing for a scalar load, T for a row, S for a column,
-    T + S - 1 for a diagonal and (T, S) for a tile load.
+    tokens, captures   padded arrays over tokens, and captured arrays as kernels take them
+    load_number        of the load among `gradient_loads(derivative)`
+    bias               which array is staged
+
+    b and h are 1 where the load does not depend on them. "..." is nothing for a scalar load, T for a row, S for a
+    column, T + S - 1 for a diagonal and (T, S) for a tile load.
     """
     load = gradient_loads(derivative)[load_number]
     kind, shared, tile = ir.classify_load(load).kind, _shared(plan, load), warpgroups_for(plan) * ROWS
@@ -182,9 +197,20 @@ def _load_sums(
 def _summed(
     kernel: CaptureKernel, tokens: Tokens[jax.Array], lists: TileLists[jax.Array], captures: Captures[jax.Array]
 ) -> jax.Array:
-    """[lists, ...]: the tile of sums of each list, reduced as the table at the top of this file says."""
+    """[lists, ...] float32: the tile of sums of each list, from the kernel, reduced as the table at the top of this
+    file says.
+
+    tokens, lists, captures   what the kernel reads
+
+    More than LISTS_AT_ONCE lists are split over several runs of the kernel.
+    """
 
     def reduced(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        """The sums of some of the lists, from one run of the kernel, reduced over queries, keys or diagonals as the
+        kind of load asks for.
+
+        part   `head`, `begin` and `count` of these lists (`TileLists`)
+        """
         head, begin, count = part
         sums = kernel.run(tokens, lists._replace(head=head, begin=begin, count=count), captures)
         if kernel.shape.kind == ir.DIAGONAL:
@@ -203,7 +229,10 @@ def _summed(
 
 
 def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
-    """dtype of the sums of a tile load: that of the array if the sums are the array's whole gradient, else float32."""
+    """dtype of the sums of a tile load: that of the array where the sums are its whole gradient, else float32.
+
+    They are if no other load reads the array and each index is a constant or an axis of its own plus a constant.
+    """
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
     direct = alone and plan.origin is None and axis_aligned_dims(loads[load_number]) is not None
@@ -222,13 +251,15 @@ def _scattered(
     load_number: int,
     bias: DenseBiasPlan,
 ) -> jax.Array:
-    """The gradient of one load by query and key where several positions may read one element: float32, flat.
+    """The gradient of one load by query and key of which several positions may read one element: float32, one number
+    for each element of the array in row-major order.
 
-    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the derivative of the
-    mod has no usable bound (`_largest_total`), a first kernel sums |g|. If the load's index repeats along the diagonals
-    (`_period`), the kernel sums the tiles of a diagonal in registers before it adds them.
+    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the
+    derivative of the mod has no usable bound (`_largest_total`), a first kernel sums |g|. If the load's index repeats
+    along the diagonals (`_period`), the kernel sums the tiles of a diagonal in registers before it adds them.
 
-    bias   says which captured array the kernel stages in shared memory
+    load_number   of the load among `gradient_loads(derivative)`
+    bias          says which captured array the kernel stages in shared memory
     """
     load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
@@ -245,7 +276,13 @@ def _scattered(
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """The number of tiles along a diagonal after which the load's index repeats; 0 where summing such tiles saves too little."""
+    """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough.
+
+    tile   queries and keys of a tile
+
+    Soon enough is where there are at most half as many diagonal lists as tiles of a head; otherwise summing the tiles
+    of a diagonal saves too little.
+    """
     if plan.origin is not None and not plan.origin.single:
         return 0
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
@@ -262,7 +299,8 @@ units, so a bound 2^12 times too large leaves 49 bits below the true total."""
 def _largest_total(
     plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int
 ) -> jax.Array | None:
-    """A bound of the sum of all |g|, a scalar; None where the derivative of the mod has no bound up to LARGEST_SLOPE.
+    """A bound of the sum of all |g| of one load, a float32 scalar; None where the derivative of the mod has no bound
+    up to LARGEST_SLOPE.
 
     The p of one query sum to 1 (where scores may be too large to scale, each may be 1), and |dP| is at most |dO| |V|.
     """

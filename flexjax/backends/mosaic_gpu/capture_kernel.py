@@ -4,8 +4,15 @@ One CTA works through one list. For each tile of the list, WGMMAs compute the sc
 
     g = dsp * d mod / d load,    dsp = p * (dP - delta)
 
-`Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128 queries
-by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in parts of 64.
+`Sink` says what happens to g. Each visited tile costs two matrix products: Q K^T and dO V^T. A tile is 64 or 128
+queries by as many keys; each computing warpgroup has 64 of the queries and goes through the keys in *parts* of 64
+keys. "mod" is score_mod, "load" its read of the array.
+
+P are the probabilities, lse2 and delta the row statistics of the queries; the formulas are at the top of
+backward_sm90_common.py. A copying warpgroup fills rings of slots in shared memory: a slot of the query ring has Q and
+dO of a visited tile, a slot of the key ring K and V of one part. `group` is the number of a computing warpgroup, b
+and h are batch entry and query head, q0 and kv0 the first query and key of a tile. The *staged array* is a captured
+array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
 """
 
 import dataclasses
@@ -54,7 +61,7 @@ class Sink(enum.Enum):
 
 
 class Visit(typing.NamedTuple):
-    """One tile of one head: the head's number b * N + h, and the code of the tile (`TileLists.tile`)."""
+    """One tile of one head, int32 scalars: the head's number b * N + h, and the code of the tile (`TileLists.tile`)."""
 
     head: Scalar
     code: Scalar
@@ -63,9 +70,11 @@ class Visit(typing.NamedTuple):
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel.
 
-    order    [lists] list numbers by falling number of visits
-    factor   [1] for SCATTER: what multiplies g before g is rounded to an integer (`fixed_point.scale`)
-    words    [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
+    tokens, lists, captures   arrays over tokens, lists of tiles, captured arrays
+    order                     [lists] list numbers by falling number of visits
+    factor                    [1] for SCATTER: what multiplies g before g is rounded to an integer
+                              (`fixed_point.scale`)
+    words                     [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
     """
 
     tokens: Tokens[Part]
@@ -87,7 +96,13 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 class CaptureKernel:
     """The kernel for one load, whose derivative is `derivative.results[2 + load_number]`.
 
-    dtype   of what the kernel writes for SUMS and MATRIX
+    plan          with extra features joined to the head dim
+    derivative    score_mod with its derivatives
+    load_number   of the load among those with a gradient
+    shape         of the lists
+    bias          which captured array is staged
+    sink          what happens to g
+    dtype         of what the kernel writes for SUMS and MATRIX
     """
 
     plan: KernelPlan
@@ -100,11 +115,12 @@ class CaptureKernel:
 
     @property
     def groups(self) -> int:
-        """Computing warpgroups, and parts of 64 keys in a tile."""
+        """Number of computing warpgroups, and of parts of 64 keys in a tile."""
         return self.shape.tile // ROWS
 
     @property
     def load(self) -> ir.Load:
+        """The load of score_mod whose array's gradient is summed."""
         return typing.cast(ir.Load, self.derivative.steps[self.derivative.gradients[self.load_number]])
 
     @property
@@ -113,39 +129,43 @@ class CaptureKernel:
         return int(np.prod(self.derivative.captures[self.load.capture].shape))
 
     @property
-    def scatters_tiles(self) -> bool:
+    def scatters_each_tile(self) -> bool:
         """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
         return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
 
     @property
-    def one_sum(self) -> bool:
+    def sums_over_keys(self) -> bool:
         """Whether all key parts of a tile share one accumulator, because g is summed over keys later anyway."""
         return self.shape.kind in (ir.SCALAR, ir.ROW)
 
     @property
     def math(self) -> TileMath:
+        """The TileMath of this kernel: P and d mod / d load of [64, 64] parts of a tile, with queries as rows."""
         tile = self.shape.tile
         return TileMath(self.plan, self.derivative, (ROWS, ROWS), "q", (tile, tile), loads_only=(self.load_number,))
 
     # ------------------------------------------------------------- tile coordinates
 
-    def steps(self, lists: TileLists[Ref], mine: Scalar) -> Scalar:
-        """How many visits list `mine` has, its repeats included."""
+    def steps(self, lists: TileLists[Ref], list_number: Scalar) -> Scalar:
+        """How many visits the list with number `list_number` has, its repeats included, an int32 scalar."""
         batch, heads = self.shape.repeats
-        return lists.count[mine] * (batch * heads)
+        return lists.count[list_number] * (batch * heads)
 
-    def visit(self, lists: TileLists[Ref], mine: Scalar, steps: Scalar, i: Scalar) -> Visit:
-        """The i-th visit of list `mine`, which has `steps` visits.
+    def visit(self, lists: TileLists[Ref], list_number: Scalar, steps: Scalar, i: Scalar) -> Visit:
+        """The i-th visit of a list, read from the lists in the kernel.
+
+        list_number   number of the list
+        steps         how many visits it has
 
         Past the end of the list: its last visit. In an empty list: the list's first head, and tile code 0.
         """
         i = jnp.maximum(jnp.minimum(i, steps - 1), 0)
-        head, (batch, heads) = lists.head[mine], self.shape.repeats
+        head, (batch, heads) = lists.head[list_number], self.shape.repeats
         if batch * heads > 1:
-            count = jnp.maximum(lists.count[mine], 1)
+            count = jnp.maximum(lists.count[list_number], 1)
             repeat, i = lax.div(i, count), lax.rem(i, count)
             head = head + (repeat if heads > 1 else repeat * self.plan.q_heads)  # either all heads are joined or none
-        at = lists.begin[mine] + i
+        at = lists.begin[list_number] + i
         # `begin` of an empty list may lie past the last visit
         at = jnp.minimum(at, jnp.int32(lists.tile.shape[0] - 1))
         if lists.head_offset is not None:
@@ -153,30 +173,38 @@ class CaptureKernel:
         return Visit(head, jnp.where(steps > 0, lists.tile[at], 0))
 
     def corner(self, visit: Visit) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """Batch entry, head, first query and first key of a visit."""
+        """(batch entry, query head, first query, first key) of a visit."""
         number, code = visit
         b, h = self.head(number)
         tile = lax.shift_right_logical(code, jnp.int32(1))
-        row, column = _divided(tile, self.shape.columns)
+        row, column = _quotient_and_remainder(tile, self.shape.columns)
         return b, h, row * self.shape.tile, column * self.shape.tile
 
     def head(self, number: Scalar) -> tuple[Scalar, Scalar]:
         """(b, h) of the head with number b * N + h."""
-        return _divided(number, self.plan.q_heads)
+        return _quotient_and_remainder(number, self.plan.q_heads)
 
-    def first_on_diagonal(self, mine: Scalar) -> tuple[Scalar, Scalar]:
-        """First query and first key of the first tile on the diagonal of list `mine`, even if the list does not visit it."""
+    def first_on_diagonal(self, list_number: Scalar) -> tuple[Scalar, Scalar]:
+        """(first query, first key) of the first tile on the diagonal of a list, even if the list does not visit that
+        tile.
+
+        list_number   number of the list, which determines the diagonal and, with a period, the row of tiles modulo
+                      the period
+        """
         shape = self.shape
-        diagonal, phase = _divided(lax.rem(mine, jnp.int32(shape.keys)), shape.period)
+        diagonal, phase = _quotient_and_remainder(lax.rem(list_number, jnp.int32(shape.keys)), shape.period)
         difference = diagonal - (shape.columns - 1)
         row = jnp.maximum(difference, 0)
         row = row + lax.rem(phase + shape.period - lax.rem(row, jnp.int32(shape.period)), jnp.int32(shape.period))
         return row * shape.tile, (row - difference) * shape.tile
 
     def flat_indices(self, captures: Captures[Ref], b: Scalar, h: Scalar, row0: Scalar, column0: Scalar) -> jax.Array:
-        """[64, 64] int32: for each query and key, the flat index of the array element that the load reads.
+        """[64, 64] int32: for each query and key of a part, the flat index of the array element that the load reads.
 
-        The part starts at query row0 and key column0. Where tiles reach past the ends of the matrix, indices are clamped to the array.
+        captures        captured arrays, Refs
+        row0, column0   first query and first key of the part
+
+        Where tiles reach past the ends of the attention matrix, indices are clamped to the array.
         """
         math, plan, index = self.math, self.plan, self.load.index
         program = TileProgram(
@@ -190,13 +218,13 @@ class CaptureKernel:
             interpret=plan.options.interpret,
             origin=TileOrigin.of(plan, captures.origin),
         )
-        found = iter(program.at_rows(row0).at_cols(column0))
+        found = iter(program.at_rows(row0).tile_at_columns(column0))
         lengths = self.derivative.captures[self.load.capture].shape
         total, scalar = None, jnp.int32(0)
         strides = [int(np.prod(lengths[n + 1 :])) for n in range(len(lengths))]
         for atom, length, stride in zip(index, lengths, strides, strict=True):
             if not ir.axes_of(atom) - ir.UNIFORM:
-                (value,) = program.scalars((atom,))
+                (value,) = program.scalar_values((atom,))
                 scalar = scalar + jnp.asarray(value, jnp.int32) * np.int32(stride)
                 continue
             value = next(found).astype(jnp.int32)
@@ -216,9 +244,11 @@ class CaptureKernel:
         captures: Captures[jax.Array],
         total: jax.Array | None = None,
     ) -> jax.Array:
-        """The sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat, in float32.
+        """Runs the kernel: the sums over the lists, in the shape that `Outputs` gives; for SCATTER the array, flat,
+        in float32.
 
-        total   for SCATTER: a bound from above of the sum of all |g|
+        tokens, lists, captures   what the kernel reads
+        total                     for SCATTER: a bound from above of the sum of all |g|
         """
         simulated, scatter = self.plan.options.interpret, self.sink is Sink.SCATTER
         order = jnp.argsort(-lists.count, stable=True).astype(jnp.int32)
@@ -238,6 +268,7 @@ class CaptureKernel:
         return fixed_point.decoded(jax.freeze(words), total)
 
     def _launch(self, inputs: Inputs[jax.Array]) -> Outputs[jax.Array]:
+        """Launches the kernel with one CTA for each list, the longest lists first; returns what the kernel wrote."""
         plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
         dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
         rings = ring_depths(self.groups, dims, dtype, bias.staged)
@@ -245,9 +276,12 @@ class CaptureKernel:
         staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
         def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
+            """The kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
             group = lax.axis_index("wg")
-            mine = inputs.order[lax.axis_index("program")]
-            cta = _Cta(self, rings, staging, inputs, outputs, scratch, mine, self.steps(inputs.lists, mine))
+            list_number = inputs.order[lax.axis_index("program")]
+            cta = _Cta(
+                self, rings, staging, inputs, outputs, scratch, list_number, self.steps(inputs.lists, list_number)
+            )
             when(group < self.groups)(lambda: cta.compute(group))
             when(group == self.groups)(cta.copy)
 
@@ -264,7 +298,9 @@ class CaptureKernel:
         )
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
-        """The shape of `Outputs.sums`, None for SCATTER on the device, which adds to `Inputs.words`."""
+        """The shape of `Outputs.sums` for so many lists, None for SCATTER on the device, which adds to
+        `Inputs.words`.
+        """
         shape = self.shape
         if self.sink is Sink.MATRIX:
             return (shape.batch, shape.heads, shape.rows * shape.tile, shape.columns * shape.tile)
@@ -275,7 +311,13 @@ class CaptureKernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel: it works through list `mine`, which has `steps` visits."""
+    """One CTA inside the kernel: it works through the list `list_number`, which has `steps` visits.
+
+    kernel                     what is known at compile time
+    rings                      ring depths
+    staging                    of a pair bias; None: none is staged
+    inputs, outputs, scratch   Refs to operands, results and shared memory
+    """
 
     kernel: CaptureKernel
     rings: RingDepths
@@ -283,41 +325,47 @@ class _Cta:
     inputs: Inputs[Ref]
     outputs: Outputs[Ref]
     scratch: Scratch[Ref]
-    mine: Scalar
+    list_number: Scalar
     steps: Scalar
 
     @property
     def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
         return self.kernel.plan.options.interpret
 
     @property
     def products(self) -> Products:
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
         return Products(self.interpret)
 
     def visit(self, i: Scalar | int) -> Visit:
-        return self.kernel.visit(self.inputs.lists, self.mine, self.steps, jnp.asarray(i, jnp.int32))
+        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
+        return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+        """The rows start .. start + size of head (b, h) of `ref`, an array over tokens: [size, D]."""
         return rows_of(ref, self.kernel.plan.layout, b, h, start, size)
 
     # ------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar) -> None:
-        """Computing warpgroup `group`: g of its queries in every visit of the list."""
+        """Computing warpgroup `group`: computes g of its queries in every visit of the list, and does with it what
+        `Sink` says.
+        """
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
         if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
-            self.outputs.sums.at[self.mine, group][...] = jnp.zeros((kernel.size,), jnp.float32)
+            self.outputs.sums.at[self.list_number, group][...] = jnp.zeros((kernel.size,), jnp.float32)
         zero = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), common.WGMMA)
         first = self.visit(0)
-        accumulators = 0 if kernel.scatters_tiles else 1 if kernel.one_sum else kernel.groups
+        accumulators = 0 if kernel.scatters_each_tile else 1 if kernel.sums_over_keys else kernel.groups
         begin = Carry((zero,) * accumulators, first, self.visit(1), self.statistics(first, group))
         found = lax.fori_loop(0, self.steps, functools.partial(self.step, group=group), begin)
-        if not kernel.scatters_tiles:
+        if not kernel.scatters_each_tile:
             self.write(found.sums, zero, group)
 
     def statistics(self, visit: Visit, group: Scalar) -> tuple[jax.Array, jax.Array]:
-        """lse2 and delta of the warpgroup's queries."""
+        """(lse2, delta) of the warpgroup's queries of a visit, [ROWS] float32 each, from global memory."""
         b, h, q0, _ = self.kernel.corner(visit)
         own = pl.ds(q0 + group * ROWS, ROWS)
         stats = self.inputs.tokens.stats
@@ -325,12 +373,16 @@ class _Cta:
         return read(0), read(1)
 
     def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
-        """One visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array."""
+        """The i-th visit: g of all parts of the tile, added to the sums or, for SCATTER without sums, to the array.
+
+        carry   of this visit; that of the next is returned
+        group   number of the warpgroup
+        """
         kernel, rings, scratch = self.kernel, self.rings, self.scratch
-        sums, now, soon, (lse2, delta) = carry
-        later, statistics_soon = (
+        sums, now, upcoming, (lse2, delta) = carry
+        later, upcoming_statistics = (
             self.visit(i + 2),
-            self.statistics(soon, group),
+            self.statistics(upcoming, group),
         )  # loads for the next steps, issued early
         b, h, q0, kv0 = kernel.corner(now)
         masked = (now.code & 1) == 1
@@ -348,18 +400,23 @@ class _Cta:
             own = OwnTile(q_slot, k_slot, here, part, lse2, delta)
             cotangents = functools.partial(self.load_cotangents, tile=tile, own=own)
             g = self.products.accumulators(cotangents, (ROWS, ROWS), (ROWS, ROWS))
-            if kernel.scatters_tiles:
+            if kernel.scatters_each_tile:
                 self.scatter(b, h, q0, kv0 + part * ROWS, g, group)
                 continue
-            at = 0 if kernel.one_sum else part
+            at = 0 if kernel.sums_over_keys else part
             new[at] = new[at] + (jnp.abs(g) if kernel.sink is Sink.MAGNITUDES else g)
             if not self.interpret:  # the next part must not start earlier: too few registers
                 new = list(lax.optimization_barrier(tuple(new)))
         self.products.release(scratch.query_free.at[q_slot])
-        return Carry(tuple(new), soon, later, statistics_soon)
+        return Carry(tuple(new), upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
-        """g of one part of a tile, [ROWS, ROWS]; frees the slot of the keys."""
+        """g of one part of a tile, [ROWS, ROWS] float32; frees the slot of the keys.
+
+        s_acc, dp_acc   accumulators for S and dP
+        tile            the part, from whose scores P is computed
+        own             its slots in the rings, and the row statistics
+        """
         math, scratch, products = self.kernel.math, self.scratch, self.products
         products.add(s_acc, scratch.query.at[own.q_slot, own.rows], scratch.key.at[own.k_slot], b_t=True)
         if math.starts_at_minus_delta:
@@ -377,36 +434,46 @@ class _Cta:
         return found.cotangent(factor, dp, None if math.starts_at_minus_delta else math.broadcast(own.delta, "q"))
 
     def scatter(self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar) -> None:
-        """Adds a tile of g to the elements that the load reads, for the tile from row0 and the part from column0."""
+        """Adds g of one part of a tile to the elements that the load reads.
+
+        row0      first query of the tile
+        column0   first key of the part
+        value     [ROWS, ROWS] float32, g of the warpgroup's queries and the part's keys
+        """
         if self.inputs.words is not None:
             sums = self.inputs.words
         else:
             assert self.outputs.sums is not None
-            sums = self.outputs.sums.at[self.mine, group]
+            sums = self.outputs.sums.at[self.list_number, group]
         assert self.inputs.factor is not None
         indices = self.kernel.flat_indices(self.inputs.captures, b, h, row0 + group * ROWS, column0)
         fixed_point.add(sums, indices, value, self.inputs.factor[0], self.interpret)
 
     def write(self, sums: tuple[jax.Array, ...], zero: jax.Array, group: Scalar) -> None:
-        """Writes the sums of the list to their place, or scatters those of a diagonal to the array."""
+        """Writes the sums of the list to their place in `Outputs.sums`, or scatters those of a diagonal to the array.
+
+        sums   [ROWS, ROWS] float32 for each part of the tiles, or one such sum for all parts
+        zero   [ROWS, ROWS] zeros, written for the other parts where there is one sum for all
+        """
         kernel, shape = self.kernel, self.kernel.shape
         for part in range(kernel.groups):
-            total = zero if kernel.one_sum and part else sums[part]
+            total = zero if kernel.sums_over_keys and part else sums[part]
             if kernel.sink is Sink.SCATTER:
 
                 @when(self.steps > 0)
-                def _(part: int = part, total: jax.Array = total) -> None:
-                    q0, kv0 = kernel.first_on_diagonal(self.mine)
-                    b, h = kernel.head(self.inputs.lists.head[self.mine])
+                def scatter_part(part: int = part, total: jax.Array = total) -> None:
+                    """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
+                    q0, kv0 = kernel.first_on_diagonal(self.list_number)
+                    b, h = kernel.head(self.inputs.lists.head[self.list_number])
                     self.scatter(b, h, q0, kv0 + part * ROWS, total, group)
 
                 continue
             assert self.outputs.sums is not None
-            out = self.outputs.sums.at[self.mine, pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)]
+            out = self.outputs.sums.at[self.list_number, pl.ds(group * ROWS, ROWS), pl.ds(part * ROWS, ROWS)]
             if kernel.sink is Sink.MATRIX:
-                head, at = _divided(self.mine, shape.rows * shape.columns)
-                b, h = _divided(head, shape.heads)
-                row, column = _divided(at, shape.columns)
+                head, at = _quotient_and_remainder(self.list_number, shape.rows * shape.columns)
+                b, h = _quotient_and_remainder(head, shape.heads)
+                row, column = _quotient_and_remainder(at, shape.columns)
                 rows = pl.ds(row * shape.tile + group * ROWS, ROWS)
                 out = self.outputs.sums.at[b, h, rows, pl.ds(column * shape.tile + part * ROWS, ROWS)]
             out[...] = total.astype(kernel.dtype)
@@ -414,7 +481,9 @@ class _Cta:
     # ------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with what every visit of the list reads."""
+        """The copying warpgroup: copies what every visit of the list reads into the rings, and waits until all of it
+        was read.
+        """
         groups = self.kernel.groups
         common.lower_register_limit(groups)
         lax.fori_loop(0, self.steps, self.copy_visit, (self.visit(0), self.visit(1)))
@@ -422,9 +491,12 @@ class _Cta:
         common.wait_until_read(self.steps * groups, (self.scratch.key_free, self.rings.keys))
 
     def copy_visit(self, i: Scalar, visits: tuple[Visit, Visit]) -> tuple[Visit, Visit]:
-        """Copies the tiles of the i-th visit; `visits` are this one and the next."""
+        """Starts the copies of Q, dO, K, V and the staged tile for the i-th visit, once their slots are free.
+
+        visits   (this visit, the next); the same for the next step is returned
+        """
         kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.inputs.tokens
-        now, soon = visits
+        now, upcoming = visits
         later = self.visit(i + 2)
         b, h, q0, kv0 = kernel.corner(now)
         h_kv = lax.div(h, jnp.int32(kernel.plan.group))
@@ -443,20 +515,31 @@ class _Cta:
             visited = functools.partial(self.rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
             plgpu.copy_gmem_to_smem(visited(tokens.key), scratch.key.at[k_slot], scratch.key_full.at[k_slot])
             plgpu.copy_gmem_to_smem(visited(tokens.value), scratch.value.at[k_slot], scratch.key_full.at[k_slot])
-        return soon, later
+        return upcoming, later
 
 
 class Carry(typing.NamedTuple):
-    """What a computing warpgroup carries from visit to visit: sums of g, this visit, the next, and lse2 and delta of this one."""
+    """What a computing warpgroup carries from visit to visit.
+
+    sums            [ROWS, ROWS] float32 sums of g, one for each part of a tile, or one for all
+    now, upcoming   this visit and the next
+    statistics      lse2 and delta of this visit's queries
+    """
 
     sums: tuple[jax.Array, ...]
     now: Visit
-    soon: Visit
+    upcoming: Visit
     statistics: tuple[jax.Array, jax.Array]
 
 
 class OwnTile(typing.NamedTuple):
-    """One part of a visited tile: slots, the warpgroup's rows in the slot of Q, the number of the part, row statistics."""
+    """One part of a visited tile, as a computing warpgroup reads it.
+
+    q_slot, k_slot   slots of the queries and of the part's keys
+    rows             the warpgroup's rows in the slot of Q
+    part             number of the part
+    lse2, delta      [ROWS] float32, row statistics
+    """
 
     q_slot: Scalar
     k_slot: Scalar
@@ -466,6 +549,6 @@ class OwnTile(typing.NamedTuple):
     delta: jax.Array
 
 
-def _divided(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    """Quotient and remainder of a non-negative number."""
+def _quotient_and_remainder(number: Scalar, by: int) -> tuple[Scalar, Scalar]:
+    """Quotient and remainder of a non-negative int32 scalar by a positive Python int."""
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

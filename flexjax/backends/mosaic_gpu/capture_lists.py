@@ -1,9 +1,10 @@
 """Lists of tiles for the gradients of captured arrays: each CTA sums the tiles of one list.
 
-A *visit* is one tile of one head that the block mask lists (every tile where there is no block mask). Visits are sorted
-by a key that depends on the kind of load, and each list is a contiguous run of visits with the same key:
+A *visit* is one tile of one head that the block mask lists (every tile where there is no block mask). Visits are
+sorted by a key that depends on the load class (docs/glossary.md), and each list is a contiguous run of visits with
+the same key:
 
-    kind        key
+    load class  key
     scalar      none: the visits of a head are cut into runs of equal length
     row         the row of tiles
     column      the column of tiles
@@ -62,8 +63,8 @@ class TileLists(typing.NamedTuple, typing.Generic[Part]):
 class ListShape:
     """What is known of the lists at compile time.
 
-    kind            of the load (`ir.classify_load`)
-    tile            queries and keys of a tile
+    kind            class of the load (`ir.classify_load`)
+    tile            queries and keys of a tile, which is square
     rows, columns   tiles of a head: along the queries, along the keys
     batch, heads    batch entries and heads with lists of their own: 1 where those of the plan are joined
     keys            lists for each (batch entry, head)
@@ -83,12 +84,14 @@ class ListShape:
 
     @property
     def count(self) -> int:
-        """The number of lists."""
+        """The number of lists over all batch entries and heads."""
         return self.batch * self.heads * self.keys
 
 
 def most_visits(plan: KernelPlan, tile: int) -> int:
-    """Upper bound of the number of visits over all batch entries and heads."""
+    """Upper bound of the number of visits over all batch entries and heads, for square tiles of `tile` queries and
+    keys.
+    """
     blocks = plan.blocks
     if blocks is None:
         tiles = -(-plan.q_len // tile) * -(-plan.kv_len // tile)
@@ -99,15 +102,19 @@ def most_visits(plan: KernelPlan, tile: int) -> int:
 
 
 def most_codes(plan: KernelPlan, tile: int) -> int:
-    """Upper bound of the values in `TileLists.tile`."""
+    """Upper bound of the tile codes in `TileLists.tile`, for square tiles of `tile` queries and keys."""
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
 def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> ListShape:
-    """The shape of the lists for a load of this kind, with tiles of `tile` x `tile`.
+    """The shape of the lists for a load of class `kind`: which heads are joined, and how many lists there are.
 
-    shared   whether batch entries, and whether heads, share the elements of the array
+    tile     queries, and keys, of a tile
+    shared   (whether batch entries, whether heads share the elements that the load reads)
     period   of a diagonal, in tiles (shift_invariance.py)
+
+    Those that share are joined for scalar and tile loads, and for the others where enough lists for a GPU
+    (LISTS_WANTED) are left.
     """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (rows + columns - 1) * period
@@ -132,7 +139,11 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
 
 
 def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> TileLists[jax.Array]:
-    """The lists of one kernel, from the block lists of the plan (None: every tile is visited)."""
+    """The lists of one kernel.
+
+    lists   the block lists of the call; None: every tile is visited
+    shape   from `shape_for`
+    """
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {
         ir.SCALAR: jnp.zeros_like(row),
@@ -168,9 +179,11 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> 
 
 
 def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tuple[jax.Array, ...]:
-    """Row, column, whether the mask applies, and whether the visit exists (lists are padded).
+    """The visits of each head of the block mask: (row of tiles, column of tiles, 1 where the mask applies, whether
+    the visit exists).
 
-    Each is [batch, heads, visits], with the batch and heads of the block mask.
+    Each is [batch, heads, visits], with the batch and heads of the block mask. Block lists are padded to one width,
+    so some visits do not exist.
     """
     blocks = plan.blocks
     if blocks is None or lists is None:
@@ -199,14 +212,22 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
 
 
 def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) -> jax.Array:
-    """What each visit adds to the number of the first head of its list."""
+    """What each visit adds to the number b * N + h of the first head of its list, int32 of `shape`
+    [batch, heads, visits].
+
+    merged   (whether batch entries, whether heads are joined into one list although their block lists differ)
+    """
     b = jnp.arange(shape[0], dtype=jnp.int32)[:, None, None] * (plan.q_heads * merged[0])
     h = jnp.arange(shape[1], dtype=jnp.int32)[:, None] * int(merged[1])
     return jnp.broadcast_to(b + h, shape)
 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
-    """[batch, heads, visits] with those of the first two axes that `merged` names folded into the last."""
+    """x, [batch, heads, visits], as [1 or batch, 1 or heads, all visits], with the axes that are joined folded into
+    the last.
+
+    merged   (whether batch entries, whether heads are folded)
+    """
     batch, heads, _ = x.shape
     if merged == (True, False):
         x = x.transpose(1, 0, 2)

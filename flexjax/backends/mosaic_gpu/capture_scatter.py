@@ -1,10 +1,13 @@
 """Adds the sums of capture_kernel.py to the elements of a captured array that the load's index names.
 
-The sums are one number for each (b, h) and query, key, difference of both, or (query, key). There are three cases. Where each dimension
-of the array is indexed by one axis, the sums are transposed and added as they are. Where no two sums share an element,
-they are scattered with unique indices. Otherwise they are sorted by element and each run of equal elements is summed.
-Sums for each (query, key) where several positions may read one element do not come here, because capture_kernel.py adds
-those to the array itself.
+The sums are one number for each (b, h) and query, key, difference of both, or (query, key): the *position*. There are
+three cases. Where each dimension of the array is indexed by one axis, the sums are transposed and added as they are.
+Where no two sums share an element, they are scattered with unique indices. Otherwise they are sorted by element and
+each run of equal elements is summed. Sums for each (query, key) where several positions may read one element do not
+come here, because capture_kernel.py adds those to the array itself.
+
+A *load* is score_mod's read of a captured array, with an index of one atom for each dimension; the axis delta stands
+for q - kv.
 """
 
 import jax
@@ -25,7 +28,7 @@ past its end."""
 
 
 def axes(load: ir.Load) -> frozenset[str]:
-    """The axes of (b, h, q, kv, delta) that the load's index depends on."""
+    """The axes among "b", "h", "q", "kv" and "delta" that the load's index depends on."""
     return frozenset().union(*(ir.axes_of(a) for a in load.index))
 
 
@@ -35,7 +38,7 @@ def positions_differ_by_entry(plan: KernelPlan, load: ir.Load) -> bool:
 
 
 def distinct(plan: KernelPlan, load: ir.Load) -> bool:
-    """Whether different (b, h, position) read different elements.
+    """Whether different (b, h, position) certainly read different elements.
 
     True where each axis that the index depends on indexes some dimension alone, with step 1 or -1.
     """
@@ -68,9 +71,11 @@ def add_at(
     sums: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    """`total`, in the shape of the captured array, with the sums of one load added.
+    """`total` with the sums of one load added to the elements that the load reads.
 
-    sums   [b, h, ...] from `capture_gradients._load_sums`
+    derivative   the program of the load, which computes its index
+    sums         [b, h, ...] from `capture_gradients._load_sums`
+    total        float32, in the shape of the captured array
     """
     if not load.index:
         return total + sums.sum()
@@ -89,7 +94,11 @@ def add_at(
 
 
 def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values with the same `element`, an int32 below `size`, in one fixed order; sorts in parts."""
+    """[size] sums of the values with the same `element`, in one fixed order; sorts in parts of SORTED_AT_ONCE.
+
+    element   [n] int32, which element each value belongs to, 0 to size - 1
+    value     [n] float32
+    """
     parts = -(-element.shape[0] // SORTED_AT_ONCE)
     if parts == 1:
         return _sum_runs(element, value, size)
@@ -99,16 +108,28 @@ def _sum_repeated(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
     value = jnp.pad(value, extra).reshape(parts, each)
 
     def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        """One step of a scan: `total` [size] plus the sums of one part, and None.
+
+        part   (elements, values), [n] each
+        """
         return total + _sum_runs(part[0], part[1], size), None
 
     return lax.scan(add, jnp.zeros((size,), value.dtype), (element, value))[0]
 
 
 def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """[size] sums of the values with the same `element`, in one fixed order: a sort by element, then a segmented scan."""
+    """[size] sums of the values with the same `element`, in one fixed order: a sort by element, then a segmented
+    scan.
+
+    element   [n] int32, which element each value belongs to, 0 to size - 1
+    value     [n] float32
+    """
     element, value = lax.sort((element, value), num_keys=1, is_stable=True)
 
     def join(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Joins two neighbouring pairs (element, running sum) of a segmented scan: the sum of `b` goes on where the
+        element is the same, and starts anew where it changes.
+        """
         return b[0], jnp.where(a[0] == b[0], a[1] + b[1], b[1])
 
     _, running = lax.associative_scan(join, (element, value))
@@ -120,10 +141,14 @@ def _sum_runs(element: jax.Array, value: jax.Array, size: int) -> jax.Array:
 def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load: ir.Load, rank: int) -> list[jax.Array]:
     """The elements that a load reads: an array of indices for each dimension of the captured array.
 
-    rank   that of the sums: 2, [b, h], for a load of class scalar; 4, [b, h, q, kv], for class tile; else 3, [b, h, position]
+    operands     with the captured arrays, some of which the index may be read from
+    derivative   the program of the load
+    rank         that of the sums: 2, [b, h], for a load of class scalar; 4, [b, h, q, kv], for class tile; else 3,
+                 [b, h, position]
 
-    The index arrays broadcast to the shape of the sums. A position is a query, a key, or, for a load of class diagonal, the
-    difference q - kv counted from -(kv_len - 1). Raises NotImplementedError for an index that a `Call` computes.
+    The index arrays broadcast to the shape of the sums. A position is a query, a key, or, for a load of class
+    diagonal, the difference q - kv counted from -(kv_len - 1). Raises NotImplementedError for an index that a `Call`
+    computes.
     """
     kind, own = ir.classify_load(load).kind, axes(load)
     shape = lambda n, at: jnp.arange(n, dtype=jnp.int32).reshape([-1 if d == at else 1 for d in range(rank)])
@@ -150,6 +175,9 @@ def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load:
     }
 
     def read(atom: ir.Atom) -> jax.Array:
+        """The value of an atom of the index: a literal as an array of one element, or a result that is computed
+        already.
+        """
         if isinstance(atom, ir.Lit):
             return jnp.full((1,) * rank, atom.value, jnp.dtype(atom.dtype))
         return env[atom.id]
@@ -171,7 +199,10 @@ def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load:
 
 
 def diagonal_sums(tiles: jax.Array) -> jax.Array:
-    """[..., n, n] to [..., 2n - 1]: sums along the diagonals r - c = -(n - 1) .. n - 1."""
+    """The sums of each tile along its diagonals row - column = -(n - 1) .. n - 1: [..., 2n - 1].
+
+    tiles   [..., n, n]
+    """
     n = tiles.shape[-1]
     flipped = jnp.pad(tiles[..., ::-1], [(0, 0)] * (tiles.ndim - 1) + [(0, n)])
     flat = flipped.reshape(*tiles.shape[:-2], n * 2 * n)[..., : n * (2 * n - 1)]
@@ -179,7 +210,10 @@ def diagonal_sums(tiles: jax.Array) -> jax.Array:
 
 
 def join_windows(windows: jax.Array) -> jax.Array:
-    """Adds [..., d, 2n - 1] windows that start n apart into one vector of n * (d + 1) - 1 numbers."""
+    """Adds up overlapping windows of numbers into one vector, [..., n * (d + 1) - 1].
+
+    windows   [..., d, 2n - 1]: d windows, each of which starts n numbers after the one before
+    """
     *head, count, width = windows.shape
     n = (width + 1) // 2
     padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 1) + [(0, 1)]).reshape(*head, count, 2, n)

@@ -1,4 +1,9 @@
-"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py)."""
+"""Tile sizes, ring depths and shared memory of the kernel that sums gradients of captured arrays (capture_kernel.py).
+
+A tile of scores has 64 or 128 queries and as many keys; a computing warpgroup has ROWS of the queries, and keys come
+in slots of ROWS. A *ring* is a buffer in shared memory with several slots, filled by a copying warpgroup. The *staged
+array* is a captured array, such as a pair bias, whose tiles come through shared memory (pair_bias.py).
+"""
 
 import typing
 
@@ -11,7 +16,9 @@ ROWS = 64
 
 
 def warpgroups_for(plan: KernelPlan) -> int:
-    """Computing warpgroups of 64 queries each: two where 128 x 128 tiles fit shared memory and divide the mask's blocks."""
+    """Number of computing warpgroups, of 64 queries each: two where 128 x 128 tiles fit shared memory (padded head
+    dims of keys and values of at most 256 together) and divide the mask's blocks, else one.
+    """
     dims = padded_dim(plan.head_dim) + padded_dim(plan.value_dim)
     blocks = plan.blocks
     divide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
@@ -55,7 +62,14 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 def capture_scratch(
     groups: int, rings: RingDepths, dims: tuple[int, int], dtype: str, staged_dtype: str | None
 ) -> Scratch[Description]:
-    """The shared memory of the kernel with `groups` computing warpgroups; dims are the padded head dims of keys and values."""
+    """The shared memory of a CTA of the kernel.
+
+    groups         computing warpgroups
+    rings          ring depths
+    dims           padded head dims of keys and values
+    dtype          name of the inputs' dtype
+    staged_dtype   of the array to stage, None without one
+    """
     dim, value_dim = dims
     tile = groups * ROWS
     staged = None
@@ -77,7 +91,9 @@ def capture_scratch(
 def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None) -> RingDepths:
     """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings.
 
+    groups         computing warpgroups
     dims           padded head dims of keys and values
+    dtype          name of the inputs' dtype
     staged_dtype   of the array to stage, None without one
     """
     choices = [

@@ -47,7 +47,11 @@ arrays over queries or keys, which two kernels evaluate twice."""
 
 
 def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
-    """The tile and pipeline of the forward kernel: the first candidate that fits."""
+    """The configuration of the forward kernel that runs a plan: the size of its tiles, its rings and pipeline
+    (`ForwardTile`).
+
+    It is the first candidate of forward_tiles.py that fits.
+    """
     return forward_tiles.forward_tile(plan)
 
 
@@ -55,14 +59,18 @@ def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
 
 
 class FusedKernel(typing.NamedTuple):
-    """dQ, dK and dV in one kernel; `ordered`: CTAs add their dQ tiles in the fixed order of dq_order.py."""
+    """dQ, dK and dV in one kernel.
+
+    tiles     its sizes
+    ordered   whether CTAs add their dQ tiles in the fixed order of dq_order.py, or in any order
+    """
 
     tiles: FusedTiles
     ordered: bool
 
 
 class TwoKernels(typing.NamedTuple):
-    """A kernel for dQ and one for dK and dV, the split one above head dim 128."""
+    """A kernel for dQ and one for dK and dV, the split one above head dim 128; the fields are their sizes."""
 
     dq: DqTiles
     dkv: DkvTiles | SplitDkvTiles
@@ -71,11 +79,12 @@ class TwoKernels(typing.NamedTuple):
 def backward_kernels(
     plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS, all_gradients: bool = True
 ) -> FusedKernel | TwoKernels:
-    """The kernels of the backward pass.
+    """The kernels of the backward pass of a plan, with their sizes, by the table at the top of this file.
 
     plan            with extra features joined to the head dim, or not joined: the choice is the same
-    bias            dtypes of staged arrays and direct gradients (pair_bias.py)
-    all_gradients   whether dQ and one of dK, dV are asked for; otherwise one of two kernels runs alone
+    bias            dtypes of the staged array and of the gradients that the dQ kernel writes (pair_bias.py)
+    all_gradients   whether dQ and one of dK, dV are asked for. If not, there is no fused kernel, and one of two
+                    kernels runs alone
     """
     fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
     if fused is not None:
@@ -86,7 +95,11 @@ def backward_kernels(
 
 
 def fused_is_faster(plan: KernelPlan) -> bool:
-    """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all."""
+    """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
+
+    Not with a load of an element for each (query, key); always where additions to dQ may be in any order; in a fixed
+    order by `_ordered_dq_is_fast`.
+    """
     if ir.TILE in _load_kinds(plan):
         return False
     if not plan.options.deterministic:
@@ -96,18 +109,30 @@ def fused_is_faster(plan: KernelPlan) -> bool:
 
 
 def adds_in_order(plan: KernelPlan, tiles: FusedTiles) -> bool:
-    """Whether the fused kernel adds to dQ in a fixed order: where it must, and where a fixed order is faster than any."""
+    """Whether the fused kernel adds to dQ in a fixed order: where the options ask for the same bits each time
+    (`deterministic`), or where a fixed order is faster than any order.
+
+    tiles   sizes of the fused kernel
+
+    It is faster for full attention with tiles of 128 queries and ungrouped heads, where `_ordered_dq_is_fast`.
+    """
     if plan.options.deterministic:
         return True
     return tiles.queries == 128 and dq_order.is_full(plan) and plan.group == 1 and _ordered_dq_is_fast(plan, tiles)
 
 
 def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
-    """Whether the fused kernel in a fixed order beats two kernels, by the model of dq_order.py and by measurement."""
+    """Whether the fused kernel in a fixed order beats two kernels, by the model of dq_order.py and by measurement.
+
+    tiles   sizes of the fused kernel
+
+    It does where the tickets fit memory and the modelled start-up delay is at most MOST_DELAY, or
+    MOST_DELAY_WHERE_TWO_ARE_SLOW. One case is known to be slower: a causal mask alone, with tiles of 64 queries.
+    """
     if not _tickets_fit(plan, tiles.queries):
         return False
-    if tiles.queries == 64 and plan.score is None and dq_order.is_triangle(plan):
-        return False  # two kernels are 4% faster at head dim 128, and as fast with grouped heads; with ALiBi 20% slower
+    if tiles.queries == 64 and plan.group > 1 and plan.score is None and dq_order.is_triangle(plan):
+        return False  # two kernels are as fast with grouped heads, because the CTAs of a group wait for each other
     kv_tiles = -(-plan.kv_len // FUSED_KEYS)
     order = dq_order.order_for(plan, -(-plan.q_len // tiles.queries), kv_tiles)
     fills_gpu = plan.batch * plan.kv_heads * kv_tiles > dq_order.REFERENCE_SMS
@@ -116,19 +141,29 @@ def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
 
 def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
-    """Whether there are at most MOST_TICKETS tickets for tiles of so many queries."""
+    """Whether the tickets of all masks of the call, one number for each (query tile, key tile), are at most
+    MOST_TICKETS.
+
+    queries   of a query tile; a key tile has FUSED_KEYS keys
+    """
     q_tiles, kv_tiles = -(-plan.q_len // queries), -(-plan.kv_len // FUSED_KEYS)
     masks = plan.blocks.batch * plan.blocks.heads if plan.blocks is not None else 0
     return masks * q_tiles * kv_tiles <= MOST_TICKETS
 
 
 def _load_kinds(plan: KernelPlan) -> set[str]:
-    """The kinds (`ir.classify_load`) of score_mod's loads."""
+    """The load classes ("scalar", "row", "column", "diagonal", "tile"; `ir.classify_load`) of score_mod's loads of
+    captured arrays; empty without a score_mod.
+    """
     return set() if plan.score is None else {ir.classify_load(load).kind for load in plan.score.loads}
 
 
 def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
-    """(block_q_bwd, block_kv_bwd) pairs that the options and the block mask allow, the default choice first."""
+    """The (block_q_bwd, block_kv_bwd) pairs, each 64 or 128 tokens, that the options and the block mask allow, for
+    `flexjax.autotune`.
+
+    The tile of the fused kernel comes first where that kernel is the default choice; otherwise the largest.
+    """
     options, blocks = plan.options, plan.blocks
     fits = lambda n, block: block is None or block % n == 0
     queries = [n for n in (128, 64) if options.block_q_bwd in (None, n) and fits(n, blocks and blocks.block_q)]
@@ -146,13 +181,15 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 
 def describe(plan: KernelPlan) -> str:
-    """The kernels of both passes with their tiles, queries x keys; the backward pass for all gradients of q, k and v."""
+    """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
+    gradients of q, k and v.
+    """
     tile = forward_kernel(plan)
     return f"forward {tile.block_q} x {tile.block_kv}, backward {_describe_backward(plan)}"
 
 
 def _describe_backward(plan: KernelPlan) -> str:
-    """The backward kernels with their tiles, queries x keys."""
+    """The kernels of the backward pass with their tiles, queries x keys, as text."""
     chosen = backward_kernels(plan)
     if isinstance(chosen, FusedKernel):
         order = "a fixed order" if chosen.ordered else "any order"

@@ -1,18 +1,21 @@
 """Compiles kernels early and in parallel, and lets Mosaic's cache find equal kernels again.
 
-XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is lowered. Mosaic
-caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running number into each module, so equal
-kernels have different hashes and the cache never hits. Therefore, as soon as a forward or backward pass is lowered,
+XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is
+lowered. Mosaic caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running
+number into each module, so equal kernels have different hashes and the cache never hits. Therefore, as soon as a
+forward or backward pass is lowered,
 
 - `lowering` removes the file name from its kernels, and equal kernels have equal hashes;
-- each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of the caller's
-  program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and then finds the machine code
-  in the cache.
+- each kernel starts to compile in a thread, as the only operation of a program that is never run, while the rest of
+  the caller's program is lowered. XLA, which needs LLVM with other options than Mosaic, waits for the threads and
+  then finds the machine code in the cache.
 
 An error in such a thread is not reported, because XLA compiles the same kernel again and reports it to the user.
 
-All of this only saves time, and it uses parts of jax that are not public. Where a version of jax has changed them, calls work without
-it, and this module logs why: everything that may be missing is imported and used below `attempt`.
+A kernel in a lowered program is a custom call, an MLIR operation whose backend configuration holds the kernel's
+module as bytecode, and its hash. All of this only saves time, and it uses parts of jax that are not public. Where a
+version of jax has changed them, calls work without it, and this module logs why: everything that may be missing is
+imported and used below `attempt`.
 """
 
 import concurrent.futures
@@ -44,22 +47,32 @@ TARGET = "mosaic_gpu_v2"
 """Name of the custom call that runs a Mosaic GPU kernel."""
 
 CONFIG, MODULE, HASH = "mhlo.backend_config", "module", "kernel_hash"
+"""The attribute of that call with the kernel, and the kernel's bytecode and hash in it."""
 FILE_NAME = "mosaic_gpu.dump_basename"
+"""The attribute of a kernel's module with the file name for dumps."""
 
 MOST_THREADS = 8
+"""The most threads in which kernels compile."""
 
 
 @contextlib.contextmanager
 def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
-    """Kernels that are lowered inside are compiled ahead if the target is a GPU of this process."""
-    before = attempt(operations)
+    """A context: the kernels that are lowered inside get hashes that equal kernels share, and compile ahead if the
+    target is a GPU of this process.
+
+    module   what the pass is lowered into
+    target   the device that the pass is lowered for
+
+    Compiling begins when the context ends, and is not waited for.
+    """
+    before = attempt(operations_so_far)
     yield
     if before is not None:
         attempt(compile_new_kernels, before, module, target)
 
 
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
-    """function(*arguments); None, with a line in the log, where it raises."""
+    """function(*arguments); None, with a line in the log, where the call raises."""
     try:
         return function(*arguments)
     except Exception as error:  # a jax whose internals have changed may raise anything
@@ -67,19 +80,24 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
         return None
 
 
-def operations() -> "list[ir.OpView]":
-    """Operations so far of the MLIR block that is being lowered into."""
+def operations_so_far() -> "list[ir.OpView]":
+    """The operations so far of the MLIR block into which jax is lowering, in order."""
     from jax.extend.mlir import ir
 
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
-    """Removes the file names from the kernels that were lowered after the operations `before`, and starts to compile them."""
+    """Removes the file names from the kernels that were lowered since, and starts to compile these kernels.
+
+    before   the block's operations before the pass was lowered (`operations_so_far`)
+    module   what the pass is lowered into
+    target   the device that the pass is lowered for; kernels are compiled only if it is a GPU of this process
+    """
     from jax.extend.mlir import ir
 
-    gpu = own_gpu(target)
-    for operation in operations()[len(before) :]:
+    gpu = gpu_of_this_process(target)
+    for operation in operations_so_far()[len(before) :]:
         if operation.operation.name != "stablehlo.custom_call" or CONFIG not in operation.attributes:
             continue
         if ir.StringAttr(operation.attributes["call_target_name"]).value != TARGET:
@@ -87,21 +105,27 @@ def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext",
         config = without_file_name(ir.DictAttr(operation.attributes[CONFIG]), module.context)
         operation.attributes[CONFIG] = config
         if gpu is not None:
-            begin(kernel_of(config), gpu)
+            start_compiling(kernel_of(config), gpu)
 
 
-def own_gpu(target: Target) -> "SingleDeviceSharding | None":
-    """A sharding that places an array on a GPU of this process; None if the target is not such a GPU."""
+def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
+    """A sharding that places an array on the first GPU of this process; None if the target is not such a GPU, but for
+    example one that the program is compiled for on another machine.
+    """
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None
     return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cuda")[0])
 
 
 def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
-    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash of what is left."""
+    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash made anew.
+
+    config    the attribute CONFIG of the kernel's custom call
+    context   in which new attributes are made
+    """
     from jax.extend.mlir import ir
 
-    parsed = parse(ir.StringAttr(config[MODULE]).value_bytes, context)
+    parsed = parse_module(ir.StringAttr(config[MODULE]).value_bytes, context)
     if FILE_NAME not in parsed.operation.attributes:
         return config
     del parsed.operation.attributes[FILE_NAME]
@@ -113,8 +137,12 @@ def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictA
     return ir.DictAttr.get(entries, context=context)
 
 
-def parse(module: bytes, context: "ir.Context") -> "ir.Module":
-    """The module of a kernel from its bytecode, whose dialect (`stable_mosaic_gpu`) is registered nowhere."""
+def parse_module(module: bytes, context: "ir.Context") -> "ir.Module":
+    """The MLIR module of a kernel, from its bytecode.
+
+    The module's dialect, `stable_mosaic_gpu`, is not registered in the context, so unregistered dialects are allowed
+    while this parses.
+    """
     from jax.extend.mlir import ir
 
     allowed = context.allow_unregistered_dialects
@@ -133,33 +161,42 @@ class KernelCall(typing.NamedTuple):
 
 
 def kernel_of(config: "ir.DictAttr") -> KernelCall:
-    """The kernel of a backend configuration."""
+    """Hash and module of the kernel, from the backend configuration of its custom call."""
     from jax.extend.mlir import ir
 
     return KernelCall(ir.StringAttr(config[HASH]).value_bytes, ir.StringAttr(config[MODULE]).value_bytes)
 
 
 @functools.cache
-def threads() -> concurrent.futures.ThreadPoolExecutor | None:
-    """The pool that kernels compile in: a thread for each core but the caller's, at most MOST_THREADS; None on one core."""
+def compile_threads() -> concurrent.futures.ThreadPoolExecutor | None:
+    """The pool of threads in which kernels compile: one for each core but the caller's, at most MOST_THREADS; None on
+    one core.
+    """
     spare = min(MOST_THREADS, (os.cpu_count() or 1) - 1)
     return concurrent.futures.ThreadPoolExecutor(spare, "flexjax_compile") if spare > 0 else None
 
 
-begun: set[bytes] = set()
-"""Hashes of the kernels that `begin` has seen."""
+started_hashes: set[bytes] = set()
+"""Hashes of the kernels that `start_compiling` has seen."""
 
 
-def begin(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Starts to compile a kernel in a thread, unless this process has done so before."""
-    pool = threads()
-    if pool is not None and kernel.kernel_hash not in begun:
-        begun.add(kernel.kernel_hash)
+def start_compiling(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
+    """Starts to compile a kernel in a thread, unless this process has done so before or has one core. It does not
+    wait.
+
+    gpu   the device to compile for
+    """
+    pool = compile_threads()
+    if pool is not None and kernel.kernel_hash not in started_hashes:
+        started_hashes.add(kernel.kernel_hash)
         pool.submit(compile_alone, kernel, gpu)
 
 
 def compile_alone(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Compiles a program whose only operation calls the kernel. Machine code does not depend on the operands, so any do."""
+    """Compiles a program whose only operation calls the kernel, so that Mosaic's cache has its machine code.
+
+    The operands are of any shape, because machine code does not depend on them. The program is never run.
+    """
     one = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=gpu)
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((1,), jnp.int32))
     jax.jit(lambda x: call(x, **kernel._asdict(), use_custom_barrier=False)).lower(one).compile()

@@ -63,19 +63,20 @@ class DqOrder(typing.NamedTuple):
 
 
 def is_full(plan: KernelPlan) -> bool:
-    """Whether all queries read all keys."""
+    """Whether all queries read all keys: there is neither a mask nor a block mask."""
     return plan.blocks is None and plan.mask is None
 
 
 def is_triangle(plan: KernelPlan) -> bool:
-    """Whether the mask is causal-like: the last visible key grows with the query."""
+    """Whether the mask is causal-like, by a pattern of mask_mod: the last visible key grows with the query."""
     return plan.blocks is not None and plan.mask is not None and patterns.is_causal_like(plan.mask)
 
 
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
-    """The order with the smallest modelled time, for heads of `q_tiles` x `kv_tiles` tiles.
+    """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
-    A mask that is neither full nor a triangle has unknown density, so its delay is not modelled (0).
+    For full and causal-like masks it is downward, with as many partial sums as the model likes best. Any other mask
+    has unknown density: upward, one sum, and the delay is not modelled (0).
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
@@ -88,12 +89,21 @@ def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
 
 
 def _sums(kv_tiles: int) -> list[int]:
-    """The numbers of partial dQ sums to choose from."""
+    """The numbers of partial dQ sums of a head to choose from: powers of two up to MOST_SUMS and to the number of key
+    tiles.
+    """
     return [n for n in (1, 2, 4, MOST_SUMS) if n <= max(kv_tiles, 1)]
 
 
 def _modelled_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, sums: int) -> DqOrder:
-    """The downward order with these choices, and its start-up delay from the model that the comments give, in steps."""
+    """The downward order with these choices, and its start-up delay from the model that the comments give.
+
+    q_tiles, kv_tiles   tiles of a query head and of a key head
+    heads               key heads side by side
+    sums                partial dQ sums of a head
+
+    The delay is relative to the kernel's time without it.
+    """
     key_heads, density = plan.batch * plan.kv_heads, 0.5 if is_triangle(plan) else 1.0
     steps = q_tiles * plan.group  # of the longest CTA
     ctas = key_heads * kv_tiles
@@ -124,7 +134,13 @@ class Assignment(typing.NamedTuple):
 
 
 def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Assignment:
-    """What the CTA with this start number owns: groups of `order.heads` heads side by side, rank by rank."""
+    """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, and among these rank 0 of
+    each head, then rank 1 of each, and so on.
+
+    start       the CTA's start number, int32 scalar
+    kv_tiles    key tiles of a head
+    key_heads   key heads over all batch entries
+    """
     i32 = jnp.int32
     together = i32(order.heads * kv_tiles)
     first = jax.lax.div(start, together) * i32(order.heads)
@@ -136,9 +152,11 @@ def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: in
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
-    """[.., key tiles, query tiles] int32: the ticket at each visited pair.
+    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32.
 
-    visited   0 or 1, in the same shape
+    visited   1 where the key tile visits the query tile, else 0, in the same shape
+
+    Entries that are not visited have numbers without meaning.
     """
     *lead, kv_tiles, q_tiles = visited.shape
     by_rank = visited if order.downward else jnp.flip(visited, -2)

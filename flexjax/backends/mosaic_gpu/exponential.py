@@ -31,7 +31,9 @@ COEFFICIENTS = (0.6931242346763611, 0.24024099111557007, 0.05590631067752838, 0.
 ROUNDING_SHIFT = 1.5 * 2.0**23
 """A float32 this large has no bits below 1, so adding it rounds x to an integer."""
 LOWEST = -127.0
+"""From here on down the polynomial gives exactly 0."""
 MANTISSA_BITS = 23
+"""Bits of a float32 below its exponent."""
 GROUP = 8
 """Shares are counted in eighths."""
 
@@ -39,19 +41,26 @@ GROUP = 8
 def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
     """2^x of a float32 tile [rows, columns].
 
-    share   of every eight registers of a thread, each two neighbouring elements, this many are computed by the polynomial
+    share       of every eight registers of a thread, each two neighbouring elements, this many are computed by the
+                polynomial, 0 to 8
+    interpret   whether the kernel runs in the simulator
     """
     if not share:
         return jnp.exp2(x)
     if interpret:
         chosen = jnp.arange(x.shape[1]) // 2 % GROUP < share
-        return jnp.where(chosen[None, :], polynomial(x), jnp.exp2(x))
+        return jnp.where(chosen[None, :], exp2_polynomial(x), jnp.exp2(x))
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
     def powers(tile: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of 2^x, by the polynomial for `share` of every eight registers and by `ex2` for the
+        others.
+
+        tile   registers of x
+        """
         out = np.empty_like(tile.registers)
         for number, (index, register) in enumerate(np.ndenumerate(tile.registers)):
-            power_of_two = _by_polynomial if number % GROUP < share else by_instruction
+            power_of_two = _exp2_by_polynomial if number % GROUP < share else exp2_by_instruction
             for element in range(ir.VectorType(register.type).shape[0]):
                 value = vectors.extract(register, dynamic_position=[], static_position=[element])
                 register = vectors.insert(power_of_two(value), register, dynamic_position=[], static_position=[element])
@@ -61,8 +70,11 @@ def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
     return powers(x)
 
 
-def polynomial(x: jax.Array) -> jax.Array:
-    """2^x for float32 x up to 127, by the polynomial at the top of this file, with the operations of `_by_polynomial`."""
+def exp2_polynomial(x: jax.Array) -> jax.Array:
+    """2^x for float32 x up to 127, by the polynomial at the top of this file, in jax.numpy.
+
+    The operations are those of `_exp2_by_polynomial`, in the same order; the simulator and tests use it.
+    """
     x = jnp.maximum(x, np.float32(LOWEST))
     shifted = lax.optimization_barrier(x + np.float32(ROUNDING_SHIFT))  # XLA would cancel the two additions
     r = x - (shifted - np.float32(ROUNDING_SHIFT))
@@ -73,13 +85,13 @@ def polynomial(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def by_instruction(x: ir.Value) -> ir.Value:
-    """2^x of an f32 by the `ex2` instruction, which flushes denormals to 0."""
+def exp2_by_instruction(x: ir.Value) -> ir.Value:
+    """2^x of an f32 by the `ex2` instruction, which flushes denormals to 0; inside `inline_mgpu`."""
     return typing.cast(ir.Value, llvm.inline_asm(x.type, [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
 
 
-def _by_polynomial(x: ir.Value) -> ir.Value:
-    """2^x of an f32 by the polynomial at the top of this file."""
+def _exp2_by_polynomial(x: ir.Value) -> ir.Value:
+    """2^x of an f32 by the polynomial at the top of this file; inside `inline_mgpu`."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     number = lambda value: mgpu.c(float(value), f32)
     x = arith.maximumf(x, number(LOWEST))

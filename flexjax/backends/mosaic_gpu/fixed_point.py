@@ -32,23 +32,33 @@ element, and are added to each other first."""
 
 
 def power(total: jax.Array) -> jax.Array:
-    """k, int32, for this bound of the sum of all magnitudes."""
+    """k, an int32 scalar from -126 to 126: numbers become multiples of 2^-k.
+
+    total   a bound of the sum of all magnitudes, a float32 scalar
+    """
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(total), total, 1.0).astype(jnp.float32))
     return jnp.clip(LARGEST_POWER - exponent, -126, 126).astype(jnp.int32)
 
 
 def _power_of_two(k: jax.Array) -> jax.Array:
-    """2^k in float32, exactly, for k from -126 to 127."""
+    """2^k in float32, exactly, for an int32 k from -126 to 127."""
     return lax.bitcast_convert_type((k + 127) << 23, jnp.float32)
 
 
 def scale(total: jax.Array) -> jax.Array:
-    """The factor of numbers before they are rounded to integers: 2^k."""
+    """2^k, the factor by which numbers are multiplied before they are rounded to integers, a float32 scalar.
+
+    total   a bound of the sum of all magnitudes, a float32 scalar
+    """
     return _power_of_two(power(total))
 
 
 def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
-    """[size] float32 sums from the [size, 2] uint32 words of the integers; `total` as for `scale`."""
+    """The sums as float32, [size], from the words of their 64-bit integers; NaN where `total` is not finite.
+
+    words   [size, 2] uint32, low word first
+    total   the bound for which the numbers were scaled
+    """
     low, high = words[:, 0], words[:, 1]
     negative = high >> 31 == 1
     high = jnp.where(negative, ~high + (low == 0), high)
@@ -59,12 +69,14 @@ def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret: bool) -> None:
-    """sums[index] += value * factor, inside a kernel.
+    """Adds value * factor, rounded to a 64-bit integer, to sums[index], inside a kernel.
 
-    sums      [size, 2] uint32; in the simulator [size] float32, to which `value` is added without the factor
-    index     a tile of int32 in the layout of the WGMMA accumulator
-    value     a tile of float32 in the same layout
-    factor    `scale` of the total
+    sums        [size, 2] uint32 in global memory; in the simulator [size] float32, to which `value` is added without
+                the factor
+    index       [rows, columns] int32 in the layout of the WGMMA accumulator
+    value       [rows, columns] float32 in the same layout
+    factor      `scale` of the total
+    interpret   whether the kernel runs in the simulator
     """
     if interpret:
         sums[...] = sums[...].at[index].add(value)
@@ -74,6 +86,16 @@ def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret
     def scatter(
         memory: ir.Value, indices: mgpu.FragmentedArray, values: mgpu.FragmentedArray, factor: mgpu.FragmentedArray
     ) -> None:
+        """Adds the numbers that one thread holds to their elements, as 64-bit integers by atomic instructions.
+
+        memory    the sums
+        indices   registers of the element of each number
+        values    registers of the numbers
+        factor    what multiplies the numbers before they are rounded
+
+        Numbers of the thread on one diagonal of the tile that go to one element are added to each other first; zeros
+        are left out.
+        """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
         by = scalar_of(factor)

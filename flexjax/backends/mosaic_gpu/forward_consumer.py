@@ -5,13 +5,17 @@
     P, rescale          online_softmax.py
     out += P V          WGMMA, P from registers
 
-A step is one key tile. Steps come in two orders:
+A step is one key tile. Steps of a work item (one query tile with the key tiles that it visits, tile_scheduler.py) are
+numbered from 0, `n` in the functions below; those that need no mask come first. Steps come in two orders:
 
     staggered (`ForwardTile.overlap`)   issue S of step n and P V of step n - 1 together; softmax of n while P V is in flight
     whole                               S, softmax and P V of one step after the other; the other consumer's WGMMAs run meanwhile
 
-Steps that need no mask come first and have a loop of their own, because a branch between in-flight WGMMAs forces a wait. `Phase`
-says which steps a function is traced for.
+Steps without a mask and steps with one have a loop each, because a branch between in-flight WGMMAs forces a wait.
+`Phase` says which steps a function is traced for. The producer (forward_producer.py) fills rings of slots in shared
+memory with keys, values and tiles of a staged array (staging.py), in the order of the steps over all work items of
+the CTA; a consumer waits until a slot is full and releases it when it has read it. `state` is what the online softmax
+keeps between steps.
 """
 
 import dataclasses
@@ -43,16 +47,22 @@ f32 = np.float32
 
 
 class Phase(enum.Enum):
-    """Which steps of a work item a function is traced for."""
+    """Which steps of a work item a function is traced for.
+
+    UNMASKED   steps that need no mask
+    MASKED     steps that need the mask or the check of the last key
+    FIRST      step 0 of the staggered order, before its loops: masked or not, by its number
+    """
 
     UNMASKED = "unmasked"
     MASKED = "masked"
-    FIRST = "first"  # step 0, which may be either
-    """Step 0 of the staggered order, before its loops: masked or not, by its number."""
+    FIRST = "first"
 
 
 class Programs(typing.NamedTuple):
-    """The traced programs of the plan at the rows of one query tile; None for those that the plan lacks."""
+    """The traced programs of score_mod, mask_mod and dropout at the rows of one query tile; None for those that the
+    plan lacks.
+    """
 
     score: TileProgram | None
     mask: TileProgram | None
@@ -60,14 +70,18 @@ class Programs(typing.NamedTuple):
 
 
 class StepTile(typing.NamedTuple):
-    """The key tile of one step: its first key, and the programs with the vectors over its keys read."""
+    """The key tile of one step: the number of its first key, and the programs with the vectors over its keys
+    computed.
+
+    `start` is None where nothing in the step depends on which keys it visits.
+    """
 
     start: Scalar | None
     programs: Programs
 
 
 class Position(typing.NamedTuple):
-    """Where a query tile lies: batch entry, head, number of the query tile."""
+    """Where a query tile lies: batch entry, query head, number of the query tile within the head."""
 
     b: Scalar
     h: Scalar
@@ -76,7 +90,12 @@ class Position(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """One consumer warpgroup of a CTA."""
+    """One consumer warpgroup of a CTA.
+
+    setup             what is known before the kernel is traced
+    inputs, outputs   Refs to global memory
+    scratch           Refs to the CTA's shared memory
+    """
 
     setup: ForwardSetup
     inputs: Inputs[Ref]
@@ -84,7 +103,10 @@ class Consumer:
     scratch: ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Computes its rows of every work item of this CTA."""
+        """Computes this warpgroup's rows of every work item of the CTA, and writes the results to `outputs`.
+
+        At first it releases every slot of every ring, so that the producer finds all of them free.
+        """
         tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
         if tile.groups > 1:
             plgpu.set_max_registers(tile.consumer_registers, action="increase")
@@ -100,6 +122,12 @@ class Consumer:
         self.setup.ping_pong.begin(group)
 
         def compute_item(item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
+            """Computes this warpgroup's rows of one work item; returns the number of the first step of the CTA's next
+            item.
+
+            turn         number of the item in this CTA
+            first_step   number of the item's first step, counted over the items of the CTA
+            """
             QueryTile.of(self, item, turn, first_step, group).compute()
             return first_step + item.total
 
@@ -107,9 +135,13 @@ class Consumer:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _each_item(self, compute_item: Callable[[WorkItem, Scalar, Scalar], Scalar]) -> None:
-        """Calls `compute_item` on each work item of this CTA, as `Producer._each_item` does.
+        """Calls `compute_item` on each work item of this CTA, in the order in which the producer copies for them.
 
-        With the dynamic scheduler an item and its queries come together, so this waits for the query slot; otherwise the item does.
+        compute_item   (item, number of the item in this CTA, number of its first step in this CTA) -> number of the
+                       step after its last
+
+        With the dynamic scheduler an item comes through the mailbox together with its queries, so this waits for the
+        query slot; otherwise `QueryTile.of` waits for it.
         """
         scheduler, tile, mask_rows = self.setup.scheduler, self.setup.tile, self.inputs.mask_rows
         if not tile.dynamic_scheduler:
@@ -118,11 +150,16 @@ class Consumer:
             return
 
         def receive(turn: Scalar) -> tuple[Scalar, WorkItem]:
+            """(whether there is a work item number `turn`, the item) from the mailbox, once its query slot is full."""
             slot = kernel_parts.slot_of(turn, tile.query_slots)
             plgpu.barrier_wait(self.scratch.query_full.at[slot])
             return tile_scheduler.get(present(self.scratch.mailbox), slot)
 
         def one(state: tuple[Scalar, WorkItem, Scalar, Scalar]) -> tuple[Scalar, WorkItem, Scalar, Scalar]:
+            """Computes the item of the loop's state and receives the next.
+
+            state   (whether there is an item, the item, its number in this CTA, number of its first step)
+            """
             _, item, turn, step = state
             step = compute_item(item, turn, step)
             return *receive(turn + 1), turn + 1, step
@@ -135,12 +172,15 @@ class Consumer:
 class QueryTile:
     """The rows of one work item that one consumer computes.
 
+    consumer     the warpgroup
+    item         the work item
     turn         number of the work item in this CTA
-    first_step   number of its first step, counted over the items of this CTA: the position in the rings of keys and values
-    group        the warpgroup
+    first_step   number of its first step, counted over the items of this CTA: the position in the rings of keys and
+                 values
+    group        number of the warpgroup among the consumers
     programs     of the plan, at these rows
     query_slot   slot of the queries in their ring
-    queries      the rows in shared memory
+    queries      [rows, D], the rows in shared memory
     """
 
     consumer: Consumer
@@ -154,11 +194,22 @@ class QueryTile:
 
     @classmethod
     def of(cls, consumer: Consumer, item: WorkItem, turn: Scalar, first_step: Scalar, group: Scalar) -> "QueryTile":
-        """Computes the row vectors of the programs, and waits for the queries unless `_each_item` has done so."""
+        """The rows of `item` that warpgroup `group` computes, with the row vectors of the programs computed.
+
+        turn         number of the item in this CTA
+        first_step   number of its first step, counted over the items of this CTA
+
+        It waits for the queries, unless the dynamic scheduler runs: then `Consumer._each_item` has done so.
+        """
         setup, inputs, scratch, tile = consumer.setup, consumer.inputs, consumer.scratch, consumer.setup.tile
         q_start = item.q_tile * tile.block_q + group * tile.rows
 
         def at_rows(program: ir.Program | None, refs: tuple[Ref, ...]) -> TileProgram | None:
+            """A program of score_mod, mask_mod or dropout with its row vectors computed at this warpgroup's rows;
+            None for None.
+
+            refs   its captured arrays
+            """
             if program is None:
                 return None
             return TileProgram(
@@ -185,19 +236,24 @@ class QueryTile:
 
     @property
     def setup(self) -> ForwardSetup:
+        """What is known before the kernel is traced."""
         return self.consumer.setup
 
     @property
     def scratch(self) -> ForwardScratch[Ref]:
+        """Refs to the CTA's shared memory."""
         return self.consumer.scratch
 
     def compute(self) -> None:
-        """All steps of the item, then its results."""
+        """Runs all steps of the work item and writes its results (`_finish`)."""
         setup, tile = self.setup, self.setup.tile
         out = plgpu.layout_cast(jnp.zeros((tile.rows, tile.value_dim), jnp.float32), registers.TILE)
         steps = self._staggered_steps if tile.overlap else self._whole_steps
 
         def no_steps(out: jax.Array) -> tuple[jax.Array, State, Position]:
+            """For a work item whose block lists are empty: (`out` as it is, the softmax state before the first tile,
+            position of the tile).
+            """
             return out, setup.softmax.start, self._release_queries()
 
         if not tile.overlap:
@@ -208,15 +264,21 @@ class QueryTile:
             found = cond(self.item.total > 0, lambda: steps(out), lambda: no_steps(out))
         if not tile.overlap:
             setup.ping_pong.end_tile(self.group)
-        row_part = None
+        row_term = None
         if self.programs.score is not None and setup.reference is None and not setup.large_scores:
-            row_part = self.programs.score.row_part()
-        self._finish(row_part, *found)
+            row_term = self.programs.score.row_term()
+        self._finish(row_term, *found)
 
     # ----------------------------------------------------------------- the two orders of steps
 
     def _whole_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
-        """Every step in the whole order: (out before its division, softmax state, position of the tile)."""
+        """Runs every step in the whole order.
+
+        out   [rows, value dim] float32, zeros
+
+        Returns (`out` plus P V of every step, not yet divided by the softmax denominator; softmax state; position of
+        the query tile).
+        """
         state = self.setup.softmax.start
         if self.setup.tile.prefetch_key_barrier:  # otherwise each step waits for its own keys
             plgpu.barrier_wait(self.scratch.key_full.at[self._key_slot(i32(0))])
@@ -224,15 +286,21 @@ class QueryTile:
         return out, state, self._release_queries()
 
     def _staggered_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
-        """Every step in the staggered order: the scores of step 0 before the loop, P V of the last step after it."""
+        """Runs every step in the staggered order: S of step 0 before the loop, P V of the last step after it.
+
+        out   [rows, value dim] float32, zeros
+
+        Returns (`out` plus P V of every step, not yet divided by the softmax denominator; softmax state; position of
+        the query tile).
+        """
         setup, item = self.setup, self.item
         state = setup.softmax.start
         plgpu.barrier_wait(self.scratch.key_full.at[self._key_slot(i32(0))])
-        at = self._step_tile(self._start(i32(0), Phase.FIRST), Phase.FIRST)
+        step_tile = self._step_tile(self._start(i32(0), Phase.FIRST), Phase.FIRST)
         setup.ping_pong.wait(self.group)
         s = self._scores_alone(i32(0))
         setup.slots.release("key", self.scratch.key_free, self._key_slot(i32(0)))
-        p, _, state = self._softmax(s, i32(0), at, Phase.FIRST, state)
+        p, _, state = self._softmax(s, i32(0), step_tile, Phase.FIRST, state)
         out, weights, state = self._loops(self._staggered_step, 1, (out, p.astype(setup.plan.dtype), state))
         position = self._release_queries()
         out = self._add_values(out, weights, item.total - 1)
@@ -240,9 +308,12 @@ class QueryTile:
         return out, state, position
 
     def _loops(self, step: Callable[..., tuple], begin: int, carry: tuple) -> tuple:
-        """Runs `step` from step number `begin` on, in a loop over unmasked and one over masked steps; the last carry.
+        """Runs `step` for the steps from `begin` on, in a loop over unmasked and one over masked steps; returns the
+        last carry.
 
-        step   (step number, (first key of its tile, *carry), phase) -> the same for the next step
+        step    (step number, (first key of its tile, *carry), phase) -> (first key of the next step's tile, *carry)
+        begin   number of the first step to run, 0 or 1
+        carry   what the first step gets
         """
         first, masked = i32(begin), lax.max(self.item.unmasked, i32(begin))
         starts = [self._start(n, phase) for n, phase in ((first, Phase.UNMASKED), (masked, Phase.MASKED))]
@@ -253,15 +324,19 @@ class QueryTile:
         return carry[1:]
 
     def _whole_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
-        """S, softmax and P V of step n."""
+        """S, softmax and P V of step n; waits for its keys and values and releases their slots.
+
+        carry   (first key of step n, out [rows, value dim] float32, softmax state); the same for step n + 1 is
+                returned
+        """
         setup = self.setup
         start, out, state = carry
-        at = self._step_tile(start, phase)
+        step_tile = self._step_tile(start, phase)
         start = self._next_start(n, phase)
         self._await_keys(n, prefetch=False)
         s = self._scores_alone(n)
         setup.slots.release("key", self.scratch.key_free, self._key_slot(n))
-        p, rescale, state = self._softmax(s, n, at, phase, state)
+        p, rescale, state = self._softmax(s, n, step_tile, phase, state)
         out = setup.softmax.rescale(out, rescale)
         weights = p.astype(setup.plan.dtype)
         if not setup.interpret:
@@ -269,22 +344,30 @@ class QueryTile:
         return start, self._add_values(out, weights, n), state
 
     def _staggered_step(self, n: Scalar, carry: tuple, phase: Phase) -> tuple:
-        """S and softmax of step n, P V of step n - 1, whose P is `weights`."""
+        """S and softmax of step n, and P V of step n - 1; waits for the keys and values of these and releases their
+        slots.
+
+        carry   (first key of step n, out [rows, value dim] float32, P of step n - 1 [rows, block_kv] in the inputs'
+                dtype, softmax state); the same for step n + 1 is returned
+        """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         start, out, weights, state = carry
         key_slot, value_slot = self._key_slot(n), self._value_slot(n - 1)
-        at = self._step_tile(start, phase)
+        step_tile = self._step_tile(start, phase)
         start = self._next_start(n, phase)
         self._await_keys(n, prefetch=False)
         if setup.interpret:
             s = self._scores_alone(n)
             setup.slots.release("key", scratch.key_free, key_slot)
-            p, rescale, state = self._softmax(s, n, at, phase, state)
+            p, rescale, state = self._softmax(s, n, step_tile, phase, state)
             out = self._add_values(out, weights, n - 1)
             return start, setup.softmax.rescale(out, rescale), p.astype(setup.plan.dtype), state
 
         def products(refs: tuple) -> None:
-            """Issues both WGMMAs and computes the softmax while the second is in flight; results go to `others`."""
+            """Issues both WGMMAs and computes the softmax of step n while P V of step n - 1 is in flight.
+
+            refs   accumulators of `out` and of S, then Refs to which it writes the results of `_softmax`
+            """
             acc, acc_s, *others = refs
             setup.ping_pong.wait(self.group)
             plgpu.wgmma(acc_s, self.queries, scratch.key.at[key_slot].transpose((1, 0)))
@@ -294,7 +377,7 @@ class QueryTile:
             self._await_keys(n + 1, prefetch=True)
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=1))
             setup.slots.release("key", scratch.key_free, key_slot)
-            for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, at, phase, state)), strict=True):
+            for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, step_tile, phase, state)), strict=True):
                 ref[...] = value
 
         # The operands' registers are settled here: moving them between the two WGMMAs would make the second wait for the first.
@@ -312,15 +395,19 @@ class QueryTile:
     # ----------------------------------------------------------------- parts of a step
 
     def _key_slot(self, n: Scalar) -> Scalar:
+        """The slot of the key ring that holds the keys of step n."""
         return kernel_parts.slot_of(self.first_step + n, self.setup.tile.stages)
 
     def _value_slot(self, n: Scalar) -> Scalar:
+        """The slot of the value ring that holds the values of step n."""
         return kernel_parts.slot_of(self.first_step + n, self.setup.tile.value_stages)
 
     def _await_keys(self, n: Scalar, prefetch: bool) -> None:
-        """Waits for the keys of step n at one of two places: before its own WGMMA, or (`prefetch`) behind those of step n - 1.
+        """Waits for the keys of step n at one of two places: before its own WGMMA (`prefetch` False), or behind those
+        of step n - 1 (True).
 
-        `ForwardTile.prefetch_key_barrier` says which of the two calls waits. At the second there may be no step n.
+        Each step calls it at both places; `ForwardTile.prefetch_key_barrier` says which call waits. At the second
+        there may be no step n, and then nothing is waited for.
         """
         wait = lambda: plgpu.barrier_wait(self.scratch.key_full.at[self._key_slot(n)])
         if self.setup.tile.prefetch_key_barrier and prefetch:
@@ -329,9 +416,15 @@ class QueryTile:
             wait()
 
     def _scores_alone(self, n: Scalar) -> jax.Array:
-        """Q K^T of step n, [rows, block_kv] float32, with no other product of this warpgroup in flight."""
+        """Q K^T of step n, [rows, block_kv] float32 without scale, while no other product of this warpgroup is in
+        flight.
+
+        The keys must have arrived. Once the product is issued, the warpgroup's ping-pong turn ends, and with
+        `prefetch_key_barrier` it waits for the keys of step n + 1.
+        """
 
         def product(acc: Ref) -> jax.Array:
+            """Issues the product into the accumulator `acc`, ends the turn, and returns the accumulator's value."""
             plgpu.wgmma(acc, self.queries, self.scratch.key.at[self._key_slot(n)].transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
             self.setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
@@ -340,19 +433,29 @@ class QueryTile:
         return pl.run_scoped(product, accumulator((self.setup.tile.rows, self.setup.tile.block_kv)))
 
     def _softmax(
-        self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase, state: State
+        self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
     ) -> tuple[jax.Array, Rescale, State]:
-        """From Q K^T of step n: the weights of the values (dropout included), the rescaling, the softmax state after it."""
-        if at.programs.score is not None:
-            score = self._with_staged(at.programs.score, n)
-            at = at._replace(programs=at.programs._replace(score=score))
-        p, rescale, state = self.setup.softmax.step(self._scores(s, n, at, phase), state)
-        if at.programs.dropout is not None:
-            p = p * at.programs.dropout.tile(p)[0]
+        """The softmax of step n from its Q K^T: (the weights of the values, [rows, block_kv] float32; the rescaling
+        of what was summed before; the state after it).
+
+        s           Q K^T, [rows, block_kv] float32 without scale
+        step_tile   the key tile of the step
+        state       before the step
+
+        Weights are exponentials, not yet divided by their sum, times the dropout multiplier.
+        """
+        if step_tile.programs.score is not None:
+            score = self._with_staged(step_tile.programs.score, n)
+            step_tile = step_tile._replace(programs=step_tile.programs._replace(score=score))
+        p, rescale, state = self.setup.softmax.step(self._scores(s, n, step_tile, phase), state)
+        if step_tile.programs.dropout is not None:
+            p = p * step_tile.programs.dropout.tile(p)[0]
         return p, rescale, state
 
     def _with_staged(self, score: TileProgram, n: Scalar) -> TileProgram:
-        """The score program with the staged tile of step n read from its slot, which is released."""
+        """The score program with the values of the staged array for step n, read from their slot, which is then
+        released; `score` itself if nothing is staged.
+        """
         setup, scratch = self.setup, self.scratch
         if setup.staged is None:
             return score
@@ -363,43 +466,53 @@ class QueryTile:
         setup.slots.release("staged", scratch.staged_free, slot)
         return score.with_loaded_tile(setup.staged, value)
 
-    def _scores(self, s: jax.Array, n: Scalar, at: StepTile, phase: Phase) -> Scaled:
-        """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the last key.
+    def _scores(self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase) -> Scaled:
+        """The scores of step n: the score program applied to `s`, the step's Q K^T, and -inf where masked or past the
+        last key.
 
-        at      the key tile of the step
+        s       [rows, block_kv] float32 without scale
+        step_tile   the key tile of the step
         phase   Phase.UNMASKED leaves out the mask and the check of the last key
 
-        The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile, for
-        the softmax to apply. With large scores, and with a scale that is not positive, the tile holds the whole score.
+        The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its
+        tile, for the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile
+        here, the rest is left. With large scores, and with a scale that is not positive, the tile holds the whole
+        score.
         """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = Scaled(s, plan.scale)
-        if at.programs.score is not None and setup.large_scores:
-            (s,) = at.programs.score.tile(s, plan.scale)
+        if step_tile.programs.score is not None and setup.large_scores:
+            (s,) = step_tile.programs.score.tile(s, plan.scale)
             scores = Scaled(s, 1.0)
-        elif at.programs.score is not None:
-            scores = at.programs.score.scaled_tile(s, plan.scale, along=True)
-            if scores.along is not None:
-                slope = scores.along / f32(scores.factor)
+        elif step_tile.programs.score is not None:
+            scores = step_tile.programs.score.scaled_tile(s, plan.scale, keep_column_slope=True)
+            if scores.column_slope is not None:
+                slope = scores.column_slope / f32(scores.factor)
                 scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, setup.interpret))
         elif plan.scale <= 0:
             scores = Scaled(s * f32(plan.scale), 1.0)
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
             return scores
         s = scores.tile
-        if at.programs.mask is not None:
-            (on,) = at.programs.mask.tile()
+        if step_tile.programs.mask is not None:
+            (on,) = step_tile.programs.mask.tile()
             if phase is Phase.FIRST or setup.full_blocks_may_overhang:  # the step may be of the full list
                 on = on | registers.splat(n < self.item.full, "tile", s.shape, setup.interpret)
             s = jnp.where(on, s, f32(-math.inf))
         if setup.keys_may_overhang:
-            assert at.start is not None
-            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - at.start
-            s = jnp.where(registers.stretch(inside, "column", s.shape), s, f32(-math.inf))
+            assert step_tile.start is not None
+            inside = registers.column_iota(tile.block_kv) < i32(plan.kv_len) - step_tile.start
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
         return scores._replace(tile=s)
 
     def _add_values(self, out: jax.Array, weights: jax.Array, n: Scalar) -> jax.Array:
-        """out + P V of step n, [rows, value dim] float32; waits for the values and for the turn, and releases the value slot."""
+        """out + P V of step n, [rows, value dim] float32.
+
+        out       [rows, value dim] float32
+        weights   P, [rows, block_kv] in the inputs' dtype
+
+        It waits for the values and for the warpgroup's ping-pong turn, and releases the value slot.
+        """
         setup, scratch = self.setup, self.scratch
         slot = self._value_slot(n)
         plgpu.barrier_wait(scratch.value_full.at[slot])
@@ -416,12 +529,17 @@ class QueryTile:
     # ----------------------------------------------------------------- the key tile of a step
 
     def _needs_start(self, phase: Phase) -> bool:
-        """Whether anything in a step of the phase depends on which keys it visits."""
+        """Whether anything in a step of the phase depends on which keys it visits: a mask, a score_mod, dropout, or
+        the last key.
+        """
         masked = phase is not Phase.UNMASKED and self.setup.has_masked_steps
         return masked or self.programs.score is not None or self.programs.dropout is not None
 
     def _start(self, n: Scalar, phase: Phase) -> Scalar:
-        """First key of the tile of step n; 0 where nothing depends on it. Past the last step of the phase: some legal key."""
+        """Number of the first key of the tile of step n; 0 where nothing depends on it.
+
+        phase   of step n. For a step past the last one of the phase the result is some key that may be read
+        """
         if not self._needs_start(phase):
             return i32(0)
         masked = None if self.setup.full_blocks_may_overhang else False
@@ -429,37 +547,50 @@ class QueryTile:
         return self.setup.scheduler.kv_start(self.consumer.inputs.mask_rows, self.item, n, in_full)
 
     def _next_start(self, n: Scalar, phase: Phase) -> Scalar:
-        """First key of the tile after step n, read a step ahead so that its address is known before the WGMMAs are issued."""
+        """First key of the tile after step n, read a step ahead so that its address is known before the WGMMAs are
+        issued.
+        """
         return self._start(lax.min(n + 1, self.item.total - 1), phase)
 
     def _step_tile(self, start: Scalar, phase: Phase) -> StepTile:
-        """The key tile that begins at `start`, with the programs' vectors over its keys read."""
+        """The key tile whose first key is `start`, with the vectors over its keys computed in the programs that the
+        phase needs.
+        """
         if not self._needs_start(phase):
             return StepTile(None, Programs(None, None, None))
-        score, mask, dropout = (None if p is None else p.columns(start).pin() for p in self.programs)
+        score, mask, dropout = (None if p is None else p.at_columns(start).pin() for p in self.programs)
         return StepTile(start, Programs(score, mask if phase is not Phase.UNMASKED else None, dropout))
 
     # ----------------------------------------------------------------- the end of the tile
 
     def _release_queries(self) -> Position:
-        """Releases the query slot. The position is read from the mailbox again, so that no register holds it during the steps."""
+        """Releases the query slot and returns the position of the query tile.
+
+        The position is read from the mailbox again with the dynamic scheduler, so that no register holds it during
+        the steps.
+        """
         setup, scratch = self.setup, self.scratch
-        at = self.item
+        item = self.item
         if setup.tile.dynamic_scheduler:
-            at = tile_scheduler.get(present(scratch.mailbox), self.query_slot)[1]
+            item = tile_scheduler.get(present(scratch.mailbox), self.query_slot)[1]
         setup.slots.release("query", scratch.query_free, self.query_slot)
-        return Position(at.b, at.h, at.q_tile)
+        return Position(item.b, item.h, item.q_tile)
 
-    def _finish(self, row_part: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
-        """Adds the sink, divides by the softmax denominator, and writes out, lse and row maxima.
+    def _finish(self, row_term: jax.Array | None, out: jax.Array, state: State, position: Position) -> None:
+        """Adds the sink to the softmax denominator, divides by it, and writes out, lse and row maxima to global
+        memory.
 
-        row_part   [rows], what the softmax left out of the scores of each row; None: nothing
-        out        [rows, value dim] float32, the sum of P V relative to the reference
+        row_term   [rows], what the softmax left out of the scores of each row; None: nothing
+        out        [rows, value dim] float32, the sum of P V relative to the softmax reference
+        state      after the last step
+        position   of the query tile
+
+        A row without visible keys (and without a sink) gets out 0 and lse -inf.
         """
         setup, tile, outputs, softmax = self.setup, self.setup.tile, self.consumer.outputs, self.setup.softmax
         b, h, q_tile = position
         q_start = q_tile * tile.block_q + self.group * tile.rows
-        top, total = softmax.finish(state, row_part)
+        top, total = softmax.finish(state, row_term)
         base = jnp.where(top == f32(-math.inf), f32(0), top)
         shrink = None
         if self.consumer.inputs.sinks is not None:
@@ -470,7 +601,7 @@ class QueryTile:
             total = total * shrink + softmax.power(sink - joint)
             base = joint
         dead = total == f32(0)
-        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_part hides may have products in `out`
+        divisor = jnp.where(dead, f32(0), f32(1) / total)  # a row that row_term hides may have products in `out`
         if shrink is not None:
             divisor = divisor * shrink
         lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
@@ -478,11 +609,18 @@ class QueryTile:
         outputs.lse[rows] = lse
         if outputs.max_scores is not None:
             outputs.max_scores[rows] = softmax.to_score(top)
-        out = out * registers.stretch(divisor, "row", out.shape)
+        out = out * registers.broadcast_vector(divisor, "row", out.shape)
         self._write(out, rows_of(outputs.out, setup.plan.layout, b, h, q_start, tile.rows))
 
     def _write(self, out: jax.Array, target: Ref) -> None:
-        """Copies `out` to global memory in parts of `out_columns` columns, through this warpgroup's slots in shared memory."""
+        """Copies `out` to `target` in global memory, in parts of `out_columns` columns, through this warpgroup's
+        slots in shared memory.
+
+        out      [rows, value dim] float32, converted to the plan's dtype
+        target   the same rows of the result in global memory
+
+        It starts the last copies and does not wait for them.
+        """
         setup, tile = self.setup, self.setup.tile
         parts = tile.value_dim // tile.out_columns
         for n in range(parts):

@@ -1,8 +1,11 @@
-"""The producer of the forward kernel: one warpgroup that copies queries, keys and values into rings in shared memory by TMA.
+"""The producer of the forward kernel: one warpgroup that copies queries, keys and values into rings in shared memory
+by TMA.
 
-For each work item it fills a query slot, and for each of the item's steps a key slot and a value slot. Keys are copied one step ahead of
-values, because consumers release a key slot half a step before the value slot. A slot is written only after every consumer has
-released it (forward_barriers.py). With the dynamic scheduler the producer also takes the CTA's work items from the counter.
+For each work item (one query tile with the key tiles that it visits, tile_scheduler.py) it fills a query slot, and
+for each of the item's steps (one key tile each) a key slot and a value slot. Keys are copied one step ahead of
+values, because consumers release a key slot half a step before the value slot. A slot is written only after every
+consumer has released it (forward_barriers.py). With the dynamic scheduler the producer also takes the CTA's work
+items from the counter.
 """
 
 import dataclasses
@@ -24,14 +27,21 @@ from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """The producer warpgroup of one CTA."""
+    """The producer warpgroup of one CTA.
+
+    setup     what is known before the kernel is traced
+    inputs    Refs to global memory
+    scratch   Refs to the CTA's shared memory
+    """
 
     setup: ForwardSetup
     inputs: Inputs[Ref]
     scratch: ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Copies for every work item of this CTA."""
+        """Copies what every work item of this CTA reads. In the simulator it then waits for every arrival at the
+        barriers of the slots.
+        """
         tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
         if tile.groups > 1:
             plgpu.set_max_registers(tile.producer_registers, action="decrease")
@@ -49,7 +59,10 @@ class Producer:
     def _each_item(self, copy_item: Callable[[WorkItem, Scalar, Scalar], Scalar]) -> Scalar:
         """Calls `copy_item` on each work item of this CTA; returns how many there were.
 
-        copy_item   (item, its number in this CTA, number of its first step) -> number of the step after its last
+        copy_item   (item, its number in this CTA, number of its first step in this CTA) -> number of the step after
+                    its last
+
+        With the dynamic scheduler it puts into the mailbox, after the last item, that there are no more.
         """
         scheduler, tile, mask_rows = self.setup.scheduler, self.setup.tile, self.inputs.mask_rows
         if not tile.dynamic_scheduler:
@@ -59,6 +72,12 @@ class Producer:
         mailbox = present(self.scratch.mailbox)
 
         def one(state: tuple[Scalar, Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+            """Copies for one work item, takes the number of the CTA's next item from the counter, and returns the
+            state for it.
+
+            state   (whether there is an item, its number in the whole call, its number in this CTA, number of its
+                    first step in this CTA)
+            """
             _, number, turn, step = state
             step = copy_item(scheduler.item(mask_rows, number), turn, step)
             number = tile_scheduler.next_number(
@@ -75,7 +94,15 @@ class Producer:
         return turns
 
     def _copy_item(self, item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
-        """Copies what the item needs; returns the number of the step after its last."""
+        """Starts the copies of the queries, keys, values and staged tiles of one work item; returns the number of the
+        step after its last.
+
+        turn         number of the item in this CTA
+        first_step   number of its first step, counted over the items of this CTA
+
+        Each copy waits until its slot is free. With the dynamic scheduler the item is put into the mailbox of its
+        query slot.
+        """
         plan, tile, slots = self.setup.plan, self.setup.tile, self.setup.slots
         inputs, scratch = self.inputs, self.scratch
         kv_head = lax.div(item.h, i32(plan.group)) if plan.group > 1 else item.h
@@ -87,6 +114,13 @@ class Producer:
         plgpu.copy_gmem_to_smem(rows, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
 
         def copy_tile(n: Scalar, name: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, count: int) -> None:
+            """Starts the copy of the keys or values of step n of the item, once a slot is free.
+
+            name               of the ring: "key" or "value"
+            source             the array in global memory
+            ring, full, free   the slots in shared memory and their barriers (ForwardScratch)
+            count              slots of the ring
+            """
             slot = kernel_parts.slot_of(first_step + n, count)
             start = self.setup.scheduler.kv_start(inputs.mask_rows, item, n)
             rows = rows_of(source, plan.layout, item.b, kv_head, start, tile.block_kv)
@@ -94,10 +128,11 @@ class Producer:
             plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
 
         def copy_keys(n: Scalar) -> None:
+            """Starts the copy of the key tile of step n, once a slot of the key ring is free."""
             copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)
 
         def copy_step(n: Scalar, _: None) -> None:
-            """The keys of step n + 1, then the staged tile and the values of step n."""
+            """Starts the copies of the keys of step n + 1, then of the staged tile and the values of step n."""
             when(n + 1 < item.total)(lambda: copy_keys(n + 1))
             if self.setup.staged is not None:
                 self._copy_staged(item, n, first_step)
@@ -110,7 +145,10 @@ class Producer:
         return first_step + item.total
 
     def _copy_staged(self, item: WorkItem, n: Scalar, first_step: Scalar) -> None:
-        """The tile of the staged array at step n of the item, whose first step has the number `first_step`."""
+        """Starts the copy of the staged array's tile for step n of the item, once a slot is free.
+
+        first_step   number of the item's first step, counted over the items of this CTA
+        """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         assert setup.staged is not None
         assert setup.plan.score is not None
@@ -124,7 +162,7 @@ class Producer:
             batch=item.b,
             head=item.h,
             interpret=setup.interpret,
-        ).scalars(setup.staged.index[:-2])
+        ).scalar_values(setup.staged.index[:-2])
         rows, columns = pl.ds(item.q_tile * tile.block_q, tile.block_q), pl.ds(start, tile.block_kv)
         source = self.inputs.score[setup.staged.capture].at[(*leading, rows, columns)]
         target, full = present(scratch.staged), present(scratch.staged_full)

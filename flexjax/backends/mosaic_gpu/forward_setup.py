@@ -1,4 +1,6 @@
-"""What the two roles of the forward kernel share: its operands, and everything that is known before it is traced."""
+"""What the two roles of the forward kernel, producer and consumer warpgroups, share: operands, and all that is known
+before it is traced.
+"""
 
 import dataclasses
 import typing
@@ -14,14 +16,15 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands in global memory. T, S, D, E are padded (`forward_sm90._inputs`).
+    """Operands in global memory. Lengths T, S and head dims D, E are padded (`forward_sm90._inputs`).
 
-    query        [B, T, N, D] or [B, N, T, D]
-    key, value   [B, S, M, D or E] or [B, M, S, D or E]
-    sinks        [N] float32 or None
-    mask_rows    which key tiles are visited
+    query                  [B, T, N, D] or [B, N, T, D]
+    key, value             [B, S, M, D or E] or [B, M, S, D or E]
+    sinks                  [N] float32 or None
+    mask_rows              which key tiles are visited
     score, mask, dropout   captured arrays of the three programs
-    counter      [1] int32 of the dynamic scheduler, which the kernel changes; None without it and in the simulator
+    counter                [1] int32 of the dynamic scheduler, which the kernel changes; None without it and in the
+                           simulator
     origin       the tables of an origin, of queries and of keys; () without one
     """
 
@@ -49,9 +52,12 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 class ForwardSetup:
     """The static part of a forward kernel.
 
-    staged            the load of the score program that goes through shared memory; None: none does
-    reference         static softmax reference (static_reference.py); None: the running maximum
-    large_scores      scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py)
+    plan           of the call, with extra features joined to the head dim
+    tile           the kernel's configuration
+    interpret      whether the kernel runs in the simulator
+    staged         the load of the score program that goes through shared memory; None: none does
+    reference      static softmax reference (static_reference.py); None: the running maximum
+    large_scores   scores may be too large to scale before the maximum is subtracted (analysis/large_scores.py)
     """
 
     plan: KernelPlan
@@ -63,19 +69,24 @@ class ForwardSetup:
 
     @property
     def scheduler(self) -> TileScheduler:
+        """The tile scheduler: which CTA computes which work item, and which key tiles that visits."""
         return TileScheduler(self.plan, self.tile)
 
     @property
     def slots(self) -> SlotBarriers:
+        """The barriers by which consumers hand slots back to the producer."""
         return SlotBarriers(self.tile, self.interpret)
 
     @property
     def ping_pong(self) -> PingPong:
+        """The barriers by which two consumers alternate."""
         return PingPong(self.tile, self.interpret)
 
     @property
     def softmax(self) -> OnlineSoftmax:
-        """The softmax of a consumer's tile. Row maxima that are a result must not lag, so they are tracked exactly."""
+        """The online softmax of a consumer's tile. Row maxima that are a result must not lag, so they are tracked
+        exactly.
+        """
         tile = self.tile
         return OnlineSoftmax(
             shape=(tile.rows, tile.block_kv),
@@ -89,19 +100,19 @@ class ForwardSetup:
 
     @property
     def may_overhang(self) -> bool:
-        """Whether a tile may reach past the last query or key where the programs are evaluated."""
+        """Whether a tile on which the programs are evaluated may reach past the last query or the last key."""
         queries, keys = self.plan.covered(self.tile.block_q, self.tile.block_kv)
         return bool(self.plan.q_len % queries or self.plan.kv_len % keys)
 
     @property
     def full_blocks_may_overhang(self) -> bool:
-        """Whether a block of the full list may reach past the last key."""
+        """Whether a block of the mask's full list may reach past the last key."""
         blocks = self.plan.blocks
         return blocks is not None and blocks.full > 0 and self.plan.kv_len % blocks.block_kv > 0
 
     @property
     def keys_may_overhang(self) -> bool:
-        """Whether some tile reaches past the last key."""
+        """Whether some key tile reaches past the last key."""
         plan = self.plan
         return bool(
             plan.kv_len % self.tile.block_kv or (plan.blocks is not None and plan.kv_len % plan.blocks.block_kv)
@@ -109,7 +120,7 @@ class ForwardSetup:
 
     @property
     def has_masked_steps(self) -> bool:
-        """Whether some step needs the mask, or has keys past the last one."""
+        """Whether some step needs the mask, or visits keys past the last one."""
         plan = self.plan
         if plan.mask is not None or plan.kv_len % self.tile.block_kv:
             return True
@@ -117,6 +128,6 @@ class ForwardSetup:
 
 
 def present(ref: Ref | None) -> Ref:
-    """A field of Inputs or ForwardScratch that the tile at hand is known to have."""
+    """`ref` itself: a field of Inputs or ForwardScratch that may be None in general, but not in this configuration."""
     assert ref is not None
     return ref

@@ -32,9 +32,12 @@ TMA_ROWS = 8
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
-    """Runs the kernel: out, lse and, where the plan wants them, row maxima.
+    """Runs the forward kernel: out, lse and, where the plan wants them, row maxima, in the plan's layout.
 
-    `support.refuses(plan)` has answered None, and `tile` is one of `forward_candidates(plan)`, for the head dim with extra features.
+    tile   one of `forward_candidates(plan)`, whose head dim includes the extra features
+
+    `support.refuses(plan)` must have answered None. out is [B, T, N, E] or [B, N, T, E] in the plan's dtype, lse and
+    row maxima are [B, T, N] or [B, N, T] float32.
     """
     assert tile.fits, tile
     plan, operands = join_extra(plan, operands)
@@ -44,6 +47,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
+        """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
         role = lax.axis_index("wg")
         when(role < tile.groups)(Consumer(setup, inputs, outputs, scratch).run)
         when(role == tile.groups)(Producer(setup, inputs, scratch).run)
@@ -69,13 +73,21 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
 
 
 def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
-    """What is known of the kernel before it is traced; `plan` has its extra features joined to the head dim."""
+    """What is known of the kernel before it is traced.
+
+    plan   with extra features joined to the head dim
+    tile   the kernel's configuration
+    """
     staged = staging.staged_load(plan, plan.score) if tile.staged_slots else None
     return ForwardSetup(plan, tile, plan.options.interpret, staged, static_reference(plan), may_be_large(plan.score))
 
 
 def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
-    """Operands in the form in which the kernel reads them: padded lengths and head dims, flat block lists, captured arrays."""
+    """The operands in the form in which the kernel reads them.
+
+    Lengths and head dims are padded with zeros, block lists are flat, captured arrays as `memory.kernel_operand`
+    makes them; the dynamic scheduler gets a new counter.
+    """
     plan, tile, scheduler = setup.plan, setup.tile, setup.scheduler
     q_length, kv_length = round_up(plan.q_len, TMA_ROWS), round_up(plan.kv_len, TMA_ROWS)
     if setup.interpret:
@@ -110,12 +122,14 @@ def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
 
 
 def _whole_tiles(x: jax.Array, q_length: int, kv_length: int) -> jax.Array:
-    """A staged array [..., T, S] with zeros appended up to these lengths, for the simulator."""
+    """A staged array [..., T, S] with zeros appended up to these lengths, for the simulator, which does not fill in
+    zeros past an end.
+    """
     widths = [(0, 0)] * (x.ndim - 2) + [(0, max(0, q_length - x.shape[-2])), (0, max(0, kv_length - x.shape[-1]))]
     return jnp.pad(x, widths)
 
 
 def _without_padding(stats: jax.Array, plan: KernelPlan) -> jax.Array:
-    """Row statistics [B, N, T padded] as [B, T, N] or [B, N, T]."""
+    """Row statistics [B, N, padded T] cut to T queries, as [B, T, N] or [B, N, T] by the plan's layout."""
     stats = stats[:, :, : plan.q_len]
     return jnp.swapaxes(stats, 1, 2) if plan.layout == "BTNH" else stats

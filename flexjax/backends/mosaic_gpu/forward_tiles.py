@@ -27,13 +27,16 @@ MAILBOX_WORDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
-    """One configuration of the forward kernel.
+    """One configuration of the forward kernel: the tile of a CTA, the rings in shared memory, and how steps overlap.
 
-    groups                 consumer warpgroups
+    A *step* is the work of a consumer warpgroup on one key tile. A *ring* is a buffer in shared memory with several
+    slots of one tile each, filled and read in turn.
+
+    groups                 consumer warpgroups of a CTA
     rows                   queries of one consumer warpgroup
     block_kv               keys of a tile
     stages, value_stages   slots of the ring of key tiles and of the ring of value tiles
-    head_dim, value_dim    rounded up to what WGMMA takes (`wgmma_dim`)
+    head_dim, value_dim    head dims, rounded up to what WGMMA takes (`wgmma_dim`)
     query_slots            2: the queries of the next work item are copied while the consumers work on this one
     out_slots              slots of a warpgroup for parts of its output on their way to global memory
     ping_pong              two consumer warpgroups alternate: one issues WGMMAs while the other computes its softmax
@@ -41,9 +44,11 @@ class ForwardTile:
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     persistent             a CTA takes a fixed share of all query tiles, the longest first
     dynamic_scheduler      a CTA takes query tiles one by one from an atomic counter (tile_scheduler.py)
-    staged_slots           slots for tiles of a captured array that TMA brings into shared memory (staging.py); 0: none
+    staged_slots           slots for tiles of a captured array that TMA brings into shared memory (staging.py); 0:
+                           none
     staged_dtype           dtype of that array
-    polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions (exponential.py)
+    polynomials            how many of eight exponentials are polynomials instead of `ex2` instructions
+                           (exponential.py)
     reverse_kv             key tiles that need no mask are visited from the last to the first
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
     programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
@@ -77,22 +82,27 @@ class ForwardTile:
 
     @property
     def out_columns(self) -> int:
-        """Columns of the part of an output tile that goes to global memory in one copy."""
+        """Columns of the part of an output tile that goes to global memory in one copy: 64 if they divide the value
+        dim, else all.
+        """
         return 64 if self.value_dim % 64 == 0 else self.value_dim
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a thread of a consumer warpgroup, where there are several consumers."""
+        """Registers for each thread of a consumer warpgroup, in a CTA with 2 or 3 consumers."""
         return {2: 240, 3: 160}[self.groups]
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a thread of the producer: what the consumers leave of the SM's 65536."""
+        """Registers for each thread of the producer warpgroup, in a CTA with 2 or 3 consumers: what these leave of
+        the SM's 65536.
+        """
         return {2: 24, 3: 32}[self.groups]
 
     @property
     def named_barriers(self) -> dict[str, range]:
-        """Numbers of the named barriers: three for the ping-pong, and one for each slot of each ring.
+        """Numbers of the hardware barriers by use: three for "ping_pong", and one for each slot of the rings "key",
+        "value", "query" and "staged".
 
         Lower numbers belong to the compiler: one for the CTA, one for each warpgroup.
         """
@@ -118,14 +128,17 @@ class ForwardTile:
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the forward kernel.
+    """Shared memory of a CTA of the forward kernel. A tile with groups * rows = block_q queries, head dims D and E:
 
-    query, key, value   rings of operand tiles
-    out                 [groups, out_slots, rows, out_columns], parts of the output on their way to global memory
-    *_full              barriers: TMA has filled the slot
-    *_free              barriers: every consumer has released the slot; only in the simulator (`tile_scheduler.SlotBarriers`)
-    staged              ring of tiles of a captured array
-    mailbox             work items from the dynamic scheduler, one for each query slot
+    query        [query_slots, block_q, D], ring of query tiles
+    key, value   [stages, block_kv, D] and [value_stages, block_kv, E], rings of key and value tiles
+    out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory
+    *_full       a barrier for each slot of a ring: TMA has filled the slot
+    *_free       a barrier for each slot: every consumer has released the slot; only in the simulator
+                 (`forward_barriers.SlotBarriers`)
+    staged       [staged_slots, block_q, block_kv], ring of tiles of a captured array; None without one
+    mailbox      int32 words through which the dynamic scheduler passes work items, MAILBOX_WORDS for each query slot;
+                 None without it
     """
 
     query: Part
@@ -145,9 +158,16 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> ForwardScratch:
-    """Shared memory for the tile, described for `kernel_parts.launch`; `dtype` of queries, keys and values has two bytes."""
+    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
+
+    dtype       of queries, keys and values, two bytes
+    interpret   whether the kernel runs in the simulator, which needs the `*_free` barriers
+    """
 
     def free(slots: int) -> Barriers | None:
+        """Barriers for a ring of so many slots, at which every consumer arrives when it releases a slot; None outside
+        the simulator.
+        """
         return Barriers(slots, arrivals=tile.groups) if interpret else None
 
     staged = tile.staged_slots > 0
@@ -190,12 +210,17 @@ THREE_GROUPS_SPEED = 1.12
 
 
 def forward_tile(plan: KernelPlan) -> ForwardTile:
-    """The tile that runs; the plan has one (`support.refuses`)."""
+    """The configuration that runs a plan: the first of `forward_candidates`. There is one, because `support.refuses`
+    has checked it.
+    """
     return forward_candidates(plan)[0]
 
 
 def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
-    """Configurations that fit, the expected best first; empty where the block mask or the options allow none."""
+    """Configurations of the forward kernel for a plan that fit a CTA, the expected best first.
+
+    Empty where the block mask or the options allow none.
+    """
     head_dim, value_dim = wgmma_dim(plan.head_dim + plan.extra_dim), wgmma_dim(plan.value_dim)
     size = _ring_size(head_dim, value_dim)
     divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # the quotients take the registers of 64 keys
@@ -224,18 +249,31 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _allowed(size: int, asked: int | None, block: int | None) -> bool:
-    """Whether a tile of `size` tokens is what the options ask for (None: anything) and divides the mask's block (None: no mask)."""
-    return (asked is None or asked == size) and (block is None or block % size == 0)
+def _allowed(size: int, option: int | None, mask_block: int | None) -> bool:
+    """Whether a tile of `size` tokens on one axis is allowed.
+
+    option       the size that KernelOptions ask for; None: any
+    mask_block   size of the mask's blocks on this axis, which the tile must divide; None: there is no block mask
+    """
+    return (option is None or option == size) and (mask_block is None or mask_block % size == 0)
 
 
 def _ring_size(head_dim: int, value_dim: int) -> int:
-    """Key of RINGS: the smallest that is not below the larger head dim."""
+    """The key of RINGS for these head dims: the smallest that is not below the larger of the two."""
     return next(n for n in RINGS if max(head_dim, value_dim) <= n)
 
 
 def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bool]:
-    """Fields of ForwardTile that say how steps overlap, by `size` (key of RINGS), block mask and consumer warpgroups."""
+    """The fields of ForwardTile that say how CTAs get work items and how steps overlap: field name -> value.
+
+    size     64, 128 or 256: the larger head dim rounded up to a key of RINGS
+    groups   consumer warpgroups
+
+    The dynamic scheduler always runs. At size 64, softmax and P V overlap only with three groups and nothing masked
+    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are
+    prefetched, and keys are visited in reverse with a score_mod; a static softmax reference (a soft cap) turns off
+    all three.
+    """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:
         overlap = groups == 3 and plan.mask is None and plan.dropout is None
@@ -257,8 +295,11 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
 
 
 def _utilization(plan: KernelPlan, rows: int) -> float:
-    """Share of the time of REFERENCE_SMS that goes to queries with tiles of `rows` queries; the rest goes to rows past the end
-    and to idle SMs in the last wave."""
+    """The share, 0 to 1, of the time of REFERENCE_SMS SMs that goes to real queries if query tiles have `rows`
+    queries.
+
+    The rest goes to rows past the last query and to SMs that idle in the last wave of CTAs.
+    """
     tiles = -(-plan.q_len // rows)
     items = plan.batch * plan.q_heads * tiles
     waves = -(-items // REFERENCE_SMS)
@@ -266,9 +307,13 @@ def _utilization(plan: KernelPlan, rows: int) -> float:
 
 
 def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | None) -> bool:
-    """Whether three consumer warpgroups beat two.
+    """Whether three consumer warpgroups are expected to beat two, by the model of `_utilization`.
 
-    Not where anything is masked or dropped: 160 registers a thread are too few for a second loop, and the kernel spills.
+    size           64, 128 or 256: the larger head dim rounded up to a key of RINGS
+    staged_dtype   of the array that goes through shared memory; None: none does
+
+    Only at size 64 with whole tiles of 128 keys and nothing staged, and never where anything is masked or dropped:
+    160 registers a thread are too few for a second loop, and the kernel spills.
     """
     if size != 64 or staged_dtype is not None or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
         return False
@@ -276,13 +321,17 @@ def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | No
 
 
 def _staged_dtype(plan: KernelPlan) -> str | None:
-    """dtype of the captured array that goes through shared memory; None where the score program has none."""
+    """dtype of the captured array of score_mod that goes through shared memory (staging.py); None where there is
+    none.
+    """
     load = staging.staged_load(plan, plan.score)
     return None if load is None or plan.score is None else plan.score.captures[load.capture].dtype
 
 
 def _with_staged_slots(tile: ForwardTile, staged_dtype: str | None) -> list[ForwardTile]:
-    """The tile with as many staged slots as fit, then the tile without; those that fit, perhaps none."""
+    """The configuration with as many staged slots (2 or 1) as fit, then the one with none; only those that fit,
+    perhaps neither.
+    """
     if staged_dtype is None:
         return [tile] if tile.fits else []
     made = [dataclasses.replace(tile, staged_slots=n, staged_dtype=staged_dtype) for n in (2, 1, 0)]

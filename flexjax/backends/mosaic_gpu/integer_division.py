@@ -37,11 +37,13 @@ def _low(atom: ir.Atom) -> float:
 
 
 def integer_division(name: str, step: ir.Op, a: Value, b: Value, overhangs: bool) -> Value:
-    """a / b as `name` rounds it: "div" and "rem" toward zero, "floordiv" and "floormod" toward minus infinity.
+    """Quotient or remainder of a by b, in jax's rounding: "div" and "rem" toward zero, "floordiv" and "floormod"
+    toward minus infinity.
 
+    name        one of those four
     step        the operation, for dtypes and ranges of its operands
-    a, b        values of the two operands, int32 or uint32
-    overhangs   whether the tile may extend past the end of the attention matrix
+    a, b        values of the two operands, int32 or uint32, of one shape
+    overhangs   whether the tile may extend past the end of the attention matrix, where the ranges do not hold
     """
     left, right = step.inputs
     remainder = name in ("rem", "floormod")
@@ -67,7 +69,11 @@ def integer_division(name: str, step: ir.Op, a: Value, b: Value, overhangs: bool
 
 
 def _by_zero(name: str, dtype: str, a: Value) -> Value | np.ndarray:
-    """jax's result of division by 0, where the hardware's result is undefined."""
+    """jax's result of dividing `a` by 0, where the hardware's result is undefined.
+
+    name    of the operation: "div", "rem", "floordiv" or "floormod"
+    dtype   of the operand in the program, such as "uint8"
+    """
     if name == "rem":
         return a
     if name == "floormod":
@@ -78,8 +84,11 @@ def _by_zero(name: str, dtype: str, a: Value) -> Value | np.ndarray:
 
 
 def _defined_division(name: str, never_negative: bool, a: Value, b: Value) -> Value:
-    """a / b as `name` rounds it, where the hardware's result is defined. Numbers that are never negative are divided as uint32,
-    which is faster."""
+    """Quotient or remainder of a by b, where b is not 0 and nothing overflows.
+
+    name             "div" or "rem", which round toward zero, "floordiv" or "floormod", toward minus infinity
+    never_negative   whether a is at least 0 and b above 0; such numbers are divided as uint32, which is faster
+    """
     remainder = name in ("rem", "floormod")
     if never_negative and a.dtype == jnp.int32:
         a, b = a.astype(jnp.uint32), b.astype(jnp.uint32)

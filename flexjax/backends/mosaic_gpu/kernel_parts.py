@@ -4,11 +4,13 @@ A kernel is a function of three named tuples,
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None
 
-Outside, `Inputs` holds arrays, `Outputs` their shapes, and `Scratch` the descriptions of shared_memory.py. An operand that a
-kernel can do without is None. `launch` puts Refs in the place of all of them and runs the kernel, on the device or in the simulator.
+Outside, `Inputs` holds arrays, `Outputs` their shapes, and `Scratch` the descriptions of shared_memory.py. An operand
+that a kernel can do without is None. `launch` puts Refs in the place of all of them and runs the kernel, on the
+device or in the simulator (`interpret`). A kernel is traced once and runs in every CTA; its warpgroups take different
+branches by their number.
 
-Below that: Mosaic's operations that lack types or need a jax that pyright does not read (`load`, `inline_mgpu`, `ptx`,
-accumulators), and operands in the form in which the kernels take them (`pad`, `join_extra`, `rows_of`).
+Below that: Mosaic's operations that lack types or need a jax that pyright does not read (`load`, `inline_mgpu`,
+`ptx`, accumulators), and operands in the form in which the kernels take them (`pad`, `join_extra`, `rows_of`).
 """
 
 import dataclasses
@@ -42,14 +44,24 @@ if typing.TYPE_CHECKING:
         at: "RefIndexer"
         T: "Ref"
 
-        def __getitem__(self, index: object) -> jax.Array: ...
-        def __setitem__(self, index: object, value: object) -> None: ...
-        def transpose(self, permutation: tuple[int, ...]) -> "Ref": ...
+        def __getitem__(self, index: object) -> jax.Array:
+            """Reads the elements at `index` into registers."""
+            ...
+
+        def __setitem__(self, index: object, value: object) -> None:
+            """Writes `value` to the elements at `index`."""
+            ...
+
+        def transpose(self, permutation: tuple[int, ...]) -> "Ref":
+            """The same memory with its dimensions in another order; nothing is moved."""
+            ...
 
     class RefIndexer(typing.Protocol):
         """`ref.at`: selects a part without reading it."""
 
-        def __getitem__(self, index: object) -> Ref: ...
+        def __getitem__(self, index: object) -> Ref:
+            """A Ref to the elements at `index`, which are not read."""
+            ...
 else:
     Ref = jax.ref.AbstractRef
 
@@ -75,14 +87,15 @@ def launch(
     warpgroups: int | None,
     interpret: bool,
 ) -> typing.Any:
-    """Runs `kernel(inputs, outputs, scratch)` and returns its results in the structure of `outputs`.
+    """Runs `kernel(inputs, outputs, scratch)` in every CTA and returns its results in the structure of `outputs`.
 
     inputs       named tuple of arrays; of `jax.new_ref` arrays where the kernel also writes them
     outputs      named tuple of jax.ShapeDtypeStruct, see `output`
     scratch      named tuple of descriptions (shared_memory.py)
     name         of the kernel in profiles
-    programs     CTAs; a kernel reads its number by `lax.axis_index("program")`
-    warpgroups   of a CTA, read by `lax.axis_index("wg")`; None: one, which has no number
+    programs     number of CTAs; a kernel reads the number of its CTA by `lax.axis_index("program")`
+    warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`. None: one, which has
+                 no number
     interpret    run in the simulator instead of on the device
     """
     shapes, structure = jax.tree.flatten(outputs)
@@ -90,6 +103,10 @@ def launch(
     thread_name = None if warpgroups is None else "wg"
 
     def on_refs(inputs: tuple, *results: Ref) -> None:
+        """The function that `pl.kernel` calls on Refs: allocates the CTA's shared memory and calls the kernel.
+
+        results   Refs to the leaves of `outputs`
+        """
         run = lambda scratch: kernel(inputs, jax.tree.unflatten(structure, results), scratch)
         pl.run_scoped(run, memory, collective_axes=() if thread_name is None else thread_name)
 
@@ -111,12 +128,12 @@ def launch(
 
 
 def simulator() -> object:
-    """The parameters by which Pallas runs a kernel on the CPU; they exist from jax 0.11 on."""
+    """The parameters that make Pallas run a kernel on the CPU; they exist from jax 0.11 on."""
     return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _allocated(part: Description) -> object:
-    """The description as Pallas takes it."""
+    """A description of shared memory in the form in which Pallas allocates it."""
     if isinstance(part, Barriers):
         return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=() if part.count is None else part.count)
     if isinstance(part, PlainArray):
@@ -125,6 +142,7 @@ def _allocated(part: Description) -> object:
 
 
 def _swizzled(part: SwizzledTiles) -> object:
+    """The Pallas allocation of tiles that TMA writes and WGMMA reads, with the largest swizzle that divides a row."""
     item = jnp.dtype(part.dtype).itemsize
     swizzle = next(n for n in (128, 64, 32) if n <= part.swizzle and part.shape[-1] * item % n == 0)
     transforms = (plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
@@ -135,20 +153,23 @@ def _swizzled(part: SwizzledTiles) -> object:
 
 
 def load(ref: Ref, layout: object, *, optimized: bool = True) -> jax.Array:
-    """The array in registers, in `layout` (a `plgpu.Layout` or a reduced one).
+    """The array that `ref` refers to, read into registers in `layout`.
 
-    Not `optimized`: Mosaic may also read global memory and layouts that it has no fast instructions for.
+    layout      a `plgpu.Layout`, or one reduced over an axis
+    optimized   False: Mosaic may also read global memory, and layouts that it has no fast instructions for
     """
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue, reportArgumentType]  # the index has a default from jax 0.11; layouts have no public type
 
 
 def accumulator(shape: tuple[int, int]) -> typing.Any:
-    """A float32 WGMMA accumulator for `pl.run_scoped`, zero at the start."""
+    """The description, for `pl.run_scoped`, of a float32 WGMMA accumulator of `shape` that is zero at the start."""
     return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]  # public, but re-exported under its own name
 
 
 def accumulator_from(value: jax.Array) -> typing.Any:
-    """A WGMMA accumulator for `pl.run_state` that starts from `value`, float32 in the layout of an accumulator."""
+    """The description, for `pl.run_state`, of a WGMMA accumulator that starts from `value`, float32 in the layout of
+    an accumulator.
+    """
     return plgpu.ACC.init(value)  # pyright: ignore[reportPrivateImportUsage]  # as above
 
 
@@ -167,11 +188,17 @@ def inline_mgpu(
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Decorates a function of MLIR values into one of arrays and Refs, which a kernel may call.
 
-    arguments   for each argument a register layout (the function gets a FragmentedArray) or `plgpu.RefType()` (a memref)
-    returns     shape, dtype and layout of the FragmentedArray that the function returns, or a tuple of them; None: it returns nothing
+    The decorated function is traced once and runs in every thread of the warpgroup; a FragmentedArray is the
+    registers that one thread holds of an array.
+
+    arguments   for each argument a register layout (the function gets a FragmentedArray) or `plgpu.RefType()` (it
+                gets a memref)
+    returns     shape, dtype and layout of the FragmentedArray that the function returns, or a tuple of them; None: it
+                returns nothing
     """
 
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
+        """The function of arrays and Refs that stands for `function`, one of MLIR values."""
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
         return typing.cast(Callable, inlined(lambda _, *values: function(*values)))
 
@@ -179,18 +206,22 @@ def inline_mgpu(
 
 
 def ptx(instructions: str, *operands: ir.Value, result: ir.Type | None = None) -> ir.Value:
-    """PTX with side effects, inside `inline_mgpu`; `$0` is the result if there is one, operands follow. Without a `result`
-    the value means nothing."""
+    """Emits PTX with side effects, inside `inline_mgpu`; returns its result.
+
+    instructions   PTX; `$0` is the result if there is one, operands follow as `$1`, ... (from `$0` without a result)
+    operands       MLIR values
+    result         the MLIR type of the result. None: there is none, and the returned value means nothing
+    """
     return mgpu_utils.inline_ptx(instructions, *operands, result_types=result, has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
 
 
 def scalar_of(value: mgpu.FragmentedArray) -> ir.Value:
-    """The MLIR value of an argument declared as SCALAR_LAYOUT."""
+    """The MLIR value of a scalar argument, one that `inline_mgpu` was given as SCALAR_LAYOUT."""
     return value.registers.flat[0]
 
 
 def splat_int(value: ir.Value) -> mgpu.FragmentedArray:
-    """An i32 that all threads agree on, as what a function declared as SCALAR_INT returns."""
+    """An i32 that all threads agree on, in the form that a function declared to return SCALAR_INT has to return."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
@@ -203,23 +234,31 @@ def i32(value: jax.typing.ArrayLike) -> jax.Array:
 
 
 def output(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """The description of a result of a kernel. Inside shard_map it varies over the mesh axes that the operand `like` varies over."""
+    """The shape and dtype of a result of a kernel, for `launch`. Inside shard_map it varies over the mesh axes that
+    the operand `like` varies over.
+    """
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
 
 
 def slot_of(number: Scalar, slots: int) -> Scalar:
-    """The slot of a ring that holds tile `number`, counted from 0: number modulo slots."""
+    """The slot of a ring that holds tile `number`, counted from 0: number modulo `slots`, the number of slots."""
     return number & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, jnp.int32(slots))
 
 
 def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
-    """Rows start .. start + size of head (b, h), [size, D], of a [B, T, N, D] ("BTNH") or [B, N, T, D] array."""
+    """The rows start .. start + size of head (b, h) of an array, [size, D], without reading them.
+
+    ref   [B, T, N, D] (`layout` "BTNH") or [B, N, T, D]
+    """
     rows = pl.ds(start, size)
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
 
 
 def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
-    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with zeros appended up to T = `length` and D = `dim`."""
+    """x with zeros appended up to T = `length` tokens and D = `dim` features.
+
+    x   [B, T, N, D] (`layout` "BTNH") or [B, N, T, D]
+    """
     time = 1 if layout == "BTNH" else 2
     widths = [(0, 0)] * 4
     widths[time], widths[3] = (0, length - x.shape[time]), (0, dim - x.shape[3])
@@ -229,8 +268,8 @@ def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
 def join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
     """Plan and operands with the extra features of queries and keys appended to the head dim.
 
-    Q K^T of the longer rows is q . k + q_extra . k_extra, which is what the plan asks for. Extra features of a key head that serves
-    several key heads are repeated. Without extra features both come back as they are.
+    Q K^T of the longer rows is q . k + q_extra . k_extra, which is what the plan asks for. Extra features of a key
+    head that serves several key heads are repeated. Without extra features both come back as they are.
     """
     if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
         return plan, operands

@@ -3,14 +3,19 @@
 There are three ways to read global memory and one to read shared memory:
 
 - `load_scalar`: one element, the same for the whole tile;
-- `load_affine`: each index is a constant plus multiples of the row and the column. The address of every element is a base
-  address of the thread plus a constant, and elements of a thread that have one address, as on a diagonal, are loaded once;
+- `load_affine`: each index is a constant plus multiples of the row and the column. The address of every element is a
+  base address of the thread plus a constant, and elements of a thread that have one address, as on a diagonal, are
+  loaded once;
 - `gather`: indices are arrays in registers, each element has its own address;
 - `load_staged`: a tile that TMA has copied to shared memory (staging.py).
 
-Results are float32, int32 or uint32 in the layouts of registers.py. Nothing here checks bounds on the device: callers clamp the
-indices of tiles that extend past the end of the attention matrix. In the simulator (`interpret`) the same functions read the whole
-array and index its value.
+Results are float32, int32 or uint32 in the layouts of registers.py: a "row" vector has one number for each row of the
+tile, a "column" vector one for each column, a "tile" one for each element. Nothing here checks bounds on the device:
+callers clamp the indices of tiles that extend past the end of the attention matrix.
+
+With `interpret` (Pallas's simulator on the CPU) the same functions read the whole array and index its value.
+Functions that `inline_mgpu` decorates are traced once and run in every thread; their arguments and results are the
+registers of one thread.
 """
 
 import math
@@ -42,7 +47,9 @@ Index = jax.typing.ArrayLike
 
 
 def kernel_operand(array: jax.Array) -> jax.Array:
-    """A captured array as kernels take it: booleans as int8, a scalar as [1]."""
+    """A captured array in the form in which kernels take it: booleans as int8, a scalar as shape [1], any other array
+    as it is.
+    """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.int8)
     return array.reshape(1) if array.ndim == 0 else array
@@ -52,27 +59,40 @@ def kernel_operand(array: jax.Array) -> jax.Array:
 
 
 def load_scalar(ref: Ref, index: tuple[Index, ...]) -> Scalar:
-    """ref[index], one element; `index` is () for a captured scalar, which kernels take as [1]."""
-    return _widen(ref[index or (0,)])
+    """The one element ref[index] of an array in global memory, as a float32, int32 or uint32 scalar.
+
+    index   one scalar for each dimension; () for a captured scalar, which kernels take as [1]
+    """
+    return _in_compute_dtype(ref[index or (0,)])
 
 
 def gather(
-    ref: Ref, index: tuple[Index, ...], moving: tuple[bool, ...], kind: str, shape: tuple[int, ...], interpret: bool
+    ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...], kind: str, shape: tuple[int, ...], interpret: bool
 ) -> jax.Array:
-    """ref[index] at each element of a vector or tile.
+    """The vector or tile whose elements are ref[index], from global memory: each element is read at an address of its
+    own.
 
-    index    an int32 array of `shape` for each dimension that is `moving`, a scalar for every other one
-    kind     "row", "column" or "tile", whose layout index arrays and result have
+    ref         an array in global memory
+    index       for each dimension of the array an int32 array of `shape` where `varies` is true, otherwise one scalar
+    varies      for each dimension whether the index differs between elements; true for at least one
+    kind        "row", "column" or "tile": the layout of the index arrays and of the result
+    shape       of the result
+    interpret   whether the kernel runs in the simulator
     """
     if interpret:
-        return _widen(ref[...][tuple(jnp.broadcast_to(i, shape) for i in index)])
-    index_arrays = [jnp.asarray(i) for i, m in zip(index, moving, strict=True) if m]
-    part, strides = _part_of_moving(ref, index, moving)
+        return _in_compute_dtype(ref[...][tuple(jnp.broadcast_to(i, shape) for i in index)])
+    index_arrays = [jnp.asarray(i) for i, m in zip(index, varies, strict=True) if m]
+    part, strides = _varying_part(ref, index, varies)
     offset = sum((v * np.int32(s) if s != 1 else v) for v, s in zip(index_arrays, strides, strict=True))
     layout = layout_of(kind)
 
     @inline_mgpu(plgpu.RefType(), layout, returns=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout))
     def read(memory: ir.Value, offsets: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the elements at these offsets, each loaded from global memory.
+
+        memory    the part of the array that the indices vary over
+        offsets   registers of the numbers of the elements in `memory`, int32, counted from its first element
+        """
         # The cast says that addresses are in global memory, which takes fewer registers. `load_affine` does without it, because
         # LLVM would lose their alignment and no longer load two neighbouring elements at once.
         base = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(memory))
@@ -80,13 +100,16 @@ def gather(
         i64 = ir.IntegerType.get_signless(64)
 
         def read_one(place: ir.Value, _: object) -> ir.Value:
+            """Loads the element `place`, an i32, elements after the first one of `memory`; the second argument is not
+            used.
+            """
             return _load_element(base, arith.extui(i64, place), element)
 
         found = offsets.foreach(read_one, create_array=True, is_signed=is_signed(ref.dtype))
         assert found is not None
         return found
 
-    return _widen(read(part, offset))
+    return _in_compute_dtype(read(part, offset))
 
 
 def load_affine(
@@ -97,12 +120,16 @@ def load_affine(
     shape: tuple[int, ...],
     interpret: bool,
 ) -> jax.Array:
-    """ref at indices that are affine in the row and the column: index + steps[0] * row + steps[1] * column in each dimension.
+    """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory.
 
-    index    indices of the first element of the vector or tile, scalars
-    steps    for each dimension (change from row to row, from column to column); None: the index is the same everywhere
-    kind     "row", "column" or "tile"; a vector uses its own part of the steps
-    shape    of the result
+    ref         an array in global memory
+    index       for each dimension of the array: the index at row 0 and column 0 of the vector or tile, a scalar
+    steps       for each dimension: by how much the index grows from one row to the next, and from one column to the
+                next; None where the index is the same for all elements
+    kind        "row", "column" or "tile": the layout of the result. A row vector uses the steps by row alone, a
+                column vector those by column alone
+    shape       of the result
+    interpret   whether the kernel runs in the simulator, which clamps indices to the array
     """
     if interpret:
         rows = jnp.arange(shape[0])
@@ -111,50 +138,70 @@ def load_affine(
         column = {"row": 0, "column": columns, "tile": columns[None, :]}[kind]
         full = [i if s is None else i + s[0] * row + s[1] * column for i, s in zip(index, steps, strict=True)]
         full = [jnp.clip(i, 0, n - 1) for i, n in zip(full, ref.shape, strict=True)]
-        return _widen(ref[...][tuple(jnp.broadcast_to(i, shape) for i in full)])
-    moving = tuple(s is not None for s in steps)
-    part, strides = _part_of_moving(ref, index, moving)
-    starts = [jnp.asarray(i, jnp.int32) for i, m in zip(index, moving, strict=True) if m]
+        return _in_compute_dtype(ref[...][tuple(jnp.broadcast_to(i, shape) for i in full)])
+    varies = tuple(s is not None for s in steps)
+    part, strides = _varying_part(ref, index, varies)
+    starts = [jnp.asarray(i, jnp.int32) for i, m in zip(index, varies, strict=True) if m]
     start = sum((i * np.int32(s) for i, s in zip(starts, strides, strict=True)), np.int32(0))
     # Elements of memory from one row of the tile to the next, and from one column to the next.
-    walk = [sum(s[d] * stride for s, stride in zip(filter(None, steps), strides, strict=True)) for d in (0, 1)]
-    walk = {"row": walk[:1], "column": walk[1:], "tile": walk}[kind]
+    elements_per_step = [
+        sum(s[d] * stride for s, stride in zip(filter(None, steps), strides, strict=True)) for d in (0, 1)
+    ]
+    elements_per_step = {"row": elements_per_step[:1], "column": elements_per_step[1:], "tile": elements_per_step}[kind]
     layout = layout_of(kind)
 
     @inline_mgpu(plgpu.RefType(), SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout))
     def read(memory: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of a vector or tile that is read at affine indices; elements at the same address are
+        loaded once.
+
+        memory   the part of the array that the indices vary over
+        first    number of the element at row 0 and column 0, counted from the first one of `memory`
+        """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(memory.type).element_type
         positions = positions_of(lowered(layout), shape)
         lane = scalar_of(first)
-        for part_of_lane, step in zip(positions.lane, walk, strict=True):
+        for part_of_lane, step in zip(positions.lane, elements_per_step, strict=True):
             lane = arith.addi(lane, arith.muli(part_of_lane, mgpu.c(step, i32)))
         base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [arith.extsi(i64, lane)], element)
         loaded: dict[int, ir.Value] = {}
 
         def items() -> Iterator[Item]:
+            """(register, number of the element in the register, value loaded from global memory) of each element that
+            the thread holds.
+            """
             for register, item, position in positions.constants:
-                offset = sum(p * s for p, s in zip(position, walk, strict=True))
+                offset = sum(p * s for p, s in zip(position, elements_per_step, strict=True))
                 if offset not in loaded:
                     loaded[offset] = _load_element(base, offset, element)
                 yield register, item, loaded[offset]
 
         return assemble(lowered(layout), shape, items(), is_signed(ref.dtype))
 
-    return _widen(read(part, start))
+    return _in_compute_dtype(read(part, start))
 
 
-def _part_of_moving(ref: Ref, index: tuple[Index, ...], moving: tuple[bool, ...]) -> tuple[Ref, list[int]]:
-    """The part of an array that remains when the dimensions that are not moving are indexed, and the stride of each moving
-    dimension in elements."""
+def _varying_part(ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...]) -> tuple[Ref, list[int]]:
+    """The part of `ref` that remains after its other dimensions are indexed, and the stride of each varying
+    dimension.
+
+    index    for each dimension the index, which is used where `varies` is false
+    varies   for each dimension whether the index differs between elements; such a dimension stays whole
+
+    Strides are in elements, for an array in row-major order.
+    """
     shape = ref.shape
-    picked = tuple(pl.ds(0, n) if m else i for i, m, n in zip(index, moving, shape, strict=True))
-    strides = [math.prod(shape[d + 1 :]) for d, m in enumerate(moving) if m]
-    return (ref if all(moving) else ref.at[picked]), strides
+    picked = tuple(pl.ds(0, n) if m else i for i, m, n in zip(index, varies, shape, strict=True))
+    strides = [math.prod(shape[d + 1 :]) for d, m in enumerate(varies) if m]
+    return (ref if all(varies) else ref.at[picked]), strides
 
 
 def _load_element(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> ir.Value:
-    """The element `offset` elements after `base`, in memory that the kernel does not write."""
+    """Loads the element `offset` elements after the pointer `base`, from memory that the kernel does not write.
+
+    element   the MLIR type of the element
+    """
     pointer = mgpu.utils.getelementptr(base, [offset], element)
     return llvm.load(element, pointer, invariant=True)
 
@@ -163,33 +210,40 @@ def _load_element(base: ir.Value, offset: ir.Value | int, element: ir.Type) -> i
 
 
 def load_staged(tile: Ref, interpret: bool) -> jax.Array:
-    """A tile from shared memory in registers.
+    """A tile of a captured array, read from its slot in shared memory to registers.
 
-    The optimization barrier keeps the reads in front of the arrival at the barrier that releases the slot: TMA may overwrite
-    the slot after that.
+    tile   [rows, columns] in shared memory, after the copy has arrived
+
+    The result is a tile of the same shape. The optimization barrier keeps the reads before the arrival at the barrier
+    that releases the slot, because TMA may overwrite the slot after that arrival.
     """
     if interpret:
-        return _widen(tile[...])
-    return _widen(lax.optimization_barrier(load(tile, TILE)))
+        return _in_compute_dtype(tile[...])
+    return _in_compute_dtype(lax.optimization_barrier(load(tile, TILE)))
 
 
 def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
-    """The transpose of a tile in shared memory, otherwise like `load_staged`.
+    """The transpose of a tile of a captured array, [columns, rows], read from its slot in shared memory to registers.
 
-    Elements of 16 bits are read by `ldmatrix`, which transposes. Elements of 32 bits are read in pairs along the rows of the
-    result, and neighbouring lanes exchange them.
+    tile   [rows, columns] in shared memory, after the copy has arrived
+
+    Elements of 16 bits are read by `ldmatrix`, which transposes. Elements of 32 bits are read in pairs along the rows
+    of the result, and neighbouring lanes exchange them. The reads come before the arrival at the barrier that
+    releases the slot.
     """
     if interpret:
-        return _widen(tile[...].T)
+        return _in_compute_dtype(tile[...].T)
     if jnp.dtype(tile.dtype).itemsize == 2:
         value = load(tile.T, TILE)
     else:
         value = plgpu.layout_cast(load(tile.T, plgpu.Layout.WGMMA_TRANSPOSED), TILE)
-    return _widen(lax.optimization_barrier(value))
+    return _in_compute_dtype(lax.optimization_barrier(value))
 
 
-def _widen(value: jax.Array) -> jax.Array:
-    """The value in the dtype that tiles are computed in: float32, int32 or uint32."""
+def _in_compute_dtype(value: jax.Array) -> jax.Array:
+    """The value converted to the dtype that tiles are computed in: float32 for floats, uint32 for uint32, int32 for
+    other integers.
+    """
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.astype(jnp.float32)
     if value.dtype in (jnp.int32, jnp.uint32):

@@ -1,21 +1,26 @@
-"""The online softmax of a consumer warpgroup: exponentials of a tile of scores, and what keeps their row sums comparable.
+"""The online softmax of a consumer warpgroup: exponentials of a tile of scores, and what keeps their row sums
+comparable.
 
     p = 2^(s log2(e) - m)        m, the reference of a row, follows its running maximum
     total = total * 2^(m_before - m) + rowsum(p)
 
-Everything is in powers of two, since `ex2` is the instruction. A score program whose result has a part that is the same over the whole
-row (`Scaled.row`) is computed without that part, which does not change the probabilities; `finish` adds it to the reference.
+Everything is in powers of two, since `ex2` is the instruction. A score program whose result has a part that is the
+same over the whole row (`Scaled.row_term`) is computed without that part, which does not change the probabilities;
+`finish` adds it to the reference.
 
 The softmax lies between two WGMMAs of its warpgroup, so the order of its instructions counts (LOG.md):
 
-- maximum and sum of a row are first taken within a thread, over columns that are PERIOD apart (thread_tiles.py), in four chains;
+- maximum and sum of a row are first taken within a thread, over columns that are PERIOD apart (thread_tiles.py), in
+  four chains;
 - the sum stays in the threads until the end, so lanes do not exchange it at each step;
-- with `lazy_rescale` a reference changes only where the maximum exceeds it by a factor of 2^RESCALE_THRESHOLD. A warp votes on that
-  before its lanes exchange maxima. Mostly nothing is above the threshold, and nothing is exchanged or rescaled. Probabilities up to
-  2^RESCALE_THRESHOLD cost no precision.
+- with `lazy_rescale` a reference changes only where the maximum exceeds it by a factor of 2^RESCALE_THRESHOLD. A warp
+  votes on that before its lanes exchange maxima. Mostly nothing is above the threshold, and nothing is exchanged or
+  rescaled. Probabilities up to 2^RESCALE_THRESHOLD cost no precision.
 
-With a static reference (static_reference.py) there is no maximum at all. Where scores may be too large to scale before the maximum is
-subtracted (`large_scores`, analysis/large_scores.py), references are scores, and the difference is taken before it is scaled.
+With a static reference (static_reference.py) there is no maximum at all. Where scores may be too large to scale
+before the maximum is subtracted (`large_scores`, analysis/large_scores.py), references are scores, and the difference
+is taken before it is scaled. The *unit of references* is therefore a score times log2(e), or a score with large
+scores.
 """
 
 import dataclasses
@@ -42,8 +47,8 @@ f32 = np.float32
 class State(typing.NamedTuple):
     """The softmax between two tiles, both [rows] float32.
 
-    base    the reference: a score times log2(e), or a score if OnlineSoftmax.large_scores
-    total   sum of the exponentials; each thread has the sum over its own columns
+    base    the reference of each row, in the unit of references
+    total   sum of the exponentials relative to `base`; each thread has the sum over its own columns
     """
 
     base: jax.Array
@@ -51,7 +56,7 @@ class State(typing.NamedTuple):
 
 
 class Rescale(typing.NamedTuple):
-    """What a tile means for sums and products of the tiles before.
+    """By how much a tile changes the reference, for the sums and products of the tiles before.
 
     factor   [rows] float32: 2^(reference before - reference now)
     needed   int32 scalar, 0 where every factor of this warp is 1
@@ -69,6 +74,7 @@ class OnlineSoftmax:
     lazy_rescale   references may lag behind the maximum
     reference      static reference; None: the running maximum
     polynomials    how many of eight exponentials are polynomials (exponential.py)
+    interpret      whether the kernel runs in the simulator
     large_scores   references are scores, not scores times log2(e)
     program        the score program, None for the identity
     """
@@ -81,126 +87,158 @@ class OnlineSoftmax:
     large_scores: bool = False
     program: Program | None = None
 
-    def _row(self, value: float) -> jax.Array:
+    def _row_vector(self, value: float) -> jax.Array:
+        """The row vector, [rows] float32, whose elements are all `value`."""
         return registers.splat(f32(value), "row", self.shape[:1], self.interpret)
 
     @property
     def start(self) -> State:
-        """Before the first tile."""
-        return State(self._row(LOWEST_REFERENCE if self.reference is None else self.reference), self._row(0.0))
+        """The state before the first tile: the static or the lowest reference, and sum 0."""
+        return State(
+            self._row_vector(LOWEST_REFERENCE if self.reference is None else self.reference), self._row_vector(0.0)
+        )
 
     @property
     def no_rescale(self) -> Rescale:
-        return Rescale(self._row(1.0), jnp.int32(0))
+        """The rescaling of a tile that leaves every reference as it was."""
+        return Rescale(self._row_vector(1.0), jnp.int32(0))
 
     def step(self, scores: Scaled, state: State) -> tuple[jax.Array, Rescale, State]:
-        """The exponentials of a tile, [rows, columns] float32, how to rescale what was summed before, and the state after it.
+        """The exponentials of a tile, [rows, columns] float32 and not yet divided by their sum, how to rescale what
+        was summed before, and the state after the tile.
 
-        Parts of `scores` are as TileProgram.scaled_tile gives them, but `along` multiplies the column modulo PERIOD: the tile has the
-        rest (`thread_tiles.add_period_slope`).
+        scores   as TileProgram.scaled_tile gives them, but `column_slope` multiplies the column modulo PERIOD,
+                 because the tile has the rest (`thread_tiles.add_period_slope`)
+        state    before the tile
         """
         if self.large_scores:
             return self._step_of_large_scores(scores.tile, state)
-        units = f32(LOG2E * scores.factor)
+        log2_factor = f32(LOG2E * scores.factor)
         if self.reference is not None:
-            less = f32(self.reference)
-            if scores.row is not None and scores.at is not None:
-                less = less - (scores.row + scores.at) * f32(LOG2E)
-            p = self._powers(scores, units, less)
+            shift = f32(self.reference)
+            if scores.row_term is not None and scores.offset is not None:
+                shift = shift - (scores.row_term + scores.offset) * f32(LOG2E)
+            p = self._exponentials(scores, log2_factor, shift)
             return p, self.no_rescale, State(state.base, state.total + thread_tiles.partial_row_sums(p, self.interpret))
         largest = thread_tiles.maximum_by_column(scores.tile, self.interpret)
         if (
-            scores.by is not None
+            scores.narrow_factor is not None
         ):  # positive factors: the largest product with one factor is the largest score times that
-            largest = largest * scores.by
-        offset = None if scores.at is None else scores.at * f32(LOG2E)
-        if scores.along is None:
-            base, rescale = self._follow(largest, units, offset, state.base)
+            largest = largest * scores.narrow_factor
+        offset = None if scores.offset is None else scores.offset * f32(LOG2E)
+        if scores.column_slope is None:
+            base, rescale = self._follow_maximum(largest, log2_factor, offset, state.base)
         else:
-            largest = largest * units + self._slope(
-                self._row(0.0) + (f32(0) if offset is None else offset), scores.along
+            largest = largest * log2_factor + self._row_plus_slope(
+                self._row_vector(0.0) + (f32(0) if offset is None else offset), scores.column_slope
             )
-            base, rescale = self._follow(largest, f32(1), None, state.base)
-        p = self._powers(scores, units, base if offset is None else base - offset)
+            base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
+        p = self._exponentials(scores, log2_factor, base if offset is None else base - offset)
         total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
 
     def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
-        """`step` for large scores: base e until the reference is subtracted, and only the difference is scaled by log2(e).
+        """The exponentials of a tile of large scores, [rows, columns] float32, how to rescale what was summed before,
+        and the state after the tile.
 
-        tile   [rows, columns] final scores, with the parts that `Scaled` otherwise keeps apart (factor, row, column) already added
+        tile    [rows, columns] final scores, with the parts that `Scaled` otherwise keeps apart (factor, row and
+                column terms) already added
+        state   before the tile
+
+        Only the difference of a score and the reference is scaled by log2(e).
         """
         largest = thread_tiles.maximum_by_column(tile, self.interpret)
-        base, rescale = self._follow(largest, f32(1), None, state.base)
-        x = tile_math.large_distance(self.program, tile, registers.stretch(base, "row", self.shape)) * f32(LOG2E)
+        base, rescale = self._follow_maximum(largest, f32(1), None, state.base)
+        x = tile_math.large_distance(self.program, tile, registers.broadcast_vector(base, "row", self.shape)) * f32(
+            LOG2E
+        )
         p = exponential.exp2_tile(x, self.polynomials, self.interpret)
         total = state.total * rescale.factor + thread_tiles.partial_row_sums(p, self.interpret)
         return p, rescale, State(base, total)
 
-    def _follow(
-        self, largest: jax.Array, units: np.float32, offset: jax.Array | None, base: jax.Array
+    def _follow_maximum(
+        self, largest: jax.Array, log2_factor: np.float32, offset: jax.Array | None, base: jax.Array
     ) -> tuple[jax.Array, Rescale]:
-        """The reference after a tile, and the rescaling from `base`, the reference before.
+        """The reference after a tile, [rows], and the rescaling from `base`, the reference before.
 
-        largest * units + offset, [rows, PERIOD]: maxima of the tile over columns that are PERIOD apart
+        largest       [rows, PERIOD]: maxima of the tile over columns that are PERIOD apart
+        log2_factor   multiplies `largest`, which gives the unit of references
+        offset        scalar that is added to the product; None: nothing
+        base          [rows] float32
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
             top, factor, needed = thread_tiles.follow_maximum(
-                largest, units, offset, base, threshold, self.interpret, power
+                largest, log2_factor, offset, base, threshold, self.interpret, power
             )
             return top, Rescale(factor, needed)
-        top = largest.max(axis=1) * units
+        top = largest.max(axis=1) * log2_factor
         if offset is not None:
             top = top + offset
         top = jnp.maximum(top, base)
         return top, Rescale(self.power(base - top), jnp.int32(1))
 
-    def _slope(self, row: jax.Array, along: jax.Array) -> jax.Array:
-        """[rows, PERIOD]: `row` plus `along * log2(e)` times the column."""
-        return thread_tiles.affine_tile(row, along * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret)
+    def _row_plus_slope(self, row: jax.Array, column_slope: jax.Array) -> jax.Array:
+        """The narrow tile [rows, PERIOD] of row[r] + column_slope * log2(e) * c at row r and column c."""
+        return thread_tiles.affine_tile(
+            row, column_slope * f32(LOG2E), (self.shape[0], thread_tiles.PERIOD), self.interpret
+        )
 
-    def _powers(self, scores: Scaled, units: np.float32, less: jax.Array | np.float32) -> jax.Array:
-        """2^(scores in powers of two - less): [rows, columns]. `units` is scores.factor * log2(e), `less` [rows] or one number."""
-        if scores.along is not None:
-            slope = self._slope(-less if isinstance(less, jax.Array) else self._row(float(-less)), scores.along)
-            x = scores.tile * units + thread_tiles.repeat_columns(slope, self.shape, self.interpret)
+    def _exponentials(self, scores: Scaled, log2_factor: np.float32, shift: jax.Array | np.float32) -> jax.Array:
+        """2^(scores * log2(e) - shift), [rows, columns] float32, where the scores are taken without `row_term` and
+        `offset`.
+
+        log2_factor   scores.factor * log2(e)
+        shift         [rows] or one number, in powers of two
+        """
+        if scores.column_slope is not None:
+            slope = self._row_plus_slope(
+                -shift if isinstance(shift, jax.Array) else self._row_vector(float(-shift)), scores.column_slope
+            )
+            x = scores.tile * log2_factor + thread_tiles.repeat_columns(slope, self.shape, self.interpret)
             return exponential.exp2_tile(x, self.polynomials, self.interpret)
-        if isinstance(less, jax.Array):
-            less = registers.stretch(less, "row", self.shape)
+        if isinstance(shift, jax.Array):
+            shift = registers.broadcast_vector(shift, "row", self.shape)
         factor = (
-            units if scores.by is None else thread_tiles.repeat_columns(scores.by * units, self.shape, self.interpret)
+            log2_factor
+            if scores.narrow_factor is None
+            else thread_tiles.repeat_columns(scores.narrow_factor * log2_factor, self.shape, self.interpret)
         )
         x = scores.tile * factor
-        x = x - less if self.reference != 0.0 or scores.row is not None else x
+        x = x - shift if self.reference != 0.0 or scores.row_term is not None else x
         return exponential.exp2_tile(x, self.polynomials, self.interpret)
 
     def rescale(self, out: jax.Array, rescale: Rescale) -> jax.Array:
-        """`out`, [rows, value dim] float32 relative to the reference before, relative to that of now."""
+        """`out` relative to the reference after a tile, from `out` relative to the reference before it.
+
+        out       [rows, value dim] float32, the sum of P V
+        rescale   of that tile
+        """
         if self.reference is not None:
             return out
         if self.lazy_rescale:
             return thread_tiles.scale_rows(out, rescale.factor, rescale.needed, self.interpret)
-        return out * registers.stretch(rescale.factor, "row", out.shape)
+        return out * registers.broadcast_vector(rescale.factor, "row", out.shape)
 
-    def finish(self, state: State, row_part: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows], after the last tile.
+    def finish(self, state: State, row_term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Sums the exponentials of each row over the lanes and returns (reference, sum), both [rows] float32, after
+        the last tile.
 
-        row_part   [rows], the part of the scores that `step` left out because it is the same over the row, in units of scores;
-                   None: nothing was left out, as always with large scores and with a static reference
+        row_term   [rows], the part of the scores that `step` left out because it is the same over the row, in units
+                   of scores; None: nothing was left out, as always with large scores and with a static reference
 
-        The reference includes `row_part` and has the unit of `State.base`. A row without visible scores has reference -inf and
-        sum 0; a `row_part` of -inf hides its row. A visible row whose `row_part` is NaN or +inf has sum NaN.
+        The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference
+        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN.
         """
         total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
-        if row_part is not None:  # -inf hides the row; any other value that is not finite is passed on
-            off = (row_part == f32(-math.inf)) | (total == f32(0))
-            total = jnp.where(off, f32(0), total + f32(0) * row_part)
-            top = top + row_part * f32(LOG2E)
+        if row_term is not None:  # -inf hides the row; any other value that is not finite is passed on
+            off = (row_term == f32(-math.inf)) | (total == f32(0))
+            total = jnp.where(off, f32(0), total + f32(0) * row_term)
+            top = top + row_term * f32(LOG2E)
         return jnp.where(total == f32(0), f32(-math.inf), top), total
 
     def to_reference(self, score: jax.Array) -> jax.Array:
-        """A score in the units of references."""
+        """A score in the unit of references."""
         return score if self.large_scores else score * f32(LOG2E)
 
     def to_score(self, reference: jax.Array) -> jax.Array:
@@ -208,11 +246,17 @@ class OnlineSoftmax:
         return reference if self.large_scores else reference * f32(LN2)
 
     def power(self, difference: jax.Array) -> jax.Array:
-        """The exponential of a difference of references."""
+        """e^(difference of two scores), from the difference of their references: 2^difference, or with large scores
+        2^(difference * log2(e)).
+        """
         return jnp.exp2(difference * f32(LOG2E) if self.large_scores else difference)
 
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
-        """The natural logarithm of the softmax denominator: `total` is a sum of exponentials relative to `reference`."""
+        """The natural logarithm of the softmax denominator, [rows].
+
+        reference   [rows], in the unit of references
+        total       [rows], the sum of exponentials relative to `reference`
+        """
         if self.large_scores:
             return reference + jnp.log2(total) * f32(LN2)
         return (reference + jnp.log2(total)) * f32(LN2)

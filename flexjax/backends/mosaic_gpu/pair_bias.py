@@ -45,9 +45,11 @@ Dims = tuple[tuple[str, int], ...]
 
 
 def _axis_and_start(atom: ir.Atom) -> tuple[str, int] | None:
-    """(axis, index at position 0) if the index is that axis plus a constant, ("", constant) if it is constant, else None.
+    """(axis, index at position 0) if the index is that axis plus a constant, ("", constant) if it is constant, else
+    None.
 
-    This is the entry of `Dims` for one dimension. An axis times 2, or an axis plus a number that is not constant, gives None.
+    This is the entry of `Dims` for one dimension. An axis times 2, or an axis plus a number that is not constant,
+    gives None.
     """
     if isinstance(atom, ir.Lit):
         return "", int(atom.value)
@@ -61,7 +63,9 @@ def _axis_and_start(atom: ir.Atom) -> tuple[str, int] | None:
 
 
 def axis_aligned_dims(load: ir.Load) -> Dims | None:
-    """The `Dims` of a load whose every index is a constant or an axis of its own plus a constant; None for other loads."""
+    """How a load indexes each dimension of its array, as `Dims`, if every index is a constant or an axis of its own
+    plus a constant; None for other loads.
+    """
     found = [_axis_and_start(atom) for atom in load.index]
     named = [dim[0] for dim in found if dim is not None and dim[0]]
     dims = tuple(dim for dim in found if dim is not None)
@@ -73,6 +77,7 @@ def embedded(values: jax.Array, dims: Dims, shape: tuple[int, ...]) -> jax.Array
 
     values   [b, h, q, kv], with length 1 for each axis that `dims` lacks
     dims     of the load, from `axis_aligned_dims`
+    shape    of the captured array
     """
     order = [AXES.index(axis) for axis, _ in dims if axis]
     lengths = [values.shape[AXES.index(axis)] if axis else 1 for axis, _ in dims]
@@ -83,7 +88,9 @@ def embedded(values: jax.Array, dims: Dims, shape: tuple[int, ...]) -> jax.Array
 
 
 def gradient_loads(derivative: ir.Program) -> tuple[ir.Load, ...]:
-    """The loads of captured arrays with a gradient: d score / d load n is result 2 + n of the derivative program."""
+    """The loads of captured arrays with a gradient, in the order of the derivatives: d score / d load n is result 2 +
+    n of the derivative program.
+    """
     return tuple(typing.cast(ir.Load, derivative.steps[n]) for n in derivative.gradients)
 
 
@@ -94,10 +101,10 @@ def gradient_loads(derivative: ir.Program) -> tuple[ir.Load, ...]:
 class DirectGradient:
     """A captured array whose gradient the dQ kernel writes.
 
-    load_number   of the array's one load among `gradient_loads`
-    capture       number of the array among the score program's captures
-    dims          how the load indexes the array
-    dtype, shape  of the array
+    load_number    of the array's one load among `gradient_loads`
+    capture        number of the array among the score program's captures
+    dims           how the load indexes the array
+    dtype, shape   of the array
     """
 
     load_number: int
@@ -108,14 +115,16 @@ class DirectGradient:
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return jnp.dtype(self.dtype).itemsize
 
     def has(self, axis: str) -> bool:
-        """Whether some dimension of the array is indexed by this axis."""
+        """Whether some dimension of the array is indexed by this axis, one of AXES."""
         return any(axis == name for name, _ in self.dims)
 
     def output_shape(self, plan: KernelPlan) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of what the kernel writes: [b, h, T', S'], b and h 1 where the array lacks that axis.
+        """Shape and dtype of the array that the dQ kernel writes: [b, h, T', S'], where b or h is 1 if the captured
+        array lacks that axis.
 
         T' and S' are T and S rounded up to what TMA copies, or to whole tiles for the simulator, which clamps copies
         that cross the end.
@@ -127,17 +136,24 @@ class DirectGradient:
         return shape, self.dtype
 
     def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
-        """The `shape` (queries, keys) tile from (q0, kv0) for head (b, h) of the kernel's output."""
+        """The [queries, keys] tile of head (b, h) from query q0 and key kv0 in `ref`, the kernel's output; `shape` is
+        that of the tile.
+        """
         at = (b if self.has("b") else 0, h if self.has("h") else 0)
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]
 
     def gradient(self, plan: KernelPlan, values: jax.Array) -> jax.Array:
-        """The gradient in the shape of the captured array, from what the kernel wrote (`output_shape`)."""
+        """The gradient in the shape of the captured array, from `values`, what the kernel wrote (`output_shape`)."""
         return embedded(values[:, :, : plan.q_len, : plan.kv_len], self.dims, self.shape)
 
 
 def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int) -> DirectGradient | None:
-    """The direct gradient of a load, None where it cannot be one whatever the batch."""
+    """How the dQ kernel can write the gradient of load number `load_number`; None where it cannot, whatever the
+    batch.
+
+    It needs a load that indexes the array by q, by kv and, with several heads, by h; no other load of the array; a
+    float array; and a derivative that is not 0.
+    """
     loads = gradient_loads(derivative)
     load, slope = loads[load_number], derivative.results[2 + load_number]
     dims, array = axis_aligned_dims(load), derivative.captures[load.capture]
@@ -173,17 +189,19 @@ class DenseBiasPlan:
 
     @property
     def types(self) -> DenseBiasTypes:
-        """What the kernels need to know to size their shared memory."""
+        """The dtypes and numbers that the kernels need to know to size their shared memory."""
         staged = None if self.staged is None else self.staged_type
         return DenseBiasTypes(staged, tuple(one.dtype for one in self.direct_gradients), self.batch_entries)
 
 
-def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, found: DirectGradient) -> int:
-    """How many batch entries a CTA must take to write `found` beside the direct gradients of `bias`; 0 if it cannot.
+def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradient) -> int:
+    """How many batch entries a CTA of the dQ kernel must take to write `gradient` beside the direct gradients of
+    `bias`; 0 if it cannot.
 
-    Entries can share a CTA if they have the same block lists and the same staged tile, and if their dQ accumulators fit.
+    It is 1 for an array with an element for each batch entry, otherwise the whole batch. Entries can share a CTA if
+    they have the same block lists and the same staged tile, and if their dQ accumulators fit.
     """
-    entries = 1 if found.has("b") else plan.batch
+    entries = 1 if gradient.has("b") else plan.batch
     if bias.direct_gradients and entries != bias.batch_entries:
         return 0
     if entries == 1:
@@ -194,12 +212,14 @@ def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, found: DirectGradient)
 
 
 def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]) -> DenseBiasPlan:
-    """The staged array and as many direct gradients as fit the dQ kernel's shared memory.
+    """What the backward kernels of a call do with dense biases: the staged array, and as many direct gradients as fit
+    the dQ kernel's shared memory.
 
     Nothing above head dim 128, because the dQ kernel would spill 200 to 490 bytes a thread there.
 
-    plan     with extra features joined to the head dim
-    wanted   for each captured array of the score program: whether its gradient is asked for
+    plan         with extra features joined to the head dim
+    derivative   score_mod with its derivatives, None for the identity
+    wanted       for each captured array of the score program: whether its gradient is asked for
     """
     if derivative is None or max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         return DenseBiasPlan()
@@ -216,7 +236,10 @@ def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tup
 
 
 def padded_captures(plan: KernelPlan, bias: DenseBiasPlan, captures: Captures[jax.Array]) -> Captures[jax.Array]:
-    """The captures with the staged array padded to whole tiles for the simulator, which does not zero-fill past an end.
+    """The captured arrays with the staged array padded with zeros to whole tiles for the simulator, which does not
+    zero-fill past an end.
+
+    captures   as kernels take them
 
     Unchanged on the device, where TMA fills with zeros.
     """

@@ -1,8 +1,10 @@
 """Tiles of pair biases inside the backward kernels: staged tiles on their way in, gradient tiles on their way out.
 
-`Staging` copies tiles of the staged array into a ring in shared memory (in the copying warpgroup) and reads them there
-(in the computing warpgroups). `DirectGradientWriter` writes gradient tiles from the computing warpgroups of the dQ kernel.
-pair_bias.py decides which arrays are treated so.
+`Staging` copies tiles of the staged array into a ring in shared memory (in the copying warpgroup) and reads them
+there (in the computing warpgroups). A ring has several slots of one tile each; the running number of a tile, counted
+over the visits of the CTA, gives its slot. `DirectGradientWriter` writes tiles of direct gradients, those that the dQ
+kernel writes itself, from the computing warpgroups. pair_bias.py decides which arrays are treated so. q0 and kv0 are
+the first query and the first key of a tile.
 """
 
 import dataclasses
@@ -32,10 +34,13 @@ from flexjax.plan.kernel_plan import KernelPlan
 class Staging:
     """How one kernel stages the array that `load` reads.
 
-    slots       tiles in the ring
-    shape       (queries, keys) of a tile
-    readers     computing warpgroups that read a tile, each an equal part of its queries
-    transposed  the kernel's score tile is [keys, queries]: each reader reads a part of the tile's keys, transposed
+    plan         of the call
+    derivative   the program of the load, which computes its leading indices
+    load         its index is [..., q, kv]
+    slots        tiles in the ring
+    shape        (queries, keys) of a tile
+    readers      computing warpgroups that read a tile, each an equal part of its queries
+    transposed   the kernel's score tile is [keys, queries]: each reader reads a part of the tile's keys, transposed
     """
 
     plan: KernelPlan
@@ -47,7 +52,7 @@ class Staging:
     transposed: bool = False
 
     def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
-        """The [query, key] matrix in global memory that head (b, h) reads."""
+        """The [query, key] matrix of the array in global memory that head (b, h) reads."""
         program = TileProgram(
             self.derivative,
             captures.score,
@@ -57,21 +62,32 @@ class Staging:
             results=(0,),
             interpret=self.plan.options.interpret,
         )
-        return captures.score[self.load.capture].at[program.scalars(self.load.index[:-2])]
+        return captures.score[self.load.capture].at[program.scalar_values(self.load.index[:-2])]
 
     def fetch(self, slot: Ref, source: Ref, q0: Scalar, kv0: Scalar, full: Ref) -> None:
-        """In the copying warpgroup: starts the copy of the tile at (q0, kv0) into a free slot; arrives at `full`."""
+        """In the copying warpgroup: starts the copy of one tile into a free slot.
+
+        slot     the slot in shared memory
+        source   the matrix from `source`
+        full     the barrier at which the copy arrives
+        """
         tile = source.at[pl.ds(q0, self.shape[0]), pl.ds(kv0, self.shape[1])]
         plgpu.copy_gmem_to_smem(tile, slot, full)
 
     def copy(self, ring: StagedRing[Ref], source: Ref, q0: Scalar, kv0: Scalar, number: Scalar) -> None:
-        """In the copying warpgroup: `fetch` for the tile with this running number, once its slot of the ring is free."""
+        """In the copying warpgroup: starts the copy of one tile into its slot of the ring, once that slot is free.
+
+        source    the matrix from `source`
+        q0, kv0   first query and key of the tile
+        number    running number of the tile
+        """
         slot = common.slot_of(number, self.slots)
         when(number >= self.slots)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
         self.fetch(ring.tiles.at[slot], source, q0, kv0, ring.full.at[slot])
 
     def read_staged(self, tile: ColumnMath, slots: Ref, slot: Scalar, group: Scalar) -> ColumnMath:
-        """In computing warpgroup `group`: `tile` with the values of the load, which it reads from `slots[slot]` to registers.
+        """In computing warpgroup `group`: `tile` with the values of the load, which it reads from `slots[slot]` to
+        registers.
 
         The copy into `slots[slot]` must have arrived. The warpgroup reads an equal share of the staged tile's
         queries; if the kernel's score tile is transposed, an equal share of its keys, transposed.
@@ -88,10 +104,13 @@ class Staging:
     def read_from_ring(
         self, tile: ColumnMath, ring: StagedRing[Ref], number: Scalar, group: Scalar, first: bool, last: bool
     ) -> ColumnMath:
-        """`read_staged` of the tile with this running number.
+        """`tile` with the values of the load, which the warpgroup reads from the ring to registers; waits until they
+        are there, and frees the slot.
 
-        A warpgroup may read a tile several times, once for each batch entry: the `first` read waits until the slot is
-        full, the `last` one frees the slot.
+        number        running number of the staged tile
+        group         number of the warpgroup, which reads its share of the tile
+        first, last   whether this is the warpgroup's first, last read of the tile: it reads once for each batch
+                      entry. Only the first read waits, only the last frees the slot
         """
         slot = common.slot_of(number, self.slots)
         if first:
@@ -111,7 +130,15 @@ def staging_for(
     readers: int,
     transposed: bool = False,
 ) -> Staging | None:
-    """The `Staging` of a kernel, None where no array is staged or there is no room for it (0 slots)."""
+    """The `Staging` of a kernel, None where no array is staged or there is no room for it (0 slots).
+
+    derivative   the program of the load; None without a score_mod
+    bias         says which array is staged
+    slots        of the ring
+    shape        (queries, keys) of a tile
+    readers      computing warpgroups that read a tile
+    transposed   whether the kernel's score tile is [keys, queries]
+    """
     if bias.staged is None or derivative is None or not slots:
         return None
     return Staging(plan, derivative, bias.staged, slots, shape, readers, transposed)
@@ -121,7 +148,11 @@ def staging_for(
 
 
 def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
-    """For each query block the key blocks that neither of its lists names, as a full list; all None without a block mask."""
+    """The key blocks that neither list of a query block names, as a full list (number, ascending indices) for each
+    query block; all None without a block mask.
+
+    lists   the block lists of each query block
+    """
     blocks = plan.blocks
     if blocks is None:
         return VisitLists()
@@ -141,9 +172,11 @@ def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists
 class DirectGradientWriter:
     """Writes gradient tiles from computing warpgroup `group` of the dQ kernel.
 
-    gradients  the direct gradients, and for each: `outputs`, its array in global memory, and `buffers`, one tile a
-               warpgroup in shared memory
-    b, h, q0   head and first query of this warpgroup's tiles
+    gradients   the direct gradients
+    tiles       sizes of the dQ kernel
+    outputs     for each gradient its array in global memory
+    buffers     for each gradient one tile a warpgroup in shared memory
+    b, h, q0    head and first query of this warpgroup's tiles
     """
 
     gradients: tuple[DirectGradient, ...]
@@ -157,36 +190,46 @@ class DirectGradientWriter:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(queries, keys) of a tile."""
+        """(queries, keys) of a warpgroup's tile."""
         return (self.tiles.rows, self.tiles.keys)
 
     def write(self, values: tuple[jax.Array, ...], kv0: Scalar) -> None:
-        """Starts the copies of one tile of each gradient, for the keys from `kv0`."""
+        """Starts the copies of one tile of each gradient to global memory, for the keys from `kv0`.
+
+        values   [queries, keys] float32 for each gradient
+        """
         if self.gradients:
             self._fill(values)
             self._send(kv0)
 
     def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
-        """Writes zeros to the key tiles that query tile `tile` skips (`skipped_blocks`)."""
+        """Writes zeros to the key tiles that query tile `tile` skips.
+
+        visits    of the dQ kernel
+        skipped   from `skipped_blocks`
+        """
         if not self.gradients or skipped.full_num is None:
             return
         count = visits.counts(skipped, self.b, self.h, tile).unmasked
 
         @when(count > 0)
-        def _() -> None:
+        def fill_and_send() -> None:
+            """Fills the buffers with zeros and copies them to every key tile that the query tile skips."""
             zero = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), common.WGMMA)
             self._fill((zero,) * len(self.gradients))
             key_tile = lambda i: visits.tile(skipped, self.b, self.h, tile, i, False)
             pl.loop(0, count)(lambda i: self._send(key_tile(i) * self.tiles.keys))
 
     def _fill(self, values: tuple[jax.Array, ...]) -> None:
-        """Stores one tile of each gradient in the buffers, once the copies before have read them."""
+        """Stores one tile of each gradient in the buffers, converted to its dtype, once the copies before have read
+        them.
+        """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for one, smem, value in zip(self.gradients, self.buffers, values, strict=True):
             smem.at[self.group][...] = value.astype(one.dtype)
         plgpu.commit_smem()
 
     def _send(self, kv0: Scalar) -> None:
-        """Starts the copies of the buffers to the keys from `kv0`."""
+        """Starts the copies of the buffers to global memory, to the keys from `kv0`; does not wait for them."""
         for one, smem, ref in zip(self.gradients, self.buffers, self.outputs, strict=True):
             plgpu.copy_smem_to_gmem(smem.at[self.group], one.tile(ref, self.b, self.h, self.q0, kv0, self.shape))

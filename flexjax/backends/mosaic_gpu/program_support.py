@@ -1,6 +1,7 @@
 """Which traced programs the Hopper kernels can evaluate on a tile.
 
-Nothing here imports Mosaic, because plans are refused on machines without a GPU and with an older jax.
+A program is a traced mod (ir/program.py). Nothing here imports Mosaic, because plans are refused on machines without
+a GPU and with an older jax.
 """
 
 import math
@@ -10,7 +11,12 @@ from flexjax.ir import program as ir
 
 
 def unsupported(program: ir.Program) -> str | None:
-    """Why the kernels cannot evaluate the program, as the end of a sentence whose subject is the program; None if they can."""
+    """Why the kernels cannot evaluate the program, as the end of a sentence whose subject is the program; None if
+    they can.
+
+    They refuse jaxprs that tracing could not unroll, dtypes and primitives without a form on a tile, empty captured
+    arrays, and loads whose indices vary over 2^31 or more elements of an array.
+    """
     if program.calls:
         return f"contains control flow that could not be unrolled (`{program.calls[0].name}`)"
     for array in program.captures:
@@ -36,7 +42,9 @@ def unsupported(program: ir.Program) -> str | None:
 
 
 def _unsupported_op(step: ir.Op) -> str | None:
-    """`unsupported` for one operation."""
+    """Why the kernels cannot evaluate one operation, as the end of a sentence whose subject is the program; None if
+    they can.
+    """
     if step.prim not in SUPPORTED:
         return f"uses the primitive `{step.prim}`, which has no form on a tile"
     operand = step.inputs[0].dtype

@@ -1,11 +1,14 @@
 """Which elements of a tile each thread holds in its registers, and tiles and vectors built from that.
 
-A tile is [rows, columns] in the layout of a WGMMA accumulator, rows a multiple of 64, columns of 8. A row vector has one element
-for each row and the layout of a reduced tile, so that it meets the tile without moving data between threads; a column vector has
-one for each column. A position of a register is a part that depends on the lane plus a constant, known when the kernel is traced.
+A tile is [rows, columns] in the layout of a WGMMA accumulator, rows a multiple of 64, columns of 8. A row vector has
+one element for each row and the layout of a tile reduced over its columns, so that it meets the tile without moving
+data between threads; a column vector has one element for each column. The position (row, column) of an element that a
+thread holds is a part that depends on the lane and warp of the thread plus a constant that is known when the kernel
+is traced.
 
-Functions of arrays are called inside kernels of Lane semantics; functions of MLIR values inside `kernel_parts.inline_mgpu`.
-Reading memory is memory.py's, arithmetic on the elements of a thread thread_tiles.py's.
+Functions of arrays are called inside kernels of Lane semantics; functions of MLIR values inside
+`kernel_parts.inline_mgpu`, where a FragmentedArray has the registers that one thread holds of an array. memory.py
+reads memory, thread_tiles.py does arithmetic on the elements of a thread.
 """
 
 import typing
@@ -34,12 +37,14 @@ Item = tuple[RegisterIndex, int, ir.Value]
 
 
 def layout_of(kind: str) -> typing.Any:
-    """Register layout of a "row" vector (one number for each row), a "column" vector or a "tile"."""
+    """The register layout of a "row" vector (one number for each row), a "column" vector (one for each column) or a
+    "tile".
+    """
     return {"row": ROW, "column": COLUMN, "tile": TILE}[kind]
 
 
 def lowered(layout: typing.Any) -> mgpu.TiledLayout:
-    """The layout, one of TILE, ROW and COLUMN, as Mosaic describes it inside `inline_mgpu`."""
+    """The layout, one of TILE, ROW and COLUMN, in the class by which Mosaic describes it inside `inline_mgpu`."""
     return layout.to_mgpu()
 
 
@@ -52,7 +57,7 @@ def row_iota(rows: int) -> jax.Array:
 
 
 def column_iota(columns: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
-    """The column vector 0 .. columns - 1."""
+    """The column vector 0 .. columns - 1 in `dtype`."""
     numbers = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN)
     return numbers.astype(dtype)
 
@@ -60,14 +65,15 @@ def column_iota(columns: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Ar
 def columns_from(start: Scalar, columns: int, interpret: bool) -> jax.Array:
     """The column vector start .. start + columns - 1, int32.
 
-    `start` is added before the constants of a thread, because `column_iota` does not change in a loop over tiles and the compiler
-    would keep it in registers beside the sum.
+    `start` is added before the constants of a thread, because `column_iota` does not change in a loop over tiles and
+    the compiler would keep it in registers beside the sum.
     """
     if interpret:
         return column_iota(columns) + start
 
     @inline_mgpu(SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct((columns,), jnp.int32, layout=COLUMN))
     def count(first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the column vector first, first + 1, ..., int32; `first` is an i32."""
         i32 = ir.IntegerType.get_signless(32)
         positions = positions_of(lowered(COLUMN), (columns,))
         base = arith.addi(scalar_of(first), positions.lane[0])
@@ -78,13 +84,17 @@ def columns_from(start: Scalar, columns: int, interpret: bool) -> jax.Array:
 
 
 def splat(value: jax.typing.ArrayLike, kind: str, shape: tuple[int, ...], interpret: bool) -> jax.Array:
-    """The vector or tile of `shape` whose elements are all `value`, in the layout of `kind` ("row", "column" or "tile")."""
+    """The vector or tile of `shape` whose elements are all the scalar `value`, in the layout of `kind` ("row",
+    "column" or "tile").
+    """
     full = lax.broadcast(jnp.asarray(value), shape)
     return full if interpret else plgpu.layout_cast(full, layout_of(kind))
 
 
-def stretch(value: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
-    """The tile of `shape` whose columns ("row" vectors) or rows ("column" vectors) are all `value`."""
+def broadcast_vector(value: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
+    """The tile of `shape` [rows, columns] whose every column is `value` (`kind` "row") or whose every row is `value`
+    ("column").
+    """
     return lax.broadcast_in_dim(value, shape, (0,) if kind == "row" else (1,))
 
 
@@ -92,10 +102,12 @@ def stretch(value: jax.Array, kind: str, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Positions(typing.NamedTuple):
-    """Where the elements that a thread holds lie in an array: `lane` plus the position in `constants`, dimension by dimension.
+    """Where the elements that a thread holds lie in an array: `lane` plus the constant of the element, dimension by
+    dimension.
 
-    lane        i32 for each dimension, different from lane to lane
-    constants   (register, number of the element in it, position) of each element, positions as for lane 0 of warp 0
+    lane        an i32 for each dimension, which differs between the threads of a warpgroup
+    constants   for each element that a thread holds: index of its register, number of the element within the
+                register, and its position (one int for each dimension) as the first thread has it
     """
 
     lane: tuple[ir.Value, ...]
@@ -103,7 +115,10 @@ class Positions(typing.NamedTuple):
 
 
 def positions_of(layout: mgpu.TiledLayout, shape: tuple[int, ...]) -> Positions:
-    """The positions of a thread's elements of an array of `shape` in `layout`."""
+    """The positions of a thread's elements of an array of `shape` in `layout`, for use inside `inline_mgpu`.
+
+    It emits the instructions that compute `Positions.lane`; the constants are Python ints.
+    """
     i32 = ir.IntegerType.get_signless(32)
     contiguous = tuple(mgpu.utils.get_contiguous_strides(shape))
     strides = layout.tiling.tile_strides(contiguous)
@@ -128,7 +143,7 @@ def positions_of(layout: mgpu.TiledLayout, shape: tuple[int, ...]) -> Positions:
 
 
 def element(register: ir.Value, number: int) -> ir.Value:
-    """An element of a register, which is a vector of elements or one element."""
+    """Element `number` of a register, which is an MLIR vector of elements; the register itself if it is one element."""
     if not isinstance(register.type, ir.VectorType):
         return register
     return vectors.extract(register, dynamic_position=[], static_position=[number])
@@ -137,7 +152,11 @@ def element(register: ir.Value, number: int) -> ir.Value:
 def assemble(
     layout: mgpu.TiledLayout, shape: tuple[int, ...], items: Iterable[Item], signed: bool | None
 ) -> mgpu.FragmentedArray:
-    """The array of `shape` in `layout` with these elements. `signed` is as `is_signed` gives it."""
+    """The array of `shape` in `layout`, made of the elements that one thread holds.
+
+    items    (index of a register, number of an element in it, value) for each element of the thread
+    signed   what `is_signed` gives for the dtype
+    """
     registers: np.ndarray = np.empty(tuple(layout.registers_shape(shape)), dtype=object)
     for index, number, value in items:
         if registers[index] is None:
@@ -147,6 +166,8 @@ def assemble(
 
 
 def is_signed(dtype: jax.typing.DTypeLike) -> bool | None:
-    """Whether an integer dtype is signed, False for bool, None for floats: what FragmentedArray asks for."""
+    """Whether an integer dtype is signed, False for bool, None for floats: the form in which FragmentedArray takes
+    it.
+    """
     dtype = jnp.dtype(dtype)
     return None if jnp.issubdtype(dtype, jnp.floating) else jnp.issubdtype(dtype, jnp.signedinteger)

@@ -2,8 +2,8 @@
 rowsum.
 
 XLA could compute the rowsum, but XLA fuses the sum with the operations around it, and the order of the additions
-follows the fusion: the last bits of the same call inside lax.scan then differ from those alone. A kernel has one order.
-The kernel reads O and dO once and is bound by memory bandwidth.
+follows the fusion: the last bits of the same call inside lax.scan then differ from those alone. A kernel has one
+order. The kernel reads O and dO once and is bound by memory bandwidth.
 """
 
 import typing
@@ -23,16 +23,22 @@ from flexjax.backends.mosaic_gpu.static_reference import LOG2E
 from flexjax.plan.kernel_plan import KernelPlan, Results
 
 ROWS = 64
+"""Queries of a CTA."""
 COLUMNS = 64
+"""Features that are read to registers at once."""
 UNIT = 256
 """Row statistics are padded to a multiple of this many queries."""
 
 
 def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
-    """[B, N, 2, T'] float32: lse2 and delta; T' is the number of queries rounded up to UNIT.
+    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32, where T' is the number of queries rounded up to
+    UNIT.
 
-    lse2 = lse * log2(e), and +inf for dead rows and past the end. Where scores may be too large to scale
-    (`may_be_large`), lse takes the place of lse2.
+    results        of the forward pass
+    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used
+
+    lse2 = lse * log2(e). Rows without a visible key, and those past the end, have lse2 = +inf and delta = 0. Where
+    scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
     delta = row_dots(plan, pad(results.out), pad(d_out))
@@ -72,16 +78,17 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
-    """rowsum(dO * O), [B, N, T'] float32: T' is the number of queries rounded up to UNIT; 0 past the end.
+    """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is the number of queries rounded up to UNIT;
+    0 past the end.
 
-    out, d_out   [B, T, N, E] or [B, N, T, E], padded by `common.pad`
+    out, d_out   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`
     """
     length, dim = round_up(plan.q_len, UNIT), out.shape[-1]
     tiles = length // ROWS
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """A CTA adds up the rows of one tile of ROWS queries."""
+        """The kernel: one CTA computes rowsum(dO * O) of ROWS queries of one head, and writes it to `outputs.dots`."""
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))

@@ -25,9 +25,9 @@ Part = typing.TypeVar("Part")
 
 @dataclasses.dataclass(frozen=True)
 class SwizzledTiles:
-    """Tiles as TMA writes and WGMMA reads them: `shape` [..., rows, columns] in pieces of 8 rows, swizzled.
+    """Tiles in shared memory as TMA writes and WGMMA reads them: [..., rows, columns] in pieces of 8 rows, swizzled.
 
-    shape     leading dimensions count slots or warpgroups
+    shape     of the whole; leading dimensions count slots or warpgroups
     dtype     name of the dtype
     swizzle   largest number of bytes to swizzle over: 128, 64 or 32; the largest that divides a row is taken
     """
@@ -38,18 +38,20 @@ class SwizzledTiles:
 
     @property
     def bytes(self) -> int:
+        """Bytes of shared memory that the tiles take."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainArray:
-    """An array in row-major order, which threads read and write by index."""
+    """An array in shared memory, in row-major order, which threads read and write by index; `dtype` is a name."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def bytes(self) -> int:
+        """Bytes of shared memory that the array takes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -67,13 +69,15 @@ Description = SwizzledTiles | PlainArray | Barriers
 
 
 def scratch_bytes(scratch: tuple) -> int:
-    """Bytes of shared memory that a CTA needs for `scratch`, a tree of descriptions (None for what a kernel leaves out)."""
+    """Bytes of shared memory that a CTA needs for `scratch`, a tree of descriptions (None for what a kernel leaves
+    out).
+    """
     parts: list[Description] = jax.tree.leaves(scratch)
     return sum(part.bytes for part in parts) + RESERVED
 
 
 def fits(scratch: tuple) -> bool:
-    """Whether a CTA has room for `scratch`."""
+    """Whether a CTA has room in shared memory for `scratch`, a tree of descriptions."""
     return scratch_bytes(scratch) <= SHARED_MEMORY
 
 

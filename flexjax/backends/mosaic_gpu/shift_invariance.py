@@ -1,12 +1,13 @@
 """Whether a load's index reads the same element when query and key both grow by the same number of positions.
 
 `table[h, i // w - j // w + w - 1, i % w - j % w + w - 1]` reads the same element at (i, j) and at (i + w, j + w):
-moving both by a multiple of w changes neither difference. Two tiles with the same difference of first query and
-first key, whose first queries are a multiple of w apart, therefore read the same elements of the table, so their gradients can be summed in registers
-before they are added to the table.
+moving both by a multiple of w changes neither difference. Two tiles with the same difference of first query and first
+key, whose first queries are a multiple of w apart, therefore read the same elements of the table, so their gradients
+can be summed in registers before they are added to the table.
 
-`_changes(program, index, period)` computes by how much each integer that the index needs changes when query and key
-grow by `period`, with a rule for each operation. What no rule covers is unknown (None).
+The *change* of a value is the number by which it grows when query and key grow by `period` positions, whatever they
+are. `_changes` computes the changes of all integers that the index needs, with a rule for each operation. What no
+rule covers is unknown (None).
 """
 
 import typing
@@ -19,13 +20,21 @@ JOINS = frozenset({"max", "min"})
 
 
 def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> bool:
-    """Whether the index is the same at (q, kv) and (q + period, kv + period), for the same b and h."""
+    """Whether the index is the same at (q, kv) and (q + period, kv + period), for the same b and h, as far as the
+    rules tell.
+
+    index    one atom of the program for each dimension of the array
+    period   in positions
+    """
     known = _changes(program, index, period)
     return all(_change_of(atom, known, period) == 0 for atom in index)
 
 
 def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
-    """By how much an argument changes, None where unknown; `known` has the changes of the steps before."""
+    """The change of an atom, None where unknown; 0 for what depends on neither query nor key.
+
+    known   id of a value -> its change, for the values of earlier steps
+    """
     if isinstance(atom, ir.Lit):
         return 0
     if "score" in atom.axes:
@@ -38,57 +47,69 @@ def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int 
 
 
 def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> dict[int, int | None]:
-    """For each value by its id: by how much the value changes when query and key grow by `period`, None where unknown."""
+    """Id -> change of each value that the index needs, None where unknown."""
     needed = ir.uses(program.steps, index)
     known: dict[int, int | None] = {ir.Q: period, ir.KV: period, ir.SCORE: None}
     for step in program.steps:
         if not any(o.id in needed for o in step.outs):
             continue
-        given = [_change_of(a, known, period) for a in step.inputs]
+        changes = [_change_of(a, known, period) for a in step.inputs]
         for out in step.outs:
-            known[out.id] = _change_of_op(step, given) if isinstance(step, ir.Op) else _all_the_same(given)
+            known[out.id] = _change_of_op(step, changes) if isinstance(step, ir.Op) else _unchanged(changes)
     return known
 
 
-def _all_the_same(given: list[int | None]) -> int | None:
-    """0 where no argument changes, None where one may."""
-    return 0 if all(g == 0 for g in given) else None
+def _unchanged(changes: list[int | None]) -> int | None:
+    """0 where no argument changes, None where one may.
+
+    changes   those of the arguments, None where unknown
+    """
+    return 0 if all(g == 0 for g in changes) else None
 
 
-def _change_of_op(step: ir.Op, given: list[int | None]) -> int | None:
-    """By how much the result of an operation changes, from the changes of its arguments."""
-    if all(g == 0 for g in given):
+def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
+    """The change of the result of an operation, from the changes of its arguments; None where unknown.
+
+    step      the operation, of which integers must not wrap around
+    changes   those of its arguments, None where unknown
+    """
+    if all(g == 0 for g in changes):
         return 0
-    if any(g is None for g in given) or not all(_exact(a) for a in step.inputs if _integer(a)):
+    if any(g is None for g in changes) or not all(_never_wraps(a) for a in step.inputs if _is_integer(a)):
         return None
-    if not all(_integer(a) or g == 0 for a, g in zip(step.inputs, given, strict=True)):
+    if not all(_is_integer(a) or g == 0 for a, g in zip(step.inputs, changes, strict=True)):
         return None
-    moved = typing.cast(list[int], given)
-    name, first = step.prim, moved[0]
-    if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _exact(step.out)):
+    known_changes = typing.cast(list[int], changes)
+    name, first = step.prim, known_changes[0]
+    if name in ("copy", "copy_p", "stop_gradient") or (name == "convert_element_type" and _never_wraps(step.out)):
         return first
     if name == "neg":
         return -first
     if name in ("add", "add_any"):
-        return first + moved[1]
-    if name in SAME and first == moved[1]:
+        return first + known_changes[1]
+    if name in SAME and first == known_changes[1]:
         return 0
     if name == "sub":
-        return first - moved[1]
+        return first - known_changes[1]
     if name in JOINS:
-        return first if first == moved[1] else None
+        return first if first == known_changes[1] else None
     if name == "select_n":
-        return moved[1] if first == 0 and len(set(moved[1:])) == 1 else None
+        return known_changes[1] if first == 0 and len(set(known_changes[1:])) == 1 else None
     if name == "mul":
         for factor, other in (step.inputs, step.inputs[::-1]):
             if isinstance(factor, ir.Lit):
-                return int(factor.value) * (moved[1] if other is step.inputs[1] else first)
+                return int(factor.value) * (known_changes[1] if other is step.inputs[1] else first)
         return None
-    return _divided(step, first)
+    return _change_of_quotient(step, first)
 
 
-def _divided(step: ir.Op, first: int) -> int | None:
-    """The change of a quotient or remainder by a literal that divides the change of the numerator."""
+def _change_of_quotient(step: ir.Op, change: int) -> int | None:
+    """The change of a quotient or remainder by a literal, where the literal divides the change of the numerator; else
+    None.
+
+    step     any operation of integers; None also for what is no such division, shift or bit mask
+    change   of the numerator
+    """
     name, by = step.prim, step.inputs[-1]
     if len(step.inputs) != 2 or not isinstance(by, ir.Lit) or not isinstance(by.value, int) or by.value <= 0:
         return None
@@ -104,15 +125,16 @@ def _divided(step: ir.Op, first: int) -> int | None:
         divisor = by.value
     else:
         return None
-    if first % divisor:
+    if change % divisor:
         return None
-    return 0 if name in ("rem", "floormod", "and") else first // divisor
+    return 0 if name in ("rem", "floormod", "and") else change // divisor
 
 
-def _integer(atom: ir.Atom) -> bool:
+def _is_integer(atom: ir.Atom) -> bool:
+    """Whether the atom's dtype is a signed or unsigned integer."""
     return atom.dtype.startswith(("int", "uint"))
 
 
-def _exact(atom: ir.Atom) -> bool:
-    """Whether the atom is an integer that does not wrap around."""
+def _never_wraps(atom: ir.Atom) -> bool:
+    """Whether the atom is an integer whose range is known, so that it does not wrap around."""
     return ir.range_of_val(atom) is not None

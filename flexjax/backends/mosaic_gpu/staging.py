@@ -1,11 +1,13 @@
 """Which captured array of a score program TMA copies to shared memory, tile by tile, beside the keys and values.
 
-A pair bias, `bias[h, q, kv]`, is as large as the scores. When each thread loads its own elements, one instruction of a warp touches
-eight rows, and a tile of 64 x 128 takes 64 loads of two or four bytes a thread: the L1 cache is busy for longer than the tensor
-cores are with the products. From shared memory the same tile costs an eighth, and TMA copies it ahead.
+A pair bias, `bias[h, q, kv]`, is as large as the scores. When each thread loads its own elements, one instruction of
+a warp touches eight rows, and a tile of 64 x 128 takes 64 loads of two or four bytes a thread: the L1 cache is busy
+for longer than the tensor cores are with the products. From shared memory the same tile costs an eighth, and TMA
+copies it ahead.
 
-One array of a program is staged: the first that is read at [..., q, kv], with leading indices that are the same for a whole head.
-TMA fills what lies past the end of the array with zeros. pair_bias.py decides what the backward pass stages.
+At most one array of a program is staged, that is, copied this way: the array of the first load at index [..., q, kv]
+whose leading indices are the same for a whole head. TMA fills what lies past the end of the array with zeros.
+pair_bias.py decides what the backward pass stages.
 """
 
 from flexjax.ir import program as ir
@@ -19,8 +21,10 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
-    """The load of the program that goes through shared memory: the first that can be staged and that the first result, the score,
-    needs; None if there is none.
+    """The load of a score program whose array is staged: the first load that can be and that the score depends on;
+    None if none can.
+
+    program   the score program; its first result is the score
 
     With an origin none is staged, because TMA copies whole swizzled pieces and a tile may begin at any position.
     """
@@ -31,7 +35,11 @@ def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
 
 
 def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
-    """Whether the load reads element [..., q, kv] of an array that TMA can copy tile by tile."""
+    """Whether the load reads element [..., q, kv] of a float array that TMA can copy tile by tile.
+
+    TMA takes arrays of 2 to MOST_DIMS dimensions, the last two made of whole pieces of PIECE. Indices before these
+    two must not depend on the query or key.
+    """
     array = program.captures[load.capture]
     size = ITEM_SIZES.get(array.dtype)
     if size is None or not 2 <= len(array.shape) <= MOST_DIMS:
@@ -44,7 +52,9 @@ def _can_be_staged(program: ir.Program, load: ir.Load) -> bool:
 
 
 def _is_position(atom: ir.Atom, axis: str) -> bool:
-    """Whether the index is q (`axis` "q") or kv ("kv") and nothing is added."""
+    """Whether an index is exactly the query number (`axis` "q") or exactly the key number (`axis` "kv"), with nothing
+    added.
+    """
     if not isinstance(atom, ir.Val) or atom.linear is None:
         return False
     line = atom.linear

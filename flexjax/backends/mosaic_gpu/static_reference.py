@@ -20,10 +20,12 @@ below 2^100, and its products with values between 2^-46 and 2^27 inside float32.
 
 
 def static_reference(plan: KernelPlan) -> float | None:
-    """The middle of the score bounds, times log2(e); None where exponentials must follow the running maximum.
+    """The static softmax reference of a plan: the middle of its score bounds, times log2(e); None for the running
+    maximum.
 
-    None for: scores without a score program, unknown or wide bounds, scores too large to scale, float16 (whose exponent is too short
-    for the probabilities), and plans whose result includes the maximum.
+    None where there is no score_mod, where the distance from the middle to a bound exceeds MAX_DISTANCE or is
+    unknown, where scores may be too large to scale, where inputs are float16 (whose exponent is too short for the
+    probabilities), and where the plan's result includes the row maxima.
     """
     if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_large(plan.score):
         return None

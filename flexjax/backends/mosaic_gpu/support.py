@@ -1,7 +1,10 @@
 """The Mosaic GPU backend: what it refuses, and how it calls the kernels.
 
-`refuses` decides from the plan, the target and the version of jax. The modules of the kernels are imported when a kernel is first
-lowered, because flexjax imports on older versions of jax than the kernels need.
+`refuses` decides from the plan, the target and the version of jax. The modules of the kernels are imported when a
+kernel is first lowered, because flexjax imports on older versions of jax than the kernels need.
+
+Block masks may have blocks of any size. Whatever chooses a tile or runs a kernel here first replaces the plan's
+blocks by blocks that the kernels can visit (`_kernel_blocks`).
 """
 
 import contextlib
@@ -26,10 +29,13 @@ LARGEST_TILE = 128
 
 
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
-    """Why the kernels cannot run this plan on the target, in a sentence; None if they can.
+    """Why the kernels cannot run the forward pass of this plan on the target, in a sentence; None if they can.
 
-    target      None: any GPU that the kernels are for
-    version     of jax; that of this process by default
+    The sentence names the first obstacle among the version of jax, the device, arrays, programs and tiles, in this
+    order.
+
+    target    the device that the pass is lowered for; None: some GPU that the kernels are for
+    version   of jax, such as (0, 11, 2); that of this process by default
     """
     reason = _refuses_origin(plan)
     if reason is not None:
@@ -54,25 +60,30 @@ def _refuses_origin(plan: KernelPlan) -> str | None:
             "The GPU kernels take a block mask from user lists beside an origin in blocks of multiples of 64 tokens, "
             f"not {blocks.block_q} x {blocks.block_kv}."
         )
-    for name, run, runs in (("queries", origin.query_run, origin.query_runs), ("keys", origin.key_run, origin.key_runs)):
+    for name, run, runs in (
+        ("queries", origin.query_run, origin.query_runs),
+        ("keys", origin.key_run, origin.key_runs),
+    ):
         if runs > 1 and run % LARGEST_TILE:
             return f"The GPU kernels take several runs of {name} that are multiples of {LARGEST_TILE} tokens long, not {run}."
     return None
 
 
 def _refuses_jax(version: tuple[int, ...]) -> str | None:
-    """Why this version of jax is too old, or None."""
+    """Why this version of jax is too old for the kernels, in a sentence; None if it is not."""
     if version >= OLDEST_JAX:
         return None
     have, python = ".".join(map(str, version)), ".".join(map(str, sys.version_info[:2]))
     return (
         f"The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax {have} on Python {python}). "
-        "In such a Python: `pip install -U 'flexjax[cuda13]'`."
+        "In such a Python, in a checkout: `pip install -U '.[cuda13]'`."
     )
 
 
 def _refuses_device(target: Target | None) -> str | None:
-    """Why the target is not a GPU that the kernels are for; None if it is, or if it is not known yet."""
+    """Why the target is not a GPU of compute capability 9 (Hopper), in a sentence; None if it is, or if the target is
+    not known yet.
+    """
     if target is None or target.kind is None:
         return None
     if target.capability is None:
@@ -83,8 +94,11 @@ def _refuses_device(target: Target | None) -> str | None:
 
 
 def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
-    """(queries, keys) of the mask blocks that the kernels visit: those of the mask where they are multiples of 64 tokens,
-    otherwise 64 or 128. (0, 0) without a block mask."""
+    """(queries, keys) of the mask blocks that the kernels visit; (0, 0) for a plan without a block mask.
+
+    For each axis this is the block size of the mask if it is a multiple of 64, otherwise 64 for lengths up to 64 and
+    128 above.
+    """
     if plan.blocks is None:
         return 0, 0
     pairs = ((plan.blocks.block_q, plan.q_len), (plan.blocks.block_kv, plan.kv_len))
@@ -93,7 +107,11 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot take arrays of these dtypes and shapes, or None."""
+    """Why the kernels cannot take the arrays of this plan, in a sentence; None if they can.
+
+    They refuse dtypes other than bfloat16 and float16, head dims above LARGEST_DIM, empty arrays, a number of extra
+    feature heads that does not divide the key heads, and plans that jax itself has to differentiate.
+    """
     if plan.dtype == "float32":
         return "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."
     if plan.dtype not in ("bfloat16", "float16"):
@@ -114,7 +132,9 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
 
 
 def _refuses_programs(plan: KernelPlan) -> str | None:
-    """Why the kernels cannot evaluate score_mod, mask_mod or the dropout mod, or None."""
+    """Why the kernels cannot evaluate score_mod, mask_mod or the dropout mod of the plan, in a sentence; None if they
+    can.
+    """
     for name, program in (("score_mod", plan.score), ("mask_mod", plan.mask), ("The dropout mod", plan.dropout)):
         reason = None if program is None else program_support.unsupported(program)
         if reason:
@@ -123,7 +143,9 @@ def _refuses_programs(plan: KernelPlan) -> str | None:
 
 
 def _refuses_tiles(plan: KernelPlan) -> str | None:
-    """Why no tile satisfies the options and the block mask, or None."""
+    """Why no tile of the forward or backward kernels satisfies the options and the block mask, in a sentence; None if
+    one does.
+    """
     options = plan.options
     if not forward_tiles.forward_candidates(plan):
         asked = [f"{n}={getattr(options, n)}" for n in ("block_q", "block_kv", "num_stages") if getattr(options, n)]
@@ -136,16 +158,28 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
 
 
 class MosaicGpu:
-    """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it."""
+    """The Mosaic GPU backend, as the Backend protocol of backends/base.py asks for it.
+
+    `plan` is everything static about a call, `target` the device that the pass is lowered for.
+    """
 
     name = "mosaic_gpu"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        """Why the kernels cannot run the forward pass of this plan on the target, in a sentence; None if they can."""
         return refuses(plan, target)
 
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
+        """Why the kernels cannot run the backward pass of this plan, in a sentence; None if they can.
+
+        Whatever the forward pass refuses is refused here too; so are derivatives of score_mod that the kernels cannot
+        evaluate, and gradients of captured arrays that they cannot sum.
+
+        wanted       which gradients the pass has to compute
+        derivative   score_mod with its derivatives, None for a call without a score_mod
+        """
         from flexjax.backends.mosaic_gpu import capture_gradients
 
         why = refuses(plan, target)
@@ -158,11 +192,15 @@ class MosaicGpu:
         return capture_gradients.refuses(plan, derivative, wanted.score_captures)
 
     def schedule(self, plan: KernelPlan, target: Target) -> str:
-        """The kernels of both passes and their tiles, as text for `flexjax.explain`."""
+        """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
         return choose_kernel.describe(mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)))
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Values for KernelOptions that are worth timing, as dicts of its fields; the first is what runs without options."""
+        """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
+
+        The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the shorter of
+        the two lists repeats its last. The first dict is what runs without options.
+        """
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
         backward = choose_kernel.backward_candidates(plan)
@@ -174,6 +212,10 @@ class MosaicGpu:
         ]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        """Runs the forward kernel: out, lse and, where the plan wants them, row maxima.
+
+        Only the number of CTAs follows from the target, and no result depends on it; the tile follows from the plan.
+        """
         from flexjax.backends.mosaic_gpu import forward_sm90
 
         plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
@@ -194,6 +236,12 @@ class MosaicGpu:
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
+        """Runs the backward kernels: the gradients of the wanted operands.
+
+        results        of the forward pass
+        d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used
+        derivative     score_mod with its derivatives, None for a call without a score_mod
+        """
         from flexjax.backends.mosaic_gpu import backward_sm90
 
         plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
@@ -201,7 +249,11 @@ class MosaicGpu:
 
     @contextlib.contextmanager
     def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:
-        """A pass of the call is lowered inside: one Python thread at a time, and its kernels begin to compile at the end."""
+        """A context in which one pass of the call is lowered into `module`.
+
+        Only one Python thread at a time is inside. When the context ends, the kernels that were lowered in it begin
+        to compile in background threads (compile_ahead.py).
+        """
         with LOWERING_LOCK, _compile_ahead(module, target):
             yield
 
@@ -212,7 +264,10 @@ once get wrong machine code."""
 
 
 def _compile_ahead(module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
-    """`compile_ahead.lowering`; nothing where this jax has not what compile_ahead.py imports, because it only saves time."""
+    """`compile_ahead.lowering`, or a context that does nothing where this jax lacks what compile_ahead.py imports.
+
+    Compiling ahead only saves time, so nothing else changes without it.
+    """
     try:
         from flexjax.backends.mosaic_gpu import compile_ahead
     except ImportError:

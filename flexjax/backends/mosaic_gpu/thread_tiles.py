@@ -1,16 +1,18 @@
-"""WGMMA-fragment arithmetic that the compiler does not generate well.
+"""Arithmetic on the WGMMA fragments of a tile, where the compiler does not generate good code by itself.
 
-A tile, [rows, columns] in the layout of a WGMMA accumulator, is spread over the threads of a warpgroup. A row belongs to four
-neighbouring lanes, and a thread holds elements of two rows (8 apart) for each 64 rows. In a row it holds two neighbouring columns,
-the two that are PERIOD further, and so on:
+A tile, [rows, columns] in the layout of a WGMMA accumulator, is spread over the threads of a warpgroup. A row belongs
+to four neighbouring lanes, and a thread holds elements of two rows (8 apart) for each 64 rows. In a row it holds two
+neighbouring columns, the two that are PERIOD further, and so on:
 
     column       0 1 2 3 4 5 6 7 | 8 9 ...
     lane of row  0 0 1 1 2 2 3 3 | 0 0 ...
 
-So a value that depends on the column modulo PERIOD is two numbers for each row of a thread. A *narrow* tile, [rows, PERIOD], holds
-such values once. Reductions over a row begin within a thread and end by exchanging between four lanes.
+So a value that depends on the column modulo PERIOD is two numbers for each row of a thread. A *narrow* tile, [rows,
+PERIOD], holds such values once. Reductions over a row begin within a thread and end by exchanging between four lanes.
 
-Kernels have Lane semantics. In the simulator (`interpret`) the functions do the same with jax.numpy.
+Kernels have Lane semantics. In the simulator (`interpret`) the functions do the same with jax.numpy. Functions that
+`inline_mgpu` decorates are traced once and run in every thread: their FragmentedArrays hold the registers of one
+thread.
 """
 
 import functools
@@ -27,7 +29,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
-from flexjax.backends.mosaic_gpu.exponential import by_instruction
+from flexjax.backends.mosaic_gpu.exponential import exp2_by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import (
     SCALAR_INT,
     SCALAR_LAYOUT,
@@ -54,8 +56,15 @@ LANE_DISTANCES = (1, 2)
 """Exchanging with the lanes at these distances (XOR of lane numbers) reduces over the four lanes that hold a row."""
 
 
-def _by_column(array: mgpu.FragmentedArray, shape: tuple[int, int]) -> dict[tuple[int, ...], list[ir.Value]]:
-    """The elements that a thread holds of a tile: (row, column modulo PERIOD) -> its elements there, by rising column."""
+def _elements_by_column(array: mgpu.FragmentedArray, shape: tuple[int, int]) -> dict[tuple[int, ...], list[ir.Value]]:
+    """The elements that a thread holds of a tile: (row, column modulo PERIOD) -> its elements there, by rising
+    column.
+
+    array   the thread's registers of the tile
+    shape   (rows, columns) of the tile
+
+    Rows and columns are positions as the first thread has them (`registers.Positions`).
+    """
     found: dict[tuple[int, ...], list[ir.Value]] = {}
     for register, item, (row, column) in positions_of(lowered(TILE), shape).constants:
         value = element(array.registers[register], item)
@@ -66,11 +75,16 @@ def _by_column(array: mgpu.FragmentedArray, shape: tuple[int, int]) -> dict[tupl
 def _reduced_by_column(
     array: mgpu.FragmentedArray, shape: tuple[int, int], combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> dict[tuple[int, ...], ir.Value]:
-    """`_by_column` with the elements at one key reduced to one by `combine`.
+    """Reduces what a thread holds of a tile over the columns that are equal modulo PERIOD: (row, column modulo
+    PERIOD) -> result.
+
+    array     the thread's registers of the tile
+    shape     (rows, columns) of the tile
+    combine   emits the reduction of two elements, such as their sum
 
     The four reductions of a row pair advance together, one element at a time, so that their instructions overlap.
     """
-    known = _by_column(array, shape)
+    known = _elements_by_column(array, shape)
     found = {at: values[0] for at, values in known.items()}
     for n in range(1, shape[1] // PERIOD):
         found = {at: combine(value, known[at][n]) for at, value in found.items()}
@@ -78,14 +92,20 @@ def _reduced_by_column(
 
 
 def repeat_columns(narrow: jax.Array, shape: tuple[int, int], interpret: bool) -> jax.Array:
-    """The tile of `shape` that repeats a narrow tile, [rows, PERIOD]. It emits no instruction: each thread has the elements already."""
+    """The tile of `shape` [rows, columns] whose column c is column c % PERIOD of a narrow tile, [rows, PERIOD].
+
+    It emits no instruction, because each thread has the elements already.
+    """
     if interpret:
         return jnp.tile(narrow, (1, shape[1] // PERIOD))
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(shape, narrow.dtype, layout=TILE))
     def repeat(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the tile that repeats a narrow tile, from its registers of the narrow tile
+        (`array`).
+        """
         layout = lowered(TILE)
-        known = _by_column(array, (shape[0], PERIOD))
+        known = _elements_by_column(array, (shape[0], PERIOD))
         positions = positions_of(layout, shape).constants
         items = ((register, item, known[row, column % PERIOD][0]) for register, item, (row, column) in positions)
         return assemble(layout, shape, items, is_signed(narrow.dtype))
@@ -96,12 +116,15 @@ def repeat_columns(narrow: jax.Array, shape: tuple[int, int], interpret: bool) -
 def affine_tile(
     row: jax.Array, step: float | np.float32 | Scalar, shape: tuple[int, int], interpret: bool, period: int = 0
 ) -> jax.Array:
-    """The tile row[r] + step * c at row r and column c: one addition or FMA with a constant for each element.
+    """The tile row[r] + step * c at row r and column c, modulo `period`: one addition or FMA with a constant for each
+    element.
 
-    row      row vector, int32 or float32
+    row      [rows], int32 or float32
     step     a Python or numpy number; for float32 also a scalar of the kernel
-    period   for int32, a power of two: the result modulo this number. Columns of a thread are 8 apart, so with a small period most
-             elements of a thread are equal, and each distinct one is computed once. 0: no modulo
+    shape    (rows, columns) of the result
+    period   for int32, a power of two: the result is taken modulo this number. Columns of a thread are 8 apart, so
+             with a small period most elements of a thread are equal, and each distinct one is computed once. 0: no
+             modulo
     """
     floating = jnp.issubdtype(row.dtype, jnp.floating)
     if interpret:
@@ -110,6 +133,11 @@ def affine_tile(
     number = None if isinstance(step, jax.Array) else typing.cast(float, step)
 
     def build(vector: mgpu.FragmentedArray, *rest: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the tile row[r] + step * c, modulo `period` where it is not 0.
+
+        vector   registers of `row`
+        rest     `step`, where it is a scalar of the kernel
+        """
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         kind = f32 if floating else i32
         layout = lowered(TILE)
@@ -125,9 +153,18 @@ def affine_tile(
 
         @functools.cache
         def repeated(row: int, offset: int) -> ir.Value:
+            """bases[row] + offset, modulo the period, as an i32; emitted once for each pair of arguments.
+
+            row      row of the element, as the first thread has it; bases[row] is row[r] plus the lane's part of step
+                     * c
+            offset   the constant part of step * c, modulo the period
+            """
             return arith.andi(add(bases[row], mgpu.c(offset, kind)), mgpu.c(period - 1, kind))
 
         def values() -> Iterator[Item]:
+            """(register, number of the element in the register, row[r] + step * c) of each element that the thread
+            holds.
+            """
             for register, item, position in positions.constants:
                 row, column = position
                 if period:
@@ -149,21 +186,33 @@ def affine_tile(
 
 
 def add_column_slope(vector: jax.Array, step: jax.Array, interpret: bool) -> jax.Array:
-    """The column vector vector[c] + step * c, float32; `step` is a scalar of the kernel.
+    """The column vector vector[c] + step * c, [columns] float32.
 
-    It takes one FMA for each column. A product of `step` with `column_iota` would hold the column numbers in registers.
+    vector   [columns] float32
+    step     a scalar of the kernel
+
+    It takes one FMA for each column. A product of `step` with `column_iota` would hold the column numbers in
+    registers.
     """
     if interpret:
         return vector + step * jnp.arange(vector.shape[0]).astype(vector.dtype)
 
     @inline_mgpu(COLUMN, SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(vector.shape, vector.dtype, layout=COLUMN))
     def add(array: mgpu.FragmentedArray, slope: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of vector[c] + step * c.
+
+        array   registers of the column vector
+        slope   `step`, a scalar of the kernel
+        """
         f32 = ir.F32Type.get()
         multiplier = scalar_of(slope)
         positions = positions_of(lowered(COLUMN), vector.shape)
         mine = arith.mulf(arith.sitofp(f32, positions.lane[0]), multiplier)
 
         def items() -> Iterator[Item]:
+            """(register, number of the element in the register, vector[c] + step * c) of each element that the thread
+            holds.
+            """
             for register, item, (column,) in positions.constants:
                 value = arith.addf(element(array.registers[register], item), mine)
                 yield register, item, mlir_math.fma(multiplier, mgpu.c(float(column), f32), value) if column else value
@@ -186,9 +235,12 @@ MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int], interpret: bool) -> jax.Array:
-    """The boolean tile `step * c <name> row[r]`, where <name> is a key of PREDICATES, such as "lt".
+    """The boolean tile `step * c <name> row[r]` at row r and column c, where <name> is a key of PREDICATES, such as
+    "lt".
 
-    row    int32 row vector
+    step    a Python int
+    row     [rows] int32
+    shape   (rows, columns) of the result
 
     It takes one comparison with a constant for each element, and no register for column numbers.
     """
@@ -199,6 +251,10 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
 
     @inline_mgpu(ROW, returns=plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=TILE))
     def at_each(vector: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the boolean tile `step * c <name> row[r]`.
+
+        vector   registers of `row`
+        """
         i32 = ir.IntegerType.get_signless(32)
         layout = lowered(TILE)
         positions = positions_of(layout, shape)
@@ -216,7 +272,11 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
 
 
 def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.Array:
-    """The float32 tile plus step * (c - c % PERIOD) at column c; `step` is a scalar of the kernel.
+    """The tile plus step * (c - c % PERIOD) at column c: a slope by columns, as far as it is a multiple of PERIOD
+    columns.
+
+    tile   [rows, columns] float32
+    step   a scalar of the kernel
 
     It takes one FMA with a constant for each element, and no register for multiples of `step`.
     """
@@ -225,9 +285,17 @@ def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.A
 
     @inline_mgpu(TILE, SCALAR_LAYOUT, returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE))
     def add(array: mgpu.FragmentedArray, slope: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the tile plus step * (c - c % PERIOD).
+
+        array   registers of the tile
+        slope   `step`, a scalar of the kernel
+        """
         layout, f32 = lowered(TILE), ir.F32Type.get()
 
         def items() -> Iterator[Item]:
+            """(register, number of the element in the register, tile[r, c] + step * (c - c % PERIOD)) of each element
+            that the thread holds.
+            """
             for register, item, (_, column) in positions_of(layout, tile.shape).constants:
                 value = element(array.registers[register], item)
                 whole = column // PERIOD * PERIOD
@@ -241,7 +309,9 @@ def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.A
 
 
 def maximum_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
-    """[rows, PERIOD]: the maximum over the columns that are equal modulo PERIOD, which a thread computes alone."""
+    """The narrow tile [rows, PERIOD] of maxima over the columns that are equal modulo PERIOD, which a thread computes
+    alone.
+    """
     rows, columns = tile.shape
     if interpret:
         return tile.reshape(rows, columns // PERIOD, PERIOD).max(axis=1)
@@ -249,6 +319,9 @@ def maximum_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(narrow, tile.dtype, layout=TILE))
     def largest(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the narrow tile of maxima over equal columns modulo PERIOD, from its registers of
+        the tile (`array`).
+        """
         layout = lowered(TILE)
         found = _reduced_by_column(array, (rows, columns), arith.maximumf)
         items = ((register, item, found[at]) for register, item, at in positions_of(layout, narrow).constants)
@@ -259,46 +332,57 @@ def maximum_by_column(tile: jax.Array, interpret: bool) -> jax.Array:
 
 def follow_maximum(
     maximum: jax.Array,
-    units: np.float32,
+    factor: np.float32,
     offset: jax.Array | None,
     base: jax.Array,
     threshold: float,
     interpret: bool,
-    power: float = 1.0,
+    powers_of_two: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The softmax reference of each row after a tile: raised to the row maximum where that exceeds the reference before.
+    """The softmax reference of each row after a tile: raised to the row maximum where that exceeds the reference
+    before.
 
-    maximum     narrow tile, float32: maxima as `maximum_by_column` gives them
-    units       multiplies `maximum`
-    offset      scalar that is added to the product; None: nothing
-    base        [rows], the reference before
-    threshold   a reference is raised only where the row's maximum exceeds it by more than this
-    power       powers of two in one unit of a reference
+    maximum         [rows, PERIOD] float32: maxima as `maximum_by_column` gives them
+    factor          multiplies `maximum`, which gives the unit of references
+    offset          scalar that is added to the product; None: nothing
+    base            [rows] float32, the reference before
+    threshold       a reference is raised only where the row's maximum exceeds it by more than this
+    powers_of_two   powers of two in one unit of a reference
 
-    Returns the reference [rows], 2^((base - reference) * power) [rows], and an int32 that is 1 in warps where any reference rose
-    (always 1 in the simulator). Lanes exchange maxima only in such warps.
+    Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], and an int32
+    that is 1 in warps where any reference rose (always 1 in the simulator). Lanes exchange maxima only in such warps.
     """
     rows = base.shape[0]
     if interpret:
-        top = maximum.max(axis=1) * units + (np.float32(0) if offset is None else offset)
+        top = maximum.max(axis=1) * factor + (np.float32(0) if offset is None else offset)
         top = jnp.where(top > base + np.float32(threshold), top, base)
-        return top, jnp.exp2((base - top) * np.float32(power)), jnp.int32(1)
+        return top, jnp.exp2((base - top) * np.float32(powers_of_two)), jnp.int32(1)
 
     def follow(
         tile: mgpu.FragmentedArray, before: mgpu.FragmentedArray, *rest: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, ...]:
+        """What `follow_maximum` returns, for one thread: its registers of the new references and of the rescaling
+        factors, and whether any reference of its warp rose.
+
+        tile     registers of the narrow tile of maxima
+        before   registers of the references before
+        rest     the offset that is added to the scaled maxima, where there is one
+        """
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         mine: dict[int, ir.Value] = {}
-        for (row, _), values in _by_column(tile, (rows, PERIOD)).items():
+        for (row, _), values in _elements_by_column(tile, (rows, PERIOD)).items():
             mine[row] = arith.maximumf(mine[row], values[0]) if row in mine else values[0]
         positions = positions_of(lowered(ROW), (rows,)).constants
         known = {at[0]: element(before.registers[register], item) for register, item, at in positions}
         scaled = {}
         for row, value in mine.items():
-            value = arith.mulf(value, mgpu.c(float(units), f32))
+            value = arith.mulf(value, mgpu.c(float(factor), f32))
             scaled[row] = arith.addf(value, scalar_of(rest[0])) if rest else value
 
         def above(row: int, value: ir.Value) -> ir.Value:
+            """Whether `value`, a maximum in the unit of references, exceeds the reference of row `row` by more than
+            the threshold: an i1.
+            """
             return arith.cmpf(arith.CmpFPredicate.OGT, value, arith.addf(known[row], mgpu.c(threshold, f32)))
 
         anyone = _any_lane(functools.reduce(arith.ori, (above(row, value) for row, value in scaled.items())))
@@ -310,7 +394,11 @@ def follow_maximum(
                     value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
                 tops.append(arith.select(above(row, value), value, known[row]))
                 below = arith.subf(known[row], tops[-1])
-                shrinks.append(by_instruction(below if power == 1.0 else arith.mulf(below, mgpu.c(power, f32))))
+                shrinks.append(
+                    exp2_by_instruction(
+                        below if powers_of_two == 1.0 else arith.mulf(below, mgpu.c(powers_of_two, f32))
+                    )
+                )
             scf.yield_([*tops, *shrinks])
         assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):
@@ -327,20 +415,22 @@ def follow_maximum(
     row = plgpu.ShapeDtypeStruct((rows,), base.dtype, layout=ROW)
     operands = (maximum, base) if offset is None else (maximum, base, offset)
     layouts = (TILE, ROW) if offset is None else (TILE, ROW, SCALAR_LAYOUT)
-    top, factor, changed = inline_mgpu(*layouts, returns=(row, row, SCALAR_INT))(follow)(*operands)
-    return top, factor, changed
+    top, rescale, changed = inline_mgpu(*layouts, returns=(row, row, SCALAR_INT))(follow)(*operands)
+    return top, rescale, changed
 
 
 def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
-    """[rows]: the sum of the elements that a thread holds of each row.
+    """[rows]: the sum of the elements that a thread holds of each row of a tile.
 
-    The four lanes of a row have different numbers, although the layout says that they agree. `sum_lanes` adds them up.
+    The four lanes of a row have different numbers, although the layout says that they agree. `sum_lanes` adds them
+    up.
     """
     if interpret:
         return tile.sum(axis=1)
 
     @inline_mgpu(TILE, returns=plgpu.ShapeDtypeStruct(tile.shape[:1], tile.dtype, layout=ROW))
     def sums(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's sums, row by row, of the elements that it holds of the tile (`array`)."""
         layout = lowered(ROW)
         found: dict[int, ir.Value] = {}
         for (row, _column), value in _reduced_by_column(array, (tile.shape[0], tile.shape[1]), arith.addf).items():
@@ -354,13 +444,23 @@ def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
 
 
 def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
-    """[rows]: the sum of each row, from `partial_row_sums`: numbers of the four lanes that hold a row are added."""
+    """[rows]: the sum of each row of a tile, from `partial_row_sums`: the numbers of the four lanes that hold a row
+    are added.
+    """
     if interpret:
         return row
 
     @inline_mgpu(ROW, returns=plgpu.ShapeDtypeStruct(row.shape, row.dtype, layout=ROW))
     def join(vector: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """One thread's registers of the row sums: the numbers of the four lanes of a row are exchanged and added.
+
+        vector   registers of the sums of each lane
+        """
+
         def items() -> Iterator[Item]:
+            """(register, number of the element in the register, sum over the four lanes) of each row that the thread
+            holds.
+            """
             for register, item, _ in positions_of(lowered(ROW), row.shape).constants:
                 value = element(vector.registers[register], item)
                 for distance in LANE_DISTANCES:
@@ -372,10 +472,12 @@ def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
     return join(row)
 
 
-def scale_rows(tile: jax.Array, factor: jax.Array, wanted: jax.Array, interpret: bool) -> jax.Array:
-    """tile * factor[:, None]. Warps in which `wanted` is 0 keep their part of the tile and skip the product.
+def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array, interpret: bool) -> jax.Array:
+    """tile * factor[:, None], [rows, columns]. Warps in which `needed` is 0 skip the product and keep their part of
+    the tile.
 
-    wanted   int32, the same in all lanes of a warp, as `follow_maximum` returns it
+    factor   [rows], 1 in such warps
+    needed   int32, the same in all lanes of a warp, as `follow_maximum` returns it
     """
     if interpret:
         return tile * factor[:, None]
@@ -384,6 +486,12 @@ def scale_rows(tile: jax.Array, factor: jax.Array, wanted: jax.Array, interpret:
     def scale(
         values: mgpu.FragmentedArray, factors: mgpu.FragmentedArray, flag: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
+        """One thread's registers of the tile times a factor for each row; as they were, in warps whose flag is 0.
+
+        values    registers of the tile
+        factors   registers of the row vector of factors
+        flag      `needed`, an i32 that is the same in all lanes of the warp
+        """
         anyone = arith.trunci(ir.IntegerType.get_signless(1), scalar_of(flag))
         before = list(values.registers.flat)
         branch = scf.IfOp(anyone, [v.type for v in before], has_else=True)
@@ -396,15 +504,15 @@ def scale_rows(tile: jax.Array, factor: jax.Array, wanted: jax.Array, interpret:
         registers = np.array(list(branch.results), dtype=object).reshape(values.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
 
-    return scale(tile, factor, wanted)
+    return scale(tile, factor, needed)
 
 
-def _any_lane(mine: ir.Value) -> ir.Value:
-    """Whether the i1 is true in any lane of the warp, an i1."""
+def _any_lane(condition: ir.Value) -> ir.Value:
+    """Whether the i1 `condition` is true in any lane of the warp, an i1."""
     i32 = ir.IntegerType.get_signless(32)
     voted = llvm.inline_asm(
         i32,
-        [arith.extui(i32, mine)],
+        [arith.extui(i32, condition)],
         "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
         "=r,r",
         has_side_effects=True,

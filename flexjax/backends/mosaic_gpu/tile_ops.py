@@ -1,7 +1,8 @@
 """One operation of a traced program on scalars, vectors or tiles of a Mosaic GPU kernel.
 
-`apply` computes an operation of SUPPORTED; what Mosaic lacks is composed here of what it has. Floats are float32, integers int32 or
-uint32 (narrower ones are wrapped after arithmetic), booleans booleans. All operands of an operation have one shape.
+`apply` computes an operation of SUPPORTED; what Mosaic lacks is composed here of what it has. Floats are computed in
+float32, integers in int32 or uint32 (narrower ones are wrapped after arithmetic), booleans as booleans. All operands
+of an operation have one shape. Dtypes are given by name, such as "int8".
 """
 
 import math
@@ -24,7 +25,9 @@ DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *NARROW_B
 
 
 def inner_dtype(name: str) -> type[np.generic]:
-    """The dtype that a kernel computes values of dtype `name` in."""
+    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32, uint32 or
+    int32.
+    """
     if name == "bool":
         return np.bool_
     if name in ("float32", "bfloat16", "float16"):
@@ -55,12 +58,12 @@ def _ceil(x: Value) -> Value:
     return jnp.where(t < x, t + np.float32(1), t)
 
 
-def _round_even(x: Value) -> Value:
+def _round_half_to_even(x: Value) -> Value:
     """x rounded to the nearest integer, halves to the even one."""
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-def _round_away(x: Value) -> Value:
+def _round_half_away(x: Value) -> Value:
     """x rounded to the nearest integer, halves away from zero."""
     return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
 
@@ -84,22 +87,27 @@ def _expm1(x: Value) -> Value:
 
 
 def _logistic(x: Value) -> Value:
+    """1 / (1 + exp(-x))."""
     return np.float32(1) / (np.float32(1) + jnp.exp(-x))
 
 
 def _reduced_angle(x: Value) -> Value:
-    """x minus the nearest multiple of 2 pi, which is subtracted in three parts to keep digits."""
-    turns = _round_even(x * np.float32(1 / (2 * math.pi)))
+    """x minus the nearest multiple of 2 pi, between -pi and pi; the multiple is subtracted in three parts to keep
+    digits.
+    """
+    turns = _round_half_to_even(x * np.float32(1 / (2 * math.pi)))
     x = x - turns * np.float32(6.28125)
     x = x - turns * np.float32(0.0019350051879882812)
     return x - turns * np.float32(3.0199159819e-07)
 
 
 def _sin(x: Value) -> Value:
+    """sin(x) of the angle reduced to -pi .. pi, because the instruction is accurate only there."""
     return jnp.sin(_reduced_angle(x))
 
 
 def _cos(x: Value) -> Value:
+    """cos(x) of the angle reduced to -pi .. pi, because the instruction is accurate only there."""
     return jnp.cos(_reduced_angle(x))
 
 
@@ -116,7 +124,7 @@ def _pow(x: Value, y: Value) -> Value:
 
 
 def _integer_pow(x: Value, y: int) -> Value:
-    """x ** y by repeated squaring."""
+    """x ** y by repeated squaring, for a Python int y; the reciprocal for negative y."""
     if y < 0:
         return np.float32(1) / _integer_pow(x, -y)
     out, base = None, x
@@ -129,7 +137,7 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
-    """The remainder of a / b rounded toward zero, which has the sign of a, for floats."""
+    """The remainder of a / b rounded toward zero, which has the sign of a, for floats; a where b is infinite."""
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))
     rest = jnp.where((a < 0) & (rest > 0) | (a > 0) & (rest < 0), rest + size, rest)  # the quotient was rounded up
@@ -179,6 +187,7 @@ def _asinh(x: Value) -> Value:
 
 
 def _atan(x: Value) -> Value:
+    """The arc tangent, as atan2(x, 1)."""
     return lax.atan2(x, jnp.ones_like(x))
 
 
@@ -215,18 +224,20 @@ SUPPORTED = frozenset({*FLOAT_UNARY, *COMPARE, *BITS, *ARITHMETIC, *OTHER})
 
 
 def precision_name(params: dict[str, object]) -> str | None:
-    """The float dtype that `reduce_precision` with these parameters rounds to; None if it is none of the three."""
+    """The float dtype that `reduce_precision` with these parameters rounds to, by name; None if it is none of the
+    three.
+    """
     bits = (params.get("exponent_bits"), params.get("mantissa_bits"))
     return {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}.get(bits)  # type: ignore[arg-type]
 
 
 def _round_to(x: Value, dtype: str) -> Value:
-    """The float32 x rounded to what the float dtype can represent."""
+    """x rounded to the nearest number that the float dtype `dtype` has, still as float32."""
     return x if dtype == "float32" else x.astype(dtype).astype(jnp.float32)
 
 
 def _wrap(x: Value, dtype: str) -> Value:
-    """The int32 x modulo 2^bits of the narrower integer `dtype`; x itself for other dtypes."""
+    """The int32 x modulo 2^bits into the range of the narrower integer `dtype`; x itself for other dtypes."""
     if dtype not in NARROW_BITS:
         return x
     if dtype.startswith("u"):
@@ -236,7 +247,10 @@ def _wrap(x: Value, dtype: str) -> Value:
 
 
 def _convert(x: Value, old: str, new: str) -> Value:
-    """convert_element_type from dtype `old` to `new`; a float that a narrow integer cannot hold becomes its nearest value."""
+    """x, of program dtype `old`, converted to program dtype `new` as `convert_element_type` does.
+
+    A float that a narrow integer cannot hold becomes the integer's nearest value.
+    """
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)
     if is_float(new):
@@ -256,7 +270,10 @@ def _convert(x: Value, old: str, new: str) -> Value:
 
 
 def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
-    """a shifted by n bits, as jax defines it for n outside 0 .. 31; a literal n (`constant`) is within."""
+    """a shifted by n bits, by the primitive `name`, as jax defines it also for n outside 0 .. 31.
+
+    constant   whether n is a literal, which is within 0 .. 31
+    """
     function = {"shift_left": lax.shift_left, "shift_right_logical": lax.shift_right_logical}.get(
         name, lax.shift_right_arithmetic
     )
@@ -270,9 +287,14 @@ def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
 
 
 def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
-    """The result of the operation on the values `args` of its operands, all of one shape.
+    """The result of one operation of a program on the values of its operands.
 
+    step        the operation, an elementwise primitive with its parameters
+    args        one value for each operand, all of one shape, in the dtypes of `inner_dtype`
     overhangs   whether the tile may extend past the end of the attention matrix, where ranges of integers do not hold
+
+    The result has that shape and the inner dtype of the step's result. Raises NotImplementedError for a primitive
+    outside of SUPPORTED.
     """
     name, params, dtype = step.prim, dict(step.params), step.out.dtype
     operand = step.inputs[0].dtype
@@ -326,7 +348,7 @@ def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
         return lax.bitcast_convert_type(first, inner_dtype(dtype))
     if name == "round":
         even = "EVEN" in str(params.get("rounding_method", "")) or params.get("rounding_method") == 1
-        return _round_even(first) if even else _round_away(first)
+        return _round_half_to_even(first) if even else _round_half_away(first)
     if name.startswith("shift_"):
         if name == "shift_right_logical" and operand in ("int8", "int16"):
             first = first & np.int32((1 << NARROW_BITS[operand]) - 1)

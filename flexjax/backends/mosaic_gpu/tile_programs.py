@@ -1,17 +1,25 @@
 """Evaluates a traced program (ir/program.py) on tiles of scores inside a Mosaic GPU kernel.
 
-Each value is computed at its own rank and broadcast only where ranks meet: what depends on b and h is a scalar, on the axis of the
-tile's rows a row vector, on the other axis a column vector, the rest a tile. Ranks are computed at different places of a kernel:
+Each value is computed at its own rank and broadcast only where ranks meet: what depends on b and h is a scalar, on
+the axis of the tile's rows a row vector, on the other axis a column vector, the rest a tile. Ranks are computed at
+different places of a kernel:
 
     program = TileProgram(plan.score, refs, (64, 128), batch=b, head=h)       # scalars, once for each head
     program = program.at_rows(q_start)                                        # row vectors, once for each row of tiles
-    scores, = program.at_cols(kv_start, scores)                               # column vectors and tiles, once for each tile
+    program = program.at_columns(kv_start)                                    # column vectors, once for each tile
+    scores, = program.tile(scores)                                            # the tile, once its scores are there
 
-`refs` are the captured arrays passed through `memory.kernel_operand`. `row_axis` is "q" where rows are queries (forward, dQ) and "kv"
-where rows are keys (the transposed scores of dK and dV). Values have the dtypes of tile_ops.py and the layouts of registers.py.
+`refs` are the captured arrays passed through `memory.kernel_operand`. `row_axis` is "q" where rows are queries
+(forward, dQ) and "kv" where rows are keys (the transposed scores of dK and dV). Values have the dtypes of tile_ops.py
+and the layouts of registers.py. The *kind* of a value is its rank: SCALAR, ROW, COLUMN, TILE, or NARROW for a tile
+that repeats after PERIOD columns.
 
-program_support.py says which programs run here, tile_ops.py computes one operation, tile_values.py holds deferred operations.
-The file is longer than others because the methods of its one class work on the same table of values.
+An *affine integer* is an integer value a * q + b * kv + c whose a and b are numbers and whose c depends on batch
+entry and head alone (`ir.Linear`). Such values, and loads indexed by them, are computed from the coefficients,
+without their operands.
+
+program_support.py says which programs run here, tile_ops.py computes one operation, tile_values.py holds deferred
+operations. The file is longer than others because the methods of its one class work on the same table of values.
 """
 
 import dataclasses
@@ -75,9 +83,7 @@ class TileOrigin:
         axis    "q" or "kv"
         start   number of the first row of the tile; None where the axis has one run, for any tile
         """
-        table, run = (
-            (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
-        )
+        table, run = (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
         entry = batch if self.layout.rows > 1 else 0
         if start is None:
             return table[entry, 0]
@@ -90,16 +96,15 @@ class TileOrigin:
 
 
 class TileProgram:
-    """A program and the values of its steps that are computed so far; methods return a new one. See the top of this file.
+    """A program on a tile, with the values of the steps that are computed so far; methods return a new one.
 
-    program         the traced program
-    refs            its captured arrays
-    shape           (rows, columns) of a tile
-    batch, head     batch entry and query head
-    row_axis        "q" or "kv": what the rows are
-    edge            (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp their indices;
-                    None where no tile does
-    results         numbers of the results to compute; None: all
+    The fields are those of `__init__` and
+
+    wanted                 atoms of the results to compute
+    live                   ids of the values that these results depend on
+    env                    id of a value -> the value on the tile, for the steps that are computed
+    row_start, col_start   numbers of the tile's first row and column in the attention matrix, int32 scalars; None
+                           until `at_rows` and `at_columns` set them
     origin          where rows and columns lie in the whole problem, whose positions the program reads; None: they count from 0
     """
 
@@ -117,6 +122,19 @@ class TileProgram:
         interpret: bool = False,
         origin: TileOrigin | None = None,
     ) -> None:
+        """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
+        alone.
+
+        program       the traced program
+        refs          its captured arrays, in the order of `program.captures`
+        shape         (rows, columns) of a tile
+        batch, head   numbers of the batch entry and of the query head
+        row_axis      "q" or "kv": what the rows of a tile are
+        edge          (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp
+                      their indices to the array. None where no tile does
+        results       numbers of the program's results to compute; None: all
+        interpret     whether the kernel runs in the simulator
+        """
         self.program, self.refs, self.shape = program, refs, shape
         self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
@@ -131,31 +149,32 @@ class TileProgram:
             self.offsets = {a: origin.offset(a, batch, None) for a in ("q", "kv") if origin.runs(a) == 1}
         self.row_start: Value = None
         self.col_start: Value = None
-        self._run(SCALAR)
+        self._compute(SCALAR)
 
     # ------------------------------------------------------------- stages
 
     def at_rows(self, start: jax.typing.ArrayLike) -> "TileProgram":
-        """The program with its row vectors computed, for the rows from `start`."""
+        """The program with its row vectors computed, for the tiles whose first row has the number `start`."""
         new = self._copy()
         new.row_start = self._position(self.row_axis, start)
         row = ir.Q if self.row_axis == "q" else ir.KV
         if row in new.live:
             new.env[row] = TileValue(ROW, registers.row_iota(self.shape[0]) + new.row_start)
-        new._run(ROW)
+        new._compute(ROW)
         return new
 
-    def columns(self, start: jax.typing.ArrayLike) -> "TileProgram":
-        """The program with its column vectors computed, for the columns from `start`.
+    def at_columns(self, start: jax.typing.ArrayLike) -> "TileProgram":
+        """The program with its column vectors computed, for the tile whose first column has the number `start`.
 
-        A kernel calls this before it waits for the scores, so that `tile` finds the loads done.
+        A kernel calls this before it waits for the scores, so that the loads of column vectors are done when `tile`
+        needs them.
         """
         new = self._copy()
         new.col_start = self._position("kv" if self.row_axis == "q" else "q", start)
         column = ir.KV if self.row_axis == "q" else ir.Q
         if column in new.live:
             new.env[column] = TileValue(COLUMN, registers.columns_from(new.col_start, self.shape[1], self.interpret))
-        new._run(COLUMN)
+        new._compute(COLUMN)
         return new
 
     def _position(self, axis: str, start: jax.typing.ArrayLike) -> Value:
@@ -166,54 +185,96 @@ class TileProgram:
         offset = self.offsets[axis] if axis in self.offsets else self.origin.offset(axis, self.batch, first)
         return first + offset
 
-    def scalars(self, atoms: Sequence[ir.Atom]) -> tuple[Value, ...]:
-        """Values that depend on batch entry and head alone."""
-        return tuple(self._read(a).value for a in atoms)
+    def scalar_values(self, atoms: Sequence[ir.Atom]) -> tuple[Value, ...]:
+        """The values of these atoms, scalars that depend on batch entry and head alone."""
+        return tuple(self._value_of(a).value for a in atoms)
 
     def with_loaded_tile(self, load: ir.Load, tile: jax.Array) -> "TileProgram":
-        """The program with the values of one load on this tile given, [rows, columns]; the load is then not computed."""
+        """The program with the values that `load` reads on this tile given as `tile`, [rows, columns]; the load is
+        then not computed.
+        """
         new = self._copy()
         new.env[load.out.id] = TileValue(TILE, tile)
         return new
 
     def tile(self, score: jax.Array | None = None, factor: float = 1.0) -> tuple[jax.Array, ...]:
-        """The results on the tile that `at_rows` and `columns` chose, each as a whole tile, where the program's score is factor * score."""
+        """The wanted results on the tile that `at_rows` and `at_columns` chose, each as a whole tile [rows, columns].
+
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
+                 without a score
+        factor   a number, such as the plan's scale
+        """
         return tuple(self._as_tile(s) for s in self._results(score, factor))
 
-    def scaled_tile(self, score: jax.Array | None, factor: float, along: bool = False) -> Scaled:
-        """Like `tile`, with the first result in the parts of `Scaled`.
+    def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
+        """The wanted results, of which the first is the score, in the parts of `Scaled`; the others are whole tiles.
 
-        along   whether the caller can take the part `along`; otherwise it is added to the tile
+        score               [rows, columns] float32; the score that the program reads is factor * score
+        factor              a number, such as the plan's scale
+        keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
+                            deferred factors, column_slope * c is added to the tile here
+
+        A score that is an affine tile, that has a negative factor, or that is a scalar or vector comes as a
+        whole tile with factor 1.
         """
-        slot, *others = self._results(score, factor)
+        tile_value, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
-        if slot.row is not None and not (along and slot.factor > 0 and slot.by is None):
-            slot = TileValue(TILE, self._without_row(slot), row=slot.row, at=slot.at)
-        if slot.kind == TILE and slot.step is None and slot.factor > 0:
-            rises = None if slot.along is None else jnp.asarray(slot.along, jnp.float32)
-            return Scaled(slot.value, slot.factor, slot.by, slot.row, slot.at, rises, rest)
-        return Scaled(self._as_tile(slot), 1.0, None, None, None, None, rest)
+        if tile_value.row_term is not None and not (
+            keep_column_slope and tile_value.factor > 0 and tile_value.narrow_factor is None
+        ):
+            tile_value = TileValue(
+                TILE, self._without_row_term(tile_value), row_term=tile_value.row_term, offset=tile_value.offset
+            )
+        if tile_value.kind == TILE and tile_value.affine_slope is None and tile_value.factor > 0:
+            rises = None if tile_value.column_slope is None else jnp.asarray(tile_value.column_slope, jnp.float32)
+            return Scaled(
+                tile_value.value,
+                tile_value.factor,
+                tile_value.narrow_factor,
+                tile_value.row_term,
+                tile_value.offset,
+                rises,
+                rest,
+            )
+        return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)
 
-    def row_part(self) -> jax.Array | None:
-        """`Scaled.row`, which is the same for every tile of the row; the compiler removes everything else that is computed here."""
-        score = self._stretch(TileValue(SCALAR, jnp.float32(0)), TILE)
-        return self.columns(np.int32(0)).scaled_tile(score, 1.0).row
+    def row_term(self) -> jax.Array | None:
+        """The part of the score that is the same along a row of the attention matrix and is deferred
+        (`Scaled.row_term`), [rows]; None where the score has none.
 
-    def at_cols(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """`columns` and `tile` in one."""
-        return self.columns(start).tile(score)
+        It is computed without scores, after the last tile; the compiler removes everything else that is computed
+        here.
+        """
+        score = self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
+        return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
+
+    def tile_at_columns(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """The wanted results, each as a whole tile [rows, columns], on the tile whose first column has the number
+        `start`.
+
+        score   [rows, columns] float32, the score that the program reads; None for a program without a score
+        """
+        return self.at_columns(start).tile(score)
 
     def _results(self, score: jax.Array | None, factor: float = 1.0) -> list[TileValue]:
+        """The wanted results on this tile as TileValues, which may have deferred parts.
+
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
+                 without a score
+        factor   a number, such as the plan's scale
+        """
         new = self._copy()
         if score is not None:
             new.env[ir.SCORE] = TileValue(TILE, score, factor)
-        new._run(TILE)
-        return [new._read(atom) for atom in self.wanted]
+        new._compute(TILE)
+        return [new._value_of(atom) for atom in self.wanted]
 
     def pin(self) -> "TileProgram":
-        """The program whose column vectors are computed at this point: the compiler may not move their loads down to the first use.
+        """The program whose column vectors are computed at this point of the kernel: the compiler may not move their
+        loads down to the first use.
 
-        Affine integers are left out, because they are cheaper to compute where they are used.
+        Affine integers and booleans are left out, integers because they are cheaper to compute where they are used.
+        Nothing changes in the simulator.
         """
         walking = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
             ir.Q,
@@ -229,7 +290,7 @@ class TileProgram:
         return new
 
     def _copy(self) -> "TileProgram":
-        """A copy with a table of values of its own."""
+        """A copy with a table of values (`env`) of its own."""
         new = object.__new__(TileProgram)
         new.__dict__.update(self.__dict__)
         new.env = dict(self.env)
@@ -238,7 +299,7 @@ class TileProgram:
     # ------------------------------------------------------------- evaluation
 
     def _kind(self, axes: ir.Axes) -> str:
-        """The kind (tile_values.py) of a value that depends on these axes."""
+        """The kind, SCALAR, ROW, COLUMN or TILE, of a value that depends on these axes."""
         axes = axes - ir.UNIFORM
         if not axes:
             return SCALAR
@@ -246,15 +307,21 @@ class TileProgram:
             return ROW
         return COLUMN if axes in ({"q"}, {"kv"}) else TILE
 
-    def _run(self, stage: str) -> None:
-        """Computes every live step whose kind the stage allows and that is not known yet."""
+    def _compute(self, stage: str) -> None:
+        """Computes, into `env`, every live step that is not computed yet and whose kind this stage or an earlier one
+        computes.
+
+        stage   SCALAR, ROW, COLUMN or TILE, in this order
+
+        In the last two stages, steps whose result nothing reads any more are left out (`_ids_to_compute`).
+        """
         allowed = {
             SCALAR: {SCALAR},
             ROW: {SCALAR, ROW},
             COLUMN: {SCALAR, ROW, COLUMN},
             TILE: {SCALAR, ROW, COLUMN, TILE},
         }[stage]
-        needed = self._needed() if stage in (COLUMN, TILE) else None
+        needed = self._ids_to_compute() if stage in (COLUMN, TILE) else None
         for step in self.program.steps:
             out = step.outs[0]
             if out.id not in self.live or out.id in self.env or self._kind(out.axes) not in allowed:
@@ -268,8 +335,12 @@ class TileProgram:
             else:
                 raise NotImplementedError(f"`{step.name}` has no form on a tile.")
 
-    def _needed(self) -> set[int]:
-        """Ids of the values still to compute for the results, without operands of steps that `_affine` and affine loads compute directly."""
+    def _ids_to_compute(self) -> set[int]:
+        """Ids of the values that have to be computed for the results.
+
+        Left out are operands of values that are computed already, and operands that only affine integers and affine
+        loads have, because `_affine` and `_load` compute those from coefficients.
+        """
         needed = {a.id for a in self.wanted if isinstance(a, ir.Val)}
         for step in reversed(self.program.steps):
             if step.outs[0].id not in needed or step.outs[0].id in self.env:
@@ -281,48 +352,59 @@ class TileProgram:
             needed |= {a.id for a in step.inputs if isinstance(a, ir.Val)}
         return needed
 
-    def _read(self, atom: ir.Atom) -> TileValue:
-        """The value of an atom that is a literal or computed already."""
+    def _value_of(self, atom: ir.Atom) -> TileValue:
+        """The value of an atom: of a literal, or of a step that is computed already."""
         if isinstance(atom, ir.Val):
             return self.env[atom.id]
         return TileValue(SCALAR, np.asarray(atom.value, inner_dtype(atom.dtype))[()])
 
-    def _stretch(self, slot: TileValue, kind: str) -> Value:
-        """The value broadcast to `kind`, with deferred factors computed; `exact` where the value has deferred terms."""
-        if slot.exact is not None:
-            return slot.exact
-        if slot.by is not None:
-            return slot.value * thread_tiles.repeat_columns(
-                slot.by * np.float32(slot.factor), self.shape, self.interpret
-            )
-        if slot.factor != 1.0:
-            return slot.value * np.float32(slot.factor)
-        if slot.kind == kind:
-            return slot.value
-        narrow = (self.shape[0], thread_tiles.PERIOD)
-        if slot.kind == SCALAR:
-            size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape, NARROW: narrow}[kind]
-            return registers.splat(slot.value, TILE if kind == NARROW else kind, size, self.interpret)
-        if slot.kind == NARROW:
-            return thread_tiles.repeat_columns(slot.value, self.shape, self.interpret)
-        return registers.stretch(slot.value, slot.kind, narrow if kind == NARROW else self.shape)
+    def _broadcast(self, tile_value: TileValue, kind: str) -> Value:
+        """The value as an array of `kind`, with every deferred operation applied; `exact` where the value has one.
 
-    def _without_row(self, slot: TileValue) -> jax.Array:
-        """The tile value * factor + along * c, without the terms `row` and `at`."""
-        alone = self._stretch(dataclasses.replace(slot, row=None, at=None, along=None, exact=None), TILE)
-        if slot.along is None:
+        kind   SCALAR, ROW, COLUMN, NARROW or TILE, at least the rank of the value
+        """
+        if tile_value.exact is not None:
+            return tile_value.exact
+        if tile_value.narrow_factor is not None:
+            return tile_value.value * thread_tiles.repeat_columns(
+                tile_value.narrow_factor * np.float32(tile_value.factor), self.shape, self.interpret
+            )
+        if tile_value.factor != 1.0:
+            return tile_value.value * np.float32(tile_value.factor)
+        if tile_value.kind == kind:
+            return tile_value.value
+        narrow = (self.shape[0], thread_tiles.PERIOD)
+        if tile_value.kind == SCALAR:
+            size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape, NARROW: narrow}[kind]
+            return registers.splat(tile_value.value, TILE if kind == NARROW else kind, size, self.interpret)
+        if tile_value.kind == NARROW:
+            return thread_tiles.repeat_columns(tile_value.value, self.shape, self.interpret)
+        return registers.broadcast_vector(tile_value.value, tile_value.kind, narrow if kind == NARROW else self.shape)
+
+    def _without_row_term(self, tile_value: TileValue) -> jax.Array:
+        """The tile value * factor * narrow_factor + column_slope * c, [rows, columns]: all parts but `row_term` and
+        `offset`.
+        """
+        alone = self._broadcast(
+            dataclasses.replace(tile_value, row_term=None, offset=None, column_slope=None, exact=None), TILE
+        )
+        if tile_value.column_slope is None:
             return alone
-        return alone + registers.stretch(
-            registers.column_iota(self.shape[1], jnp.float32) * slot.along, COLUMN, self.shape
+        return alone + registers.broadcast_vector(
+            registers.column_iota(self.shape[1], jnp.float32) * tile_value.column_slope, COLUMN, self.shape
         )
 
-    def _as_tile(self, slot: TileValue) -> jax.Array:
-        """The value as a whole tile, with deferred operations computed."""
-        return self._stretch(slot, TILE)
+    def _as_tile(self, tile_value: TileValue) -> jax.Array:
+        """The value as a whole tile [rows, columns], with every deferred operation applied."""
+        return self._broadcast(tile_value, TILE)
 
     def _compare_columns(self, step: ir.Op) -> TileValue | None:
-        """A comparison of an affine integer with one that is the same along the row, by `thread_tiles.compare_columns`, which holds no
-        column numbers in registers. None where the step is no such comparison or a difference might overflow."""
+        """The result of a comparison of an affine integer, which changes from column to column, with a value that is
+        the same along each row; None for any other step.
+
+        `thread_tiles.compare_columns` compares multiples of the column number with one number for each row, so no
+        register holds column numbers. None also where a difference of the two might overflow int32.
+        """
         if step.prim not in thread_tiles.PREDICATES or self._kind(step.out.axes) != TILE or self.col_start is None:
             return None
         for walking, other in (step.inputs, step.inputs[::-1]):
@@ -339,7 +421,7 @@ class TileProgram:
                 continue
             row_start = np.int32(0) if self.row_start is None else self.row_start
             base = self._affine_value(linear, row_start, self.col_start)
-            row = self._stretch(self._read(other), ROW) - base
+            row = self._broadcast(self._value_of(other), ROW) - base
             if per_row:
                 row = row - registers.row_iota(self.shape[0]) * np.int32(per_row)
             name = step.prim if walking is step.inputs[0] else thread_tiles.MIRRORED[step.prim]
@@ -347,57 +429,71 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The result of one operation, deferred or as `tile_ops.apply` computes it at the rank of its operands."""
+        """The result of one operation of the program, with deferred parts where `_defer` can, otherwise computed at
+        the highest rank of its operands.
+        """
         compared = self._compare_columns(step)
         if compared is not None:
             return compared
-        slots = [self._read(a) for a in step.inputs]
-        waiting = self._defer(step, slots)
-        if waiting is not None and waiting.step is None and waiting.row is None:
-            return waiting
-        if waiting is not None:
-            exact = apply(step, [self._as_tile(s) for s in slots], self.edge is not None)
-            return dataclasses.replace(waiting, exact=exact)
-        kinds = {s.kind for s in slots} - {SCALAR}
+        operands = [self._value_of(a) for a in step.inputs]
+        deferred = self._defer(step, operands)
+        if deferred is not None and deferred.affine_slope is None and deferred.row_term is None:
+            return deferred
+        if deferred is not None:
+            exact = apply(step, [self._as_tile(s) for s in operands], self.edge is not None)
+            return dataclasses.replace(deferred, exact=exact)
+        kinds = {s.kind for s in operands} - {SCALAR}
         if kinds == {ROW, NARROW}:
             kinds = {NARROW}
         kind = SCALAR if not kinds else kinds.pop() if len(kinds) == 1 else TILE
-        args = [self._stretch(s, kind) for s in slots]
+        args = [self._broadcast(s, kind) for s in operands]
         if kind == SCALAR:
             args = [jnp.asarray(a) for a in args]
         return TileValue(kind, apply(step, args, self.edge is not None))
 
-    def _defer(self, step: ir.Op, slots: list[TileValue]) -> TileValue | None:
-        """The result of a float operation as a TileValue with deferred operations; None where the operation must be computed."""
+    def _defer(self, step: ir.Op, operands: list[TileValue]) -> TileValue | None:
+        """The result of a float operation as a TileValue with deferred parts; None where the operation must be
+        computed.
+
+        step       the operation
+        operands   values of its inputs
+
+        Deferred are products and quotients of a tile with a literal, products with a positive narrow tile, negation,
+        and sums that `deferred_sum` takes. A product of two tiles is computed, with their constant factors deferred.
+        """
         name = step.prim
-        if any(s.row is not None for s in slots):
+        if any(s.row_term is not None for s in operands):
             return None
         if step.out.dtype != "float32" or name not in ("mul", "div", "neg", "add", "sub"):
             return None
         if name == "neg":
-            (a,) = slots
-            if a.step is not None:
-                return TileValue(TILE, -a.value, at=-a.at, step=-a.step)
+            (a,) = operands
+            if a.affine_slope is not None:
+                return TileValue(TILE, -a.value, offset=-a.offset, affine_slope=-a.affine_slope)
             return dataclasses.replace(a, factor=-a.factor) if a.kind == TILE else None
-        a, b = slots
+        a, b = operands
         if name in ("mul", "div"):
             if name == "mul" and a.kind != TILE:
                 a, b, number = b, a, step.inputs[0]
             else:
                 number = step.inputs[1]
-            waits = name == "mul" and not isinstance(number, ir.Lit) and a.step is None and b.step is None
-            if a.kind == TILE and waits:
-                if b.kind == NARROW and a.by is None and self._positive(number, abs(a.factor)):
-                    return dataclasses.replace(a, by=b.value)
+            may_defer = (
+                name == "mul" and not isinstance(number, ir.Lit) and a.affine_slope is None and b.affine_slope is None
+            )
+            if a.kind == TILE and may_defer:
+                if b.kind == NARROW and a.narrow_factor is None and self._is_positive_factor(number, abs(a.factor)):
+                    return dataclasses.replace(a, narrow_factor=b.value)
                 if a.factor * b.factor == 1.0 or not safe_to_defer(a.factor * b.factor):
                     return None
                 other = dataclasses.replace(b, factor=1.0)
                 return dataclasses.replace(a, value=a.value * self._as_tile(other), factor=a.factor * b.factor)
             if a.kind != TILE or b.kind != SCALAR:
                 return None
-            if a.step is not None and name == "mul":
-                return TileValue(TILE, a.value * b.value, at=a.at * b.value, step=a.step * b.value)
-            if not isinstance(number, ir.Lit) or a.step is not None:
+            if a.affine_slope is not None and name == "mul":
+                return TileValue(
+                    TILE, a.value * b.value, offset=a.offset * b.value, affine_slope=a.affine_slope * b.value
+                )
+            if not isinstance(number, ir.Lit) or a.affine_slope is not None:
                 return None
             factor = float(number.value.real)
             if not safe_to_defer(factor):
@@ -406,8 +502,12 @@ class TileProgram:
             return dataclasses.replace(a, factor=factor) if safe_to_defer(factor) else None
         return deferred_sum(a, b, -1 if name == "sub" else 1)
 
-    def _positive(self, atom: ir.Atom, factor: float) -> bool:
-        """Whether the atom is positive for all (q, kv), and it and its product with `factor` are safe to defer."""
+    def _is_positive_factor(self, atom: ir.Atom, factor: float) -> bool:
+        """Whether the atom, by its bounds, is positive for every query and key, and multiplying by it may be
+        deferred.
+
+        factor   positive number: its products with the bounds must be safe to defer too
+        """
         low, high = bounds(with_results(self.program, (atom,)))[0]
         return (
             low > 0
@@ -420,8 +520,11 @@ class TileProgram:
     # ------------------------------------------------------------- integers that walk affinely
 
     def _affine_source(self, step: ir.Op) -> tuple[ir.Val, int] | None:
-        """The affine integer that a tile of this step equals (itself, or what it casts to float32), and the period after
-        which it repeats, a power of two; 0 where it does not.
+        """(affine integer, period) where the tile of this step is that integer, cast to float32, or modulo the
+        period; None for other steps.
+
+        The affine integer depends on q and on kv. The period is a power of two for `floormod` by a literal, and 0
+        where nothing is taken modulo. A cast counts only if every value is exact in float32.
         """
         if self._kind(step.out.axes) != TILE:
             return None
@@ -439,8 +542,11 @@ class TileProgram:
         return (source, period) if source.linear.q and source.linear.kv else None
 
     def _affine(self, step: ir.Op) -> TileValue | None:
-        """The result of a step that equals an affine integer (`_affine_source`), from its coefficients without its operands; None
-        for every other step. A period up to PERIOD gives a narrow tile, a cast to float32 an affine tile.
+        """The result of a step that `_affine_source` knows, computed from the coefficients of the affine integer
+        without the step's operands.
+
+        A cast to float32 gives an affine tile, a period up to PERIOD a narrow tile, all else an int32 tile. None for
+        other steps, and before `at_columns`.
         """
         found = self._affine_source(step)
         if found is None or self.col_start is None:
@@ -453,7 +559,9 @@ class TileProgram:
         if step.out.dtype == "float32":
             first, along = (row + start).astype(jnp.float32), np.float32(per_col)
             exact = thread_tiles.affine_tile(first, along, self.shape, self.interpret)
-            return TileValue(TILE, row.astype(jnp.float32), at=start.astype(jnp.float32), step=along, exact=exact)
+            return TileValue(
+                TILE, row.astype(jnp.float32), offset=start.astype(jnp.float32), affine_slope=along, exact=exact
+            )
         row = row + start
         if 0 < period <= thread_tiles.PERIOD:
             narrow = (self.shape[0], thread_tiles.PERIOD)
@@ -461,7 +569,9 @@ class TileProgram:
         return TileValue(TILE, thread_tiles.affine_tile(row, per_col, self.shape, self.interpret, period))
 
     def _affine_value(self, linear: ir.Linear, row: Value, col: Value) -> Value:
-        """The affine integer at the tile's row number `row` and column number `col` of the attention matrix, int32."""
+        """The affine integer `linear` at row number `row` and column number `col` of the attention matrix, an int32
+        scalar.
+        """
         q, kv = (row, col) if self.row_axis == "q" else (col, row)
         total: Value = np.int32(linear.const)
         parts = [(linear.q, q), (linear.kv, kv)]
@@ -476,7 +586,12 @@ class TileProgram:
     # ------------------------------------------------------------- loads
 
     def _affine_steps(self, load: ir.Load) -> tuple[tuple[int, int] | None, ...] | None:
-        """(per row, per column) of each index, None for a fixed one; None where the load must gather or clamp."""
+        """For each index of a load: (change from row to row, change from column to column), None for an index that is
+        the same on the tile.
+
+        None instead of the tuple where some index is no affine integer, or where indices must be clamped because
+        tiles extend past the end of the attention matrix; the load is then a gather.
+        """
         if self.edge is not None:
             return None
         steps: list[tuple[int, int] | None] = []
@@ -491,11 +606,11 @@ class TileProgram:
         return tuple(steps)
 
     def _load(self, load: ir.Load) -> TileValue:
-        """What a load reads for the current tile, at the rank of its indices."""
+        """What a load reads on the current tile, at the rank of its indices, in the dtype of tile_ops.py."""
         ref, dtype = self.refs[load.capture], load.out.dtype
         kind = self._kind(frozenset().union(*(ir.axes_of(a) for a in load.index)))
         if kind == SCALAR:
-            value = memory.load_scalar(ref, tuple(self._read(a).value for a in load.index))
+            value = memory.load_scalar(ref, tuple(self._value_of(a).value for a in load.index))
         else:
             size = {ROW: self.shape[:1], COLUMN: self.shape[1:], TILE: self.shape}[kind]
             steps = self._affine_steps(load)
@@ -503,7 +618,7 @@ class TileProgram:
                 row = self.row_start if self.row_start is not None else np.int32(0)
                 col = self.col_start if self.col_start is not None else np.int32(0)
                 index = tuple(
-                    self._read(a).value
+                    self._value_of(a).value
                     if s is None
                     else self._affine_value(typing.cast(ir.Linear, typing.cast(ir.Val, a).linear), row, col)
                     for a, s in zip(load.index, steps, strict=True)
@@ -516,16 +631,20 @@ class TileProgram:
         return TileValue(kind, value)
 
     def _gather(self, load: ir.Load, kind: str, size: tuple[int, ...]) -> jax.Array:
-        """The load by `memory.gather`, for indices that are no affine integers or must be clamped."""
+        """The load by `memory.gather`, for indices that are no affine integers or must be clamped to the array.
+
+        kind   ROW, COLUMN or TILE, the highest rank of the indices
+        size   shape of the result
+        """
         ref = self.refs[load.capture]
-        slots = [self._read(a) for a in load.index]
-        moving = tuple(s.kind != SCALAR for s in slots)
+        operands = [self._value_of(a) for a in load.index]
+        varies = tuple(s.kind != SCALAR for s in operands)
         index = []
-        for slot, n in zip(slots, ref.shape, strict=True):
-            value = slot.value
-            if slot.kind != SCALAR:
+        for tile_value, n in zip(operands, ref.shape, strict=True):
+            value = tile_value.value
+            if tile_value.kind != SCALAR:
                 if self.edge is not None:
                     value = jnp.minimum(jnp.maximum(value.astype(jnp.int32), np.int32(0)), np.int32(n - 1))
-                value = self._stretch(TileValue(slot.kind, value), kind)
+                value = self._broadcast(TileValue(tile_value.kind, value), kind)
             index.append(value)
-        return memory.gather(ref, tuple(index), moving, kind, size, self.interpret)
+        return memory.gather(ref, tuple(index), varies, kind, size, self.interpret)

@@ -1,6 +1,7 @@
 """The forward kernel's tile scheduler: which CTA computes which query tile, and which key tiles that visits.
 
-A work item is one query tile of one head of one batch entry. Work items are numbered in the order in which they should start:
+A work item is one query tile of one head of one batch entry. Work items are numbered in the order in which they
+should start:
 
     without a block mask   head by head, query tiles ascending
     with one               the rows of the mask with most visits first. With a persistent grid over all heads; otherwise within a
@@ -15,7 +16,8 @@ CTAs take work items in one of three ways:
                            in global memory. The producer does so while the consumers still work on the item before, and passes
                            the item on through a mailbox in shared memory (`put`, `get`)
 
-In the simulator the dynamic scheduler deals items out in turn; results do not depend on who computes what.
+A *turn* is the number of a work item among those of its CTA, from 0. In the simulator the dynamic scheduler deals
+items out in turn; results do not depend on who computes what.
 """
 
 import dataclasses
@@ -70,13 +72,13 @@ class MaskRows(typing.NamedTuple):
 
 
 def flat(lists: BlockLists | None) -> BlockLists | None:
-    """The block lists with each array reshaped to one dimension."""
+    """The block lists with each array reshaped to one dimension; None stays None."""
     return None if lists is None else BlockLists(*(None if x is None else x.reshape(-1) for x in lists))
 
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """Assigns the work items of `plan` to CTAs, in tiles of `tile`."""
+    """Assigns the work items of `plan` to CTAs, for the kernel configuration `tile`."""
 
     plan: KernelPlan
     tile: ForwardTile
@@ -89,22 +91,24 @@ class TileScheduler:
 
     @property
     def items(self) -> int:
-        """Work items of the whole call."""
+        """Number of work items of the whole call."""
         return self.plan.batch * self.plan.q_heads * self.q_tiles
 
     @property
     def programs(self) -> int:
-        """CTAs of the grid."""
+        """Number of CTAs of the grid: one for each work item; at most `ForwardTile.programs` with a persistent grid
+        or the dynamic scheduler.
+        """
         return (
             min(self.items, self.tile.programs) if self.tile.persistent or self.tile.dynamic_scheduler else self.items
         )
 
     @property
     def heads_at_once(self) -> int:
-        """Heads, counted over all batch entries, whose query tiles run side by side.
+        """Number of heads, counted over all batch entries, whose query tiles run side by side.
 
-        A persistent grid mixes all heads, so that the longest rows start first. Otherwise the next few heads start only when these are
-        done, so that the keys and values of those at work stay in the L2.
+        A persistent grid mixes all heads, so that the longest rows start first. Otherwise the next few heads start
+        only when these are done, so that the keys and values of those at work stay in the L2.
         """
         plan = self.plan
         heads = plan.batch * plan.q_heads
@@ -116,9 +120,11 @@ class TileScheduler:
     def order(self, lists: BlockLists | None) -> jax.Array | None:
         """Rows of the block mask (query blocks), sorted by number of visits, most first; None without a block mask.
 
-        Returns int32 [Bm * Nm * R]: Bm and Nm are the mask's own batch and head dims (1 if the call broadcasts them), R is the
-        number of query blocks of a head. In a persistent grid this is one sorted list of row numbers b * Nm * R + h * R + row.
-        Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
+        lists   the block lists of the call
+
+        Returns int32 [Bm * Nm * R]: Bm and Nm are the mask's own batch and head dims (1 if the call broadcasts them),
+        R is the number of query blocks of a head. In a persistent grid this is one sorted list of row numbers b * Nm
+        * R + h * R + row. Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
         """
         if self.plan.blocks is None or lists is None:
             return None
@@ -133,7 +139,11 @@ class TileScheduler:
     # ----------------------------------------------------------------- a fixed share of the items
 
     def number(self, turn: Scalar) -> Scalar:
-        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler."""
+        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler.
+
+        With one CTA for each item that is the number of the CTA; in a persistent grid of P CTAs, CTA p takes items p,
+        2 P - 1 - p, 2 P + p, ....
+        """
         program = lax.axis_index("program")
         if self.programs == self.items:
             return program
@@ -151,7 +161,7 @@ class TileScheduler:
     # ----------------------------------------------------------------- what an item is, and what it visits
 
     def item(self, mask: MaskRows, number: Scalar) -> WorkItem:
-        """The work item with that number."""
+        """The work item with the number `number`, read from the block mask inside the kernel."""
         plan, blocks = self.plan, self.plan.blocks
         if blocks is None:
             q_tile = lax.rem(number, i32(self.q_tiles))
@@ -179,7 +189,9 @@ class TileScheduler:
         return WorkItem(b, h, q_tile, at, unmasked, full * per_block, (full + partial) * per_block)
 
     def _position_in_mask(self, mask: MaskRows, number: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """Of the work item with that number, under a block mask: batch entry, head, query tile, row of the lists."""
+        """(batch entry, head, query tile within the head, row of the block lists counted over their heads) of the
+        work item with the number `number`, under a block mask.
+        """
         plan, blocks = self.plan, self.plan.blocks
         assert blocks is not None
         assert mask.order is not None
@@ -210,11 +222,13 @@ class TileScheduler:
     def kv_start(self, mask: MaskRows, item: WorkItem, step: Scalar, in_full: bool | None = None) -> Scalar:
         """First key of the tile that the item visits at `step`.
 
-        in_full   whether the step is in the full list (True) or the partial list (False), where the caller knows; a step outside of
-                  that list gives some key that may be read. None: unknown
+        step      0 to item.total - 1
+        in_full   whether the step is in the full list (True) or the partial list (False), where the caller knows; a
+                  step outside of that list gives some key that may be read. None: unknown
 
-        With `reverse_kv` the unmasked tiles are visited from the last to the first: under a causal mask most biases by distance have their
-        largest scores at the last keys, and once the maximum is found the output is not rescaled again.
+        With `reverse_kv` the unmasked tiles are visited from the last to the first: under a causal mask most biases
+        by distance have their largest scores at the last keys, and once the maximum is found the output is not
+        rescaled again.
         """
         if self.tile.reverse_kv and in_full is not False:
             back = item.unmasked - 1 - step
@@ -254,15 +268,20 @@ class TileScheduler:
 
 
 def new_counter(programs: int) -> jax.Array:
-    """[1] int32: the number of the first work item that is not some CTA's first."""
+    """The atomic counter of a call with so many CTAs, [1] int32: at first the number of the first work item that is
+    not some CTA's first.
+    """
     return jnp.full((1,), programs, jnp.int32)
 
 
 def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int, interpret: bool) -> Scalar:
-    """Number of the producer's next work item after `number`; for one whole warpgroup.
+    """Number of the next work item of this CTA, from the counter; called by the whole producer warpgroup.
 
-    counter   as `new_counter` made it, in global memory; None in the simulator
-    mailbox   one word of it passes the number from the thread that asks to the others
+    counter     as `new_counter` made it, in global memory; None in the simulator
+    mailbox     shared memory, of which one word passes the number from the thread that asks to the others
+    number      of the CTA's last work item, from which the simulator computes the next
+    programs    CTAs of the grid
+    interpret   whether the kernel runs in the simulator
     """
     if interpret or counter is None:
         return number + i32(programs)
@@ -270,7 +289,11 @@ def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int
 
 
 def put(mailbox: Ref, slot: Scalar, item: WorkItem | None) -> None:
-    """Writes the item to the mailbox of a query slot: word 0 says whether there is one, the item follows. None: no more items."""
+    """In the producer: writes a work item to the mailbox of query slot `slot`; None: there are no more items.
+
+    The mailbox has MAILBOX_WORDS words for each slot: word 0 is 1 if there is an item, and the fields of the item
+    follow.
+    """
     first = slot * i32(MAILBOX_WORDS)
     if item is None:
         mailbox[first] = i32(0)
@@ -281,7 +304,9 @@ def put(mailbox: Ref, slot: Scalar, item: WorkItem | None) -> None:
 
 
 def get(mailbox: Ref, slot: Scalar) -> tuple[Scalar, WorkItem]:
-    """(whether there is an item, the item) from the mailbox of a query slot."""
+    """In a consumer: (whether there is an item, the item) from the mailbox of query slot `slot`, after the slot's
+    queries have arrived.
+    """
     first = slot * i32(MAILBOX_WORDS)
     found = [mailbox[first + i32(1 + n)] for n in range(len(WorkItem._fields))]
     return mailbox[first] != 0, WorkItem(*found)

@@ -1,8 +1,12 @@
-"""Values of a program on a tile: at their own rank, and float tiles whose last operations are deferred.
+"""Values of a program on a tile: each at its own rank, float tiles with deferred operations.
 
-A sum or product with a tile is often cheaper in the FMA that scales the score than as an operation of its own. So a float tile
-keeps a constant factor, a factor that repeats along the columns, and an affine term beside the elements that are computed
-(`TileValue`), and the consumer of the scores receives these parts as they are (`Scaled`). tile_programs.py decides what is deferred.
+A sum or product with a tile is often cheaper in the FMA that scales the score than as an operation of its own. So a
+float tile keeps beside its computed elements a constant factor, a factor that repeats along the columns, and affine
+terms that are still to be applied (`TileValue`). The softmax receives the scores in these parts (`Scaled`) and
+applies them itself. tile_programs.py decides what is deferred.
+
+An *affine tile* is value[r] + offset + affine_slope * c at row r and column c of the tile. A *narrow* tile, [rows,
+PERIOD], stands for a tile that repeats after PERIOD columns (thread_tiles.py).
 """
 
 import dataclasses
@@ -23,13 +27,19 @@ MAX_DIFFERENCE = 1 << 29
 
 
 def safe_to_defer(factor: float) -> bool:
-    """Whether a multiplication by this number may be deferred: neither the number nor its product with another such number
-    becomes 0 or infinite in float32."""
+    """Whether multiplying a tile by this number may be deferred: its magnitude is between 1e-30 and 1e30.
+
+    The product of two such numbers may leave that range; `TileProgram` then checks the product again.
+    """
     return 1e-30 < abs(factor) < 1e30
 
 
 def difference_fits(atom: ir.Atom) -> bool:
-    """Whether the atom is an int32 so small that its difference with another such atom does not overflow."""
+    """Whether the atom is an int32 of magnitude at most MAX_DIFFERENCE, so that a - b of two such atoms does not
+    overflow.
+
+    The magnitude is that of a literal, or the bound that the traced program knows; False where no bound is known.
+    """
     if isinstance(atom, ir.Lit):
         return atom.dtype == "int32" and abs(atom.value) <= MAX_DIFFERENCE
     if atom.dtype != "int32" or atom.low is None or atom.high is None:
@@ -39,65 +49,91 @@ def difference_fits(atom: ir.Atom) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TileValue:
-    """A value at its own rank; for a float tile, with deferred operations. c is the number of a column, counted from the tile's first.
+    """A value of a step at its own rank; for a float tile, with deferred operations.
 
-    no field set      value
-    factor, by        value * factor * by; `by` is a narrow tile of positive numbers
-    row, at, along    value * factor + row[:, None] + at + along * c; `along` may be None
-    step, at          value[:, None] + at + step * c, where `value` is a row vector: an affine tile
+    At row r and column c of the tile the value is
 
-    `at`, `along` and `step` are numbers or scalars. `row`, and `value` of an affine tile, do not change from tile to tile of a row.
+        value[r, c] * factor * narrow_factor[r, c % PERIOD] + row_term[r] + offset + column_slope * c
+        value[r] + offset + affine_slope * c          for an affine tile, whose `value` is a row vector
 
-    exact   the tile as the mod computes it. Deferred terms are as accurate as float32 where they are added to a score, but other
-            operations take `exact`: otherwise a distance that is 0 could become a small number. Without a reader it is not computed.
+    where a part that is None, as by default, is left out. Scalars and vectors have no deferred parts.
+
+    kind            SCALAR, ROW, COLUMN, NARROW or TILE; TILE for an affine tile
+    value           scalar, [rows], [columns], [rows, PERIOD] or [rows, columns], by kind; [rows] for an affine tile
+    factor          a number, 1 where nothing is deferred
+    narrow_factor   [rows, PERIOD], positive
+    row_term        [rows], the same for every tile of a row of tiles, as is `value` of an affine tile. It is set
+                    together with `offset`
+    offset          a number or scalar, which may change from tile to tile
+    column_slope    a number or scalar
+    affine_slope    a number or scalar, set for affine tiles alone
+    exact           [rows, columns], the tile as the mod computes it, kept beside an affine term. A deferred term is
+                    as accurate as float32 once it is added to a score, but other operations take `exact`, because a
+                    distance that is 0 could otherwise become a small number. The compiler removes `exact` where
+                    nothing reads it
     """
 
     kind: str
     value: Value
     factor: float = 1.0
-    by: Value = None
-    row: Value = None
-    at: Value = None
-    along: Value = None
-    step: Value = None
+    narrow_factor: Value = None
+    row_term: Value = None
+    offset: Value = None
+    column_slope: Value = None
+    affine_slope: Value = None
     exact: Value = None
 
 
 class Scaled(typing.NamedTuple):
-    """A tile of scores in parts: tile * factor * by + row[:, None] + at + along * c at column c, counted from the tile's first.
+    """A tile of scores in parts: the score at row r and column c of the tile is
 
-    tile     [rows, columns] float32
-    factor   positive
-    by       narrow tile of positive numbers; None: 1
-    row      row vector that does not change from tile to tile of a row; None: 0, and `at` is None too
-    at       scalar
-    along    scalar; None: 0
-    others   results of the program after the first, as whole tiles
+        tile[r, c] * factor * narrow_factor[r, c % PERIOD] + row_term[r] + offset + column_slope * c
+
+    tile            [rows, columns] float32
+    factor          positive number
+    narrow_factor   [rows, PERIOD], positive; None: 1
+    row_term        [rows], the same for every tile of a row of tiles; None: 0, and then `offset` is None too
+    offset          float32 scalar, which may change from tile to tile
+    column_slope    float32 scalar; None: 0
+    other_results   the program's results after the score, each as a whole tile
     """
 
     tile: jax.Array
     factor: float
-    by: jax.Array | None = None
-    row: jax.Array | None = None
-    at: jax.Array | None = None
-    along: jax.Array | None = None
-    others: tuple[jax.Array, ...] = ()
+    narrow_factor: jax.Array | None = None
+    row_term: jax.Array | None = None
+    offset: jax.Array | None = None
+    column_slope: jax.Array | None = None
+    other_results: tuple[jax.Array, ...] = ()
 
 
 def deferred_sum(a: TileValue, b: TileValue, sign: int) -> TileValue | None:
-    """a + sign * b without adding tiles, where one of both is affine; None where the sum must be computed."""
-    if a.step is not None and b.step is not None:
-        return TileValue(TILE, a.value + sign * b.value, at=a.at + sign * b.at, step=a.step + sign * b.step)
-    if a.step is not None and b.kind == SCALAR:
-        return dataclasses.replace(a, at=a.at + sign * b.value)
-    if a.step is not None and b.kind == ROW:
+    """a + sign * b as a TileValue whose affine terms are deferred, where a or b is an affine tile; None where it must
+    be computed.
+
+    sign   1 or -1
+
+    The other operand may be an affine tile, a scalar, a row vector or a tile.
+    """
+    if a.affine_slope is not None and b.affine_slope is not None:
+        return TileValue(
+            TILE,
+            a.value + sign * b.value,
+            offset=a.offset + sign * b.offset,
+            affine_slope=a.affine_slope + sign * b.affine_slope,
+        )
+    if a.affine_slope is not None and b.kind == SCALAR:
+        return dataclasses.replace(a, offset=a.offset + sign * b.value)
+    if a.affine_slope is not None and b.kind == ROW:
         return dataclasses.replace(a, value=a.value + sign * b.value)
-    if b.step is not None and a.kind == SCALAR:
-        return TileValue(TILE, sign * b.value, at=a.value + sign * b.at, step=sign * b.step)
-    if b.step is not None and a.kind == ROW:
-        return TileValue(TILE, a.value + sign * b.value, at=sign * b.at, step=sign * b.step)
-    if a.step is not None and b.kind == TILE and sign == 1:
+    if b.affine_slope is not None and a.kind == SCALAR:
+        return TileValue(TILE, sign * b.value, offset=a.value + sign * b.offset, affine_slope=sign * b.affine_slope)
+    if b.affine_slope is not None and a.kind == ROW:
+        return TileValue(TILE, a.value + sign * b.value, offset=sign * b.offset, affine_slope=sign * b.affine_slope)
+    if a.affine_slope is not None and b.kind == TILE and sign == 1:
         a, b = b, a
-    if b.step is not None and a.kind == TILE and a.step is None:
-        return dataclasses.replace(a, row=sign * b.value, at=sign * b.at, along=sign * b.step)
+    if b.affine_slope is not None and a.kind == TILE and a.affine_slope is None:
+        return dataclasses.replace(
+            a, row_term=sign * b.value, offset=sign * b.offset, column_slope=sign * b.affine_slope
+        )
     return None

@@ -1,7 +1,10 @@
 """Which tiles a CTA of a backward kernel visits, read from the lists of the block mask inside the kernel.
 
-A CTA owns a tile of one axis (queries for dQ, keys for dK/dV) and visits tiles of the other axis: first those that need no
-mask (the full list), then those where the mask applies (the partial list). Without a block mask it visits all tiles.
+A CTA owns a tile of one axis (queries for dQ, keys for dK/dV) and visits tiles of the other axis: first those that
+need no mask (the full list), then those where the mask applies (the partial list). Without a block mask it visits all
+tiles. Each list names blocks of the mask, which are one or more tiles long on either axis. The *step* of a visit is
+its number within its list, counted in tiles.
+
 The forward pass and the fused backward kernel have schedules of their own.
 """
 
@@ -23,10 +26,11 @@ State = typing.TypeVar("State")
 
 
 class VisitLists(typing.NamedTuple, typing.Generic[Part]):
-    """The block lists of the owning axis, int32: arrays outside a kernel, Refs inside; None for a list that the mask lacks.
+    """The block lists of the owning axis, int32: arrays outside a kernel, Refs inside; None for a list that the mask
+    lacks.
 
-    num     [batch or 1, heads or 1, owned blocks] how many blocks a list names
-    index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending
+    partial_num, full_num       [batch or 1, heads or 1, owned blocks] how many blocks each list names
+    partial_index, full_index   [batch or 1, heads or 1, owned blocks, width] the numbers of the blocks, ascending
     """
 
     partial_num: Part | None = None
@@ -36,7 +40,7 @@ class VisitLists(typing.NamedTuple, typing.Generic[Part]):
 
 
 class VisitCounts(typing.NamedTuple):
-    """How many tiles are visited without and with the mask."""
+    """How many tiles a CTA visits without and with the mask, int32 scalars."""
 
     unmasked: Scalar
     masked: Scalar
@@ -50,7 +54,11 @@ class TileVisits:
     per_block       visited tiles in a block of the mask
     tiles           visited tiles of the whole axis
     lists           False: all `tiles` are visited, with the mask if `mask_all`
+    mask_all        whether the mask applies to every tile, where there are no lists
     batch, heads    of the lists: 1, or those of the call
+
+    In its methods `refs` are the lists in the kernel, b and h batch entry and head, `own` the number of the owned
+    tile.
     """
 
     own_per_block: int
@@ -62,7 +70,7 @@ class TileVisits:
     heads: int = 1
 
     def counts(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar) -> VisitCounts:
-        """How many tiles owned tile `own` of head (b, h) visits."""
+        """How many tiles the owned tile of head (b, h) visits."""
         if not self.lists:
             zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
             return VisitCounts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
@@ -71,7 +79,9 @@ class TileVisits:
         return VisitCounts(number(refs.full_num), number(refs.partial_num))
 
     def tile(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar, step: Scalar, masked: bool) -> Scalar:
-        """The number of the tile that `own` visits at `step` of the partial (`masked`) or of the full list."""
+        """The number of the tile that the owned tile visits at `step` of the partial list (`masked`) or of the full
+        list.
+        """
         if not self.lists:
             return step
         index = refs.partial_index if masked else refs.full_index
@@ -83,18 +93,26 @@ class TileVisits:
         return block * self.per_block + lax.rem(step, jnp.int32(self.per_block))
 
     def in_order(self, order: Ref | None, b: Scalar, h: Scalar, rank: Scalar) -> Scalar:
-        """The owned tile with this rank in `order`, an array from `longest_first`; None: the tiles in their own order."""
+        """The owned tile whose rank in `order` is `rank`; with `order` None tiles are in their own order, and the
+        result is `rank`.
+
+        order   what `longest_first` gives
+        """
         return rank if order is None else order[b if self.batch > 1 else 0, h if self.heads > 1 else 0, rank]
 
     def _at(self, b: Scalar, h: Scalar, own: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """The index of an owned tile's list."""
+        """The index of the owned tile's list in the arrays of `VisitLists`: (batch entry, head, block)."""
         own = own if self.own_per_block == 1 else lax.div(own, jnp.int32(self.own_per_block))
         zero = jnp.int32(0)
         return (b if self.batch > 1 else zero, h if self.heads > 1 else zero, own)
 
 
 def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> TileVisits:
-    """The visits of a kernel with these tile sizes; `transposed`: the kernel owns keys and visits queries."""
+    """The visits of a kernel on this plan, as far as they are known at compile time.
+
+    own_tile, visited_tile   tokens of an owned and of a visited tile
+    transposed               True: the kernel owns keys and visits queries; False: the other way round
+    """
     length = plan.q_len if transposed else plan.kv_len
     tiles = -(-length // visited_tile)
     blocks = plan.blocks
@@ -113,7 +131,13 @@ def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: b
 
 
 def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) -> VisitLists[jax.Array]:
-    """The lists of each query block, or `transposed` those of each key block; all None without a block mask."""
+    """The block lists of the owning axis, as arrays: those of each query block, or with `transposed` those of each
+    key block.
+
+    lists   those of each query block, as the call has them
+
+    All None without a block mask.
+    """
     if lists is None or plan.blocks is None:
         return VisitLists()
     if not transposed:
@@ -130,7 +154,11 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
 
 
 def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: int) -> jax.Array | None:
-    """[batch or 1, heads or 1, own_tiles] int32: owned tiles by falling number of visits; None where all visit equally many."""
+    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles by falling number of visits; None
+    where all visit equally many.
+
+    own_tiles   how many owned tiles a head has
+    """
     nums = [n for n in (lists.partial_num, lists.full_num) if n is not None]
     if not visits.lists or not nums:
         return None
@@ -140,10 +168,16 @@ def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: i
 
 
 def tile_and_head(program: Scalar, tiles: int, heads: int, head_major: bool) -> tuple[Scalar, Scalar]:
-    """(rank of the owned tile, number of the head) of a CTA; CTAs start in the order of their number `program`.
+    """(rank of the owned tile in its head, number of the head over all batch entries) of the CTA with number
+    `program`.
 
-    With `head_major` the tiles of one head run together, so that what they read stays in the L2 cache. Otherwise the
-    first ranks of all heads come first; with the longest tiles first, no long CTA then runs alone at the end.
+    tiles        owned tiles of a head
+    heads        heads of all batch entries together
+    head_major   the tiles of one head have adjacent CTAs, so that what they read stays in the L2 cache. Otherwise the
+                 first ranks of all heads come first; with the longest tiles first, no long CTA then runs alone at the
+                 end
+
+    CTAs start roughly in the order of their number.
     """
     if head_major:
         return lax.rem(program, jnp.int32(tiles)), lax.div(program, jnp.int32(tiles))
@@ -154,9 +188,11 @@ def tile_and_head(program: Scalar, tiles: int, heads: int, head_major: bool) -> 
 class KeyTileVisits:
     """The visits of the key tile that one CTA owns.
 
-    b, key_head   of the CTA
-    tile          number of its key tile
-    queries       of a visited tile
+    plan            of the call
+    visits, lists   which query tiles the key tile visits
+    b, key_head     batch entry and key head of the CTA
+    tile            number of its key tile
+    queries         of a visited tile
     """
 
     plan: KernelPlan
@@ -172,20 +208,33 @@ class KeyTileVisits:
         begin: Callable[[Scalar], State],
         step: Callable[[State, Scalar, Scalar, Scalar, bool], None],
     ) -> Scalar:
-        """Calls step(begin(head), head, first query, number, masked) for every visit; returns how many visits there were.
+        """Calls step(begin(head), head, first query, number, masked) for every visit; returns how many visits there
+        were.
 
-        The query heads that read the key head come one after the other. `number` counts the visits before this one, over all
-        of those heads. `masked` says whether the mask applies.
+        begin   query head -> what `step` gets for all visits of this head
+        step    called once for each visit; returns nothing
+
+        The query heads that read the key head come one after the other. `number` counts the visits before this one,
+        over all of those heads. `masked`, a bool, says whether the mask applies.
         """
         plan, visits = self.plan, self.visits
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
+            """Makes the visits of one query head, those without the mask first; returns the number of visits up to
+            its last.
+
+            g        number of the query head among those that read the key head
+            before   how many visits the query heads before it made
+            """
             h = self.key_head * plan.group + g
             counts = visits.counts(self.lists, self.b, h, self.tile)
             between = before + counts.unmasked
             state = begin(h)
 
             def one(i: Scalar, start: Scalar, masked: bool) -> None:
+                """Calls `step` for visit number i of the full or (`masked`) partial list; `start` is how many visits
+                came before that list's first.
+                """
                 q_tile = visits.tile(self.lists, self.b, h, self.tile, i, masked)
                 step(state, h, q_tile * self.queries, start + i, masked)
 
@@ -208,10 +257,12 @@ def owned_key_tile(
     head_major: bool,
     queries: int,
 ) -> KeyTileVisits:
-    """Inside a kernel: the key tile that this CTA owns, of `kv_tiles` in each key head, with its visits.
+    """Inside a kernel: the key tile that this CTA owns, with its visits.
 
-    order     from `longest_first`
-    queries   of a visited tile
+    lists, order   from `visit_lists` and `longest_first`, as Refs
+    kv_tiles       key tiles of a key head
+    head_major     whether the key tiles of one head have adjacent CTAs; otherwise the first of all heads come first
+    queries        of a visited tile
     """
     program = lax.axis_index("program")
     rank, head = tile_and_head(program, kv_tiles, plan.batch * plan.kv_heads, head_major)

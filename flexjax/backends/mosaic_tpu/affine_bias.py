@@ -7,6 +7,11 @@ same for all scores of a row, so it never meets the tile: the forward kernel lea
 the lse when the row ends, and the backward kernels subtract it from the lse. The column term is one addition for each score.
 Positions are counted from the first element of the strip, so that the sums stay as small as the biases themselves.
 Other terms are evaluated as they are and added. All terms are in base 2: multiplied by log2(e) where that is cheapest.
+
+A strip is the part of a tile whose scores are computed at once (tile_programs.py). An atom is an operand of a program: a literal
+or the result of a step.
+
+A SeparatedScore is a score that was found to have this form, a StripView says where a strip lies and reads values on it.
 """
 
 import dataclasses
@@ -31,7 +36,13 @@ EXACT_INTEGERS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class BiasTerm:
-    """sign * the product of `factors` (values of b and h alone) * the value: `linear` as a float if given, else `value`."""
+    """One term of the bias: sign * the product of `factors` * a value.
+
+    factors   atoms that depend on b and h alone
+    sign      1 or -1
+    value     the atom of the value; None if `linear` is given
+    linear    the value as a linear form of q and kv, to be converted to float32; None if `value` is given
+    """
 
     factors: tuple[Atom, ...]
     sign: int
@@ -41,10 +52,12 @@ class BiasTerm:
 
 @dataclasses.dataclass(frozen=True)
 class SeparatedScore:
-    """A score c * s + sum of terms.
+    """A score of the form c * s + sum of terms.
 
     scale     c
-    program   computes the factors and values of all terms; `atoms` are its results, in order
+    terms     of the sum
+    program   computes the factors and values of all terms
+    atoms     the results of `program`, in order: these factors and values, each once
     """
 
     scale: float
@@ -55,16 +68,23 @@ class SeparatedScore:
 
 @functools.lru_cache(maxsize=512)
 def separate_bias(program: Program) -> SeparatedScore | None:
-    """The first result of the program as c * s + terms; None if it has no such form, or no term."""
+    """The score (the first result) of a score program or derivative program as c * s + terms, found by walking back its steps.
+
+    None if the score has no such form, or no term.
+    """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     scales: list[float] = []
     terms: list[BiasTerm] = []
 
     def uniform(atom: Atom) -> bool:
+        """Whether the atom depends on b and h alone."""
         return axis_class(ir.axes_of(atom)) == UNIFORM
 
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
-        """Adds sign * factors * atom to `scales` and `terms`; False if it is no such sum."""
+        """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`.
+
+        False if s occurs in the atom otherwise than in a summand that is s times literals.
+        """
         if isinstance(atom, Val) and atom.id == ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
                 scales.append(
@@ -104,7 +124,10 @@ def separate_bias(program: Program) -> SeparatedScore | None:
 
 
 def _affine(atom: Atom) -> Linear | None:
-    """The linear form of an int32 that depends on q and kv alone, if float32 holds its values exactly; None otherwise."""
+    """The linear form of an atom in q and kv, if it is an int32 that has one without b and h and is below 2^24 in magnitude.
+
+    None otherwise. float32 holds such values exactly.
+    """
     if not isinstance(atom, Val) or atom.dtype != "int32" or atom.linear is None:
         return None
     linear = atom.linear
@@ -117,14 +140,22 @@ def _affine(atom: Atom) -> Linear | None:
 
 @dataclasses.dataclass(frozen=True)
 class StripBias:
-    """The bias on a strip, in base 2: `row_term` depends on the query alone, `tile` is what is added to each score."""
+    """The bias on a strip, in base 2 (multiplied by log2(e)).
+
+    row_term   the part that depends on the query alone, which never meets the scores; None without one
+    tile       what is added to each score, in a shape that broadcasts to the strip; None without one
+    """
 
     row_term: jax.Array | None
     tile: jax.Array | None
 
 
 def strip_bias(separated: SeparatedScore, values: Sequence[jax.Array], view: StripView) -> StripBias:
-    """The bias on the strip of `view`; `values` are those of `separated.atoms` there."""
+    """The bias of a separated score on a strip.
+
+    values   the values of `separated.atoms` on the strip, in this order
+    view     where the strip lies
+    """
     known = dict(zip(separated.atoms, values, strict=True))
     row_term: jax.Array | None = None
     pieces: list[jax.Array] = []

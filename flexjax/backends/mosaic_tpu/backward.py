@@ -3,6 +3,12 @@
 Before: delta = rowsum(dO * O), and lse in the form that the kernels read. Then one kernel for everything where the sums of dq
 fit VMEM, else a dq kernel and a dk/dv kernel. After: the gradients of captured arrays, of sinks, and of what
 layouts.fold folded. The dq kernel also runs wherever a captured array wants the gradient of a read that is no column's.
+
+A read is a load of a score program: it reads an element of a captured array for each entry, and its kind (scalar, row, column,
+diagonal, tile) says on what the element depends. "Folded" arrays are those of layouts.fold: extra features joined to the head
+dim, in the shapes that kernels read.
+
+A HeadLayout is how such an array lies in memory, and a Chip is a generation of TPUs, whose VMEM decides the tiles.
 """
 
 import jax
@@ -31,7 +37,13 @@ def backward(
     derivative: Program | None,
     chip: vmem.Chip,
 ) -> Gradients:
-    """Cotangents of the wanted operands. d_out has the shape of out, d_lse that of lse (None: zero)."""
+    """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
+
+    results       out and lse of the forward pass
+    d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
+    derivative    program of score_mod's derivatives; None where score_mod is the identity
+    chip          the TPU whose VMEM decides the tiles
+    """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.backward_tiles(plan, chip, derivative)
     folded = layouts.fold(plan, operands)
@@ -71,7 +83,11 @@ def _kernel_arrays(
     d_out: jax.Array,
     shift: jax.Array,
 ) -> BackwardInputs[jax.Array]:
-    """What the kernels read (see BackwardInputs). folded: what layouts.fold made; shift: delta - d_lse, shaped like lse."""
+    """The arrays that both backward kernels read (see BackwardInputs).
+
+    folded   query, key and value as layouts.fold returns them
+    shift    delta - d_lse, float32 in the shape of lse
+    """
     shapes = layouts.FoldedShapes.of(plan)
     lse = results.lse.astype(jnp.float32)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if may_be_large(plan.score) else lse * jnp.float32(LOG2E))
@@ -84,7 +100,12 @@ def _kernel_arrays(
 
 
 def _sink_gradient(plan: KernelPlan, operands: Operands, results: Results, shift: jax.Array) -> jax.Array:
-    """Gradient of the sinks, [N]: a sink is one more score of each row with no value, so its ds is -p * (delta - d_lse)."""
+    """The gradient of the sinks, [N] in their dtype, summed over batch and queries.
+
+    A sink is one more score of each row, without a value, so the cotangent of the sink in a row is -p * shift.
+
+    shift   delta - d_lse, in the shape of lse
+    """
     assert operands.sinks is not None
     heads_last = plan.layout == "BTNH"
     sinks = operands.sinks.astype(jnp.float32)
@@ -102,13 +123,18 @@ def _unfolded(
     sinks: jax.Array | None,
     captures: tuple[jax.Array | None, ...],
 ) -> Gradients:
-    """The gradients of the operands from `folded`, those (dq, dk, dv) of what layouts.fold made of them."""
+    """The gradients of all operands, those of query, key, value and the extra features taken from the folded arrays' gradients.
+
+    folded     (dq, dk, dv): gradients of what layouts.fold returned, as the kernels wrote them; None if not computed
+    sinks      the gradient of the sinks; captures: those of captured arrays
+    """
     dq, dk, dv = folded
     shapes = layouts.FoldedShapes.of(plan)
     heads_dim = 2 if shapes.tokens_first else 1
     features, extra = slice(0, plan.head_dim), slice(plan.head_dim, None)
 
     def part(array: jax.Array | None, layout: layouts.HeadLayout, features: slice, heads: int) -> jax.Array | None:
+        """The gradient of one operand: these features of a folded gradient, summed down to the operand's number of heads."""
         if array is None:
             return None
         return layouts.sum_repeated_heads(layout.from_kernel(array)[..., features], heads, heads_dim)

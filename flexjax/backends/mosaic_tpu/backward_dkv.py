@@ -8,6 +8,14 @@ and q need them, and lse and delta of the queries are lines along the lanes that
 With `with_query` this kernel is the whole backward pass: ds is there anyway, so dq costs one more product instead of a second
 kernel that computes scores, exponentials and dO . V again. The sums of dq, float32 for all queries of the group, stay in VMEM
 for a whole key head; vmem.dq_sums_fit says whether they fit.
+
+A group is the query heads of one key head. A strip is a range of queries of a tile whose scores are computed at once. A column
+read is a load of the score program that reads one element of a captured array for each key. "Checked" strips may have entries
+that are hidden or past the end.
+
+A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
+Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
+A BackwardCall is one backward pass: plan, arrays, tiles.
 """
 
 import dataclasses
@@ -52,7 +60,12 @@ Refs = KernelRefs[BackwardInputs[jax.Ref], DkvBuffers[jax.Ref], DkvBuffers[jax.R
 
 
 class DkvGradients(typing.NamedTuple):
-    """dq, dk, dv in the shapes of the folded query, key and value, or None; {gradient number: [B, N, S] sums}."""
+    """What the kernel returns.
+
+    dq, dk, dv   gradients of the folded query, key and value (layouts.fold), in their shapes; None if not asked for
+    columns      for each column read, by its number in derivative.gradients, the cotangents of what it reads summed over the
+                 queries, float32 [B, N, S]
+    """
 
     dq: jax.Array | None
     dk: jax.Array | None
@@ -62,7 +75,13 @@ class DkvGradients(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DkvKernel:
-    """The body of the dk/dv kernel, with what is static about it. `columns`: numbers of the gradients of column reads."""
+    """The body of the dk/dv kernel, with what is static about it.
+
+    call      the backward pass that it belongs to
+    scores    the programs of the kernel
+    shapes    sizes of the folded arrays
+    columns   the column reads whose gradients are wanted, as numbers in derivative.gradients
+    """
 
     call: BackwardCall
     scores: TileScores
@@ -75,7 +94,8 @@ class DkvKernel:
         visit = order.visit(refs.tables)
 
         @pl.when(visit.first)
-        def _() -> None:
+        def zero_sums_of_key_tile() -> None:
+            """Sets the sums of dk, dv and the column reads to 0, at the first visit of a key tile."""
             for ref in jax.tree.leaves(sums._replace(dq=None)):
                 fill(ref, 0.0)
 
@@ -83,10 +103,12 @@ class DkvKernel:
         if dq_sums is not None:
 
             @pl.when(visit.first & (visit.kv_tile == 0))
-            def _() -> None:
+            def zero_dq_sums() -> None:
+                """Sets the sums of dq to 0, at the first visit of a key head."""
                 fill(dq_sums, 0.0)
 
         def every_strip(checked: bool) -> None:
+            """Adds the tile to the sums, strip by strip; `checked`: whether entries may be hidden or past the end."""
             for col0 in range(0, tiles.q, tiles.strip):
                 strip = Strip(tiles.kv, col0, min(tiles.strip, tiles.q - col0))
                 self.add_strip(KernelStep(refs, visit, strip, checked))
@@ -94,17 +116,19 @@ class DkvKernel:
         when_on(visit, order.kinds, every_strip)
 
         @pl.when(visit.last)
-        def _() -> None:
+        def write_sums_of_key_tile() -> None:
+            """Writes the outputs of a key tile, at its last visit."""
             self.write_key_tile(refs)
 
         if dq_sums is not None:
 
             @pl.when(visit.last & (visit.kv_tile == np.int32(order.geometry.kv_tiles - 1)))
-            def _() -> None:
+            def write_dq_of_key_head() -> None:
+                """Writes dq, at the last visit of a key head."""
                 self.write_dq(refs)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds the strip's queries to the sums."""
+        """Adds what a strip (a range of queries of the visited tile) contributes to the sums of dk, dv, dq and the column reads."""
         refs: Refs = step.refs
         plan, tiles, strip, visit = self.call.plan, self.call.tiles, step.strip, step.visit
         inputs, sums, lanes = refs.inputs, refs.scratch, strip.columns
@@ -133,7 +157,7 @@ class DkvKernel:
             ref[visit.group_member] += column
 
     def write_key_tile(self, refs: Refs) -> None:
-        """Writes dk, dv and the column sums of a key tile."""
+        """Writes dk, dv and the sums of column reads of a key tile from the sums in VMEM to the outputs; dk is scaled here."""
         sums, out = refs.scratch, refs.outputs
         if sums.dk is not None and sums.dv is not None:
             assert out.dk is not None
@@ -144,7 +168,7 @@ class DkvKernel:
             ref[...] = column[...]
 
     def write_dq(self, refs: Refs) -> None:
-        """Writes dq of all query heads of a key head."""
+        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled here."""
         sums, out, dim = refs.scratch.dq, refs.outputs.dq, self.shapes.dim
         assert sums is not None
         assert out is not None
@@ -157,7 +181,14 @@ class DkvKernel:
 
 
 def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with_query: bool) -> DkvGradients:
-    """dk and dv if `want_kv`, dq if `with_query`, and the sums of the column reads with these gradient numbers."""
+    """Runs the dk/dv kernel.
+
+    columns      the column reads whose gradients are wanted, as numbers in derivative.gradients
+    want_kv      whether to compute dk and dv
+    with_query   whether to compute dq too
+
+    What is not computed is None in the result.
+    """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
     geometry = TileGeometry.of(plan, tiles, q_axis=1)
@@ -206,11 +237,12 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
 
 
 def _dq_output(dtype: str, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> Output:
-    """dq, with all queries of a key head's group in one block."""
+    """The output dq of the kernel: shape, dtype and a block spec whose block has all queries of the group of a key head."""
     in_lanes, group, dim = shapes.query.heads_in_lanes, shapes.group, shapes.dim
     block = (None, shapes.q_len, group * dim) if in_lanes else (None, group, shapes.q_len, dim)
 
     def at_group(*grid: jax.Array) -> tuple:
+        """The index map of dq: the block of the key head of a grid step."""
         b, m, _ = maps.key(*grid)
         return (b, ZERO, m) if in_lanes else (b, m, ZERO, ZERO)
 

@@ -6,6 +6,14 @@ are the rows of a tile. Besides dq the kernel sums, for each captured read of ki
     scalar, row   d_load along the keys, [B, N, 1, T]; XLA then adds up a scalar's
     diagonal      d_load along the diagonals, [B, N, 8, diagonals], kept in VMEM for a whole head (diagonals.toeplitz_sums)
     tile          nothing: it writes d_load itself, [B, N, T, S], block by block
+
+A read is a load of the score program: it reads an element of a captured array for each entry. d_load is the cotangent of what it
+reads. Reads are numbered as in derivative.gradients. A row is a row of tiles: one query tile with all its key tiles. A strip is a
+range of keys of a tile whose scores are computed at once; "checked" strips may have entries that are hidden or past the end.
+
+A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
+Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
+A BackwardCall is one backward pass: plan, arrays, tiles.
 """
 
 import dataclasses
@@ -32,7 +40,12 @@ T = typing.TypeVar("T")
 
 
 class DqOutputs(typing.NamedTuple, typing.Generic[T]):
-    """dq (None if not wanted), and the sums of captured reads by kind: row sums, diagonal sums, tiles."""
+    """The outputs of the kernel: dq in the shape of the folded query (None if not wanted), and d_load of captured reads.
+
+    rows        for each scalar or row read, its sums along the keys
+    diagonals   for each diagonal read, its sums along the diagonals
+    tiles       for each tile read, d_load of every entry
+    """
 
     dq: T | None
     rows: tuple[T, ...]
@@ -41,7 +54,11 @@ class DqOutputs(typing.NamedTuple, typing.Generic[T]):
 
 
 class DqScratch(typing.NamedTuple, typing.Generic[T]):
-    """float32 sums of a row: dq before scaling [queries, D], partial row sums of captured reads [queries, 128]."""
+    """float32 sums of a row in VMEM.
+
+    dq     before scaling, [queries, D]; None if not wanted
+    rows   for each scalar or row read its sums along the keys, [queries, 128] partial sums that are added when the row ends
+    """
 
     dq: T | None
     rows: tuple[T, ...]
@@ -51,7 +68,9 @@ Refs = KernelRefs[BackwardInputs[jax.Ref], DqOutputs[jax.Ref], DqScratch[jax.Ref
 
 
 class LoadNumbers(typing.NamedTuple):
-    """Numbers of the wanted gradients of captured reads, by how the kernel sums them."""
+    """The captured reads whose gradients are wanted, as numbers in derivative.gradients, by how the kernel sums them: along the
+    keys, along the diagonals, or not at all.
+    """
 
     rows: tuple[int, ...]
     diagonals: tuple[int, ...]
@@ -59,18 +78,26 @@ class LoadNumbers(typing.NamedTuple):
 
     @classmethod
     def of(cls, wanted: dict[int, str]) -> "LoadNumbers":
-        """`wanted` maps gradient numbers to kinds of reads."""
+        """The reads of `wanted`, {number: kind}, sorted: "scalar" and "row" into rows, "diagonal" into diagonals, "tile" into
+        tiles.
+        """
         of_kind = lambda *kinds: tuple(n for n, kind in wanted.items() if kind in kinds)
         return cls(of_kind(ir.SCALAR, ir.ROW), of_kind(ir.DIAGONAL), of_kind(ir.TILE))
 
     @property
     def all(self) -> tuple[int, ...]:
+        """All these numbers: of rows, then diagonals, then tiles."""
         return (*self.rows, *self.diagonals, *self.tiles)
 
 
 @dataclasses.dataclass(frozen=True)
 class DqKernel:
-    """The body of the dq kernel, with what is static about it."""
+    """The body of the dq kernel, with what is static about it.
+
+    call      the backward pass that it belongs to
+    scores    the programs of the kernel
+    numbers   the captured reads whose gradients it sums
+    """
 
     call: BackwardCall
     scores: TileScores
@@ -82,25 +109,29 @@ class DqKernel:
         visit = order.visit(refs.tables)
 
         @pl.when(visit.first)
-        def _() -> None:
+        def zero_sums_of_row() -> None:
+            """Sets the sums of a row to 0, at its first visit."""
             for ref in jax.tree.leaves(refs.scratch):
                 fill(ref, 0.0)
 
         if refs.outputs.diagonals:
 
             @pl.when(visit.first & (visit.q_tile == 0))
-            def _() -> None:
+            def zero_diagonal_sums() -> None:
+                """Sets the sums along the diagonals to 0, at the first visit of a head."""
                 for ref in refs.outputs.diagonals:
                     fill(ref, 0.0)
 
         if refs.outputs.tiles and IDLE in order.kinds:
 
             @pl.when(visit.kind == IDLE)
-            def _() -> None:
+            def zero_tiles() -> None:
+                """Writes 0 to d_load of tile reads, at the only visit of a row without tiles."""
                 for ref in refs.outputs.tiles:
                     fill(ref, 0.0)
 
         def every_strip(checked: bool) -> None:
+            """Adds the tile to the sums, strip by strip; `checked`: whether entries may be hidden or past the end."""
             for col0 in range(0, tiles.kv, tiles.strip):
                 strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
                 self.add_strip(KernelStep(refs, visit, strip, checked))
@@ -108,7 +139,8 @@ class DqKernel:
         when_on(visit, order.kinds, every_strip)
 
         @pl.when(visit.last)
-        def _() -> None:
+        def write_sums_of_row() -> None:
+            """Writes dq, scaled, and the row sums of captured reads, at the last visit of a row."""
             dq, out = refs.scratch.dq, refs.outputs.dq
             if dq is not None and out is not None:
                 out[...] = (dq[...] * np.float32(self.call.plan.scale)).astype(out.dtype)
@@ -116,7 +148,9 @@ class DqKernel:
                 ref[...] = jnp.sum(sums[...], axis=1, keepdims=True).reshape(1, tiles.q)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds the strip's keys to the sums of the row, and to the diagonals and tiles of captured reads."""
+        """Adds what a strip (a range of keys of the visited tile) contributes to dq and to the sums of captured reads; writes its
+        part of d_load of tile reads.
+        """
         refs: Refs = step.refs
         plan, tiles, strip, geometry = self.call.plan, self.call.tiles, step.strip, self.scores.order.geometry
         inputs = refs.inputs
@@ -143,9 +177,13 @@ class DqKernel:
 def dq_kernel(
     call: BackwardCall, wanted: dict[int, str], want_query: bool
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """(dq in the shape of the folded query, or None; {gradient number: sums}) for the gradients in `wanted`, by kind of read.
+    """Runs the dq kernel.
 
-    The sums are as capture_gradients.gather_gradients takes them.
+    wanted       the captured reads whose gradients are wanted, {number in derivative.gradients: kind}; no column reads
+    want_query   whether to compute dq
+
+    Returns dq in the shape of the folded query (None if not wanted), and {number: sums of d_load} in the shapes that
+    capture_gradients.gather_gradients takes.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

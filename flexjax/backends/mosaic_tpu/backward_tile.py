@@ -7,6 +7,13 @@
 
 Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where they cannot hold anything but
 finite numbers (TileScores.finite_where_off), one select before the exponential does the same at less cost.
+
+Entries that are "off" are hidden by the mask or past the end of queries or keys. A read is a load of the score program: it reads
+an element of a captured array for each entry; reads are numbered as in derivative.gradients. Derivatives by the score and by
+reads are called slopes. A strip is the part of a tile whose scores are computed at once, (rows, cols).
+
+A visit is a grid step, which computes one tile. A KernelStep is one strip of the tile of a visit: references of the kernel, the
+visit, the strip, and whether some of its entries may be off ("checked").
 """
 
 import dataclasses
@@ -29,7 +36,7 @@ T = typing.TypeVar("T")
 
 
 class BackwardInputs(typing.NamedTuple, typing.Generic[T]):
-    """What both backward kernels read: query, key, value and d_out in the shapes of layouts.fold; float32 [B, N, 1, T]:
+    """What both backward kernels read: query, key, value and d_out in the shapes of layouts.fold; and, float32 [B, N, 1, T]:
 
     lse      to base 2 (natural where scores may be large), +inf in empty rows, so that their exponentials are 0
     shift    delta - d_lse
@@ -44,7 +51,14 @@ class BackwardInputs(typing.NamedTuple, typing.Generic[T]):
 
 
 class BackwardCall(typing.NamedTuple):
-    """What both backward kernels are made from. `derivative`: the program of score_mod's derivatives; None: identity."""
+    """One backward pass, from which both backward kernels are made.
+
+    operands     of the call; the kernels read captured arrays and block lists from them
+    arrays       what the kernels read of the other operands
+    derivative   the program of score_mod's derivatives; None: the identity
+    tiles        sizes of a tile
+    chip         the TPU that the kernels are compiled for
+    """
 
     plan: KernelPlan
     operands: Operands
@@ -54,7 +68,10 @@ class BackwardCall(typing.NamedTuple):
     chip: vmem.Chip
 
     def inputs(self, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> BackwardInputs[Operand]:
-        """The arrays with their block specs."""
+        """The arrays with their block specs: in a grid step a kernel reads the blocks of the step's query tile and key tile.
+
+        shapes, maps   sizes of the folded arrays and index maps of the kernel
+        """
         tiles, rows = self.tiles, maps.row_spec(self.tiles.q)
         specs = BackwardInputs(
             shapes.query.spec(tiles.q, maps.query),
@@ -68,7 +85,11 @@ class BackwardCall(typing.NamedTuple):
 
 
 class StripProducts(typing.NamedTuple):
-    """Of a strip: the products q . k and dO . v (rows, cols), and lse and shift of its queries, which broadcast to them."""
+    """What a kernel computes or reads before the gradients of a strip.
+
+    qk, dp       the products q . k (not scaled) and dO . v, float32 (rows, cols)
+    lse, shift   of the queries of the strip (see BackwardInputs), in shapes that broadcast to (rows, cols)
+    """
 
     qk: jax.Array
     dp: jax.Array
@@ -78,7 +99,12 @@ class StripProducts(typing.NamedTuple):
 
 @dataclasses.dataclass
 class StripGradients:
-    """float32 (rows, cols) of a strip: p (times dropout's multiplier), ds, and dload by number of the gradient."""
+    """The gradients on a strip, float32 (rows, cols), 0 at entries that are off.
+
+    p       probabilities times dropout's multiplier
+    ds      cotangent of the scaled score
+    loads   cotangent of what each wanted read reads, by its number
+    """
 
     p: jax.Array
     ds: jax.Array
@@ -88,12 +114,20 @@ class StripGradients:
 def strip_gradients(
     scores: TileScores, step: KernelStep, products: StripProducts, wanted: tuple[int, ...]
 ) -> StripGradients:
-    """The gradients of a strip; `wanted` are the numbers of the gradients of captured reads."""
+    """The gradients of a strip, by the formulas at the top of this file; runs inside a kernel.
+
+    scores   the programs of the kernel
+    step     which strip of which visit
+    wanted   the captured reads whose cotangents are wanted, as numbers in derivative.gradients
+    """
     on = scores.on(step) if step.checked else None
     on_before_exp = on if scores.finite_where_off else None
     on_after_products = None if scores.finite_where_off else on
 
     def zero_where_off(values: jax.Array) -> jax.Array:
+        """`values` with 0 at entries that are off; unchanged where the select before the exponential is enough
+        (`finite_where_off`).
+        """
         return values if on_after_products is None else jnp.where(on_after_products, values, 0.0)
 
     exponent, slope, load_slopes = _exponent_and_slopes(scores, step, products.qk, products.lse)
@@ -109,7 +143,13 @@ def strip_gradients(
 def _exponent_and_slopes(
     scores: TileScores, step: KernelStep, qk: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
-    """(s' - lse in base 2, ds'/ds or None for 1, ds'/dload of every gradient of the derivative program)."""
+    """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients]) on a strip.
+
+    qk    the products q . k, not scaled, (rows, cols)
+    lse   of the queries of the strip, as BackwardInputs has it
+
+    The list of derivatives by reads is empty where the kernel does not evaluate the whole program.
+    """
     scale = scores.plan.scale
     if scores.score is None:
         return qk * np.float32(scale * LOG2E) - lse, None, []

@@ -11,6 +11,13 @@ head dimensions that the block mask has; those over which it broadcasts are plai
 
 The two bit sets exist where a tile holds several blocks of the mask. Lists that do not fit SMEM are cut into chunks of whole
 tile rows; the kernel runs once a chunk, and each launch writes its rows of the outputs in place.
+
+A tile row is a row of tiles in a query-major order (one query tile), and a column of tiles in a key-major order (one key tile);
+its entries have the numbers of their columns in it. A group is the query heads of one key head. Blocks of the mask are "on" if
+they are partial or full.
+
+A TileGeometry has the sizes of the attention matrix and of its tiles, a TileVisit is one grid step: a tile with its kind and bit
+sets. A strip is a range of columns of a tile. BlockLists are the arrays of the block mask.
 """
 
 from collections.abc import Sequence
@@ -28,12 +35,18 @@ from flexjax.backends.mosaic_tpu.visit_order import EDGE, FULL, IDLE, PARTIAL, D
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 _COLUMN_BITS = 26
+"""Bits of an entry of `packed` that hold the tile column."""
 
 
 def make_order(
     plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, lists: BlockLists | None
 ) -> VisitOrder:
-    """The order of a plan's visits: dense without block lists, block-sparse with them."""
+    """The order of a kernel's visits for a plan: dense without block lists, block-sparse with them.
+
+    group       query heads of one key head
+    key_major   whether the tiles of one key tile follow one another (dk/dv kernel) or those of one query tile (the others)
+    lists       block lists of the operands
+    """
     if plan.blocks is None:
         return DenseOrder(plan, geometry, group, key_major)
     assert lists is not None
@@ -41,13 +54,23 @@ def make_order(
 
 
 class BlockSparseOrder(VisitOrder):
-    """The visits that the block lists name. Grid: (b, h, visits), or (b, key head, visits, group member); b and heads are 1
-    where the lists have that dimension.
+    """The visits that the block lists name. Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and
+    heads are 1 where the lists have that dimension.
+
+    list_batch, list_heads   leading sizes of the block lists
+    shape                    static sizes of the visit lists
+    sub_blocks               (r, c): mask blocks of a tile along queries and along keys
+    words                    int32 words of each of a tile's two bit sets; 0 without bit sets
+    block_rows_per_word      how many of the r rows of mask blocks one word holds
+    block_sizes              (queries, keys) of a mask block, or of the tile where that is smaller
+    row_heads                heads of the visit lists: list_heads, or key heads if the lists of a group are joined
+    tile_rows, columns       tile rows of one head, and tiles of one tile row
     """
 
     prefetched = 3
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, lists: BlockLists):
+        """Computes the kind and the bit sets of every tile from the block lists; the visit lists are made in `prefetch_arrays`."""
         self.geometry, self.group, self.key_major = geometry, group, key_major
         blocks, g = plan.blocks, geometry
         assert blocks is not None
@@ -75,7 +98,11 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ what each tile is, from the block lists
 
     def _tile_states(self, plan: KernelPlan, lists: BlockLists) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Kinds [list batch, list heads, q tiles, kv tiles], and the bit sets on and full with a last dimension of words."""
+        """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists.
+
+        Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]. The bit sets
+        are int32 with one more dimension, of `words`.
+        """
         g = self.geometry
         marks = self._sub_block_marks(plan, lists)
         some, every = jnp.any(marks > 0, (3, 5)), jnp.all(marks == 2, (3, 5))
@@ -101,8 +128,9 @@ class BlockSparseOrder(VisitOrder):
         return kind, pack(words_on), pack(words_full)
 
     def _sub_block_marks(self, plan: KernelPlan, lists: BlockLists) -> jax.Array:
-        """int8 [list batch, list heads, q tiles, r, kv tiles, c]: 0 off, 1 partial, 2 full, for the r x c mask blocks of each
-        tile; a tile inside a larger block has that block's mark.
+        """The mark of each of the r x c mask blocks of each tile, int8 [list batch, list heads, q tiles, r, kv tiles, c].
+
+        Marks are 0 for empty, 1 for partial and 2 for full blocks. A tile inside a larger block has that block's mark.
         """
         blocks, g = plan.blocks, self.geometry
         assert blocks is not None
@@ -123,7 +151,10 @@ class BlockSparseOrder(VisitOrder):
         return jnp.pad(marks, pads).reshape(blocks.batch, blocks.heads, g.q_tiles, r, g.kv_tiles, c)
 
     def _transposed(self, x: jax.Array) -> jax.Array:
-        """[batch, heads, q, kv, ...] -> [batch, key heads or 1, kv, group * q, ...]."""
+        """x [batch, heads, q tiles, kv tiles, ...] in key-major order: [batch, key heads or 1, kv tiles, group * q tiles, ...].
+
+        A tile row then has the tiles of one key tile; if query heads have lists of their own, those of the whole group.
+        """
         b, n, q, k = x.shape[:4]
         members = self.group if self.list_heads > 1 else 1
         x = x.reshape(b, n // members, members, q, k, *x.shape[4:])
@@ -133,7 +164,10 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ the lists of a chunk
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """(rows, packed, bits) of a chunk, and its number of visits."""
+        """The visit lists (rows, packed, bits) of one launch, as the top of this file describes them, and its number of visits.
+
+        chunk   number of the launch, 0 .. chunks - 1
+        """
         rows_per_launch = self.shape.rows_per_launch
         take = lambda x: lax.dynamic_slice_in_dim(x, chunk * rows_per_launch, rows_per_launch, 0)
         if self.chunks == 1:
@@ -165,6 +199,7 @@ class BlockSparseOrder(VisitOrder):
         return (row, packed, bits), count
 
     def grid(self, visits: jax.Array | None) -> tuple:
+        """The grid of a launch with that many visits, see above."""
         g = self.geometry
         batch = g.batch if self.list_batch == 1 else 1
         if self.key_major:
@@ -173,12 +208,17 @@ class BlockSparseOrder(VisitOrder):
         return (batch, g.heads if self.list_heads == 1 else 1, visits)
 
     def semantics(self) -> tuple[str, ...]:
+        """For each grid dimension "parallel", or "arbitrary" for those that run in order on one core."""
         return ("parallel", "parallel", "arbitrary", "arbitrary")[: 4 if self.key_major else 3]
 
     # ------------------------------------------------------------------ from a list entry to a tile
 
     def _decode(self, grid: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> tuple:
-        """(b, query head, query tile, key tile, group member) of an entry in a grid step."""
+        """(batch entry, query head, query tile, key tile, group member) of a list entry in a grid step.
+
+        grid          the indices of the grid step
+        row, column   the entry's tile row, and its tile's column there
+        """
         b, head = grid[0], grid[1]
         tile = row
         if self.list_batch * self.row_heads > 1:
@@ -198,6 +238,7 @@ class BlockSparseOrder(VisitOrder):
         return b, head * np.int32(self.group) + member, i, tile, member
 
     def tile_at(self, *grid_and_tables: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """In an index map: (batch entry, query head, query tile, key tile) of a grid step, read from the visit lists."""
         dims = 4 if self.key_major else 3
         rows, packed = grid_and_tables[dims : dims + 2]
         v = grid_and_tables[2]
@@ -205,6 +246,7 @@ class BlockSparseOrder(VisitOrder):
         return self._decode(grid_and_tables, rows[v], column)[:4]
 
     def visit(self, tables: Sequence[jax.Ref]) -> TileVisit:
+        """In a kernel: the visit of this grid step, read from the visit lists `tables` (rows, packed, bits) in SMEM."""
         rows, packed, bits = tables[:3]
         ids = [pl.program_id(n) for n in range(4 if self.key_major else 3)]
         v = ids[2]
@@ -220,7 +262,8 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ the bit sets on a tile
 
     def block_bits(self, visit: TileVisit, strip: Strip) -> tuple[jax.Array, jax.Array] | None:
-        """bool (rows, cols) of the strip: which entries lie in blocks that are on, and which in full blocks.
+        """(on, full), bool (rows, cols): which entries of a strip of the visited tile lie in blocks that are on, and in full
+        blocks.
 
         None where a tile has no bit sets, because its kind alone says which entries to check.
         """
@@ -245,7 +288,8 @@ class BlockSparseOrder(VisitOrder):
         return on, full
 
     def _row_bits(self, visit: TileVisit, which: int, block: int, lane_block: jax.Array) -> jax.Array:
-        """int32 (1, columns), 1 or 0: for each lane, the bit of its mask block in a bit set of the visit.
+        """int32 (1, columns): for each lane of a strip 1 if its mask block is in one of the two bit sets of the visited tile,
+        else 0.
 
         which        the bit set: 0, blocks that are on; 1, full blocks
         block        number of the mask block along the sublanes of the tile; sublanes are queries, or keys if q_axis is 1
@@ -266,7 +310,10 @@ class BlockSparseOrder(VisitOrder):
 
 
 def _mark(marks: jax.Array, count: jax.Array, index: jax.Array, mark: int) -> jax.Array:
-    """marks [b, h, q blocks, kv blocks] with `mark` at the first `count` key blocks that `index` names for each query block."""
+    """`marks`, int8 [b, h, q blocks, kv blocks], raised to `mark` at the blocks of one pair of block lists.
+
+    count, index   how many key blocks each query block lists, and their numbers (see BlockLists)
+    """
     width = index.shape[-1]
     kept = jnp.arange(width, dtype=jnp.int32) < count[..., None]
     target = jnp.where(kept, index, marks.shape[-1])

@@ -3,6 +3,9 @@
 The kernels sum the cotangents of a read over everything inside a head on which its index does not depend. This file adds
 those sums over batch and heads where the index does not depend on them, and scatter-adds them where the index points,
 once for each distinct position, which XLA does in a fixed order.
+
+A load is a step of a program that reads an element of a captured array; its load class says on what its index depends
+(docs/glossary.md). Load n is the n-th of `derivative.gradients`, where `derivative` is the program of score_mod's derivatives.
 """
 
 from collections.abc import Sequence
@@ -18,14 +21,17 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 def load_of(derivative: Program, number: int) -> Load:
-    """Load `number` of `derivative.gradients`: result 2 + number of the program is the derivative by what it reads."""
+    """Load `number` of the derivative program; result 2 + number of the program is the derivative of the score by it."""
     step = derivative.steps[derivative.gradients[number]]
     assert isinstance(step, Load)
     return step
 
 
 def wanted_load_kinds(derivative: Program | None, wanted: Sequence[bool]) -> dict[int, str]:
-    """{n: load class} of each load n of `derivative.gradients` that reads a captured array whose gradient is wanted."""
+    """{n: load class} of each load n that reads a captured array whose gradient is wanted; {} without a derivative program.
+
+    wanted   for each captured array of score_mod, whether its gradient is wanted
+    """
     if derivative is None:
         return {}
     found = {}
@@ -48,8 +54,9 @@ def gather_gradients(
 
     An array that several loads read gets the sum of their gradients.
 
-    sums     {n: float32 sums of the kernels for load n of `derivative.gradients`}; `_scattered` has their shapes
-    placed   where queries and keys lie in the whole problem
+    captures   the captured arrays of score_mod; wanted: for each, whether its gradient is wanted
+    sums       {n: what the kernels summed for load n}, float32; `_scattered` has the shapes
+    placed     where queries and keys lie in the whole problem
     """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]
     for number, values in sorted(sums.items()):
@@ -69,9 +76,12 @@ def _scattered(
     values: jax.Array,
     placed: Placed,
 ) -> jax.Array:
-    """`values` scatter-added at the positions that the load reads, in the shape of its captured array.
+    """The gradient of the captured array of one load, float32 in its shape: `values` scatter-added where the load reads the
+    array.
 
-    By load class, values are: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending
+    values   what the kernels summed of the cotangents of what the load reads
+
+    By load class, they are: scalar and row [B, N, 1, T], column [B, N, S], diagonal [B, N, S + T - 1] by ascending
     q - kv, tile [B, N, T, S].
     """
     kind = ir.classify_load(load).kind

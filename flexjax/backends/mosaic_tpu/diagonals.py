@@ -4,6 +4,8 @@ An entry (i, j) of a tile reads element `first + j - i` of a window of diagonals
 is stored *skewed*, in 8 copies: row r is the window shifted right by r. Rows 8 g .. 8 g + 7 of the tile are then one slice
 of the skewed window that starts at lane `first - 8 g`; one roll serves all groups g with the same start modulo 128 lanes.
 `toeplitz_sums` is the transpose, which gradients need.
+
+A window is the part of a diagonal array (geometry.py) that has the diagonals of one tile.
 """
 
 import jax
@@ -18,7 +20,7 @@ SKEW = 8
 
 
 def skewed(diagonals: jax.Array) -> jax.Array:
-    """[..., n] -> [..., 8, n]: out[..., r, x] = diagonals[..., x - r], 0 for x < r."""
+    """An array of diagonals [..., n] in 8 copies, [..., 8, n]: out[..., r, x] = diagonals[..., x - r], 0 for x < r."""
     rows = [
         jnp.pad(diagonals, [(0, 0)] * (diagonals.ndim - 1) + [(r, 0)])[..., : diagonals.shape[-1]] for r in range(SKEW)
     ]
@@ -26,7 +28,7 @@ def skewed(diagonals: jax.Array) -> jax.Array:
 
 
 def unskewed_sums(array: jax.Array) -> jax.Array:
-    """The transpose of `skewed`: [..., 8, n] -> [..., n], row r added with its elements moved r places left."""
+    """The transpose of `skewed`: the sum of the 8 rows of [..., 8, n], row r moved r places left, as [..., n]."""
     length = array.shape[-1]
     widths = [(0, 0)] * (array.ndim - 2)
     parts = [jnp.pad(array[..., r, r:], [*widths, (0, r)])[..., :length] for r in range(SKEW)]
@@ -34,7 +36,12 @@ def unskewed_sums(array: jax.Array) -> jax.Array:
 
 
 def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
-    """A skewed window [8, lanes] spread over a tile [rows, cols]: out[i, j] = window[i % 8, first + j - 8 * (i // 8)]."""
+    """A skewed window [8, lanes] spread over a tile [rows, cols], so that each diagonal of the tile has one value.
+
+    out[i, j] = window[i % 8, first + j - 8 * (i // 8)]
+
+    first   the lane of the window that row 0 reads at column 0
+    """
     rolled: dict[int, jax.Array] = {}
     groups = []
     for g in range(-(-rows // SKEW)):
@@ -49,7 +56,11 @@ def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
 
 
 def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
-    """The transpose of `toeplitz`: [8, width] with tile[i, j] added at (i % 8, first + j - 8 * (i // 8))."""
+    """The transpose of `toeplitz`: the sums of a tile [rows, cols] along its diagonals, as a skewed window [8, width].
+
+    tile[i, j] is added at (i % 8, first + j - 8 * (i // 8)); `unskewed_sums` then adds the 8 rows. `width` are the lanes of the
+    window, `first` the lane that row 0 adds to at column 0.
+    """
     rows, cols = tile.shape
     if rows % SKEW:
         tile = jnp.concatenate([tile, jnp.zeros((SKEW - rows % SKEW, cols), tile.dtype)], axis=0)

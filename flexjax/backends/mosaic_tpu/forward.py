@@ -5,6 +5,13 @@
 Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum 128
 lanes wide: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends. Exponentials
 are to base 2; without a score program, the scale is folded into their argument.
+
+A row is a row of tiles: one query tile with all its visited key tiles. A strip is a range of keys of a tile whose scores are
+computed at once. "Checked" strips may have entries that are hidden or past the end. A separated bias is one that affine_bias.py
+takes out of the score.
+
+A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
+Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
 """
 
 import dataclasses
@@ -72,7 +79,11 @@ Refs = KernelRefs[ForwardInputs[jax.Ref], ForwardOutputs[jax.Ref], ForwardScratc
 
 @dataclasses.dataclass(frozen=True)
 class ForwardKernel:
-    """The body of the forward kernel, with what is static about it."""
+    """The body of the forward kernel, with what is static about it.
+
+    tiles    sizes of a tile
+    scores   the programs of the kernel
+    """
 
     plan: KernelPlan
     tiles: vmem.Tiles
@@ -80,19 +91,19 @@ class ForwardKernel:
 
     @property
     def identity(self) -> bool:
-        """Whether the row maximum may be that of q . k, because nothing but a positive scale is applied to it."""
+        """Whether the row maximum may be taken of q . k, before the scale, because a positive scale is all that is applied to it."""
         return self.plan.score is None and self.plan.scale > 0
 
     @property
     def to_base_2(self) -> np.float32:
-        """Factor from the scores that the maximum is taken of to base 2; scores with a separated bias are in base 2."""
+        """The factor that turns what `strip_scores` returns into scores to base 2 (for exp2); 1 with a separated bias."""
         if self.scores.separated is not None:
             return np.float32(1.0)
         return np.float32(self.plan.scale * LOG2E if self.identity else LOG2E)
 
     @property
     def to_natural(self) -> np.float32:
-        """Factor from the scores that the maximum is taken of to the modified scores, whose exponentials are to base e."""
+        """The factor that turns what `strip_scores` returns into scores to base e: those after score_mod."""
         if self.scores.separated is not None:
             return np.float32(math.log(2.0))
         return np.float32(self.plan.scale if self.identity else 1.0)
@@ -102,12 +113,14 @@ class ForwardKernel:
         visit = self.scores.order.visit(refs.tables)
 
         @pl.when(visit.first)
-        def _() -> None:
+        def open_row() -> None:
+            """Sets the row maximum to -inf and the sums to 0, at the first visit of a row."""
             fill(refs.scratch.maximum, -jnp.inf)
             fill(refs.scratch.total, 0.0)
             fill(refs.scratch.accumulated, 0.0)
 
         def every_strip(checked: bool) -> None:
+            """Adds the tile to the row, strip by strip; `checked`: whether entries may be hidden or past the end."""
             tiles = self.tiles
             for col0 in range(0, tiles.kv, tiles.strip):
                 strip = Strip(tiles.q, col0, min(tiles.strip, tiles.kv - col0))
@@ -116,11 +129,16 @@ class ForwardKernel:
         when_on(visit, self.scores.order.kinds, every_strip)
 
         @pl.when(visit.last)
-        def _() -> None:
+        def close_row() -> None:
+            """Writes the outputs of a row, at its last visit."""
             self.finish_row(KernelStep(refs, visit, Strip(self.tiles.q, 0, min(LANES, self.tiles.kv)), False))
 
     def strip_scores(self, step: KernelStep, qk: jax.Array) -> jax.Array:
-        """Scores (queries, keys) of the strip, to be multiplied by `to_base_2`, from the products q . k."""
+        """The scores of which the row maximum is taken, float32 (queries, keys) of a strip, from the products qk = q . k.
+
+        They are q . k itself without a score program (`identity`), the scores in base 2 without the row term of a separated bias,
+        or the scores after score_mod. `to_base_2` and `to_natural` are their factors.
+        """
         if self.identity:
             return qk
         separated = self.scores.separated
@@ -131,7 +149,10 @@ class ForwardKernel:
         return x if bias.tile is None else x + bias.tile
 
     def add_strip(self, step: KernelStep) -> None:
-        """One step of the online softmax: adds the strip's keys to the sums of the row."""
+        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output in scratch.
+
+        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked steps only.
+        """
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
         maximum, total, accumulated = refs.scratch
@@ -196,7 +217,10 @@ class ForwardKernel:
 
 
 def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
-    """The forward pass of a plan: out, lse and, if the plan asks, max_scores (see Results)."""
+    """The forward pass of a plan by the forward kernel: out, lse and, if the plan asks, max_scores (see Results).
+
+    chip   the TPU whose VMEM decides the tiles
+    """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.forward_tiles(plan, chip)
     order = make_order(plan, TileGeometry.of(plan, tiles, q_axis=0), shapes.group, False, operands.lists)

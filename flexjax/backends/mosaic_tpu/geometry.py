@@ -2,7 +2,8 @@
 
 A kernel reads a value of q - kv from a *diagonal array*: one number for each diagonal of the attention matrix, padded so
 that the window of every tile starts at a multiple of 128 lanes. In kernel coordinates (rows of tiles, columns of tiles)
-the entry (row r, column c) of the matrix reads element `c - r + padded_rows` of that array.
+the entry (row r, column c) of the matrix reads element `c - r + padded_rows` of that array. The window of a tile is the part of
+the diagonal array that has the diagonals of the tile.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 class TileGeometry:
     """Sizes of the attention matrix and of a tile, in tokens.
 
+    batch, heads, q_len, kv_len   of the call; heads are query heads
+    block_q, block_kv             queries and keys of a tile
     q_axis   0: queries are the rows of a tile (sublanes) and keys its columns (lanes); 1: the other way round
     origin   of the plan (ir/origin.py); all other numbers here count rows of the call
     """
@@ -36,14 +39,17 @@ class TileGeometry:
 
     @classmethod
     def of(cls, plan: KernelPlan, tiles: Tiles, q_axis: int) -> "TileGeometry":
+        """The geometry of a kernel that computes a plan in these tiles; `q_axis` as above."""
         return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis, plan.origin)
 
     @property
     def q_tiles(self) -> int:
+        """How many tiles cover the queries."""
         return -(-self.q_len // self.block_q)
 
     @property
     def kv_tiles(self) -> int:
+        """How many tiles cover the keys."""
         return -(-self.kv_len // self.block_kv)
 
     @property
@@ -68,7 +74,7 @@ class TileGeometry:
 
     @property
     def window(self) -> int:
-        """Lanes that hold all diagonals of one tile."""
+        """Length of a window: the number of diagonals of a tile, rounded up to whole vectors of 128 lanes."""
         return -(-(self.tile_rows + self.tile_columns) // LANES) * LANES
 
     @property
@@ -77,7 +83,10 @@ class TileGeometry:
         return -(-(self.padded_rows + self.padded_columns) // LANES) * LANES + LANES
 
     def window_start(self, q_tile: jax.Array, kv_tile: jax.Array) -> jax.Array:
-        """First lane of a tile's window in the diagonal array, a multiple of 128."""
+        """The element of the diagonal array at which the window of a tile starts, a multiple of 128; int32.
+
+        q_tile, kv_tile   numbers of the tile along queries and keys
+        """
         q_step = self.block_q // LANES if self.q_tiles > 1 else 0
         kv_step = self.block_kv // LANES if self.kv_tiles > 1 else 0
         q0, k0 = q_tile * np.int32(q_step), kv_tile * np.int32(kv_step)
@@ -88,10 +97,14 @@ class TileGeometry:
 
     @property
     def _padding_before(self) -> int:
+        """Elements of the diagonal array before the first diagonal of the matrix."""
         return self.padded_rows + 1 - (self.q_len if self.q_axis == 0 else self.kv_len)
 
     def pad_diagonals(self, values: jax.Array) -> jax.Array:
-        """[..., kv_len + q_len - 1] by ascending q - kv -> the diagonal array, [..., diagonals]."""
+        """The diagonal array [..., diagonals] of `values` [..., kv_len + q_len - 1], one for each diagonal by ascending q - kv.
+
+        The values are put in the order in which the kernel's tiles read them, with zeros before and after.
+        """
         if self.q_axis == 0:
             values = jnp.flip(values, -1)  # now by ascending kv - q, from 1 - q_len
         before = self._padding_before
@@ -99,7 +112,10 @@ class TileGeometry:
         return jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(before, after)])
 
     def unpad_diagonals(self, values: jax.Array) -> jax.Array:
-        """The inverse of `pad_diagonals` (also its transpose): [..., diagonals] -> [..., kv_len + q_len - 1]."""
+        """The values of a diagonal array [..., diagonals] by ascending q - kv, [..., kv_len + q_len - 1].
+
+        It is the inverse of `pad_diagonals`, and its transpose.
+        """
         start = self._padding_before
         values = values[..., start : start + self.q_len + self.kv_len - 1]
         return jnp.flip(values, -1) if self.q_axis == 0 else values

@@ -4,6 +4,10 @@ A value that does not depend on the score is hoisted where the kernel has no che
 reads of captured arrays along one axis or along the diagonals, and general gathers. Every operation of JAX works here.
 Each value is an array [b, h, q, kv] of size 1 along the axes that it does not depend on. hoisted_operands.py passes these
 arrays to the kernel.
+
+A program is a traced mod: steps on scalars (ir/program.py). An atom is an operand of a step: a literal or an earlier result.
+
+A Grid says at which positions (b, h, q, kv) a program is evaluated.
 """
 
 import dataclasses
@@ -31,21 +35,22 @@ class Grid:
 
 
 def _positions(size: int, dim: int) -> jax.Array:
-    """0 .. size - 1 along dimension `dim` of a rank-4 array."""
+    """int32 0 .. size - 1 along dimension `dim` of a rank-4 array, whose other dimensions have size 1."""
     shape = [1, 1, 1, 1]
     shape[dim] = size
     return jnp.arange(size, dtype=jnp.int32).reshape(shape)
 
 
 def whole_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Placed) -> Grid:
-    """Every position of the attention matrix, in positions of the whole problem."""
+    """The grid of every position of the attention matrix: b, h, q and kv along dimensions 0 to 3; q and kv of the whole problem."""
     return _placed(batch, heads, _positions(q_len, 2), _positions(kv_len, 3), placed)
 
 
 def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Placed) -> Grid:
-    """One position on each diagonal of the attention matrix, along dimension 2, by ascending q - kv of the call from 1 - kv_len.
+    """The grid of one position on each diagonal of the attention matrix of each (b, h).
 
-    An origin has one run of queries and one of keys.
+    The diagonals lie along dimension 2, by ascending q - kv from 1 - kv_len to q_len - 1; dimension 3 has size 1. An origin
+    has one run of queries and one of keys.
     """
     delta = jnp.arange(1 - kv_len, q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
     return _placed(batch, heads, jnp.maximum(delta, 0), jnp.maximum(-delta, 0), placed)
@@ -57,36 +62,56 @@ def _placed(batch: int, heads: int, q_rows: jax.Array, kv_rows: jax.Array, place
 
 
 def evaluate(program: Program, captures: Sequence[jax.Array], grid: Grid, wanted: Sequence[Atom]) -> list[jax.Array]:
-    """The wanted atoms of the program at the positions of the grid, each of rank 4; none may depend on the score."""
+    """The values of the `wanted` atoms of a program at the positions of the grid, each an array of rank 4.
+
+    captures   the captured arrays of the program
+
+    None of the atoms may depend on the score.
+    """
     return ir_evaluate.evaluate(with_results(program, wanted), GridTile(grid, captures))
 
 
 class GridTile:
-    """The region of a grid, on which ir/evaluate.py evaluates a program (see its `Tile`)."""
+    """The positions of a grid as a region on which ir/evaluate.py evaluates a program: its protocol `Tile`.
+
+    captures   the captured arrays of the program
+    inputs     the values of b, h, q and kv, by the id of the input
+    """
 
     def __init__(self, grid: Grid, captures: Sequence[jax.Array]):
+        """The region of the positions of `grid`."""
         self.captures = captures
         self.inputs = {ir.B: grid.b, ir.H: grid.h, ir.Q: grid.q, ir.KV: grid.kv}
 
     def input(self, val: Val) -> jax.Array:
+        """The indices of b, h, q or kv over the grid; the score has none."""
         return self.inputs[val.id]
 
     def literal(self, lit: Lit) -> jax.Array:
+        """A literal as an array of rank 4."""
         return ir_evaluate.literal_array(lit).reshape(1, 1, 1, 1)
 
     def spread(self, value: jax.Array, have: Axes, want: Axes) -> jax.Array:
+        """The value itself, because all values are of rank 4 and broadcast."""
         return value
 
     def diagonal(self, val: Val, uniform: Mapping[int, jax.Array]) -> jax.Array:
+        """The value of `val`, which is linear in q - kv, at the positions of the grid.
+
+        uniform   the values of those terms of its linear form that depend on b and h alone, by id
+        """
         differences = self.inputs[ir.Q] - self.inputs[ir.KV]
         return diagonal_value(val, differences, self.inputs.__getitem__, uniform)
 
     def apply(self, op: Op, args: Sequence[jax.Array]) -> jax.Array:
+        """The result of an elementwise operation on operands that broadcast."""
         return ir_evaluate.apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
 
     def load(self, load: Load, index: Sequence[jax.Array]) -> jax.Array:
+        """The elements of the load's captured array at the index values, one array for each of its dimensions."""
         array = self.captures[load.capture]
         return array[tuple(jnp.broadcast_arrays(*index))] if index else array.reshape(1, 1, 1, 1)
 
     def call(self, call: Call, read: Callable[[Atom], jax.Array]) -> Sequence[jax.Array]:
+        """The results of a Call (a whole jaxpr equation) at every position; `read` gives the value of an operand."""
         return map_call(call, self.captures, read)

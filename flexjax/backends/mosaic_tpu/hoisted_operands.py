@@ -8,6 +8,12 @@ them, and hoisted.py computes their values:
     diagonals    [batch or 1, heads or 1, 8, length], skewed windows at 128-aligned starts (diagonals.py)
     tiles        [batch or 1, heads or 1, q_len, kv_len] blocks; a captured array itself as [planes, rows, columns]
     tables       [1, n] whole, for gathers
+
+A hoisted value is one that XLA computes before the kernel starts (split_program.py, with its axis classes). A strip is the part
+of a tile that a kernel evaluates at once. An index map is the function of a block spec from a grid step to the number of a block.
+
+A SplitProgram is a program with the decision which of its values are hoisted, a HoistedValue one of these, a TileGeometry the
+sizes of the attention matrix and of its tiles.
 """
 
 import dataclasses
@@ -47,14 +53,18 @@ class Operand:
 
 
 class ScalarTables:
-    """The values of b and h alone, as two tables [n, batch * heads]: float32 and int32."""
+    """The hoisted values that depend on b and h alone, as two tables [n, batch * heads]: float32 and int32, a row for each value."""
 
     def __init__(self, geometry: TileGeometry):
+        """Two tables without rows; `geometry` gives batch and heads."""
         self.shape = (geometry.batch, geometry.heads, 1, 1)
         self._rows: tuple[list[jax.Array], list[jax.Array]] = ([], [])
 
     def add(self, values: jax.Array, dtype: str) -> tuple[int, int]:
-        """Adds a row for values that broadcast to [batch, heads, 1, 1]; returns (which table, which row)."""
+        """Adds a row for a value that broadcasts to [batch, heads, 1, 1]; returns (which table, which row) it is in.
+
+        dtype   "float32" puts it in table 0, "int32" in table 1
+        """
         table = 0 if dtype == "float32" else 1
         flat = jnp.broadcast_to(values, self.shape).reshape(self.shape[0] * self.shape[1])
         self._rows[table].append(_as_operand_dtype(flat, dtype))
@@ -82,6 +92,8 @@ class KernelPosition(typing.NamedTuple):
 class HoistedOperands:
     """The hoisted operands of all programs of one kernel.
 
+    geometry        sizes of the matrix and of the tiles
+    tile_at         from a grid step to its tile, for index maps
     operands        arrays in VMEM, with their block specs
     scalar_tables   the two arrays of ScalarTables, which the launch prefetches
     """
@@ -94,8 +106,11 @@ class HoistedOperands:
         scalars_from_end: int,
         starts: Starts | None = None,
     ):
-        """programs: split programs with their captured arrays. scalars_from_end: place of the first scalar table among the
-        prefetched references, counted from their end. starts: the tables of an origin.
+        """Evaluates the hoisted values of all programs and lays them out as operands.
+
+        programs           split programs with their captured arrays; a program's number is its place here
+        scalars_from_end   how many prefetched references there are from the first scalar table on, that one included
+        starts             the tables of an origin
         """
         self.geometry = geometry
         self.tile_at = tile_at
@@ -141,11 +156,12 @@ class HoistedOperands:
         return scalars[1][number, head]
 
     def _add(self, key: Key, operand: Operand) -> None:
+        """Adds an operand for the value `key`."""
         self._operand_of[key] = len(self.operands)
         self.operands.append(operand)
 
     def _evaluate(self, split: SplitProgram, captures: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """The values that XLA evaluates, of rank 4, by id."""
+        """The hoisted values of one program that XLA evaluates, as arrays of rank 4 (see hoisted.py), by id."""
         g = self.geometry
         found: dict[int, jax.Array] = {}
         whole = hoisted.whole_grid(g.batch, g.heads, g.q_len, g.kv_len, self._placed)
@@ -159,11 +175,16 @@ class HoistedOperands:
     # ------------------------------------------------------------------ operands
 
     def _operand(self, value: HoistedValue, values: jax.Array) -> Operand:
-        """The operand of a value of class q, kv, delta or tile that XLA evaluated as `values`, of rank 4."""
+        """The operand of one hoisted value of axis class q, kv, delta or tile; `values`: what XLA evaluated, of rank 4.
+
+        By class, a kernel gets in each grid step the part of a row, of a column, the window of the diagonals, or the block that
+        belongs to its tile.
+        """
         g = self.geometry
         batch, heads = value.leading_sizes(g.batch, g.heads)
 
         def leading(b: jax.Array, h: jax.Array) -> tuple[jax.Array | np.int32, jax.Array | np.int32]:
+            """The indices of (b, h) in the first two dimensions of the operand: 0 where it does not depend on them."""
             return (b if batch > 1 else ZERO, h if heads > 1 else ZERO)
 
         if value.axis_class in (split_program.ROW, split_program.COLUMN):
@@ -172,6 +193,7 @@ class HoistedOperands:
             values = jnp.broadcast_to(values.reshape(*values.shape[:2], 1, -1), (batch, heads, 1, length))
 
             def at_row(*grid: jax.Array) -> tuple:
+                """The index map: the block of the step's query tile (class q) or key tile (class kv)."""
                 b, h, i, j = self.tile_at(*grid)
                 return (*leading(b, h), ZERO, i if along_q else j)
 
@@ -181,6 +203,7 @@ class HoistedOperands:
             values = diagonals.skewed(g.pad_diagonals(values))
 
             def at_window(*grid: jax.Array) -> tuple:
+                """The index map: the first element of the window of the step's tile."""
                 b, h, i, j = self.tile_at(*grid)
                 return (*leading(b, h), ZERO, g.window_start(i, j))
 
@@ -188,6 +211,7 @@ class HoistedOperands:
         values = jnp.broadcast_to(values, (batch, heads, g.q_len, g.kv_len))
 
         def at_tile(*grid: jax.Array) -> tuple:
+            """The index map: the block of the step's tile."""
             b, h, i, j = self.tile_at(*grid)
             return (*leading(b, h), i, j)
 
@@ -196,7 +220,11 @@ class HoistedOperands:
     def _captured_blocks(
         self, split: SplitProgram, load: Load, captures: Sequence[jax.Array], tables: ScalarTables
     ) -> Operand:
-        """A captured array as [planes, rows, columns]; the plane of each (b, h) is a row of the int32 scalar table."""
+        """The operand of a load of which blocks of the captured array itself are passed: the array as [planes, rows, columns].
+
+        Queries index the rows and keys the columns. The plane of each (b, h), computed from the load's other indices, is added to
+        the int32 scalar table in `tables`, where the index map reads it.
+        """
         g = self.geometry
         array = captures[load.capture]
         shape = array.shape[:-2]
@@ -210,6 +238,7 @@ class HoistedOperands:
         one_plane = math.prod(shape) == 1
 
         def at_plane(*grid_and_tables: jax.Array) -> tuple:
+            """The index map: the block of the step's tile in the plane of its (b, h)."""
             b, h, i, j = self.tile_at(*grid_and_tables)
             ints = grid_and_tables[-self._scalars_from_end + 1]
             return (ZERO if one_plane else ints[row, b * np.int32(g.heads) + h], i, j)
@@ -227,8 +256,9 @@ class HoistedOperands:
         at: KernelPosition,
         strip: Strip,
     ) -> StripView:
-        """The strip as program `number` sees it.
+        """In a kernel: where a strip lies, and functions that read the operands of one program on it.
 
+        number          of the program, its place among the `programs` of __init__
         scalars, refs   references of `scalar_tables` and `operands`
         at              the tile that the strip belongs to
         """
@@ -239,6 +269,7 @@ class HoistedOperands:
         q_size, kv_size = (strip.rows, strip.cols) if g.q_axis == 0 else (strip.cols, strip.rows)
 
         def read(value: HoistedValue) -> jax.Array:
+            """A hoisted value of the program on the strip, in a shape that broadcasts to (rows, cols)."""
             key = (number, value.val.id)
             if value.axis_class == split_program.UNIFORM:
                 which, row = self._scalar_of[key]
@@ -256,6 +287,7 @@ class HoistedOperands:
             return block if g.q_axis == 0 else _transposed(block)
 
         def table(load: Load) -> jax.Array:
+            """The whole table (1, n) from which the load gathers."""
             return refs[self._operand_of[(number, load.out.id)]][...]
 
         q_row, kv_row = q0 + np.int32(q_off), k0 + np.int32(kv_off)
@@ -268,24 +300,26 @@ class HoistedOperands:
 
 
 def _to_sublanes(line: jax.Array) -> jax.Array:
-    """(1, n) -> (n, 1)."""
+    """A line (1, n) along the lanes as a column (n, 1) along the sublanes."""
     return line.reshape(line.shape[1], 1)
 
 
 def _transposed(block: jax.Array) -> jax.Array:
-    """The transpose of a block; Mosaic transposes no bfloat16."""
+    """The transpose of a block; one of bfloat16 becomes float32, because Mosaic transposes no bfloat16."""
     return block.astype(jnp.float32).T if block.dtype == jnp.bfloat16 else block.T
 
 
 def _as_operand_dtype(values: jax.Array, dtype: str) -> jax.Array:
-    """Values as float32 or int32; uint32 keeps its bits."""
+    """The values cast to `dtype`, that of the operand; uint32 keeps its bits as int32."""
     if values.dtype == jnp.uint32:
         return lax.bitcast_convert_type(values, jnp.int32)
     return values.astype(dtype)
 
 
 def _gather_table(array: jax.Array) -> Operand:
-    """A captured array, flattened to one row of 32-bit lanes and padded to a multiple of 128."""
+    """The operand of a load that gathers in the kernel: the whole captured array, flattened to (1, n) of float32 or int32 and
+    padded with 0 to a multiple of 128.
+    """
     flat = array.reshape(1, -1)
     flat = flat.astype("float32" if jnp.issubdtype(array.dtype, jnp.floating) else "int32")
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES)))

@@ -2,7 +2,8 @@
 
 Quotients by a constant become shifts or a float32 multiplication where the range of the numerator allows it. The undefined
 cases are division by 0 and division of the least integer by -1; each needs selects, which are emitted only if the ranges of
-the operands allow the case. Every rule takes the step and its operands, of shapes that broadcast together.
+the operands allow the case. A rule computes a step of a program: it takes the step `op` (ir/program.py), which has dtypes and
+known ranges, and the values of its operands, of shapes that broadcast together, and returns the result.
 """
 
 import typing
@@ -27,14 +28,14 @@ def broadcast(args: Sequence[jax.Array | np.integer]) -> list[jax.Array]:
 
 
 def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
-    """Least and greatest value of an integer atom, None where unknown."""
+    """(least, greatest) value that an integer operand of a step may have; None where unknown."""
     if isinstance(atom, Lit):
         return int(typing.cast(int, atom.value)), int(typing.cast(int, atom.value))
     return atom.low, atom.high
 
 
 def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """The int32 quotient x / y, rounded down if `floor`, else towards 0; undefined in the two cases named above.
+    """The int32 quotient x / y of a step, rounded down if `floor`, else towards 0; undefined in the two cases named above.
 
     It may also be wrong at positions past the end of the matrix, which lie outside the range of x; those are masked.
     """
@@ -58,7 +59,7 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
 
 
 def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder with the sign of y."""
+    """The remainder of x / y with the sign of y, of integers or floats; undefined for integers in the two cases above."""
     by = op.inputs[1]
     if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
         c = int(typing.cast(int, by.value))
@@ -75,25 +76,29 @@ def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unsafe_floordiv(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The quotient x / y of int32 or uint32, rounded down; undefined in the two cases above."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=True)
 
 
 def _unsafe_rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The remainder of x / y with the sign of x; undefined for integers in the two cases above."""
     return lax.rem(*broadcast([x, y]))
 
 
 def _unsafe_div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The quotient x / y of int32 or uint32, rounded towards 0; undefined in the two cases above."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=False)
 
 
 def _defined(divide: Rule) -> Rule:
-    """The rule `divide`, with jax's results in the two cases in which the result of the hardware is undefined."""
+    """The rule `divide` with selects around it, so that it has jax's results also in the two undefined cases."""
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
+        """What `divide` computes, but never with a divisor of an undefined case that the ranges of the operands allow."""
         if op.out.dtype not in ("int32", "uint32"):
             return divide(op, x, y)
         by_zero, overflows = may_be(op.inputs[1], 0), quotient_may_overflow(*op.inputs)

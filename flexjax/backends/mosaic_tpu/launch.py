@@ -4,6 +4,12 @@ Inputs, outputs and scratch are named tuples of the kernel's own; the launch pas
 tuples. The scalar-prefetch arrays are, in this order: those of the order (rows, packed, bits), the two scalar tables of the
 hoisted operands, and what the kernel adds (sinks). Where the visit lists are cut into chunks, the pallas_call runs in a loop
 that passes the outputs through in place.
+
+A visit is a grid step that computes one tile. A strip is the part of a tile whose scores are computed at once. Hoisted operands
+are values of the mods that XLA computes before the kernel starts (hoisted_operands.py). A reference is what a Pallas kernel body
+gets for an array: it reads and writes the current block through it.
+
+A KernelCall is everything about one kernel but its body, and KernelRefs are the references that the body gets.
 """
 
 import dataclasses
@@ -27,7 +33,7 @@ S = typing.TypeVar("S")
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """An output of a kernel; `zeroed` where blocks that no visit writes must read 0."""
+    """An output array of a kernel, with its block spec. `zeroed`: blocks that no visit writes must be 0 in the result."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,6 +45,9 @@ class Output:
 class KernelCall:
     """One kernel and its arrays. inputs, outputs and scratch are pytrees of Operand, Output and pltpu.VMEM.
 
+    name         of the kernel in profiles
+    order        which tile each grid step visits
+    hoisted      the hoisted operands of the kernel's programs
     prefetched   arrays that the kernel adds to the scalar prefetch
     vmem_limit   bytes of VMEM that the compiler may use
     interpret    whether to run in the simulator
@@ -76,7 +85,11 @@ class KernelRefs(typing.Generic[I, O, S]):
 
 
 class KernelStep(typing.NamedTuple):
-    """A strip of the tile of one visit. `checked`: whether some of its entries may be off."""
+    """A strip of the tile of one visit: what the kernel works on at a time.
+
+    refs      the references of the kernel body
+    checked   whether some entries of the strip may be hidden or past the end, so that they must be checked
+    """
 
     refs: KernelRefs
     visit: TileVisit
@@ -85,12 +98,15 @@ class KernelStep(typing.NamedTuple):
 
 
 def prefetch_count_after_order(added: int) -> int:
-    """Scalar-prefetch arrays behind those of the order, where a kernel adds `added`: the hoisted tables come first."""
+    """How many scalar-prefetch arrays follow those of the order: the two tables of hoisted scalars and the `added` of the kernel."""
     return 2 + added
 
 
 def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
-    """Runs the kernel over all visits; returns the arrays in the pytree of `call.outputs`."""
+    """Runs a kernel over all visits, in one or several launches; returns its output arrays in the pytree of `call.outputs`.
+
+    body   the kernel body, called in each grid step
+    """
     order, hoisted = call.order, call.hoisted
     inputs, input_tree = jax.tree.flatten(call.inputs)
     outputs, output_tree = jax.tree.flatten(call.outputs)
@@ -100,6 +116,7 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
     passed_through = [n for n, o in enumerate(outputs) if order.chunks > 1 or o.zeroed]
 
     def kernel(*refs: jax.Ref) -> None:
+        """What pallas_call runs: sorts the flat references into KernelRefs and calls the body."""
         sizes = (order.prefetched, 2, len(call.prefetched), len(inputs), len(hoisted.operands), len(passed_through))
         parts, at = [], 0
         for size in (*sizes, len(outputs), len(scratch)):
@@ -119,10 +136,16 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
         )
 
     def alias_spec(output: Output) -> pl.BlockSpec:
+        """The block spec of the input that is aliased to an output, so that the output keeps what was in it before."""
         # The simulator pads an output to whole blocks, and must pad the array that it aliases alike.
         return output.spec if call.interpret else pl.BlockSpec(memory_space=pl.ANY)
 
     def run(chunk: jax.Array | int, before: Sequence[jax.Array]) -> list[jax.Array]:
+        """The outputs after one launch.
+
+        chunk    which chunk of the visit lists the launch visits
+        before   the outputs before it; the launch writes into those that are passed through
+        """
         tables, visits = order.prefetch_arrays(chunk)
         pallas_call = pl.pallas_call(
             kernel,
@@ -155,12 +178,12 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
 
 
 def _varying(arrays: Sequence[jax.Array]) -> jax.sharding.ManualAxisType:
-    """The axes of a surrounding shard_map along which any of the arrays varies; all outputs then vary along them."""
+    """The mesh axes of a surrounding shard_map along which any of the arrays varies, as the type that all outputs get."""
     axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
     return jax.sharding.ManualAxisType(varying=frozenset().union(*axes))
 
 
 def _as_varying(array: jax.Array, varying: jax.sharding.ManualAxisType) -> jax.Array:
-    """The array, cast to vary along these axes of a surrounding shard_map."""
+    """The array, cast to vary along all mesh axes of `varying` (of a surrounding shard_map)."""
     missing = varying.varying - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array

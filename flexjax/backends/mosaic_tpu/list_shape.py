@@ -1,6 +1,8 @@
 """Static sizes of the visit lists of a kernel: how many tile rows, how long, and how many launches they need.
 
 A *tile row* is a run of the order (see visit_order.py): a row of tiles, or a column of tiles in a key-major order.
+
+A TileGeometry has the sizes of the attention matrix and of its tiles.
 """
 
 import dataclasses
@@ -14,10 +16,10 @@ TABLE_BYTES = 640 << 10
 
 @dataclasses.dataclass(frozen=True)
 class ListShape:
-    """Sizes of the lists.
+    """Static sizes of the visit lists of one kernel (block_sparse_order.py).
 
-    sub_blocks           mask blocks in a tile, (along q, along kv)
-    words                int32 words of each of a tile's two bit sets; 0 where a tile lies inside one mask block
+    sub_blocks           how many mask blocks a tile has, (along q, along kv); 1 where a tile lies inside a block
+    words                int32 words of each of a tile's two bit sets of mask blocks; 0 where a tile lies inside one mask block
     rows                 tile rows in all
     longest_row          the most tiles that one tile row can visit
     rows_per_launch      tile rows of one launch
@@ -33,6 +35,7 @@ class ListShape:
 
     @property
     def launches(self) -> int:
+        """How many launches of the kernel visit all tile rows."""
         return -(-self.rows // self.rows_per_launch)
 
 

@@ -14,6 +14,9 @@ kernel follows from the axes on which it depends:
     score        the score                  never: the kernel computes it, or the program is refused
 
 A read of a small table (at most SMALL_TABLE elements) at an index that only the kernel knows is a gather in the kernel.
+
+A program is a traced mod: a list of steps on scalars, each an elementwise operation (Op), a read of a captured array (Load), or a
+whole jaxpr equation (Call). Costs are vector operations for each vector of elements.
 """
 
 import dataclasses
@@ -58,8 +61,10 @@ def axis_class(axes: Axes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HoistedValue:
-    """A value that the kernel gets as an operand.
+    """A value of a program that the kernel gets as an operand.
 
+    val           the result of a step of the program
+    axis_class    the row of the table above to which it belongs
     direct_load   the load whose captured array is itself the operand, block by block; None where XLA evaluates the value
     by_entry      whether the value differs between batch entries because their positions do
     """
@@ -71,13 +76,17 @@ class HoistedValue:
 
     @property
     def dtype(self) -> str:
-        """dtype of the operand: float32 for floats, int32 for the rest; blocks of a captured array keep their dtype."""
+        """The dtype of the operand: float32 for float32 and bfloat16, int32 for all others; blocks of a captured array keep
+        theirs.
+        """
         if self.direct_load is not None:
             return self.val.dtype
         return "float32" if self.val.dtype in ("float32", "bfloat16") else "int32"
 
     def leading_sizes(self, batch: int, heads: int) -> tuple[int, int]:
-        """Sizes of the operand along b and h: 1 where the value does not depend on them."""
+        """The sizes (along b, along h) of the operand: `batch` and `heads` of the call, or 1 if the value does not depend on
+        them.
+        """
         return (batch if self.by_entry or "b" in self.val.axes else 1, heads if "h" in self.val.axes else 1)
 
 
@@ -85,6 +94,7 @@ class HoistedValue:
 class SplitProgram:
     """A program after the split.
 
+    program   the whole program
     hoisted   the values that the kernel gets as operands
     steps     the steps that the kernel runs, in order
     results   the results of the program
@@ -106,7 +116,12 @@ class SplitProgram:
 def split(
     program: Program, batch: int, heads: int, q_len: int, kv_len: int, origin: OriginLayout | None = None
 ) -> SplitProgram:
-    """The program split for a call of these sizes. Raises Unsupported where the kernel cannot do its share."""
+    """Decides for each value of a program whether XLA or the kernel computes it, for a call of these sizes.
+
+    heads   query heads
+
+    Raises Unsupported if a value must be computed in the kernel and cannot be, or would take too large an array outside.
+    """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     costs = _costs(program)
     hoisted: dict[int, HoistedValue] = {}
@@ -153,7 +168,11 @@ class _Cost(typing.NamedTuple):
     operations: int
 
     def cheaper_hoisted(self, val: Val) -> bool:
-        """Whether to hoist `val` even if the kernel could compute it."""
+        """Whether to hoist `val`, which has this cost, even if the kernel could compute it.
+
+        Values of b and h alone always are; rows and columns if some step has no form in a kernel; values of q - kv in this case,
+        and if they take more than DELTA_COST operations; others never.
+        """
         kind = axis_class(val.axes)
         if kind == DELTA:
             return self.no_kernel_form or self.operations > DELTA_COST
@@ -161,7 +180,7 @@ class _Cost(typing.NamedTuple):
 
 
 def _costs(program: Program) -> dict[int, _Cost]:
-    """The cost of every value, by id."""
+    """The cost of every value of the program, by id: of its own step and of the earlier steps of its axis class."""
     costs: dict[int, _Cost] = {}
     for step in program.steps:
         for out in step.outs:
@@ -178,13 +197,18 @@ def _costs(program: Program) -> dict[int, _Cost]:
 
 
 def _has_kernel_form(step: Step) -> bool:
+    """Whether tile_ops.py can run the step in a kernel; False for loads."""
     if isinstance(step, Call):
         return tile_ops.unary_call(step)
     return isinstance(step, Op) and tile_ops.refusal(step) is None
 
 
 def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
-    """Whether the kernel computes `val`, which `step` makes. Raises Unsupported if only the kernel could and it cannot."""
+    """Whether the kernel can compute `val`, the result of `step`.
+
+    It can gather from small tables and run the operations of tile_ops.py. Raises Unsupported, with the reason, if it cannot and
+    the value depends on the score, because XLA cannot either.
+    """
     kind = axis_class(val.axes)
     if isinstance(step, Load):
         capture = program.captures[step.capture]
@@ -209,7 +233,11 @@ def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
 
 
 def _check_hoisted(value: HoistedValue, batch: int, heads: int, entries: int) -> None:
-    """Raises Unsupported if a kernel cannot read the dtype of the value, or XLA would evaluate too large an array."""
+    """Raises Unsupported if a kernel cannot read the dtype of the value, or XLA would evaluate an array above DENSE_LIMIT.
+
+    batch, heads   of the call
+    entries        of the attention matrix of one batch entry and head: q_len * kv_len
+    """
     val = value.val
     if value.axis_class == TILE and value.direct_load is None:
         size = math.prod(value.leading_sizes(batch, heads)) * entries * 4
@@ -228,7 +256,11 @@ def table_size(program: Program, load: Load) -> int:
 
 
 def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
-    """Whether the load is `capture[uniform..., q, kv]`, so that blocks of the captured array itself are the operand."""
+    """Whether the load reads `capture[..., q, kv]` with other indices of b and h alone.
+
+    Blocks of the captured array itself are then the operand. Its dtype must be one that kernels read, and its last two dimensions
+    at least q_len and kv_len.
+    """
     kind = ir.classify_load(load)
     capture = program.captures[load.capture]
     if kind.kind != ir.TILE or kind.dims[-2:] != ("q", "kv") or capture.dtype not in ("float32", "bfloat16", "int32"):
@@ -255,10 +287,15 @@ FINITE_OPS = frozenset(
 
 
 def stays_finite(program: Program) -> bool:
-    """Whether every result is finite wherever the score is, judged by the operations alone."""
+    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations
+    alone.
+
+    A result that depends on a captured array does not count as finite.
+    """
     finite: set[int] = set(range(ir.FIRST_FREE_ID))
 
     def is_finite(atom: Atom) -> bool:
+        """Whether an operand is known to be finite."""
         return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in finite
 
     def keeps_finite(step: Step) -> bool:

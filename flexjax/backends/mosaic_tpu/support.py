@@ -2,6 +2,11 @@
 
 It refuses a plan in a sentence, from the plan alone. Which captured arrays want a gradient is known only later: `backward`
 raises NotImplementedError with the sentence of `refuses_backward` for a gradient that the kernels cannot compute.
+
+The methods of the backend do what backends/base.py says of them. A plan whose mask blocks no tile fits runs with blocks of 128
+tokens (plan/mask_blocks.py).
+
+A Chip (vmem.py) is a generation of TPUs, whose VMEM decides the tiles.
 """
 
 import contextlib
@@ -31,6 +36,7 @@ class MosaicTpuBackend:
     name = "mosaic_tpu"
 
     def refuses(self, plan: KernelPlan, target: Target | None) -> str | None:
+        """The sentence that says why no kernel runs the plan on the target, None if one does (see Backend.refuses)."""
         if target is not None and target.automatic:
             return AUTOMATIC
         return _refusal(plan, vmem.chip_of(target))
@@ -38,12 +44,15 @@ class MosaicTpuBackend:
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
-        """Why the backward pass of an accepted plan cannot compute the wanted gradients; None if it can."""
+        """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan; None if they can.
+
+        derivative   program of score_mod's derivatives; None without score_mod
+        """
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Tiles that fit the chip, as KernelOptions, those that run by default first."""
+        """Tiles that fit the target's VMEM, each a dict of KernelOptions fields for both passes; the default tiles first."""
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         chip = vmem.chip_of(target)
         forward_tiles = vmem.forward_candidates(plan, chip)
@@ -52,6 +61,7 @@ class MosaicTpuBackend:
         return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        """The forward pass of the plan by its kernel (see Results)."""
         return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), vmem.chip_of(target))
 
     def backward(
@@ -65,6 +75,7 @@ class MosaicTpuBackend:
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
+        """The gradients of the wanted operands (see Backend.backward). Raises NotImplementedError for those that it refuses."""
         chip = vmem.chip_of(target)
         plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
         reason = _backward_refusal(plan, wanted, derivative, chip)
@@ -73,6 +84,7 @@ class MosaicTpuBackend:
         return backward(plan, operands, results, d_out, d_lse, wanted, derivative, chip)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+        """An empty context: nothing about the lowered module changes."""
         return contextlib.nullcontext()
 
 
@@ -85,11 +97,15 @@ AUTOMATIC = (
 
 
 def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
-    """Block sizes (q, kv) of the mask that the kernels use: its own, or 128 tokens where no tile holds or divides those."""
+    """The sizes (queries, keys) of the mask blocks with which the kernels run the plan; (0, 0) without a block mask.
+
+    Along each axis that is the size of the mask's own blocks, or 128 tokens if no tile has whole such blocks or divides one.
+    """
     if plan.blocks is None:
         return 0, 0
 
     def suits(block: int, length: int) -> bool:
+        """Whether some tile fits mask blocks of `block` tokens along an axis of `length` tokens."""
         try:
             vmem.tile_size(128, length, block, 128)
         except vmem.NoTile:
@@ -102,7 +118,11 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
-    """The sentence that says why the chip cannot run the plan, None if it can."""
+    """The sentence that says why the kernels cannot run the plan on the chip, None if they can.
+
+    Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
+    between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM.
+    """
     if plan.origin is not None:
         reason = _origin_refusal(plan)
         if reason is not None:
@@ -148,17 +168,24 @@ def _origin_refusal(plan: KernelPlan) -> str | None:
         )
     runs = (origin.query_runs + origin.key_runs) * plan.batch * plan.q_heads
     if not origin.single and runs > OFFSETS:
-        return f"mosaic_tpu takes at most {OFFSETS} runs of queries and keys over all batch entries and heads, not {runs}."
+        return (
+            f"mosaic_tpu takes at most {OFFSETS} runs of queries and keys over all batch entries and heads, not {runs}."
+        )
     return None
 
 
 def _heads_do_not_divide(plan: KernelPlan) -> bool:
+    """Whether neither of the numbers of heads of key and of key_extra divides the other."""
     low, high = sorted((plan.kv_heads, plan.extra_heads))
     return low == 0 or high % low != 0
 
 
 def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | None, chip: vmem.Chip) -> str | None:
-    """The sentence that says why the backward pass of an accepted plan cannot run on the chip, None if it can."""
+    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None if they
+    can.
+
+    derivative   program of score_mod's derivatives; None without score_mod
+    """
     if plan.score is not None and derivative is None:
         return "mosaic_tpu needs the derivative of score_mod, and there is none."
     if derivative is None:
@@ -181,7 +208,13 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
 def _capture_refusal(
     plan: KernelPlan, geometry: TileGeometry, load: Load, load_class: str, derivative: Program
 ) -> str | None:
-    """Why the kernels cannot compute the gradient of the captured array that `load` reads, in a sentence; None if they can."""
+    """The sentence that says why the kernels cannot compute the gradient of the captured array that `load` reads; None if they
+    can.
+
+    geometry     of the backward kernels
+    load_class   the class of the load: "scalar", "row", "column", "diagonal" or "tile"
+    derivative   the program that the load belongs to
+    """
     shown = derivative.captures[load.capture]
     if any("score" in ir.axes_of(a) for a in load.index):
         return f"mosaic_tpu has no gradient for a captured array ({shown}) read at an index computed from the score."

@@ -3,7 +3,9 @@
 Most are the jax.lax function of the same name (PLAIN). RULES rewrites those that the TPU compiler lacks or compiles badly:
 selects between booleans become and/or, divisions by constants become shifts or multiplications (integer_division.py), and
 missing transcendental functions are composed of exp, log, erf and arctan2.
-Operands are scalars, (rows, 1), (1, columns) or (rows, columns); `apply` broadcasts them to one shape.
+Operands are scalars, (rows, 1), (1, columns) or (rows, columns); `apply` broadcasts them to one shape. A rule is a function
+(op, *operands) -> result, where `op` is the step of the program, which has the dtypes. Functions of numbers, such as `_sinh`,
+take and return float32 arrays.
 """
 
 import math
@@ -37,7 +39,10 @@ F32 = jnp.float32
 
 
 def refusal(op: Op) -> str | None:
-    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can."""
+    """Why a kernel cannot run the operation, as a clause that follows 'because'; None if it can.
+
+    Either the vector unit lacks a dtype (or arithmetic on it), or the operation is neither in PLAIN nor in RULES.
+    """
     name = op.prim
     for atom in (*op.inputs, op.out):
         dtype = atom.dtype
@@ -70,7 +75,9 @@ def unary_call(step: Call) -> bool:
 
 
 def cost(op: Op) -> int:
-    """About how many vector operations the operation takes for each vector of elements."""
+    """A rough estimate of how many vector operations the operation takes for each vector of elements: 8 for divisions, 2 for
+    exponentials and conversions, 20 for those in SLOW, 1 for all others.
+    """
     if op.prim in ("floordiv", "floormod", "rem", "div"):
         return 8
     if op.prim in ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt", "log1p", "convert_element_type"):
@@ -91,9 +98,10 @@ SLOW = frozenset(
 
 
 def _as_float(function: Callable[..., jax.Array]) -> Rule:
-    """The rule that runs a function of floats in float32 and returns the dtype of the operation."""
+    """A rule that casts the operands to float32, applies `function`, and casts the result to the dtype of the operation."""
 
     def rule(op: Op, *args: jax.Array) -> jax.Array:
+        """`function` of the operands in float32, in the dtype of the operation."""
         wide = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
         return function(*wide).astype(jnp.dtype(op.out.dtype))
 
@@ -139,11 +147,12 @@ def _acosh(x: jax.Array) -> jax.Array:
 
 
 def _atanh(x: jax.Array) -> jax.Array:
+    """atanh as (log1p(x) - log1p(-x)) / 2."""
     return 0.5 * (jnp.log1p(x) - jnp.log1p(-x))
 
 
 def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The division of numbers; bfloat16 is divided in float32."""
+    """The quotient x / y: integers are rounded towards 0, bfloat16 is divided in float32."""
     if op.out.dtype in ("int32", "uint32"):
         return int_div(op, x, y)
     if op.out.dtype == "bfloat16":
@@ -152,7 +161,7 @@ def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
-    """select_n: the case whose number `which` holds; False is 0."""
+    """select_n: at each element, the one of the cases `given` whose number `which` has there; a bool counts as 0 or 1."""
     which, *cases = broadcast([which, *given])
     if op.inputs[0].dtype != "bool":
         chosen = cases[-1]
@@ -163,14 +172,19 @@ def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
 
 
 def _choose(dtype: str, which: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
-    """`yes` where `which`, else `no`; for booleans by and/or, because Mosaic selects between no booleans."""
+    """`yes` where the bool `which` is True, else `no`; values of dtype "bool" by and/or, because Mosaic cannot select between
+    them.
+    """
     if dtype == "bool":
         return (which & yes) | (~which & no)
     return jnp.where(which, yes, no)
 
 
 def _convert(op: Op, x: jax.Array) -> jax.Array:
-    """convert_element_type; booleans go through int32 and become != 0, the conversions that Mosaic has."""
+    """convert_element_type: x in the dtype of the operation, by conversions that Mosaic has.
+
+    A number becomes a bool by != 0, and a bool becomes a number by way of int32.
+    """
     source, target = op.inputs[0].dtype, op.out.dtype
     x = jnp.asarray(x)
     if source == target:
@@ -183,7 +197,7 @@ def _convert(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A comparison; of booleans by and, or, xor and not."""
+    """A comparison (eq, ne, lt, le, gt or ge) of x and y, as bool; of booleans by and, or, xor and not."""
     x, y = broadcast([x, y])
     if op.inputs[0].dtype != "bool":
         return getattr(lax, op.prim)(x, y)
@@ -196,7 +210,7 @@ def _bool_compare(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """max, min, add or mul; of booleans by and/or."""
+    """max, min, add or mul of x and y; of booleans by and (min, mul) and or (max, add)."""
     x, y = broadcast([x, y])
     if op.out.dtype != "bool":
         return getattr(lax, op.prim)(x, y)
@@ -204,17 +218,18 @@ def _bool_arithmetic(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
+    """x to the power of an integer literal, the parameter y of the operation."""
     return lax.integer_pow(x, int(typing.cast(int, dict(op.params)["y"])))
 
 
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """x ** y in float32, in the dtype of the operation; y may be an integer."""
+    """x ** y, computed in float32 and cast to the dtype of the operation; y may be an integer."""
     x, y = broadcast([x, y])
     return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(jnp.dtype(op.out.dtype))
 
 
 def _sign(op: Op, x: jax.Array) -> jax.Array:
-    """The sign of x, and 0 (or NaN) for 0 (or NaN)."""
+    """The sign of x: -1, 0 or 1 in the dtype of x; NaN for NaN."""
     if op.out.dtype == "uint32":
         return (x != 0).astype(jnp.uint32)
     one = jnp.ones((), x.dtype)
@@ -224,19 +239,22 @@ def _sign(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _is_finite(op: Op, x: jax.Array) -> jax.Array:
+    """Whether x is neither infinite nor NaN."""
     return jnp.abs(jnp.asarray(x).astype(F32)) < np.float32(np.inf)
 
 
 def _round(op: Op, x: jax.Array) -> jax.Array:
+    """x rounded to an integer, by the rounding method that is a parameter of the operation."""
     return lax.round(x, lax.RoundingMethod(int(typing.cast(int, dict(op.params).get("rounding_method", 0)))))
 
 
 def _bitcast(op: Op, x: jax.Array) -> jax.Array:
+    """The bits of x read as the dtype of the operation."""
     return lax.bitcast_convert_type(x, jnp.dtype(op.out.dtype))
 
 
 def _bitwise(function: Callable[..., jax.Array]) -> Rule:
-    """The rule that broadcasts the operands and applies the function."""
+    """A rule that broadcasts the operands to one shape and applies `function` to them."""
     return lambda op, *args: function(*broadcast(args))
 
 

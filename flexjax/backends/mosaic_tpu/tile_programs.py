@@ -3,6 +3,11 @@
 `evaluate_strip` runs the steps that split_program.py leaves to the kernel; hoisted values are read through the callbacks
 of a `StripView`. Values have the shapes (), (rows, 1), (1, columns) or (rows, columns) of the strip, by their axes.
 It has a loop of its own beside ir/evaluate.py because the hoisted values are read before the first step.
+
+A strip is the part of a tile whose scores are computed at once: all rows of the tile and some of its columns. Hoisted values are
+those that XLA computes before the kernel starts.
+
+A SplitProgram is a program with the decision which of its values are hoisted and which steps the kernel runs.
 """
 
 import dataclasses
@@ -32,6 +37,7 @@ class Strip(typing.NamedTuple):
 
     @property
     def columns(self) -> slice:
+        """The columns of the tile that the strip has."""
         return slice(self.col0, self.col0 + self.cols)
 
 
@@ -61,21 +67,21 @@ class StripView:
     table: Callable[[Load], jax.Array]
 
     def _count(self, dim: int) -> jax.Array:
-        """int32 0, 1, ... along a dimension of the strip."""
+        """int32 0, 1, ... along dimension `dim` of the strip: (rows, 1) for 0, (1, cols) for 1."""
         return lax.broadcasted_iota(jnp.int32, (self.rows, 1) if dim == 0 else (1, self.cols), dim)
 
     def offsets(self, dim: int) -> jax.Array:
-        """float32 0, 1, ... along a dimension of the strip."""
+        """float32 0, 1, ... along dimension `dim` of the strip: (rows, 1) for 0, (1, cols) for 1."""
         return self._count(dim).astype(jnp.float32)
 
     @functools.cached_property
     def q(self) -> jax.Array:
-        """Query positions, (rows, 1) or (1, cols)."""
+        """The indices of the strip's queries in the attention matrix, int32 (rows, 1), or (1, cols) if q_axis is 1."""
         return self.q_start + self._count(self.q_axis)
 
     @functools.cached_property
     def kv(self) -> jax.Array:
-        """Key positions, (1, cols) or (rows, 1)."""
+        """The indices of the strip's keys in the attention matrix, int32 (1, cols), or (rows, 1) if q_axis is 1."""
         return self.kv_start + self._count(1 - self.q_axis)
 
     @property
@@ -90,12 +96,17 @@ class StripView:
 
 
 def evaluate_strip(split: SplitProgram, view: StripView, score: jax.Array | None) -> list[jax.Array]:
-    """Results of the program on the strip, in shapes that broadcast to (rows, cols). `score` is None for a mask."""
+    """The results of a split program on a strip, each in a shape that broadcasts to (rows, cols). Runs inside a kernel.
+
+    view    where the strip lies, and the hoisted values of this program
+    score   the scaled scores (rows, cols), for a program that reads them; None for a mask or dropout program
+    """
     env: dict[int, jax.Array] = {}
     for value in split.hoisted:
         env[value.val.id] = _as_dtype(view.read(value), value.val.dtype)
 
     def read(atom: Atom) -> jax.Array:
+        """The value of an operand: a literal, a hoisted value or earlier result, the score, or an index."""
         if isinstance(atom, Lit):
             return typing.cast(jax.Array, np.asarray(atom.value, jnp.dtype(atom.dtype))[()])
         if atom.id in env:
@@ -119,7 +130,7 @@ def evaluate_strip(split: SplitProgram, view: StripView, score: jax.Array | None
 
 
 def _as_dtype(value: jax.Array, dtype: str) -> jax.Array:
-    """A hoisted or gathered value, which travels as float32 or int32, in the dtype of the program."""
+    """A hoisted or gathered value, which the kernel gets as float32 or int32, in the dtype that it has in the program."""
     target = jnp.dtype(dtype)
     if value.dtype == target:
         return value
@@ -127,7 +138,10 @@ def _as_dtype(value: jax.Array, dtype: str) -> jax.Array:
 
 
 def _flat_index(index: Sequence[jax.Array], shape: tuple[int, ...], strip: tuple[int, int]) -> jax.Array:
-    """Row-major int32 index into an array of `shape`, broadcast to the (rows, cols) of the strip."""
+    """The row-major position in an array of `shape` of the elements with these indices, int32 in the (rows, cols) of the strip.
+
+    index   for each dimension of the array, the index values on the strip
+    """
     flat: jax.Array | np.ndarray = np.zeros((), np.int32)
     for atom, size in zip(index, shape, strict=True):
         flat = flat * np.int32(size) + jnp.asarray(atom).astype(jnp.int32)

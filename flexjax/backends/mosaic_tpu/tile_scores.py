@@ -1,4 +1,11 @@
-"""The programs of a call on a strip of a tile: scores after score_mod, which entries are on, and dropout's multipliers."""
+"""The programs of a call on a strip of a tile: scores after score_mod, which entries are on, and dropout's multipliers.
+
+A strip is the part of a tile whose scores are computed at once. Entries that are "on" count: the mask shows them, and they are
+not past the end of queries or keys. Hoisted operands are values of the programs that XLA computes before the kernel starts.
+
+A visit is a grid step, which computes one tile. A KernelStep is one strip of the tile of a visit: references of the kernel, the
+visit, the strip, and whether some of its entries may be off ("checked").
+"""
 
 import dataclasses
 import functools
@@ -29,6 +36,7 @@ SCORE, MASK, DROPOUT = range(3)
 class TileScores:
     """The programs of one kernel, with their hoisted operands.
 
+    order              which tile each grid step visits
     score              score_mod's program, or the program of its derivatives; None: identity
     added_prefetch     scalar-prefetch arrays that the kernel adds
     check_q_end        whether entries of queries past the end must be off too (a forward kernel just does not write them)
@@ -51,6 +59,7 @@ class TileScores:
     wants_load_slopes: bool = False
 
     def __post_init__(self) -> None:
+        """Splits the programs between XLA and the kernel, and evaluates the hoisted operands."""
         self.large = may_be_large(self.plan.score)
         self.separated = None if self.score is None or self.large else separate_bias(self.score)
         if self.separated is not None and not self._needs_only_bias():
@@ -70,10 +79,16 @@ class TileScores:
                 self._split.append(split_for(program, self.plan))
                 with_captures.append((self._split[-1], captures))
         scalars_from_end = prefetch_count_after_order(self.added_prefetch)
-        self.hoisted = HoistedOperands(self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin)
+        self.hoisted = HoistedOperands(
+            self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin
+        )
 
     def _needs_only_bias(self) -> bool:
-        """Whether the kernel needs only the score of the program: its derivative, if any, is the constant c."""
+        """Whether c * s + bias is all that the kernel needs of the score program.
+
+        It is if the program has no derivatives, or the derivative by s is the literal c and those by captured reads are not
+        wanted.
+        """
         assert self.score is not None
         assert self.separated is not None
         if len(self.score.results) == 1:
@@ -87,40 +102,62 @@ class TileScores:
 
     @functools.cached_property
     def finite_where_off(self) -> bool:
-        """Whether entries that are off hold finite numbers in every product, so that p = 0 makes each product 0."""
+        """Whether everything that a backward kernel multiplies at entries that are off is finite there.
+
+        Then the products are 0 because p is, and no select after them is needed.
+        """
         finite = self.score is None or split_program.stays_finite(self.score)
         return not self.order.overhang and finite and self.plan.dropout is None
 
     def _view(self, number: int, step: KernelStep) -> StripView:
+        """Where the strip of `step` lies, with the hoisted values of program `number` (its place in `_split`)."""
         refs = step.refs
         return self.hoisted.view(number, refs.scalars, refs.hoisted, step.visit.position, step.strip)
 
     def _evaluate(self, which: int, step: KernelStep, score: jax.Array | None = None) -> list[jax.Array] | None:
-        """Results of a program on the strip; None if the call has no such program."""
+        """The results of a program on the strip of `step`; None if the call has no such program.
+
+        which   SCORE, MASK or DROPOUT
+        score   the scaled scores, for SCORE
+        """
         number = self._number.get(which)
         return None if number is None else evaluate_strip(self._split[number], self._view(number, step), score)
 
     def bias(self, step: KernelStep) -> StripBias:
-        """For a separated score: the bias on the strip."""
+        """The bias of a separated score on the strip of `step`: its part that depends on the query alone, and what is added to
+        each score (see StripBias). Only if `separated` is not None.
+        """
         assert self.separated is not None
         values = self._evaluate(SCORE, step)
         assert values is not None
         return strip_bias(self.separated, values, self._view(self._number[SCORE], step))
 
     def scores(self, step: KernelStep, score: jax.Array) -> list[jax.Array]:
-        """Results of the score program for the scaled scores: [s'], or [s', ds'/ds, ds'/dload...]; s' float32 (rows, cols)."""
+        """The results of the score program on the strip of `step`: [s'], and of a derivative program also ds'/ds and each
+        ds'/dload.
+
+        score   the scaled scores s, float32 (rows, cols)
+
+        s', the score after score_mod, is float32 (rows, cols); the others broadcast to it.
+        """
         results = self._evaluate(SCORE, step, score)
         if results is None:
             return [score]
         return [jnp.broadcast_to(results[0].astype(jnp.float32), score.shape), *results[1:]]
 
     def dropout(self, step: KernelStep) -> jax.Array | None:
-        """float32 multiplier of each probability, 0 or 1 / (1 - rate); None without dropout."""
+        """What dropout multiplies each probability of the strip by: 0 or 1 / (1 - rate), float32, broadcasts to (rows, cols);
+        None without dropout.
+        """
         results = self._evaluate(DROPOUT, step)
         return None if results is None else results[0].astype(jnp.float32)
 
     def on(self, step: KernelStep) -> jax.Array | None:
-        """bool (rows, cols): which entries of the strip count, for a step that is checked; None if all of them do."""
+        """Which entries of the strip of a checked step count, bool (rows, cols); None if all of them do.
+
+        An entry counts if its mask block is on, the mask shows it (not asked in full blocks), and its key, and with check_q_end
+        its query, is not past the end.
+        """
         g = self.order.geometry
         conditions = []
         masked = self._evaluate(MASK, step)

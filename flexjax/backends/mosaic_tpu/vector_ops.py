@@ -1,4 +1,7 @@
-"""Matrix products, lane reductions and fills as the kernels use them, in the forms that Mosaic compiles well."""
+"""Matrix products, lane reductions and fills as the kernels use them, in the forms that Mosaic compiles well.
+
+A tile's rows lie along the sublanes and its columns along the lanes of vector registers, 128 lanes each.
+"""
 
 import math
 
@@ -22,7 +25,10 @@ TN: Contraction = (((0,), (0,)), ((), ()))
 
 
 def dot(a: jax.Array, b: jax.Array, contraction: Contraction) -> jax.Array:
-    """The product of two matrices, summed in float32; float32 operands are not rounded to bfloat16."""
+    """The product of two matrices in float32; float32 operands are not rounded to bfloat16.
+
+    contraction   NN for a . b, NT for a . b^T, TN for a^T . b
+    """
     if contraction == NT and b.shape[0] == 1 and b.dtype != F32:
         # Mosaic makes a product with one row a product of vectors, and gets its types wrong below float32.
         return dot(a, jnp.broadcast_to(b, (8, b.shape[1])), NT)[:, :1]
@@ -31,7 +37,7 @@ def dot(a: jax.Array, b: jax.Array, contraction: Contraction) -> jax.Array:
 
 
 def lane_sums(values: jax.Array) -> jax.Array:
-    """(rows, columns) -> (rows, 128): lane l sums the columns l, l + 128, l + 256, ... of each row."""
+    """Partial sums of each row of (rows, columns), (rows, 128): lane l has the sum of the columns l, l + 128, l + 256, ..."""
     rows, cols = values.shape
     total = None
     for start in range(0, cols, LANES):
@@ -44,14 +50,14 @@ def lane_sums(values: jax.Array) -> jax.Array:
 
 
 def repeat_lanes(state: jax.Array, cols: int) -> jax.Array:
-    """(rows, 128), all lanes of a row equal -> (rows, cols)."""
+    """`state` (rows, 128), whose lanes are equal within each row, widened or cut to (rows, cols)."""
     if cols <= LANES:
         return state[:, :cols]
     return jnp.tile(state, (1, -(-cols // LANES)))[:, :cols]
 
 
 def fill(ref: jax.Ref, value: float) -> None:
-    """Sets every element of a reference."""
+    """Sets every element of the array behind a kernel's reference to `value`."""
     ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
 

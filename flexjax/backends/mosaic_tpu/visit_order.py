@@ -4,6 +4,8 @@
 block lists name. All tiles of an output tile are visited one after another, so that its sums stay in VMEM: a *run*.
 In a query-major order a run is a row of tiles (one query tile of one query head); in a key-major order it is a column of
 tiles (one key tile, with all query heads that share its key head).
+
+A group is the query heads of one key head. An entry is "on" if the mask shows it.
 """
 
 import dataclasses
@@ -47,11 +49,15 @@ class TileVisit:
 
     @property
     def position(self) -> KernelPosition:
+        """Which tile is visited."""
         return KernelPosition(self.b, self.h, self.q_tile, self.kv_tile)
 
 
 def when_on(visit: TileVisit, kinds: frozenset[int], body: Callable[[bool], None]) -> None:
-    """Runs body(checked) unless the visit is idle; `checked` is False for a FULL visit. `kinds`: those that can occur."""
+    """In a kernel: runs body(checked) unless the visit is idle. `checked` is False for a FULL visit, else True.
+
+    kinds   the kinds of visits that can occur in the kernel's order; without FULL, no code for FULL visits is emitted
+    """
     if not isinstance(visit.kind, jax.Array):
         body(visit.kind != FULL)
         return
@@ -61,14 +67,14 @@ def when_on(visit: TileVisit, kinds: frozenset[int], body: Callable[[bool], None
 
 
 class VisitOrder:
-    """What the two orders have in common.
+    """The order in which a kernel visits tiles: what its two classes have in common.
 
     geometry     sizes of the matrix and of the tiles
     group        query heads of one key head
     key_major    whether runs are columns of tiles
     kinds        the kinds of visits that can occur
     overhang     whether some tile reaches past an end of the matrix
-    chunks       kernel launches
+    chunks       number of kernel launches
     prefetched   number of scalar-prefetch arrays
     arrays       the arrays from which those are made
     """
@@ -84,7 +90,10 @@ class VisitOrder:
     arrays: tuple[jax.Array, ...] = ()
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """The scalar-prefetch arrays of a launch, and its number of visits (None: static)."""
+        """(the scalar-prefetch arrays of a launch, its number of visits); the number is None if the grid is static.
+
+        chunk   number of the launch, 0 .. chunks - 1
+        """
         raise NotImplementedError
 
     def grid(self, visits: jax.Array | None) -> tuple:
@@ -111,6 +120,7 @@ class DenseOrder(VisitOrder):
     """
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool):
+        """The order for a plan without block lists; for the arguments see VisitOrder."""
         self.geometry, self.group, self.key_major = geometry, group, key_major
         g = geometry
         self.overhang = bool(g.kv_len % g.block_kv or g.q_len % g.block_q)
@@ -122,15 +132,18 @@ class DenseOrder(VisitOrder):
             self.kinds = frozenset({FULL})
 
     def grid(self, visits: jax.Array | None) -> tuple:
+        """The grid, see above; `visits` is None."""
         g = self.geometry
         if self.key_major:
             return (g.batch, g.heads // self.group, g.kv_tiles, g.q_tiles, self.group)
         return (g.batch, g.heads, g.q_tiles, g.kv_tiles)
 
     def semantics(self) -> tuple[str, ...]:
+        """For each grid dimension "parallel", or "arbitrary" for those that run in order on one core."""
         return ("parallel", "parallel", "arbitrary", "arbitrary", "arbitrary")[: 5 if self.key_major else 4]
 
     def tile_at(self, *grid: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(batch entry, query head, query tile, key tile) of the grid step with these indices."""
         if self.key_major:
             b, m, j, i, member = grid[:5]
             return b, m * np.int32(self.group) + member, i, j
@@ -138,10 +151,11 @@ class DenseOrder(VisitOrder):
         return b, h, i, j
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """No arrays, and None: the grid is static."""
         return (), None
 
     def _kind(self, q_tile: jax.Array, kv_tile: jax.Array) -> jax.Array | int:
-        """The kind of a visit; an int where all visits have the same."""
+        """The kind of the visit of a tile: an int where all visits have the same kind, else a traced scalar."""
         if len(self.kinds) == 1:
             (only,) = self.kinds
             return only
@@ -154,6 +168,7 @@ class DenseOrder(VisitOrder):
         return jnp.where(functools.reduce(jnp.logical_or, over), np.int32(EDGE), np.int32(FULL))
 
     def visit(self, tables: Sequence[jax.Ref]) -> TileVisit:
+        """In a kernel: the visit of this grid step; `tables` is empty."""
         ids = [pl.program_id(n) for n in range(5 if self.key_major else 4)]
         b, h, i, j = self.tile_at(*ids)
         g = self.geometry

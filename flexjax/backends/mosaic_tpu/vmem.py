@@ -2,7 +2,12 @@
 
 The compiler lets a kernel use up to `Chip.vmem_limit` bytes. The model counts, per tile: input and output blocks twice,
 because they are double buffered; scratch once; and the score-sized float32 temporaries that are alive together. It is meant
-to be a little high; tests compile the default tiles for every chip. Sizes of tiles are in tokens.
+to be a little high; tests compile the default tiles for every chip. Sizes of tiles are in tokens, sizes of memory in bytes.
+
+VMEM is the vector memory of a TPU core. A strip is the part of a tile whose scores are computed at once. Hoisted operands are
+values of the mods that XLA computes before the kernel starts. `score` is everywhere the program of scores that the kernel runs:
+score_mod's in the forward pass, that of its derivatives in the backward pass; None without score_mod. Tiles are the sizes of a
+tile and its strips, a Chip is a generation of TPUs.
 """
 
 import dataclasses
@@ -19,13 +24,14 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """VMEM of one core. vmem_limit: bytes that a kernel may ask for; budget: bytes that the model may fill with a tile."""
+    """A generation of TPUs. vmem_limit: bytes of VMEM that a kernel may ask for."""
 
     name: str
     vmem_limit: int
 
     @property
     def budget(self) -> int:
+        """Bytes of VMEM that a tile may take by the model: three quarters of the limit, because the model is not exact."""
         return int(self.vmem_limit * 0.75)
 
 
@@ -73,7 +79,7 @@ class Tiles:
 
 
 class NoTile(Exception):
-    """No tile fits; the message is a clause."""
+    """No tile fits a plan; the message is the clause that says why."""
 
 
 def round_up(n: int, to: int) -> int:
@@ -82,7 +88,11 @@ def round_up(n: int, to: int) -> int:
 
 
 def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
-    """Tokens of a tile along one dimension, near `wanted`.
+    """The size of a tile along one dimension, near `wanted`; all sizes are in tokens.
+
+    length    queries or keys of the call
+    block     size of the mask's blocks, None without a block mask
+    quantum   the size must be a multiple of this, unless it is the whole length
 
     A multiple of `quantum`, or the whole `length`; and a multiple or a divisor of `block`, the mask's block, unless the mask
     has none (None) or a single one. Raises NoTile where no size up to 2048 is both.
@@ -104,7 +114,9 @@ def tile_size(wanted: int, length: int, block: int | None, quantum: int) -> int:
 
 
 def _whole_length(length: int, block: int | None, quantum: int) -> int:
-    """Size of one tile for the whole length: rounded up to the quantum, and to whole blocks where the mask has several."""
+    """The size of one tile that covers the whole length: the length, rounded up to a multiple of `quantum` if it is longer than
+    that, and to whole mask blocks if the mask has several.
+    """
     if block is None or length <= block:
         return round_up(length, quantum) if length > quantum else length
     return round_up(length, math.lcm(block, quantum))
@@ -140,7 +152,11 @@ def _dividing(run: int, wanted: int) -> int:
 
 
 def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) -> int:
-    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q x kv tokens."""
+    """Bytes of VMEM of one copy of a program's hoisted operands for a tile of q queries x kv keys, by the model; 0 for None.
+
+    Counted are blocks of the tile's size, windows of diagonals, rows and columns (8 sublanes each), and tables of gathers.
+    Scalars are in SMEM.
+    """
     if program is None:
         return 0
     split = split_program.split_for(program, plan)
@@ -156,7 +172,11 @@ def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) ->
 
 
 def temporaries(plan: KernelPlan, score: Program | None) -> int:
-    """How many float32 arrays of the size of a strip's scores are alive together."""
+    """An estimate of how many float32 arrays of the size of a strip's scores are alive together in a kernel.
+
+    It is 4, and for each of the programs (score, mask, dropout) 2 more, one more for every four steps that the kernel runs (at
+    most 6), and one more for each hoisted window of diagonals.
+    """
     count = 4
     for program in (score, plan.mask, plan.dropout):
         if program is not None:
@@ -166,7 +186,7 @@ def temporaries(plan: KernelPlan, score: Program | None) -> int:
 
 
 def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
-    """Bytes of VMEM of the forward kernel."""
+    """Bytes of VMEM that the forward kernel takes with these tiles, by the model at the top of this file."""
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim
@@ -177,7 +197,7 @@ def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
 
 
 def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int:
-    """Bytes of VMEM of the larger of the dq kernel and the dk/dv kernel (without dq); score: score_mod's derivative program."""
+    """Bytes of VMEM that the larger of the dq kernel and the dk/dv kernel (without dq) takes with these tiles, by the model."""
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
     blocks = (tiles.q + tiles.kv) * (dim + value_dim) + max(tiles.q * dim, tiles.kv * (dim + value_dim))
@@ -191,7 +211,7 @@ def backward_bytes(plan: KernelPlan, tiles: Tiles, score: Program | None) -> int
 
 
 def dq_sums_fit(plan: KernelPlan, tiles: Tiles, score: Program | None, chip: Chip) -> bool:
-    """Whether the dk/dv kernel can hold the sums of dq of a whole key head too."""
+    """Whether the dk/dv kernel with these tiles can also hold the sums of dq of all queries of a key head in VMEM."""
     item = 4 if plan.dtype == "float32" else 2
     heads = max(plan.kv_heads, plan.extra_heads) if plan.extra_dim else plan.kv_heads
     rows = plan.q_heads // heads * round_up(plan.q_len, tiles.q)
@@ -228,8 +248,11 @@ maximum and row sum are then updated once a tile."""
 
 
 def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...], large: int) -> tuple[TileChoice, ...]:
-    """The tiles to try, best first. Of `others` the first `large` are left out for float32, because products of float32 are
-    six passes, unrolled: large tiles of them take the compiler minutes.
+    """The tiles to try for a plan, best first: `others`, after `dense` if the plan has no program and no block mask and is
+    bfloat16.
+
+    For float32 the first `large` of the others are left out, because products of float32 are six passes, unrolled: large tiles of
+    them take the compiler minutes.
     """
     if plan.dtype == "float32":
         return others[large:]
@@ -238,7 +261,7 @@ def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...]
 
 
 def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
-    """Tiles of the forward kernel that fit the chip, best first."""
+    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first; the plan's options fix q and kv if given."""
     found: list[Tiles] = []
     options = plan.options
     whole_tile = chip.name in WHOLE_TILE_CHIPS
@@ -269,7 +292,7 @@ def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> 
 
 
 def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
-    """The tile of the forward kernel. Raises NoTile."""
+    """The tile with which the forward kernel runs: the first candidate. Raises NoTile if none fits the chip."""
     found = forward_candidates(plan, chip)
     if not found:
         raise NoTile(f"no tile of it fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")
@@ -277,7 +300,7 @@ def forward_tiles(plan: KernelPlan, chip: Chip) -> Tiles:
 
 
 def backward_tiles(plan: KernelPlan, chip: Chip, score: Program | None) -> Tiles:
-    """The tile of both backward kernels. Raises NoTile."""
+    """The tile with which both backward kernels run: the first candidate. Raises NoTile if none fits the chip."""
     found = backward_candidates(plan, chip, score)
     if not found:
         raise NoTile(f"no tile of its backward pass fits the {chip.vmem_limit // MIB} MiB of VMEM of {chip.name}")

@@ -10,6 +10,12 @@ With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), d
     dq    = scale ds k,   dk = scale ds^T q
     dl_j  = ds' * ds'/dl_j                 summed over the entries that load the same element
     dsink = sum_rows exp(sink - lse) (dlse - delta)
+
+A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
+(block_loop.py). In the code, `delta` is already delta - dlse.
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes. KeySums and QuerySums are the gradients so far: sums over queries, and sums over keys of one tile row.
 """
 
 import typing
@@ -38,7 +44,7 @@ Array = jax.Array
 
 
 class KeySums(typing.NamedTuple):
-    """Sums over all queries, which every tile row adds to; None for what is not wanted.
+    """Gradients that are sums over queries, to which every tile row adds; None for those that are not wanted.
 
     key, value, key_extra   [B, heads, padded_kv, D], [.., E] and [.., R]
     captures                the buffers of CaptureGradients
@@ -51,7 +57,9 @@ class KeySums(typing.NamedTuple):
 
 
 class QuerySums(typing.NamedTuple):
-    """Sums over all keys of one tile row, [batch, heads, block_q, D] and [.., R]; None for what is not wanted."""
+    """Gradients that are sums over keys, of the queries of one tile row: [batch, heads, block_q, D] of query and [.., R] of
+    query_extra; None for those that are not wanted.
+    """
 
     query: Array | None
     query_extra: Array | None
@@ -67,7 +75,12 @@ def backward(
     derivative: Program | None,
     target: Target,
 ) -> Gradients:
-    """Cotangents of the wanted operands. d_out has the shape of out, d_lse that of lse (None: zero)."""
+    """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
+
+    results       out and lse of the forward pass
+    d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
+    derivative    program of score_mod's derivatives; None where score_mod is the identity
+    """
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return _empty_gradients(operands, wanted, d_lse, plan)
     tiled = TiledOperands(plan, operands, target, derivative, backward=True)
@@ -84,6 +97,7 @@ def backward(
     sweep = BackwardSweep(tiled, per_row, captured, wanted, derivative)
 
     def one_row(sums: KeySums, step: Array) -> tuple[KeySums, QuerySums]:
+        """`sums` with the tile row of number `step` added, and the gradients of that tile row's queries."""
         return sweep.add_row(row_at(plan, sizes, tiled.lists, step), sums)
 
     zero = lambda x, want: None if not want else jnp.zeros(typing.cast(Array, x).shape, tiled.compute)
@@ -102,7 +116,11 @@ def backward(
         sums, rows = lax.scan(one_row, sums, steps)
 
     def in_layout(x: Array | None, like: Array | None, length: int) -> Array | None:
-        """A gradient [B, heads, padded tokens, D] in the layout, length and dtype of its operand."""
+        """A gradient x [B, heads, padded tokens, D] in the layout, length and dtype of its operand; None for None.
+
+        like     the operand, which has the dtype
+        length   how many tokens the operand has
+        """
         if x is None:
             return None
         assert like is not None
@@ -121,7 +139,7 @@ def backward(
 
 
 class RowArrays(typing.NamedTuple):
-    """What the sweep reads of each row, padded: d_out [B, N, T, E], delta - dlse and lse [B, N, T, 1]."""
+    """What the backward sweep reads for each query: d_out [B, N, padded_q, E], delta - dlse and lse [B, N, padded_q, 1]."""
 
     d_out: Array
     delta: Array
@@ -129,7 +147,11 @@ class RowArrays(typing.NamedTuple):
 
 
 class BackwardSweep(typing.NamedTuple):
-    """What is the same for all tile rows of a backward pass."""
+    """What is the same for all tile rows of a backward pass, and the step `add_row` for one of them.
+
+    captured     the buffers of the gradients of captured arrays
+    derivative   program of score_mod's derivatives; None where score_mod is the identity
+    """
 
     tiled: TiledOperands
     per_row: RowArrays
@@ -138,7 +160,7 @@ class BackwardSweep(typing.NamedTuple):
     derivative: Program | None
 
     def add_row(self, row: TileRow, sums: KeySums) -> tuple[KeySums, QuerySums]:
-        """The sums with one tile row added, and the tile row's own sums."""
+        """Computes the gradients from one tile row: returns `sums` with its part added, and the gradients of its queries."""
         tiled, wanted = self.tiled, self.wanted
         plan, sizes = tiled.plan, tiled.sizes
         q = tiled.take_rows(tiled.query, row)
@@ -148,7 +170,7 @@ class BackwardSweep(typing.NamedTuple):
         need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
         def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
-            """Adds the gradients of one visit to both sums."""
+            """`state`, the gradients of the row's queries and those summed over queries, with the tile of one visit added."""
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)
             scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)
@@ -184,9 +206,11 @@ class BackwardSweep(typing.NamedTuple):
 def _add_columns(
     tiled: TiledOperands, total: Array, row: TileRow, visit: BlockVisit, weights: Array, rows: Array
 ) -> Array:
-    """total [B, heads, padded_kv, D] with weights^T rows added at the key blocks of the visit.
+    """`total` with weights^T rows, the part of a gradient of keys or values from one visit, added at the visit's key blocks.
 
-    weights [batch, heads, block_q, keys] and rows [batch, heads, block_q, D] belong to the tile row.
+    total     [B, key heads, padded_kv, D]
+    weights   of the visit: probabilities, or cotangents of the raw scores; [batch, heads, block_q, keys]
+    rows      of the tile row: d_out or the queries, [batch, heads, block_q, D]
     """
     m0, nm = tiled.key_group(total.shape[1], row)
     product = tiled.weights_transposed_times(weights, rows, nm)
@@ -196,7 +220,10 @@ def _add_columns(
 
 
 def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
-    """Gradient of the sinks, [N]; delta here is sum(do * out) - dlse, [B, N, T]."""
+    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta.
+
+    delta   sum(d_out * out) - dlse, [B, N, T]; lse [B, N, T]
+    """
     assert tiled.sinks is not None
     assert operands.sinks is not None
     weight = tile_math.probabilities(tiled.sinks[None, :, None], lse)
@@ -204,7 +231,9 @@ def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Ope
 
 
 def _empty_gradients(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: KernelPlan) -> Gradients:
-    """The gradients of a call without queries or keys: 0, but for the sinks, on which lse depends."""
+    """The gradients of a call without batch entries, queries or keys: 0, but that of a sink is the sum of d_lse, because lse is
+    the sink there.
+    """
     zero = lambda x, want: jnp.zeros_like(x) if want else None
     sinks = zero(operands.sinks, wanted.sinks)
     if sinks is not None and d_lse is not None:

@@ -1,8 +1,11 @@
 """Loops over the tiles of the xla backend, guided by the lists of a block mask.
 
-A *tile row* is one query block of one group of batch entries and heads. Tile rows run one after another. Within one, the key
-blocks of the full list come first, `chunk` at a time and unmasked; the rest of the full list follows together with the partial
-list, masked. Loops end where the lists end, so an empty block costs nothing, whether the lists are constants or traced.
+A *tile row* is one query block of one group of batch entries and query heads. Tile rows run one after another. Each step of a
+tile row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of the full list come first, `chunk` at a time and
+unmasked; the rest of the full list follows together with the partial list, masked. Loops end where the lists end, so an empty
+block costs nothing, whether the lists are constants or traced.
+
+TileSizes are the sizes of a tile and how many there are, BlockLists the arrays of the block mask.
 """
 
 import typing
@@ -22,11 +25,14 @@ Carry = typing.TypeVar("Carry")
 
 
 class TileRow(typing.NamedTuple):
-    """One tile row (traced scalars).
+    """Which query block, batch entries and query heads one tile row computes, and the key blocks of its lists.
 
-    b0, h0    first batch entry and first query head
-    q_block   number of the query block
-    lists     counts and key blocks of the full and the partial list of the query block; None where every block is visited
+    b0, h0     int32 scalars: index of the first batch entry and of the first query head
+    q_block    int32 scalar: number of the query block
+    *_num      int32 scalar: how many key blocks the query block's full (partial) list has
+    *_index    int32 [width]: the numbers of these key blocks, ascending
+
+    The last four are None where there is no such list, and all of them where every block is visited.
     """
 
     b0: Array
@@ -39,7 +45,9 @@ class TileRow(typing.NamedTuple):
 
 
 def row_at(plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: Array) -> TileRow:
-    """The tile row with number `step` of 0 .. sizes.steps - 1."""
+    """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of heads,
+    then groups of batch entries. `lists` are those of the operands.
+    """
     row = step % sizes.rows
     group = step // sizes.rows
     h0 = (group % sizes.head_groups) * sizes.heads
@@ -54,8 +62,11 @@ def row_at(plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: A
 class BlockVisit(typing.NamedTuple):
     """The key blocks, int32 [chunk], that one step of a tile row computes.
 
-    valid   bool [chunk]: which of `blocks` are real, since the last step of a row may have fewer; None: all, and no mask
-    whole   bool [chunk]: which are from the full list and need no mask; None with `valid`
+    blocks  numbers of the key blocks
+    valid   bool [chunk]: which of `blocks` count, since the last visit of a row may have fewer. None: all of them count, and
+            under a block mask all of them are full, so the mask program is not applied
+    whole   bool [chunk]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
+            `valid` is None
     """
 
     blocks: Array
@@ -64,7 +75,11 @@ class BlockVisit(typing.NamedTuple):
 
 
 def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NOWHERE) -> Region:
-    """The part of the attention matrix that a tile row and its key blocks cover; by default counted in rows of the call."""
+    """The rectangles of the attention matrix where the queries of a tile row meet key blocks.
+
+    blocks   int32 [n]: numbers of the key blocks
+    placed   where queries and keys lie in the whole problem; by default the region counts rows of the call
+    """
     return Region(
         row.b0,
         sizes.batch,
@@ -80,7 +95,11 @@ def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NO
 def walk(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """Folds `body` over the visits of a tile row: carry -> body(carry, visit) for each visit in turn."""
+    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for each visit in turn; returns the last carry.
+
+    Without a block mask, every key block is visited by itself. With one, only the blocks of the row's lists are, `chunk` at a
+    time (see the top of this file).
+    """
     if plan.blocks is None:
         visit = lambda t: BlockVisit(jnp.asarray(t, jnp.int32)[None], None, None)
         return _loop(plan, sizes.columns, sizes.columns, lambda t, c: body(c, visit(t)), carry)
@@ -96,7 +115,9 @@ def walk(
     total = left + num_partial
 
     def remaining(t: Array) -> BlockVisit:
-        """Visit t of those after the whole chunks of the full list: what is left of it, then the partial list."""
+        """The visit with number t (int32 scalar) among those after the whole chunks of the full list: first the blocks that are
+        left of the full list, then those of the partial list.
+        """
         place = t * chunk + jnp.arange(chunk, dtype=jnp.int32)
         whole = place < left
         blocks = jnp.zeros(chunk, jnp.int32)
@@ -116,7 +137,10 @@ def walk(
 def _loop(
     plan: KernelPlan, count: Array | int, most: int, body: Callable[[Array, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Runs body(0, carry), body(1, ..) and so on, `count` times; `most` is a static bound of `count`.
+    """Runs carry = body(t, carry) for t = 0 .. count - 1 and returns the last carry.
+
+    count   how many rounds, possibly traced
+    most    a static upper bound of `count`
 
     For a differentiable plan the loop has the static length `most`, because reverse mode needs it, and skips rounds past
     `count`.
@@ -129,6 +153,7 @@ def _loop(
         return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, carry)
 
     def round_(state: Carry, t: Array) -> tuple[Carry, None]:
+        """Round t of a scan: the body if t < count, else nothing."""
         return lax.cond(t < count, lambda s: body(t, s), lambda s: s, state), None
 
     return lax.scan(round_, carry, jnp.arange(most, dtype=jnp.int32))[0]

@@ -1,9 +1,14 @@
 """Gradients and tangents of captured arrays; gradients are summed in a fixed order.
 
-Each load of a float array gets a buffer by its kind (see ir.program.LoadClass): a number for each (b, h), for each query, key or
+A load is a step of the score program that reads an element of a captured array for each entry of the attention matrix. Each load
+of a float array gets a buffer by its kind (see ir.program.LoadClass): a number for each (b, h), for each query, key or
 difference q - kv, or, for a load of kind tile, the shape of the array. Each visit adds to the buffers; at the end a buffer is
 scatter-added into the array at the positions that the load's index names. The buffers never have queries times keys elements
 unless the captured array has that size itself.
+
+A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
+(block_loop.py). A LoadSlot is a load with what is known of its buffer, and VisitScores are the scores of a visit with their
+derivatives. A SlicePlan says how a load reads its array by slices, a Region which part of the attention matrix a tile covers.
 """
 
 import dataclasses
@@ -46,12 +51,12 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class LoadSlot:
-    """One load whose gradient is wanted.
+    """One load whose captured array needs a gradient or has a tangent.
 
-    partial   index of its derivative in VisitScores.partials
-    kind      of the load, which decides the shape of its buffer
-    axes      on which its index depends
-    slices    how to read it as slices; None: it gathers, or is not of kind tile
+    partial   place of the derivative of the score with respect to the load in VisitScores.partials
+    kind      SCALAR, ROW, COLUMN, DIAGONAL or TILE, which decides the shape of its buffer
+    axes      the axes (b, h, q, kv, delta) on which its index depends
+    slices    how to read it as slices; None: it gathers, or is not of kind TILE
     """
 
     partial: int
@@ -62,7 +67,12 @@ class LoadSlot:
 
 
 def slots(derivative: Program, wanted: Sequence[bool]) -> list[LoadSlot]:
-    """The loads of the wanted captured arrays, without those whose derivative is 0 everywhere."""
+    """A LoadSlot for each load of a wanted captured array, in the order of the program, but none for a load by which the
+    derivative of the score is the literal 0.
+
+    derivative   program of score_mod's derivatives
+    wanted       for each captured array of score_mod, whether its gradient (or tangent) is wanted
+    """
     found = []
     for place, step in enumerate(derivative.gradients):
         load = derivative.steps[step]
@@ -77,9 +87,18 @@ def slots(derivative: Program, wanted: Sequence[bool]) -> list[LoadSlot]:
 
 
 class CaptureGradients:
-    """The buffers of all wanted loads; their values are a list in the carry of the loops."""
+    """How the gradients of captured arrays are summed: the slots of all wanted loads, and what is done with their buffers.
+
+    slots   one for each wanted load
+
+    The buffers themselves, an array for each slot in this order, are a list in the carry of the loops: `start` makes them, `add`
+    adds one visit, `finish` turns them into gradients.
+    """
 
     def __init__(self, tiled: TiledOperands, derivative: Program | None, wanted: Sequence[bool]):
+        """`wanted`: for each captured array of score_mod, whether its gradient is wanted. `derivative`: program of score_mod's
+        derivatives, None where score_mod is the identity.
+        """
         self.tiled = tiled
         self.plan = tiled.plan
         self.derivative = derivative
@@ -90,10 +109,13 @@ class CaptureGradients:
     # ------------------------------------------------------------------ buffers
 
     def start(self) -> list[Array]:
+        """The buffers of all slots, filled with 0, in the dtype of the scores."""
         return [jnp.zeros(self._shape(slot), self.tiled.compute) for slot in self.slots]
 
     def _shape(self, slot: LoadSlot) -> tuple[int, ...]:
-        """Shape of a load's buffer."""
+        """The shape of a load's buffer: [b, h], then by kind nothing, the queries, the keys or the differences q - kv, each
+        padded to whole blocks; for kind TILE the padded shape of the captured array.
+        """
         s = self.tiled.sizes
         head = self._head(slot)
         if slot.kind == SCALAR:
@@ -120,7 +142,10 @@ class CaptureGradients:
     def add(
         self, buffers: list[Array], row: TileRow, visit: BlockVisit, scores: VisitScores, cotangent: Array
     ) -> list[Array]:
-        """The buffers with a visit added; `cotangent` [batch, heads, block_q, keys] is that of the modified score, unmasked."""
+        """The buffers with the gradients from the tile of one visit added.
+
+        cotangent   of the score after score_mod, [batch, heads, block_q, keys]; what it has at hidden entries is not counted
+        """
         out = []
         for slot, buffer in zip(self.slots, buffers, strict=True):
             tile = zero_where_off(scores, times_partial(cotangent, scores.partials[slot.partial]))
@@ -130,7 +155,10 @@ class CaptureGradients:
     def _add(
         self, slot: LoadSlot, buffer: Array, row: TileRow, visit: BlockVisit, scores: VisitScores, tile: Array
     ) -> Array:
-        """A load's buffer with its cotangents of a visit, `tile`, summed by kind and added."""
+        """The `buffer` of one load with the cotangents of a visit, summed as the load's kind says, added at the visit's place.
+
+        tile   [batch, heads, block_q, keys]: the cotangent of what the load reads at each entry, 0 at hidden entries
+        """
         axes = self._axes(slot)
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in axes)
         tile = tile.sum(drop, keepdims=True) if drop else tile
@@ -165,6 +193,7 @@ class CaptureGradients:
     def _add_slices(self, plan: SlicePlan, buffer: Array, region: Region, tile: Array) -> Array:
         """The buffer of a load that reads slices, with the cotangents of one visit added where the load reads the array.
 
+        plan     how the load reads slices
         buffer   in the shape of the captured array, which is padded to whole tiles
         region   the positions of the visit
         tile     [batch, heads, queries, keys], the cotangents of the values that the load reads there
@@ -185,7 +214,10 @@ class CaptureGradients:
     # ------------------------------------------------------------------ from buffers to arrays
 
     def finish(self, buffers: list[Array]) -> tuple[Array | None, ...]:
-        """The gradient of each captured array in its shape and dtype, None where it was not wanted."""
+        """The gradient of each captured array of score_mod, in its shape and dtype; None where it was not wanted.
+
+        buffers   after all visits; those of all loads of an array are added up
+        """
         if self.derivative is None:
             return tuple(None for _ in self.wanted)
         total: list[Array | None] = [None] * len(self.wanted)
@@ -199,7 +231,11 @@ class CaptureGradients:
         return tuple(None if t is None else t.astype(d) for t, d in zip(total, dtypes, strict=True))
 
     def _scatter(self, slot: LoadSlot, buffer: Array, total: Array) -> Array:
-        """`total`, of the shape of the captured array, with a load's buffer added at the positions that its index names."""
+        """`total`, the gradient of a captured array so far and in its shape, with the `buffer` of one of its loads added.
+
+        A buffer of kind TILE has the array's shape, up to padding. Any other is scatter-added: the index of the load is evaluated
+        at every position of the buffer and says to which element of the array the position belongs.
+        """
         plan, s = self.plan, self.tiled.sizes
         if slot.kind not in (SCALAR, ROW, COLUMN, DIAGONAL) or (slot.kind == DIAGONAL and not self.one_run):
             return total + buffer[tuple(slice(0, n) for n in total.shape)]
@@ -213,7 +249,7 @@ class CaptureGradients:
             first = s.padded_kv - plan.kv_len
             values = buffer[:, :, None, first : first + plan.q_len + plan.kv_len - 1]
         nb, nh = self._head(slot)
-        tile = XlaTile(Everywhere(plan, self.tiled.placed, nb, nh), self.tiled.score_captures)
+        tile = XlaTile(Everywhere.of(plan, self.tiled.placed, nb, nh), self.tiled.score_captures)
         assert self.derivative is not None
         index = evaluate(with_results(self.derivative, slot.load.index), tile, [slot.axes] * len(slot.load.index))
         if not index:
@@ -222,12 +258,19 @@ class CaptureGradients:
         return total.at[places].add(values, mode="drop")
 
 
+@dataclasses.dataclass(frozen=True)
 class Everywhere(Region):
-    """The whole attention matrix of a call in positions of the whole problem, which may be several runs of queries and keys."""
+    """The whole attention matrix of a call, whose positions may be several runs of queries and keys.
 
-    def __init__(self, plan: KernelPlan, placed: Placed, nb: int, nh: int):
-        super().__init__(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len)
-        object.__setattr__(self, "placed", placed)
+    placed   where queries and keys lie in the whole problem; the fields of Region count rows of the call
+    """
+
+    placed: Placed
+
+    @classmethod
+    def of(cls, plan: KernelPlan, placed: Placed, nb: int, nh: int) -> "Everywhere":
+        """For nb batch entries and nh heads."""
+        return cls(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len, placed)
 
     def index(self, axis: int) -> Array:
         """int32 of 4 dims: positions along b, h, q or kv; those of q and kv for each batch entry where they differ."""
@@ -237,21 +280,30 @@ class Everywhere(Region):
 
     def differences(self) -> Array:
         """q - kv along the diagonals of one run of queries and one of keys, [1 or batch, 1, 1, bq + bk - 1]."""
-        rows = super().differences()
         b = super().index(B)
-        return query_positions(*self.placed, b, 0) - key_positions(*self.placed, b, 0) + rows
+        return query_positions(*self.placed, b, 0) - key_positions(*self.placed, b, 0) + super().differences()
 
 
 def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:
-    """`buffer` with `part` added to the slice of its shape at `start`; inside a loop XLA does this in place."""
+    """`buffer` with `part` added to its slice that begins at `start` (an index for each dimension) and has the shape of part.
+
+    The part is cast to the dtype of the buffer. Inside a loop XLA does this in place.
+    """
     start = [jnp.asarray(i, jnp.int32) for i in start]
     old = lax.dynamic_slice(buffer, start, part.shape)
     return lax.dynamic_update_slice(buffer, old + part.astype(buffer.dtype), start)
 
 
 def tangent_of_loads(scores: VisitScores, derivative: Program, tangents: Sequence[Array | None]) -> Array | None:
-    """Tangent of the modified score through the loads: the sum of each partial derivative times what its load reads from the
-    tangent of its array. None if no captured array with a load has a tangent (None in `tangents`)."""
+    """The tangent of the score after score_mod that comes from the tangents of captured arrays, over the tile of one visit.
+
+    It is the sum over loads of the derivative of the score by the load times what the load reads from the tangent of its array.
+
+    derivative   program of score_mod's derivatives
+    tangents     of each captured array of score_mod, None where it has none
+
+    Returns an array that broadcasts to the tile; None if no array that is read has a tangent.
+    """
     total = None
     for slot in slots(derivative, [t is not None for t in tangents]):
         found = scores.tile.read(slot.load, typing.cast(Array, tangents[slot.load.capture]))

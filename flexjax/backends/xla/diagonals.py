@@ -1,6 +1,7 @@
 """A function of q - kv spread over a tile, and the sums of a tile along its diagonals, without gathers.
 
-A window holds one number for each diagonal of a key block: element x belongs to q - kv = q0 - kv_start + x - (bk - 1).
+A window holds one number for each diagonal of a key block of `bk` keys: element x belongs to q - kv = q0 - kv_start + x - (bk -
+1), where q0 and kv_start are the first of the `bq` queries of the tile and of the keys of the block.
 """
 
 import jax
@@ -10,10 +11,13 @@ Array = jax.Array
 
 
 def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
-    """Windows [.., blocks, bq + bk - 1] -> tile [.., bq, blocks * bk]: out[i, j * bk + k] = windows[j, i - k + bk - 1].
+    """Spreads windows [.., blocks, bq + bk - 1] over a tile [.., bq, blocks * bk], constant along each diagonal of a block.
 
-    Row i of a block is the reversed window from element bq - 1 - i on. A window of L + 1 numbers, repeated and cut into rows
-    of L, is shifted by one element from row to row, so no gather is needed.
+    out[i, j * bk + k] = windows[j, i - k + bk - 1] for query i and key k of block j. bq, bk: queries of the tile, keys of a
+    block.
+
+    Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the L of a
+    window and a zero), repeated and cut into rows of L, move by one element from row to row.
     """
     length = bq + bk - 1
     *head, blocks, _ = windows.shape
@@ -25,7 +29,10 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
 
 
 def sum_diagonals(tile: Array, bq: int, bk: int) -> Array:
-    """The transpose of along_diagonals: sums [.., bq, blocks * bk] over equal differences."""
+    """The sum of each diagonal of each key block of a tile [.., bq, blocks * bk], as windows [.., blocks, bq + bk - 1].
+
+    It is the transpose of along_diagonals. bq, bk: queries of the tile, keys of a block.
+    """
     length = bq + bk - 1
     *head, _, width = tile.shape
     blocks = width // bk

@@ -1,4 +1,11 @@
-"""The forward pass in XLA: an online softmax over the visited tiles of each tile row. Extra memory is that of one tile."""
+"""The forward pass in XLA: an online softmax over the visited tiles of each tile row. Extra memory is that of one tile.
+
+A tile row is one query block of one group of batch entries and query heads. A visit is one step of the loop over its key blocks
+(block_loop.py).
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +30,7 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
     sizes = tiled.sizes
 
     def one_row(step: Array) -> tuple[Array, Array, Array]:
+        """(out, lse, max_scores) of the tile row with number `step`, as `_row` returns them."""
         return _row(tiled, row_at(plan, sizes, tiled.lists, step))
 
     if sizes.steps == 1:
@@ -35,13 +43,19 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
 
 
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
-    """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row."""
+    """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row.
+
+    batch, heads and block_q are those of the tile sizes. The dtype is that of scores.
+    """
     plan, s = tiled.plan, tiled.sizes
     q = tiled.take_rows(tiled.query, row)
     qx = None if tiled.query_extra is None else tiled.take_rows(tiled.query_extra, row)
 
     def visit_tile(state: tuple[Array, Array, Array], visit: BlockVisit) -> tuple[Array, Array, Array]:
-        """Adds one visit to (row maximum, row sum, accumulated output)."""
+        """The state after one more visit, by one step of the online softmax.
+
+        state   row maximum and row sum [batch, heads, block_q, 1], and sum of exp(score - maximum) * value [.., E]
+        """
         maximum, total, accumulated = state
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, plan.score, mask_q_end=False).modified
@@ -70,7 +84,10 @@ def row_sinks(tiled: TiledOperands, row: TileRow) -> Array | None:
 
 
 def join_rows(x: Array, sizes: TileSizes) -> Array:
-    """Results of all tile rows, [steps, batch, heads, block_q, ...] -> [B, N, padded_q, ...]."""
+    """The results of all tile rows, [steps, batch, heads, block_q, ...], put together to [B, N, padded_q, ...].
+
+    steps   one entry for each tile row, in the order of `row_at`
+    """
     rest = x.shape[4:]
     x = x.reshape(sizes.batch_groups, sizes.head_groups, sizes.rows, *x.shape[1:])
     x = jnp.moveaxis(x, (0, 3, 1, 4, 2, 5), range(6))
@@ -79,7 +96,9 @@ def join_rows(x: Array, sizes: TileSizes) -> Array:
 
 
 def empty_results(plan: KernelPlan, operands: Operands) -> Results:
-    """The results of a call without queries or keys: outputs 0, lse the sink or -inf, max_scores -inf."""
+    """The Results of a call without batch entries, queries or keys: out 0, lse the head's sink (-inf without sinks), max_scores
+    -inf.
+    """
     tokens = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
     shape = (plan.batch, *tokens)
     lse = jnp.full(shape, -jnp.inf, plan.score_dtype)

@@ -18,10 +18,11 @@ Array = jax.Array
 class Region:
     """Where a tile lies in the attention matrix.
 
-    b0, h0       first batch entry and query head (ints or traced scalars)
+    b0, h0       index of the first batch entry and query head (ints or traced scalars)
     q0           position of the first query
     nb, nh, bq   how many of each
-    kv_starts    int32 [blocks]: position of the first key of each key block; bk: keys of a block
+    kv_starts    int32 [blocks]: position of the first key of each key block; the blocks need not be neighbours
+    bk           how many keys a key block has
     """
 
     b0: Array | int
@@ -35,14 +36,21 @@ class Region:
 
     @property
     def blocks(self) -> int:
+        """How many key blocks the tile has."""
         return self.kv_starts.shape[0]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
+        """The shape of an array with an element for each entry of the tile: (nb, nh, bq, blocks * bk)."""
         return (self.nb, self.nh, self.bq, self.blocks * self.bk)
 
     def index(self, axis: int) -> Array:
-        """int32 positions along b, h, q or kv, as a rank-4 array."""
+        """The indices of the tile's batch entries, heads, queries or keys in the attention matrix, as int32.
+
+        axis   B, H, Q or KV of ir/program.py
+
+        Returns an array of rank 4 with these indices along its dimension, and size 1 along the others.
+        """
         start = {B: self.b0, H: self.h0, Q: self.q0}
         size = {B: self.nb, H: self.nh, Q: self.bq}
         if axis == KV:
@@ -52,6 +60,6 @@ class Region:
         return (start[axis] + jnp.arange(size[axis], dtype=jnp.int32)).reshape(spread)
 
     def differences(self) -> Array:
-        """q - kv along the diagonals, [1, 1, blocks, bq + bk - 1]."""
+        """The differences q - kv that occur in each key block, int32 [1, 1, blocks, bq + bk - 1], ascending along the last axis."""
         t = jnp.arange(self.bq + self.bk - 1, dtype=jnp.int32) - (self.bk - 1)
         return (self.q0 - self.kv_starts[:, None] + t[None])[None, None]

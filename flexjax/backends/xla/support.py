@@ -1,4 +1,7 @@
-"""The xla backend: attention in plain JAX, which runs every plan on every platform."""
+"""The xla backend: attention in plain JAX, which runs every plan on every platform.
+
+The methods that backends/base.py documents do here what it says; forward, backward and tangent are in the files of these names.
+"""
 
 import contextlib
 
@@ -26,6 +29,7 @@ class XlaBackend:
     def refuses_backward(
         self, plan: KernelPlan, target: Target, wanted: Wanted, derivative: Program | None
     ) -> str | None:
+        """None: it computes all gradients."""
         return None
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes:
@@ -37,6 +41,7 @@ class XlaBackend:
         return tile_candidates(plan, target)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
+        """The forward pass of the plan (see Results and forward.py)."""
         return forward(plan, operands, target)
 
     def backward(
@@ -50,6 +55,7 @@ class XlaBackend:
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
+        """The gradients of the wanted operands (see Backend.backward and backward.py)."""
         return backward(plan, operands, results, d_out, d_lse, wanted, derivative, target)
 
     def tangent(
@@ -61,8 +67,14 @@ class XlaBackend:
         derivative: Program | None,
         target: Target,
     ) -> tuple[jax.Array, jax.Array]:
-        """(tangent of out, tangent of lse); `tangents` has None where an operand has no tangent."""
+        """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
+
+        results      of the forward pass
+        tangents     of the operands, None where an operand has no tangent
+        derivative   program of score_mod's derivatives; None where score_mod is the identity
+        """
         return tangent(plan, operands, results, tangents, derivative, target)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
+        """An empty context: nothing about the lowered module changes."""
         return contextlib.nullcontext()

@@ -5,6 +5,12 @@ With t before the name of a tangent, s' the modified score, l_j the loads of cap
     ts'  = ds'/ds * scale (tq . k + q . tk) + sum_j ds'/dl_j * tl_j
     tlse = sum p ts'                              the sink is one more term of this sum
     tout = sum p r (ts' v + tv) - out tlse
+
+A tile row is one query block of one group of batch entries and query heads; a visit computes its tile at `chunk` key blocks
+(block_loop.py).
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes. TiledTangents are the tangents, laid out in the same way.
 """
 
 import typing
@@ -40,7 +46,12 @@ def tangent(
     derivative: Program | None,
     target: Target,
 ) -> tuple[Array, Array]:
-    """(tangent of out, tangent of lse); `tangents` has None where an operand has no tangent."""
+    """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
+
+    results      out and lse of the forward pass
+    tangents     of the operands; None where an operand has no tangent
+    derivative   program of score_mod's derivatives; None where score_mod is the identity
+    """
     if plan.batch * plan.q_len * plan.kv_len == 0:
         t_lse = jnp.zeros_like(results.lse)
         if tangents.sinks is not None:
@@ -68,6 +79,7 @@ class TiledTangents:
     """
 
     def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
+        """Lays out `tangents`, those of the operands `tiled`, and the `results` of the forward pass."""
         maybe = lambda f, x: None if x is None else f(x)
         wide = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
         self.tiled, self.derivative = tiled, derivative
@@ -101,7 +113,7 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     scale = jnp.asarray(plan.scale, tiled.compute)
 
     def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
-        """Adds one visit to (sum of p r (ts' v + tv), sum of p ts')."""
+        """The two sums over keys, of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1], with one visit added."""
         weighted, t_lse = state
         columns = lambda x: tiled.take_columns(x, row, visit.blocks)
         raw = raw_scores(tiled, row, visit, q, qx)

@@ -1,7 +1,10 @@
 """Evaluates programs on a tile of the attention matrix, as rank-4 arrays.
 
-A value is [nb, nh, bq, blocks * bk] (see region.py) with 1 in place of every axis on which it does not depend. A value of
-q - kv is a window for each key block, [nb, nh, blocks, bq + bk - 1] (see diagonals.py).
+A program is a traced mod: steps on scalars (ir/program.py). Over a tile each of its values is an array. It is [nb, nh, bq, blocks
+* bk] (see region.py) with 1 in place of every axis on which it does not depend. A value of q - kv is a window for each key block,
+[nb, nh, blocks, bq + bk - 1] (see diagonals.py).
+
+A Region says which part of the attention matrix the tile covers, a SlicePlan how a load reads its array by slices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +24,20 @@ Array = jax.Array
 
 
 class XlaTile:
-    """A region on which ir/evaluate.py evaluates a program (see its `Tile`).
+    """A tile on which ir/evaluate.py evaluates a program (see its `Tile`). Values have the shapes that the file docstring says.
 
-    captures   arrays in the order of the program's captures
-    score      the raw scores of the region, for a score program
-    guard      bool: which entries count. Elsewhere operations get 1 in place of their operands, so that the derivative of the
-               evaluation has no NaN from masked entries. None: operands as they are
-    indices    index values of each load that was evaluated, by id of its result
+    region     where the tile lies in the attention matrix
+    captures   the captured arrays, in the order of the program's captures, padded as pad_captures does
+    score      the raw scores of the tile, for a score program; None for a mask or dropout program
+    guard      bool, broadcastable to the tile: which entries are visible. At the other entries operations get 1 in place of
+               their floating operands, so that the derivative of the evaluation has no NaN from them. None: operands as they are
+    indices    for each load that was evaluated, by id of its result: the values of its index in each dimension
     """
 
     def __init__(
         self, region: Region, captures: Sequence[Array], score: Array | None = None, guard: Array | None = None
     ):
+        """`region`, `captures`, `score` and `guard` are as the class docstring says; no load is evaluated yet."""
         self.region = region
         self.captures = captures
         self.score = score
@@ -40,33 +45,45 @@ class XlaTile:
         self.indices: dict[int, list[Array]] = {}
 
     def input(self, val: Val) -> Array:
+        """An input of the program over the tile: the raw scores, or the indices along b, h, q or kv."""
         if INPUT_NAMES[val.id] == "score":
             assert self.score is not None, "a mask program reads no score"
             return self.score
         return self.region.index(val.id)
 
     def literal(self, lit: Lit) -> Array:
+        """A literal as an array."""
         return literal_array(lit)
 
     def spread(self, value: Array, have: Axes, want: Axes) -> Array:
+        """A value with axes `have`, for use with axes `want`: a window of q - kv becomes a tile; all others broadcast as they
+        are.
+        """
         if "delta" in have and "delta" not in want:
             return along_diagonals(value, self.region.bq, self.region.bk)
         return value
 
     def diagonal(self, val: Val, uniform: Mapping[int, Array]) -> Array:
+        """The window of `val`, which is linear in q - kv. `uniform`: the terms of its linear form that depend on b and h, by id."""
         return diagonal_value(val, self.region.differences(), self.region.index, uniform)
 
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
+        """The result of an elementwise operation on operands that broadcast; see `guard` for operands at hidden entries."""
         if self.guard is not None and {"q", "kv"} <= op.out.axes:
             args = [_guarded(a, self.guard) for a in args]
         return apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
 
     def load(self, load: Load, index: Sequence[Array]) -> Array:
+        """The elements that the load reads from its captured array, given its index values, which `indices` keeps."""
         self.indices[load.out.id] = list(index)
         return self.read(load, self.captures[load.capture])
 
     def read(self, load: Load, array: Array) -> Array:
-        """What the load reads from `array` (its captured array or a tangent of it). The program must be evaluated before."""
+        """The elements that the load reads over the tile, taken from `array`: its captured array, or a tangent of that array.
+
+        A load that is a slice for each key block is read as slices, any other as a gather at `indices`, so the program has to be
+        evaluated on this tile first.
+        """
         plan = slice_plan(load)
         if plan is not None:
             return self._read_slices(plan, array)
@@ -77,7 +94,10 @@ class XlaTile:
         return array.at[tuple(index)].get(mode="clip")
 
     def _read_slices(self, plan: SlicePlan, array: Array) -> Array:
-        """A tile load as slices, one for each key block; `array` must be padded to whole blocks (pad_captures)."""
+        """The elements of a load that the `plan` reads as one slice of `array` for each key block, in the shape `plan.shape`.
+
+        `array` must be padded to whole blocks (pad_captures).
+        """
         return (
             jnp.concatenate(
                 [lax.dynamic_slice(array, *plan.window(self.region, j)) for j in range(self.region.blocks)],
@@ -88,6 +108,7 @@ class XlaTile:
         )
 
     def call(self, call: Call, read: Callable[[Atom], Array]) -> Sequence[Array]:
+        """The results of a Call (a whole jaxpr equation), evaluated at every position; `read` gives the value of an operand."""
         return map_call(call, self.captures, read)
 
 

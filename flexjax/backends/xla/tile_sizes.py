@@ -1,6 +1,7 @@
 """Chooses the tiles of the xla backend: how many heads, batch entries, queries and keys one step of its loops computes.
 
-Sizes are in tokens, heads and batch entries. On a CPU a tile of scores, with its companions, fits the second-level cache.
+Sizes are in tokens, heads and batch entries. On a CPU a tile of scores, and the arrays of its size that are computed from it, fit
+the second-level cache.
 """
 
 import dataclasses
@@ -29,9 +30,12 @@ DENSE_BLOCK, ACCELERATOR_DENSE_BLOCK = 256, 512
 class TileSizes:
     """Sizes of the tiles of one pass. The scores of a tile are [batch, heads, block_q, chunk * block_kv].
 
-    chunk                      key blocks that are taken at a time
-    rows, columns              query blocks and key blocks of the attention matrix
-    batch_groups, head_groups  groups of `batch` entries and of `heads` heads
+    batch, heads               batch entries and query heads of a tile
+    block_q, block_kv          queries of a tile, keys of a key block
+    chunk                      how many key blocks a tile has
+    rows, columns              how many query blocks and key blocks the attention matrix has; the last of each may reach past
+                               the end
+    batch_groups, head_groups  how many groups of `batch` entries and of `heads` heads there are
     """
 
     batch: int
@@ -46,22 +50,27 @@ class TileSizes:
 
     @property
     def padded_q(self) -> int:
+        """The query length, rounded up to whole query blocks."""
         return self.rows * self.block_q
 
     @property
     def padded_kv(self) -> int:
+        """The key length, rounded up to whole key blocks."""
         return self.columns * self.block_kv
 
     @property
     def steps(self) -> int:
-        """Rows of tiles in all: one for each query block of each group of heads and batch entries."""
+        """The number of tile rows: one for each query block of each group of heads of each group of batch entries."""
         return self.batch_groups * self.head_groups * self.rows
 
 
 def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) -> TileSizes:
-    """The tiles of a pass: as many heads, batch entries and key blocks as fit the scores that the platform allows a tile.
+    """The tiles of a pass: as many heads, batch entries and key blocks as fit the number of scores that a tile may have.
 
-    A tile that the options ask for is cut to the sequence lengths and, under a block mask, to whole blocks of the mask.
+    That number depends on the platform of the target (the constants above). `backward` chooses the pass whose tile options count:
+    block_q_bwd and block_kv_bwd in place of block_q and block_kv. Without a block mask these options, if given, set the size of a
+    tile, at most the sequence lengths. Under a block mask a tile has the queries of one mask block, and the option for keys,
+    rounded down to whole mask blocks (at least one), sets `chunk`.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
@@ -117,9 +126,10 @@ def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, in
 
 
 def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-    """Tiles for autotuning, as KernelOptions, the default first; both passes of a candidate have the same tile.
+    """Tiles that autotuning tries, each a dict of KernelOptions fields; the default first, and the same tile for both passes.
 
-    With a block mask, candidates differ in how many key blocks are taken at a time; else they are squares and 1 x 2 oblongs.
+    With a block mask, candidates differ in how many key blocks a tile has. Without one, they have as many keys as queries or
+    twice as many.
     """
     default = choose_tile_sizes(plan, target)
     width = default.chunk * default.block_kv
@@ -136,13 +146,15 @@ def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:
 
 
 def even_block(length: int, most: int) -> int:
-    """The size of blocks that cut `length` into equal parts, as few as possible, none larger than `most`."""
+    """The size of a block if `length` is cut into as few blocks as possible of at most `most`, all of one size but the last,
+    which may be smaller by less than the number of blocks.
+    """
     parts = max(1, -(-length // most))
     return max(1, -(-length // parts))
 
 
 def largest_divisor(number: int, most: int, groups: Sequence[int] = ()) -> int:
-    """The largest divisor of `number` that is at most `most` (1 if there is none).
+    """The largest divisor of `number` (of heads or batch entries) that is at most `most`; 1 if there is none.
 
     For each size in `groups` (query heads of one key head, query heads of one head of key_extra) the divisor is a multiple or
     a divisor of the size, so that a tile has whole groups or lies within one.

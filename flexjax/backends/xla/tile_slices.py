@@ -1,4 +1,9 @@
-"""Reads of a captured array at each (q, kv) that are slices: where the slice of each key block starts, and its size."""
+"""Reads of a captured array at each (q, kv) that are slices: where the slice of each key block starts, and its size.
+
+A load is a step of a program that reads a captured array; over a tile it reads one element for each entry (load class "tile").
+
+A Region says which part of the attention matrix a tile covers.
+"""
 
 import dataclasses
 import typing
@@ -14,16 +19,17 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class SlicePlan:
-    """How to read a load whose index is, in every dimension, a literal, b, h, q + c or kv + c, each at most once.
+    """How to read, by slices, a load whose index in each dimension is a literal, b, h, q + c or kv + c, with a literal c >= 0.
 
-    index   for each dimension of the array: ("at", i), ("b", 0), ("h", 0), ("q", c) or ("kv", c)
+    index   for each dimension of the array what indexes it: ("at", i) for the literal i, ("b", 0), ("h", 0), ("q", c) or
+            ("kv", c). Each of b, h, q and kv occurs at most once; q and kv do occur
     """
 
     index: tuple[tuple[str, int], ...]
 
     @property
     def kv_dim(self) -> int:
-        """The dimension of the array that keys index."""
+        """Which dimension of the array the key position indexes."""
         return [w for w, _ in self.index].index("kv")
 
     @property
@@ -33,20 +39,26 @@ class SlicePlan:
         return tuple(sorted(range(len(self.index)), key=lambda d: rank[self.index[d][0]]))
 
     def shape(self, region: Region) -> tuple[int, int, int, int]:
-        """Shape of the value over the region: 1 along b and h where the load does not depend on them."""
+        """Shape of what the load reads over the region, [nb, nh, bq, keys]; 1 along b or h if its index does not depend on it."""
         names = {w for w, _ in self.index}
         nb, nh, bq, width = region.shape
         return (nb if "b" in names else 1, nh if "h" in names else 1, bq, width)
 
     def window(self, region: Region, block: int) -> tuple[list[Array | int], list[int]]:
-        """Starts and sizes of the slice of one key block."""
+        """The slice of the array that one key block of the region reads: its start (int32) and its size in each dimension.
+
+        block   which of the region's key blocks, 0 .. region.blocks - 1
+        """
         at = {"b": region.b0, "h": region.h0, "q": region.q0, "kv": region.kv_starts[block], "at": 0}
         size = {"b": region.nb, "h": region.nh, "q": region.bq, "kv": region.bk, "at": 1}
         starts: list[Array | int] = [jnp.asarray(at[walk] + offset, jnp.int32) for walk, offset in self.index]
         return starts, [size[walk] for walk, _ in self.index]
 
     def padding(self, array: ArrayType, q_len: int, kv_len: int) -> list[tuple[int, int]]:
-        """(0, how much to append) for each dimension, so that tiles that cover q_len x kv_len lie inside the array."""
+        """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the array.
+
+        q_len, kv_len   the lengths that the tiles cover, rounded up to whole blocks
+        """
         need = {"q": q_len, "kv": kv_len}
         return [
             (0, max(0, need[walk] + offset - size) if walk in need else 0)
@@ -55,7 +67,7 @@ class SlicePlan:
 
 
 def slice_plan(load: Load) -> SlicePlan | None:
-    """How to read a load of kind tile as slices; None if it must gather."""
+    """How to read the load as slices; None if its class is not "tile" or it needs a gather."""
     if classify_load(load).kind != TILE or not classify_load(load).contiguous:
         return None
     index: list[tuple[str, int]] = []
@@ -68,7 +80,7 @@ def slice_plan(load: Load) -> SlicePlan | None:
 
 
 def _index_part(atom: Atom) -> tuple[str, int] | None:
-    """An index as in SlicePlan.index; None if it has no such form."""
+    """What indexes one dimension of a load, as an entry of SlicePlan.index; None if the atom has no such form."""
     if isinstance(atom, Lit):
         return ("at", int(typing.cast(int, atom.value)))
     linear = atom.linear

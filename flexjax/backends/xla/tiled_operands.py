@@ -3,6 +3,11 @@
 Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. Entries past an end are
 masked, by a mask that exists only where a block reaches past it. Keys and values that are read only once (a forward pass
 of one row of tiles, as in decoding) keep their layout and dtype, because copying a cache costs as much as reading it.
+
+A tile row is one query block of one group of batch entries and query heads, and a visit computes its tile at `chunk` key blocks
+(block_loop.py). In shapes, batch, heads, block_q, block_kv and chunk are the tile sizes, keys = chunk * block_kv.
+
+TileSizes are the sizes of a tile and how many there are; a TileRow says which tile row a pass computes.
 """
 
 from collections.abc import Sequence
@@ -29,12 +34,12 @@ def heads_first(x: Array, plan: KernelPlan) -> Array:
 
 
 def int32s(numbers: Sequence[Array | int]) -> list[Array]:
-    """Starts of a slice, all int32, whatever jax's default int is."""
+    """The numbers (starts of a slice) as int32 arrays, because dynamic_slice wants one dtype and jax's default int may be int64."""
     return [jnp.asarray(n, jnp.int32) for n in numbers]
 
 
 def pad_to(x: Array, axis: int, size: int) -> Array:
-    """`x` with zeros appended along `axis` up to `size`."""
+    """`x` with zeros appended along `axis`, so that this dimension has `size` elements; x itself if it has them."""
     short = size - x.shape[axis]
     if short == 0:
         return x
@@ -43,11 +48,10 @@ def pad_to(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, widths, constant_values=0.0)
 
 
-def pad_captures(
-    program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]
-) -> tuple[Array, ...]:
-    """The captured arrays, padded where a tile that the program reads as a slice reaches past their end.
+def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
+    """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their end.
 
+    arrays     in the order of program.captures; some may have been padded before, for another program
     overhang   how many queries and keys the last tiles reach past the end of the call
     """
     grown = list(arrays)
@@ -66,13 +70,19 @@ def pad_captures(
 
 
 class TiledOperands:
-    """The operands of one pass in tiles.
+    """The operands of one pass, laid out and padded so that each tile is a slice, and the products of their tiles.
 
-    sizes            sizes of the tiles
-    compute          dtype of scores and sums
-    operand_dtype    dtype of the operands of products: low precision only where the platform has units for it
-    read_once        whether keys and values are left in their own layout and dtype, with their heads on `key_heads_axis`
-    score_programs   score_mod's program and that of its derivatives (either may be None); both read `score_captures`
+    sizes              sizes of the tiles
+    compute            dtype of scores and sums
+    operand_dtype      dtype of the operands of products: low precision only where the platform has units for it
+    read_once          whether keys and values keep their own layout and dtype, because each is read only once
+    key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are read once and the layout is BTNH, else 1
+    query, query_extra       as `rows` returns them; query_extra None without extra features
+    key, value, key_extra    as `columns` returns them; key_extra None without extra features
+    sinks              [N] in dtype `compute`; None without sinks
+    lists              block lists of the operands
+    score_programs     score_mod's program and that of its derivatives (either may be None); both read `score_captures`
+    score_captures, mask_captures   captured arrays, padded by pad_captures; dropout_captures: as they are
     placed           where queries and keys lie in the whole problem
     overhang         how many queries and keys the last tiles reach past the end
     overhang_q, overhang_kv   whether the last query block or key block reaches past the end
@@ -87,6 +97,11 @@ class TiledOperands:
         *,
         backward: bool = False,
     ):
+        """Lays out the operands for one pass on the target.
+
+        derivative   program of score_mod's derivatives, for the backward and tangent passes
+        backward     whether the pass is the backward pass, which has tile sizes of its own
+        """
         self.plan = plan
         self.sizes = choose_tile_sizes(plan, target, backward)
         self.compute = jnp.dtype(plan.score_dtype)
@@ -112,13 +127,14 @@ class TiledOperands:
         self.overhang_q, self.overhang_kv = (n > 0 for n in self.overhang)
 
     def vary_like_operands(self, carry: Tree) -> Tree:
-        """Inside shard_map: the carry of a loop, cast to vary over the mesh axes over which the operands vary.
+        """The carry with which a loop starts, each array cast to vary over the mesh axes over which query varies (in shard_map).
 
         A loop must return the type with which it starts. JAX checks that only where it differentiates the loop.
         """
         over = jax.typeof(self.query).mat.varying
 
         def cast(x: Array) -> Array:
+            """x, cast to vary also over those axes of `over` (the axes over which query varies) that it does not vary over yet."""
             missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
             return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -133,11 +149,15 @@ class TiledOperands:
         return tuple(arrays)
 
     def rows(self, x: Array) -> Array:
-        """An operand with an entry for each query, as [B, N, padded_q, D]."""
+        """An operand with an entry for each query, [B, T, N, D] in the plan's layout, as [B, N, padded_q, D] in operand_dtype."""
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_q).astype(self.operand_dtype)
 
     def columns(self, x: Array) -> Array:
-        """An operand with an entry for each key, as [B, heads, padded_kv, D]; only padded where it is read once."""
+        """An operand with an entry for each key, [B, S, heads, D] in the plan's layout, as [B, heads, padded_kv, D] in
+        operand_dtype.
+
+        With `read_once` the operand is only padded: layout and dtype stay as they are.
+        """
         if self.read_once:
             return pad_to(x, 3 - self.key_heads_axis, self.sizes.padded_kv)
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_kv).astype(self.operand_dtype)
@@ -150,16 +170,21 @@ class TiledOperands:
         return lax.dynamic_slice(x, int32s(start), (s.batch, s.heads, s.block_q, *x.shape[3:]))
 
     def key_group(self, heads: int, row: TileRow) -> tuple[Array | int, int]:
-        """(first head, how many) of an operand with `heads` key heads that the query heads of the tile row read."""
+        """(first head, how many heads) of an operand with `heads` key heads in all that the query heads of the tile row read."""
         group = self.plan.q_heads // heads
         return row.h0 // group, max(1, self.sizes.heads // group)
 
     def take_columns(self, x: Array, row: TileRow, blocks: Array) -> Array:
-        """The part [batch, key heads, chunk * block_kv, D], at these key blocks, of an array that `columns` made."""
+        """What one visit reads of `x`, an array that `columns` made: [batch, key heads, chunk * block_kv, D] in operand_dtype.
+
+        row      the tile row, which decides the batch entries and the key heads
+        blocks   int32 [chunk]: numbers of the key blocks
+        """
         s, heads = self.sizes, self.key_heads_axis
         m0, nm = self.key_group(x.shape[heads], row)
 
         def part(first: Array) -> Array:
+            """The keys of one block, [batch, key heads, block_kv, D]; `first`: index of its first key."""
             start, size = [row.b0, m0, first, 0], [s.batch, nm, s.block_kv, x.shape[3]]
             if heads == 2:
                 start[1:3], size[1:3] = start[2:0:-1], size[2:0:-1]
@@ -172,22 +197,32 @@ class TiledOperands:
     # ------------------------------------------------------------------ products over grouped heads
 
     def query_times_key(self, q: Array, k: Array) -> Array:
-        """[b, heads, q, D] . [b, key heads, k, D] -> [b, heads, q, k]."""
+        """q . k over the last dim: [b, heads, q, D] and [b, key heads, k, D] give [b, heads, q, k] in dtype `compute`.
+
+        Query head n uses key head n // (heads // key heads).
+        """
         return self._grouped("bmxd,bmkd->bmxk", q, k)
 
     def weights_times_value(self, w: Array, v: Array) -> Array:
-        """[b, heads, q, k] . [b, key heads, k, E] -> [b, heads, q, E]."""
+        """The sum over keys of weight times value: [b, heads, q, k] and [b, key heads, k, E] give [b, heads, q, E]."""
         return self._grouped("bmxk,bmke->bmxe", w.astype(self.operand_dtype), v)
 
     def weights_transposed_times(self, w: Array, rows: Array, key_heads: int) -> Array:
-        """[b, heads, q, k], [b, heads, q, E] -> [b, key heads, k, E], summed over the heads of a group."""
+        """The sum over queries, and over the query heads of each key head, of weight times row, as in dV = P^T dO.
+
+        w [b, heads, q, k] and rows [b, heads, q, E] give [b, key_heads, k, E] in dtype `compute`.
+        """
         b, n, q, _ = w.shape
         fold = lambda x: x.reshape(b, key_heads, n // key_heads * q, x.shape[-1])
         w, rows = fold(w.astype(self.operand_dtype)), fold(rows)
         return jnp.einsum("bmxk,bmxe->bmke", w, rows, preferred_element_type=self.compute)
 
     def _grouped(self, formula: str, rows: Array, columns: Array) -> Array:
-        """The product by an einsum formula in which the query heads of a key head, and their queries, are one dimension x."""
+        """einsum(formula, rows, columns) in dtype `compute`, where formula's x is the query heads of a key head and their
+        queries.
+
+        rows [b, heads, q, ..], columns [b, key heads, ..]; the result is [b, heads, q, ..].
+        """
         b, n, q, _ = rows.shape
         m = columns.shape[1]
         folded = rows.reshape(b, m, n // m * q, rows.shape[-1])

@@ -1,6 +1,10 @@
 """The scores of the tiles of one visit: products, score_mod or its derivatives, mask and dropout.
 
-A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv.
+A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv. "Off" are
+the entries that do not count: those that the mask hides, and those past the end of queries or keys or of a block list.
+
+TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
+visit computes. A Region is the same as a TileRow with its key blocks: a part of the attention matrix.
 """
 
 import dataclasses
@@ -26,9 +30,10 @@ class VisitScores:
 
     raw       scale * q . k, what score_mod gets
     modified  after score_mod, -inf where `on` is False
-    on        which entries count; None: all
-    partials  of a derivative program: the derivatives of `modified` with respect to the raw score, then to each load
-    tile      the region, with the index of each load
+    on        bool, broadcastable to the tile: which entries count; None: all
+    partials  of a derivative program: the derivatives of `modified` with respect to the raw score, then to each load that has a
+              gradient; arrays that broadcast to the tile, or literals. () for score_mod's own program
+    tile      the tile on which the score program was evaluated; it keeps the index values of the loads
     """
 
     raw: Array
@@ -39,7 +44,11 @@ class VisitScores:
 
 
 def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, q_extra: Array | None) -> Array:
-    """scale * (q . k + query_extra . key_extra); q and q_extra are the queries of the tile row."""
+    """The scores of a visit before score_mod, scale * (q . k + query_extra . key_extra): [batch, heads, block_q, keys].
+
+    q         queries of the tile row, [batch, heads, block_q, D]
+    q_extra   its part of query_extra, [batch, heads, block_q, R]; None without extra features
+    """
     total = tiled.query_times_key(q, tiled.take_columns(tiled.key, row, visit.blocks))
     if q_extra is not None:
         assert tiled.key_extra is not None
@@ -50,9 +59,12 @@ def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, 
 def visit_scores(
     tiled: TiledOperands, row: TileRow, visit: BlockVisit, raw: Array, program: Program | None, mask_q_end: bool
 ) -> VisitScores:
-    """Applies a score program (score_mod's or that of its derivatives; None: identity) and the mask to the raw scores.
+    """The scores of a visit after a score program and the mask.
 
-    mask_q_end   whether queries past the end must be off; a forward pass just does not return them
+    raw          what raw_scores returns for the visit
+    program      score_mod's program, or that of its derivatives, whose results are also returned; None: the identity
+    mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass need not,
+                 since it drops their results
     """
     region = region_of(tiled.sizes, row, visit.blocks, tiled.placed)
     on = _on(tiled, region, region_of(tiled.sizes, row, visit.blocks), visit, mask_q_end)
@@ -76,7 +88,11 @@ def visit_scores(
 
 
 def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
-    """A derivative in the dtype of the scores; 0 where masked, if it is to be differentiated again."""
+    """One result of a derivative program over a tile, cast to the dtype of the scores.
+
+    For a plan that jax differentiates again (plan.differentiable) it is 0 where `on` is False, because a NaN there would reach
+    the second derivatives.
+    """
     partial = partial.astype(tiled.compute)
     if on is None or not tiled.plan.differentiable:
         return partial
@@ -84,7 +100,10 @@ def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
 
 
 def _on(tiled: TiledOperands, region: Region, rows: Region, visit: BlockVisit, mask_q_end: bool) -> Array | None:
-    """bool of rank 4, 1 along axes that do not matter: which entries of a visit count; None: all.
+    """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all count.
+
+    An entry counts if the mask program shows it (not asked in full blocks), its key block is valid, and its key, and with
+    mask_q_end its query, is not past the end.
 
     region, rows   the visit in positions of the whole problem, and in rows of the call
     """
@@ -105,7 +124,7 @@ def _on(tiled: TiledOperands, region: Region, rows: Region, visit: BlockVisit, m
 
 
 def _mask(tiled: TiledOperands, region: Region) -> Array:
-    """The mask program over a region: bool of rank 4, 1 along axes on which the mask does not depend."""
+    """The mask program over a region: bool of rank 4, True at visible entries, of size 1 along axes that the mask does not read."""
     program = tiled.plan.mask
     assert program is not None
     want = program.axes - {"delta"} | ({"q", "kv"} if "delta" in program.axes else set())
@@ -114,7 +133,9 @@ def _mask(tiled: TiledOperands, region: Region) -> Array:
 
 
 def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) -> Array | None:
-    """What dropout multiplies each probability of a visit by, 0 or 1 / (1 - rate); None without dropout."""
+    """What dropout multiplies each probability of a visit by: 0 or 1 / (1 - rate), [batch, heads, block_q, keys]; None without
+    dropout.
+    """
     program = tiled.plan.dropout
     if program is None:
         return None
@@ -124,10 +145,12 @@ def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) ->
 
 
 def times_partial(cotangent: Array, partial: Array | Lit) -> Array:
-    """A cotangent or tangent of the score times one of VisitScores.partials."""
+    """`cotangent` (a cotangent or tangent over the tile of a visit) times `partial`, one of VisitScores.partials."""
     return cotangent * (partial.value if isinstance(partial, Lit) else partial)
 
 
 def zero_where_off(scores: VisitScores, values: Array) -> Array:
-    """0 in the entries that do not count. After products, because 0 times the NaN of a masked entry is NaN."""
+    """`values` over the tile of a visit, with 0 at entries that do not count. Apply it after all products, because 0 times the
+    NaN of a hidden entry is NaN.
+    """
     return values if scores.on is None else jnp.where(scores.on, values, jnp.zeros_like(values))

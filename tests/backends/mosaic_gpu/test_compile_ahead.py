@@ -43,8 +43,8 @@ def gradient(x: jax.Array) -> jax.Array:
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Hashes of the kernels that a machine with a GPU would compile in threads."""
     given: list[bytes] = []
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: "a GPU")
-    monkeypatch.setattr(compile_ahead, "begin", lambda kernel, gpu: given.append(kernel.kernel_hash))
+    monkeypatch.setattr(compile_ahead, "gpu_of_this_process", lambda target: "a GPU")
+    monkeypatch.setattr(compile_ahead, "start_compiling", lambda kernel, gpu: given.append(kernel.kernel_hash))
     return given
 
 
@@ -104,12 +104,15 @@ def test_equal_layers_are_lowered_once(begun: list[bytes]) -> None:
 
 
 def test_without_a_gpu_none_begins(begun: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: None)
+    monkeypatch.setattr(compile_ahead, "gpu_of_this_process", lambda target: None)
     assert len(lowered(gradient)) == 3
     assert begun == []
 
 
-PIECES = ("operations", "own_gpu", "without_file_name", "parse", "kernel_of", "begin", "threads")
+PIECES = (
+    "operations_so_far", "gpu_of_this_process", "without_file_name", "parse_module", "kernel_of", "start_compiling",
+    "compile_threads",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", [*PIECES, "jax.extend.mlir", "compile_ahead"])
@@ -119,8 +122,8 @@ def test_a_jax_that_has_a_piece_otherwise_compiles_all_the_same(
     def renamed(*_: object) -> None:
         raise AttributeError(f"no {piece}")
 
-    monkeypatch.setattr(compile_ahead, "own_gpu", lambda target: "a GPU")
-    monkeypatch.setattr(compile_ahead, "begun", set())
+    monkeypatch.setattr(compile_ahead, "gpu_of_this_process", lambda target: "a GPU")
+    monkeypatch.setattr(compile_ahead, "started_hashes", set())
     if piece in PIECES:
         monkeypatch.setattr(compile_ahead, piece, renamed)
     elif piece == "compile_ahead":
@@ -144,19 +147,19 @@ def test_a_kernel_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def submit(self, function: Callable, *arguments: object) -> None:
             submitted.append((function, arguments))
 
-    monkeypatch.setattr(compile_ahead, "threads", Pool)
-    monkeypatch.setattr(compile_ahead, "begun", set())
+    monkeypatch.setattr(compile_ahead, "compile_threads", Pool)
+    monkeypatch.setattr(compile_ahead, "started_hashes", set())
     one, other = compile_ahead.KernelCall(b"1", b"module"), compile_ahead.KernelCall(b"2", b"module")
     gpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for kernel in (one, other, one):
-        compile_ahead.begin(kernel, gpu)
+        compile_ahead.start_compiling(kernel, gpu)
     assert submitted == [(compile_ahead.compile_alone, (kernel, gpu)) for kernel in (one, other)]
 
 
 def test_threads_leave_a_core_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((1, None), (None, None), (2, 1), (64, compile_ahead.MOST_THREADS)):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        pool = compile_ahead.threads.__wrapped__()
+        pool = compile_ahead.compile_threads.__wrapped__()
         assert (pool and pool._max_workers) == expected
 
 
@@ -178,8 +181,8 @@ def test_what_a_thread_compiled_is_not_compiled_again() -> None:
 def compile_twice() -> None:
     """The kernels of a program alone, as the threads would; then the program; then the same from elsewhere."""
     kernels = []
-    compile_ahead.own_gpu = lambda target: "a GPU"
-    compile_ahead.begin = lambda kernel, gpu: kernels.append(kernel)
+    compile_ahead.gpu_of_this_process = lambda target: "a GPU"
+    compile_ahead.start_compiling = lambda kernel, gpu: kernels.append(kernel)
     lowered(gradient)
     topology = compile_hopper.topology(1)
     gpu = jax.sharding.SingleDeviceSharding(topology.devices[0])

@@ -98,7 +98,7 @@ def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool
             traced.program, captures, SHAPE, batch=BATCH, head=HEAD, row_axis="kv" if transposed else "q",
             edge=(Q, KV) if edge else None, interpret=True,
         )  # fmt: skip
-        (out[...],) = program.at_rows(Q_START).at_cols(64 if transposed else 128, score_ref[...])
+        (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])
 
     kernel = plgpu.kernel(
         body, out_type=jax.ShapeDtypeStruct(SHAPE, jnp.float32), grid=(1,), grid_names=("program",), num_threads=1,

@@ -187,6 +187,8 @@ IN_A_FIXED_ORDER: dict[str, tuple[dict[str, typing.Any], str]] = {
         {"tokens": 512, "keys": 4096, "score_mod": lambda s, b, h, q, k: s + TABLE[q - k + 4096].astype(jnp.float32)},
         ONE,
     ),
+    "causal at 128": ({"dim": 128, "mask_mod": flexjax.masks.causal}, "one 64x128"),
+    "causal at 128, grouped heads": ({"dim": 128, "mask_mod": flexjax.masks.causal, "kv_heads": 4}, "dq 128x128 slots 2,2 dkv 64x128 slots 2,2"),
     "full, few queries at 128": (
         {"dim": 128, "tokens": 512, "keys": 32768}, "one 64x128",
     ),
