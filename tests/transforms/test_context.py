@@ -284,7 +284,8 @@ def test_a_call_without_a_mesh() -> None:
 @needs_two
 def test_what_a_call_cannot_have() -> None:
     ids = jnp.zeros(T, jnp.int32)
-    call = lambda context, ids, **more: flexjax.flex_attention(*qkv(), mask_mod=documents(ids), context=context, **more)
+    q, k, v = qkv()
+    call = lambda context, ids, **more: flexjax.flex_attention(q, k, v, mask_mod=documents(ids), context=context, **more)
     with jax.set_mesh(two()):
         with pytest.raises(ValueError, match="unknown") as error:
             jax.jit(lambda ids: call(ContextParallel("sp", None, "neighbours"), ids))(ids)
@@ -298,7 +299,6 @@ def test_what_a_call_cannot_have() -> None:
         assert str(refusal.value) == (
             "reference: It is dense and runs on one device; context= splits the sequence over several."
         )
-        q, k, v = qkv()
         with pytest.raises(ValueError, match="divide") as error:
             flexjax.flex_attention(q, k[:, :, :1], v[:, :, :1], context=ContextParallel("sp", None, "all_to_all"))
         assert str(error.value) == (
