@@ -104,7 +104,11 @@ class Tuning(typing.NamedTuple):
     kept: pathlib.Path | None
 
     def __str__(self) -> str:
-        """A table: the fastest tiles, then a row for each candidate with its time or why it was left out, `*` at the fastest."""
+        """A table: the fastest tiles, then a row for each candidate with its time or why it was left out, `*` at the
+        fastest.
+
+        A last line says if the time was up before every candidate was tried.
+        """
         best = {which: {n: getattr(self.options, n) for n in names} for which, names in tuned.PASSES.items()}
         lines = [f"{self.backend}: best {_shown({n: v for t in best.values() for n, v in t.items() if v})}"]
         for t in self.timings:
@@ -224,9 +228,14 @@ def _search(
 
     call       the call whose tiles are searched
     timed      the choice of the backend whose candidates are timed
-    backward   whether the backward pass is searched too
-    until      the time of `clock` at which no further candidate begins
+    backward   whether the backward pass is searched too, with the fastest forward tile; it may be run by another
+               backend that
+               `timed` refuses the gradients to
+    until      the time of `clock` at which no further candidate begins; the forward search leaves the backward search
+               60% of it
     cache, progress   as for `autotune`
+
+    Raises RuntimeError, with the reason of each candidate, if none runs.
     """
     plan, options = call.plan, call.plan.options
     forwards = _tiles(timed, plan, "forward")
@@ -295,7 +304,9 @@ def _is_better(timing: Timing, own: Timing) -> bool:
 def _timed_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
     """The measurements of the backend's own choice and of the fastest candidate.
 
-    Both are timed again, in alternation, if the first measurements would replace the backend's own choice.
+    Both are timed again, in alternation, if the first measurements would replace the backend's own choice; the first
+    measurements
+    stay if that raises an error, which is logged.
     """
     first = own.timing, fastest.timing
     if not (_is_better(fastest.timing, own.timing) and own.run and fastest.run):
@@ -388,7 +399,10 @@ def _time(
 
     plan      that of the call with the candidate's tile among its options
     which, tile, movable   see `_step` and Timing
-    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first untimed one
+    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first
+              untimed one
+
+    The trial of a candidate that is left out has no seconds and says why.
     """
 
     def skip(reason: str) -> Trial:
@@ -425,9 +439,10 @@ def _keep(
     """Writes the fastest tiles to the file that `cache` says, for the passes whose tile the call does not fix.
 
     plan        of the call, without the tiles that were found
-    found       the fastest candidate of each pass
+    found       the fastest candidate of each pass; an empty tile is not written
     timed       the choice of the backend, whose name and device are part of the key in the file
-    timings     all measurements, and `candidates` what was to be tried, by pass, to note whether the search was finished
+    timings     all measurements, and `candidates` what was to be tried, by pass, to note whether the search was
+                finished
     cache       as for `autotune`
 
     Returns the file, None if nothing was written.

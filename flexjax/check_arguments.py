@@ -96,9 +96,12 @@ def check_inputs(
 ) -> Inputs:
     """Checks the arrays and the layout of a call, and returns the arrays with their sizes.
 
-    The arguments are those of flex_attention, not checked yet: query [B, T, N, D] and so on, see there. Shapes, dtypes and
-    numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query. Raises ValueError
-    for a shape, dtype or layout that does not fit.
+    The arguments are those of flex_attention, not checked yet: query [B, T, N, D] and so on, see there. Shapes, dtypes
+    and
+    numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query; heads
+    are not
+    repeated. Raises ValueError for a shape, dtype or layout that does not fit. Warns if the layout looks wrong
+    (`_warn_of_swapped_axes`).
     """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
@@ -153,7 +156,9 @@ MOST_HEADS = 128
 
 
 def _warn_of_swapped_axes(query: Array, layout: str) -> None:
-    """Warns if query in layout "BTNH" may be [B, N, T, D]: it has more heads than tokens, and more than MOST_HEADS heads."""
+    """Warns if query in layout "BTNH" may be [B, N, T, D]: it has more heads than tokens, more than one token and more
+    than MOST_HEADS heads.
+    """
     if layout == "BTNH" and 1 < query.shape[1] < query.shape[2] and query.shape[2] > MOST_HEADS:
         warnings.warn(
             f'`query` has shape {query.shape}, which layout "BTNH" reads as {query.shape[1]} tokens and {query.shape[2]} heads. '
@@ -209,6 +214,10 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
     """Raises ValueError unless the head dims, key lengths and numbers of heads of query, key and value fit together.
 
     sizes   the fields of Inputs that were read from the shapes in `layout`, by name
+
+    Key must have the head dim of query, value the tokens and heads of key; query must have heads, in a number that is a
+    multiple of
+    key's.
     """
     mixed = f" Both are read in layout {layout}; is one of them in the other?"
     if k.shape[3] != q.shape[3]:
@@ -313,8 +322,11 @@ def both_masks() -> ValueError:
 
 
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
-    """Raises ValueError unless `mask` is one BlockMask (no stack) made for the lengths of the inputs, and for their batch and
-    heads or for 1 of each that its mask does not read.
+    """Raises ValueError unless `mask` is one BlockMask (no stack) made for the lengths of the inputs, and for their
+    batch and
+    heads or for 1 of each that its mask does not read. Its lists must not have symbolic widths.
+
+    layout   that of the call, for the message
     """
     if not isinstance(mask, BlockMask):
         raise bad_argument(

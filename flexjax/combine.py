@@ -17,7 +17,10 @@ _SCORE_ARGUMENTS = ("score", *_MASK_ARGUMENTS)
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """`mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it."""
+    """`mask_mods[0](..) & mask_mods[1](..) & ..`: an entry is kept if every mask keeps it.
+
+    Raises ValueError for no functions, and for anything that is not callable as a mask mod.
+    """
     _check("and_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
@@ -31,7 +34,10 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """`mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it."""
+    """`mask_mods[0](..) | mask_mods[1](..) | ..`: an entry is kept if some mask keeps it.
+
+    Raises ValueError for no functions, and for anything that is not callable as a mask mod.
+    """
     _check("or_masks", "mask_mods", mask_mods, _MASK_ARGUMENTS)
 
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
@@ -45,7 +51,10 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """`~mask_mod(..)`: an entry is kept if the mask does not keep it."""
+    """`~mask_mod(..)`: an entry is kept if the mask does not keep it; a Python bool becomes its `not`.
+
+    Raises ValueError for anything that is not callable as a mask mod.
+    """
     _check("not_mask", "mask_mod", mask_mod, _MASK_ARGUMENTS)
 
     def opposite(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array | bool:
@@ -57,7 +66,10 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 
 
 def chain_mods(*score_mods: ScoreMod) -> ScoreMod:
-    """One score mod that applies one or more: `.. score_mods[1](score_mods[0](score, ..), ..)`, the first mod first."""
+    """One score mod that applies one or more: `.. score_mods[1](score_mods[0](score, ..), ..)`, the first mod first.
+
+    Raises ValueError for no functions, and for anything that is not callable as a score mod.
+    """
     _check("chain_mods", "score_mods", score_mods, _SCORE_ARGUMENTS)
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -87,6 +99,8 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
     """Raises ValueError unless `mod` is a function that can be called with positional `arguments` (their names).
 
     call, name   the function that the user called and which of its arguments `mod` is, for the message
+
+    A callable without a signature (written in C) passes.
     """
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(mod):

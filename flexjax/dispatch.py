@@ -82,9 +82,11 @@ def backend(name: str) -> Backend:
 
 
 def candidates(implementation: object) -> tuple[str, ...] | None:
-    """The argument `implementation` as names of backends to ask, in order; None: the default order.
+    """The argument `implementation`, one name or a sequence of names, as the names to ask in order; None: the default
+    order.
 
-    Raises ValueError for anything else than names of backends.
+    Names are those of NAMES: the backends and "reference". Raises ValueError for any other value and for an empty
+    sequence.
     """
     if implementation is None:
         return None
@@ -102,11 +104,14 @@ def candidates(implementation: object) -> tuple[str, ...] | None:
 
 
 def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
-    """The name of the backend that runs the plan on every target (xla or reference); None if the choice depends on the target.
+    """The name of the backend that runs the plan on every target (xla or reference); None if the choice depends on the
+    target.
 
     implementation   names of backends to ask, in order; None: the default order
 
-    Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
+    It depends on the target if the first backend that may accept is one for a GPU or TPU, and in the default order
+    whenever xla
+    accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
     """
     if implementation is None and backend("xla").refuses(plan, None) is None:
         return None
@@ -165,11 +170,15 @@ def choose_backward(
     wanted: Wanted,
     derivative: Program | None,
 ) -> Run:
-    """The choice for the backward pass: the backend of the forward pass, or xla if that backend refuses these gradients.
+    """The choice for the backward pass: the backend of the forward pass, or xla if that backend refuses these
+    gradients.
 
-    implementation   names of backends to ask, in order; None: the default order
+    implementation   names of backends to ask, in order; None: the default order. xla is taken although it may not be
+                     among them
     wanted           which operands get a gradient
     derivative       the derivative program of score_mod, None without score_mod
+
+    Raises NotImplementedError if no backend accepts the forward pass.
     """
     run = choose(plan, implementation, target)
     why = run.backend.refuses_backward(run.plan, target, wanted, derivative)
@@ -244,9 +253,10 @@ _warned: set[tuple[str, KernelPlan, Target]] = set()
 
 
 def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
-    """Warns if a pass on a GPU or TPU does not run on its kernels and the call did not ask for that.
+    """Warns if a pass on a GPU or TPU does not run on its kernels and the call's `implementation` does not name the
+    backend that runs it.
 
-    It warns once for each pass, plan and target.
+    It warns once for each pass, plan and target; a warning that is turned into an error is raised each time.
 
     which   the name of the pass: FORWARD, BACKWARD, TANGENT or SECOND, or BACKWARD with words that say more
     run     the choice that was made for it

@@ -203,7 +203,9 @@ def _window(size: ArrayLike | Sequence[ArrayLike]) -> MaskMod:
 def _tokens(size: object) -> int | Array | None:
     """The number of tokens on one side of a window, rounded down and limited to +-UNBOUNDED.
 
-    An int, or an int32 scalar if `size` is a jax scalar; None if `size` is no number.
+    An int, or an int32 scalar if `size` is a jax scalar, whose NaN counts as -UNBOUNDED (an empty window). None if
+    `size` is no
+    number: a string, an array that is no scalar, a complex number, or NaN in Python.
     """
     if isinstance(size, Array):
         if size.shape != () or jnp.issubdtype(size.dtype, jnp.complexfloating):

@@ -49,9 +49,13 @@ def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | N
 
     platform   that the program is lowered for
 
-    Returns the mesh over whose devices it splits the program by rules, NoRule if it splits the program without asking rules, and
-    None if it does not split the program. Each axis of the mesh has prime size, because the partitioner may split an array over a
-    part of an axis.
+    Returns the mesh over whose devices it splits the program by rules, NoRule if it splits the program without asking
+    rules (on a
+    TPU, in an exported program, inside a shard_map that leaves axes to XLA), and None if it does not split the program
+    (one device,
+    or a shard_map over all axes of more than one device). Each axis of the mesh has prime size, because the partitioner
+    may split an
+    array over a part of an axis.
     """
     module = ctx.module_context
     where = module.axis_context
@@ -132,13 +136,17 @@ def _spec(x: typing.Any) -> Spec:
 
 
 def widest(dim: str, size: int, dims: Sequence[str], specs: Sequence[Spec], mesh: Mesh, taken: Names = ()) -> Names:
-    """The axes by which to split the dimension with the name `dim`: those of the array that splits it over most devices.
+    """The axes by which to split the dimension with the name `dim`: those of the array that splits it over most
+    devices.
 
     size    of the dimension
-    dims    for each array the names of its dimensions; specs: for each array the axes that split each of them
+    dims    for each array the names of its dimensions, one text such as "b t h d"; specs: for each array the axes that
+            split each
+            of them. An array without the dimension is skipped
     taken   axes that may not be used, because another dimension is split over them
 
-    Of an array's axes only those before the first that is taken or makes unequal parts count. The first of several equal arrays
+    Of an array's axes only those before the first that is taken or makes unequal parts count. The first of several
+    equal arrays
     wins. () if no array splits the dimension.
     """
     found: Names = ()
@@ -191,10 +199,15 @@ def lower_with_rule(
     rule: Rule,
     flat: Sequence[typing.Any],
 ) -> typing.Any:
-    """Lowers `function` as a call that XLA's partitioner splits over the devices of `mesh` by `rule`; returns the results.
+    """Lowers `function` as a call that XLA's partitioner splits over the devices of `mesh` by `rule`; returns the
+    results.
 
     ctx    the context of the lowering rule that calls this function
     flat   the lowered arguments (MLIR values)
+
+    The call carries a digest of `rule.text` as an attribute. What one device computes is lowered under jax's settings
+    of this
+    thread.
     """
     settings = settings_now()
     call = custom_partitioning(lambda *flat: function(*flat))

@@ -14,7 +14,7 @@ class ProgressBar:
         self.on = sys.stderr.isatty() if wanted is None else wanted
 
     def show(self, done: int, seconds_left: float, best: float | None, now: str) -> None:
-        """Draws the line.
+        """Draws the line; nothing if the bar is not to be drawn.
 
         done           how many candidates were timed
         seconds_left   time until the search ends

@@ -83,7 +83,8 @@ def _random_blocks(blocks: int, reach: int, global_blocks: int, count: int, seed
     count:           number of random blocks for each query block
     seed:            of numpy's random generator
 
-    A row with fewer candidates than `count` is filled with its own number, which is in the window anyway.
+    A row with fewer candidates than `count`, and the row of a global block, is filled with its own number, which is
+    seen anyway.
     """
     rng = np.random.default_rng(seed)
     table = np.repeat(np.arange(blocks, dtype=np.int32)[:, None], count, axis=1)

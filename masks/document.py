@@ -79,7 +79,10 @@ def document(
 
 
 def _of_ids(q_ids: Array, kv_ids: Array) -> MaskMod:
-    """The mask that compares the document ids of query and key, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`."""
+    """The mask that compares the document ids of query and key, integer `[T]` and `[S]`, or `[B, T]` and `[B, S]`.
+
+    One row serves every batch entry. An index past the end of the ids reads the last one.
+    """
 
     @named("document")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -105,10 +108,16 @@ def _offsets(offsets: ArrayLike) -> Array:
 
 
 def _of_offsets(offsets: Array) -> MaskMod:
-    """The mask of documents that start and end at `offsets`, `[n + 1]` or `[B, n + 1]`.
+    """The mask of documents that start and end at `offsets`, int32 `[n + 1]` or `[B, n + 1]`; document i has the tokens
+    from offsets[i] to offsets[i + 1] - 1.
 
-    Known offsets become ids of tokens, which a kernel reads faster.  Traced ones do not say how many tokens there
-    are; the document of a token is then the number of offsets up to it.
+    A token before the first offset or from the last one on is in no document: it sees no key, and no query sees it.
+    Known
+    offsets become ids of tokens, which a kernel reads faster.  Traced offsets do not say how many tokens there are; the
+    mask
+    then counts, for each token, the offsets after the first that are at most its position.  Raises ValueError for
+    traced
+    offsets of more than MOST_TRACED documents.
     """
     if not isinstance(offsets, Tracer):
         with jax.ensure_compile_time_eval():

@@ -19,7 +19,7 @@ def global_tokens(tokens: ArrayLike) -> MaskMod:
 
     Source: Beltagy et al., "Longformer", arXiv:2004.05150, section 3.1 ("global attention").
 
-    Raises ValueError if a number is negative, or an array is not boolean or has other than one or two axes.
+    Raises ValueError if a number is negative or not an int, or an array is not boolean or has other than one or two axes.
 
     Picture of `global_tokens(2)`, 8 x 8:
 

@@ -17,7 +17,7 @@ def padding(lengths: ArrayLike) -> MaskMod:
     Hides the keys that pad an entry at its end.  Rows of padding queries keep their real keys; combine with
     `query_padding` to empty them too.
 
-    Raises ValueError if `lengths` is negative, is not integer or has more than one axis.
+    Raises ValueError if `lengths` is a negative int, is not integer or has more than one axis.
 
     Picture of `padding(np.array([5]))`, 4 x 8:
 
@@ -44,7 +44,7 @@ def query_padding(lengths: ArrayLike) -> MaskMod:
 
     Empties the rows of the queries that pad an entry at its end, so that their output is zero.
 
-    Raises ValueError if `lengths` is negative, is not integer or has more than one axis.
+    Raises ValueError if `lengths` is a negative int, is not integer or has more than one axis.
 
     Picture of `query_padding(np.array([5]))`, 8 x 4:
 
@@ -75,7 +75,7 @@ def left_padding(starts: ArrayLike) -> MaskMod:
 
     Hides the keys that pad an entry at its beginning, as batches for generation often do.
 
-    Raises ValueError if `starts` is negative, is not integer or has more than one axis.
+    Raises ValueError if `starts` is a negative int, is not integer or has more than one axis.
 
     Picture of `left_padding(np.array([3]))`, 4 x 8:
 

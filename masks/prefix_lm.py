@@ -17,7 +17,7 @@ def prefix_lm(prefix: ArrayLike) -> MaskMod:
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", arXiv:1910.10683, section 3.2.1 ("causal with prefix").
 
-    Raises ValueError if `prefix` is negative, is not integer or has more than one axis.
+    Raises ValueError if `prefix` is a negative int, is not integer or has more than one axis.
 
     Picture of `prefix_lm(3)`, 8 x 8:
 

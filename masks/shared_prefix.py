@@ -21,7 +21,7 @@ def shared_prefix(length: ArrayLike, mask_mod: MaskMod) -> MaskMod:
     Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", arXiv:2312.07104 (prefix
     sharing).
 
-    Raises ValueError if `length` is negative, is not integer or has more than one axis, or if `mask_mod` is no function.
+    Raises ValueError if `length` is a negative int, is not integer or has more than one axis, or if `mask_mod` is no function.
 
     Picture of `shared_prefix(2, and_masks(causal, document(np.array([0, 0, 1, 1, 1, 2, 2, 2]))))`, 8 x 8:
 

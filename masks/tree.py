@@ -57,8 +57,8 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
 
 
 def _check_order(parents: ArrayLike) -> None:
-    """Raises ValueError if a parent in `parents` does not come before its child; traced arrays, whose values are not known,
-    pass.
+    """Raises ValueError if a parent in `parents` is below -1 or does not come before its child; traced arrays, whose
+    values are not known, pass.
     """
     try:
         known = np.asarray(parents)
@@ -77,9 +77,10 @@ def _check_order(parents: ArrayLike) -> None:
 
 @jax.jit
 def _intervals(parents: Array) -> tuple[Array, Array]:
-    """Numbers the nodes of one tree in depth-first order: the nodes of n's subtree get the numbers enter[n] .. leave[n] - 1.
+    """Numbers the nodes of one tree in depth-first order: the nodes of n's subtree get the numbers enter[n] .. leave[n]
+    - 1.
 
-    parents:   int32 `[T]`, as for `tree`
+    parents:   int32 `[T]`, as for `tree`; several roots are trees one after the other
 
     Returns (enter, leave), int32 `[T]` each.
     """

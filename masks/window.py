@@ -20,7 +20,7 @@ def sliding_window(window: ArrayLike) -> MaskMod:
 
     Source: Beltagy et al., "Longformer", arXiv:2004.05150; Jiang et al., "Mistral 7B", arXiv:2310.06825.
 
-    Raises ValueError if `window` is less than 1, not integer, or has more than one axis.
+    Raises ValueError if `window` is an int less than 1, not integer, or has more than one axis.
 
     Picture of `sliding_window(3)`, 8 x 8:
 

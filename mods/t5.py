@@ -22,8 +22,9 @@ def t5_bias(table: ArrayLike, *, bidirectional: bool, max_distance: int = 128) -
                     share bucket 0 with the query's own, and `masks.causal` hides them.
     max_distance:   int: from here on all distances share the last bucket.
 
-    The factory expands the table once to the `2 * max_distance + 1` distances with biases of their own, so that
-    the mod reads one array, by distance and head.  T5 does not scale its scores: pass `scale=1.0` to agree with its weights.
+    The factory expands the table once to an array by distance and head, for the distances `-max_distance ..
+    max_distance`; the mod clips `kv_idx - q_idx` to them and reads one element.  T5 does not scale its scores: pass
+    `scale=1.0` to agree with its weights.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", arXiv:1910.10683, section 2.1.

@@ -15,11 +15,12 @@ def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
     group:   int of at least 1: query heads per key head, `N // M`, if `scales` has one row per key head.
 
     `q . (scale * k) = scale * (q . k)`, so keys are read in eight bits and scaled after the product.
-    Chain it before every mod that adds to the score.
+    Chain it before every mod that adds to the score.  Sizes are not checked against those of the call.
 
     Source: Zhang et al., "SageAttention", arXiv:2410.02367.
 
-    Raises ValueError if `scales` is not floating or has another number of axes, or `group` is less than 1.
+    Raises ValueError if `scales` is not floating or has another number of axes, or `group` is less than 1 or not an
+    int.
     """
     by_token = _checked("key_scales", scales, {1: "[S]", 2: "[B, S]", 3: "[B, M, S]"}, "key")
     per_row = integer("key_scales", "group", group, 1, "Pass the number of query heads per key head.")

@@ -26,12 +26,17 @@ class Docstrings(griffe.Extension):
     """Replaces each docstring by its Markdown."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called by griffe for each object: replaces its docstring, if it has one; those of modules stay."""
         if obj.docstring is not None and not obj.is_module:
             obj.docstring.value = markdown(obj.docstring.value, "field" if obj.is_class else "argument")
 
 
 def markdown(text: str, column: str = "argument") -> str:
-    """The Markdown of a docstring; `column` heads the names in its tables."""
+    """The Markdown of a docstring; `column` heads the names in its tables.
+
+    By paragraph: indented lines become a code block, adjacent ones one block; a first paragraph of one line without a final
+    ".", ":" or "`" becomes Python code, as does the call after "Example: "; the rest becomes a table and text (`_paragraph`).
+    """
     out: list[str] = []
     paragraphs = [
         list(lines) for blank, lines in itertools.groupby(text.split("\n"), lambda x: not x.strip()) if not blank
@@ -58,7 +63,11 @@ def _language(block: str) -> str:
 
 
 def _paragraph(lines: list[str], column: str) -> list[str]:
-    """The table that `lines` begin with, if they do, and the text after it."""
+    """The table that `lines` begin with, if they do, and the text after it, each one string.
+
+    A row is a line that matches ENTRY, or names alone above an indented line; indented lines after it belong to it. The table
+    ends at the first other line; from there on everything is text.
+    """
     rows: list[tuple[str, str]] = []
     taken = 0
     for n, line in enumerate(lines):
@@ -82,6 +91,7 @@ def _paragraph(lines: list[str], column: str) -> list[str]:
 
 
 def _names(names: str) -> str:
+    """Names of arguments, separated by ", ", each as code; "the rest" as it is."""
     return names if names == "the rest" else ", ".join(f"`{name}`" for name in names.split(", "))
 
 

@@ -50,7 +50,7 @@ def canonical(module: typing.Any) -> tuple[str, str]:
 
 def lower_only(names: Sequence[str]) -> None:
     """Lowers each entry and prints a line `kernel NAME HASH` for each of its kernels, in this process; no assembler
-    runs.
+    runs. It replaces functions of jax for the rest of the process.
 
     names   entries of the conformance table
     """
@@ -78,7 +78,9 @@ def text_sections(cubin: bytes) -> bytes:
 
 
 def assembled(ptx: str) -> str:
-    """The hash (`digest`) of the SASS that ptxas makes of the PTX text."""
+    """The hash (`digest`) of the SASS that ptxas, from the NVIDIA wheels on sys.path, makes of the PTX text for sm_90a. Raises
+    CalledProcessError where ptxas fails.
+    """
     wheel = next(pathlib.Path(root) for root in sys.path if list(pathlib.Path(root).glob("nvidia/*/bin/ptxas")))
     with tempfile.TemporaryDirectory() as folder:
         source, target = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.cubin")
@@ -107,7 +109,11 @@ def kernels(names: Sequence[str], sass: bool) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> int:
-    """Prints the hashes, or with `--against` compares them; returns the exit status, 1 where something differs."""
+    """Prints the hashes, or with `--against` compares them; returns the exit status.
+
+    It is 1 where a kernel of the named entries differs from the file or the file has one more, else 0. Ends the process with
+    a message for unknown entries and without the wheels.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", help="CASE-DTYPE; all by default")
     parser.add_argument("--against", type=pathlib.Path, metavar="FILE")

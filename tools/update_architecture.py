@@ -15,7 +15,9 @@ TABLE = re.compile(r"(?<=<!-- files: )(\S+)( -->\n).*?(?=<!-- end -->)", re.DOTA
 
 
 def first_sentence(path: pathlib.Path) -> str:
-    """The first sentence of a module's docstring, as one cell of a Markdown table; empty without a docstring."""
+    """The first sentence of a module's docstring, as one cell of a Markdown table; empty without a docstring. It ends with
+    the first paragraph at the latest.
+    """
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[a-z)`\]]{2}\.)\s+(?=[A-Z`])", paragraph)[0].replace("|", "\\|")

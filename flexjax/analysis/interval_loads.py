@@ -24,9 +24,12 @@ Array = jax.Array
 
 
 def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
-    """The largest number of neighbouring elements of a dimension that the positions of one block can read.
+    """The largest number of neighbouring elements of a dimension that the positions of one block can read, at most
+    `limit`.
 
-    atom    the index of the load along the dimension; without a linear form it may take every value
+    atom    the index of the load along the dimension; its coefficients of q and kv count, b and h are fixed in a block.
+            Without
+            a linear form (also a literal) it may take every value
     grid    the blocks
     limit   length of the dimension
     """
@@ -39,15 +42,20 @@ def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
 def load_extremes(
     load: Load, index: list[Abstract], array: Array, grid: BlockGrid, points: Mapping[int, Array]
 ) -> Abstract:
-    """Bounds the element that a load reads in each block, by the smallest and the largest element that it can read there.
+    """Bounds the element that a load reads in each block, by the smallest and the largest element that it can read
+    there.
 
-    load     the load
-    index    what is known of each index of the load
+    load     the load; at least one of its indices varies
+    index    what is known of each index of the load; indices out of range are clipped
     array    the captured array that it reads
     grid     the blocks
     points   the values that are one number in each block (those of b and h alone), by id
 
-    Returns an Interval, for bool arrays a Truth. Complex and empty arrays, and bools as indices, give `unknown`.
+    Returns an Interval, for bool arrays a Truth. One varying index gives the exact extremes of its range; several, or
+    one that can
+    reach more than 2^16 elements of a dimension longer than RANGE_TABLE_LIMIT, give what `_extremes_of_rows` finds.
+    Complex and
+    empty arrays, and bools as indices, give `unknown`.
     """
     dtype = load.out.dtype
     if any(isinstance(i, Truth) for i in index) or array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -81,8 +89,8 @@ def _range_extremes(
     """For each block the least and the greatest element of a range of the last dimension.
 
     rows      (the array for the minimum, the array for the maximum), of one shape; usually the same array twice
-    where     the fixed indices of all dimensions but the last, one integer array for each
-    span      the range of the last index in each block; it is clipped to the array
+    where     the fixed indices of all dimensions but the last, one integer array for each; clipped to the array
+    span      the range of the last index in each block; clipped to the array
     longest   no range has more elements than this
 
     Returns (least of rows[0][where, low..high], greatest of rows[1][where, low..high]) with one element for each block.
@@ -104,13 +112,15 @@ def _doubling(
     """The least and the greatest element between two positions along an axis, by a sparse table of doubling widths.
 
     rows        (the array for the minimum, the array for the maximum), of one shape
-    low, high   first and last position of each range, integer arrays
+    low, high   first and last position of each range, both included, integer arrays within the axis
     pick        reads a level of the table, an array of the shape of `rows`, at positions of the shape of `low`
     axis        the axis along which positions count
-    longest     no range has more elements than this
+    longest     no range has more elements than this; up to 1, the elements at `low` are returned
 
-    A level has at each position the extremes of the 2^k neighbours from there on. The least (greatest) element of a range of
-    2^k to 2^(k+1) elements is that of two overlapping windows of the level. The rounds are a loop, so that the compiled program
+    A level has at each position the extremes of the 2^k neighbours from there on. The least (greatest) element of a
+    range of
+    2^k to 2^(k+1) elements is that of two overlapping windows of the level. The rounds are a loop, so that the compiled
+    program
     does not grow with `longest`. Returns (least, greatest), of the shape that `pick` gives.
     """
     found = tuple(pick(level, low) for level in rows)
@@ -129,7 +139,8 @@ def _doubling(
         return lax.dynamic_slice_in_dim(longer, width, n, axis)
 
     def double(k: Array, state: tuple) -> tuple:
-        """Round k: makes the levels of 2^(k+1) neighbours, and updates the extremes of the ranges that are at least as long.
+        """Round k: makes the levels of 2^(k+1) neighbours, and takes from them the extremes of ranges at least that
+        long; shorter ranges keep theirs.
 
         state   ((levels for minimum and maximum), (least and greatest elements so far)); returned in the same form
         """
@@ -148,16 +159,20 @@ def _doubling(
 
 
 def _extremes_of_rows(load: Load, index: list[Interval], array: Array, varying: list[int]) -> Abstract:
-    """Bounds the element of a load of which several indices vary within a block, or one index whose range is too long for a
-    table.
+    """Bounds the element of a load of which several indices vary within a block, or one index whose range is too long
+    for a table.
 
     load      the load
     index     the interval of each of its indices
     array     the captured array
     varying   numbers of the dimensions whose index varies
 
-    Two varying indices over a small array give the exact extremes of each block's rectangle. Otherwise the extremes over the
-    whole of the varying dimensions are taken.
+    Two varying indices over an array of at most TILE_TABLE_LIMIT elements, whose table has no more either, give the
+    extremes of
+    each block's rectangle; these are attained where both ranges are contiguous and the indices are independent.
+    Otherwise the
+    extremes over the whole of the varying dimensions are taken, and are not attained. Fixed indices are clipped to the
+    array.
     """
     wide = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
     fixed = [d for d in range(array.ndim) if d not in varying]
@@ -183,10 +198,12 @@ def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Int
 
     rows    the array
     where   the fixed indices of its other dimensions
-    spans   the ranges of the last two indices in each block
+    spans   the ranges of the last two indices in each block, both clipped to the array
 
-    First the extremes of each distinct range of the last dimension but one are computed, along all of the last dimension: [...,
-    ranges, n] numbers, few because such a range depends on query blocks or key blocks alone. Then each block's range of the
+    First the extremes of each distinct range of the last dimension but one are computed, along all of the last
+    dimension: [...,
+    ranges, n] numbers, few because such a range depends on query blocks or key blocks alone. Then each block's range of
+    the
     last dimension is taken of these.
     """
     first, second = spans
@@ -201,11 +218,14 @@ def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Int
 
 
 def _of_ends(low: Array, high: Array, exact: Flag, dtype: str) -> Abstract:
-    """Makes what is known of a loaded element from its least and greatest value in each block: an Interval, for bools a Truth.
+    """Makes what is known of a loaded element from its least and greatest value in each block: an Interval, for bools a
+    Truth.
 
-    low, high   the extremes; for bools as 0 and 1
-    exact       whether some entry of the block reads the least and some entry the greatest value
-    dtype       dtype name of the element
+    low, high   the extremes; for bools as 0 and 1. A float that is NaN at one end gets NaN at both
+    exact       whether some entry of the block reads the least and some entry the greatest value (`attained`)
+    dtype       dtype name of the element; ends of narrow floats are stored as float32
+
+    The result is not `contiguous`.
     """
     if dtype == "bool":
         can_true, can_false = high != 0, low == 0

@@ -32,12 +32,18 @@ KEEPS_NARROW = frozenset({"max", "min", "neg", "abs", "floor", "ceil", "sign", "
 
 
 def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -> Interval:
-    """Widens the interval of a floating result for the rounding of any device, and puts NaN at both ends where a NaN can occur.
+    """Widens the interval of a floating result for the rounding of any device, and puts NaN at both ends where a NaN
+    can occur.
 
     op         the operation
     args       what is known of its operands
     found      the interval by the operation's rule
-    products   ids of values that are products, which a compiler may fuse with an addition (FMA), so that they are not rounded
+    products   ids of values that are products, which a compiler may fuse with an addition (FMA), so that they are not
+               rounded
+
+    Widened are operations of INEXACT, sums and differences with a product, integer powers above 2, and results of less
+    than 32
+    bits other than those of KEEPS_NARROW; they are then not `attained`. The result is never `contiguous`.
     """
     low, high, attained, _ = found
     if op.prim in INEXACT:
@@ -62,11 +68,13 @@ def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -
 
 
 def _makes_nan(prim: str, args: list[Abstract]) -> Array:
-    """Marks the blocks in which the operation may make a NaN out of numbers: inf - inf, 0 * inf, inf / inf.
+    """Marks the blocks in which `add`, `sub`, `mul` or `div` may make a NaN out of numbers: inf - inf, 0 * inf, inf /
+    inf.
 
-    prim, args   the operation's name and what is known of its operands
+    prim, args   the operation's name and what is known of its operands; all other operations, and bool operands, mark
+                 no block
 
-    Returns a bool array that broadcasts to one element a block.
+    Returns a bool array that broadcasts to one element a block. 0 / 0 is left out, because `_div` gives NaN for it.
     """
     no = jnp.zeros((1, 1, 1, 1), bool)
     if prim not in ("add", "sub", "mul", "div") or not all(isinstance(a, Interval) for a in args):
@@ -88,11 +96,14 @@ def size_of(term: Interval) -> Array:
 
 
 def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
-    """Replaces the interval of an integer result by the whole range of its type in blocks where the arithmetic may wrap around.
+    """Replaces the interval of an integer result by the whole range of its type in blocks where the arithmetic may wrap
+    around.
 
-    op      the operation
+    op      the operation; only sums, differences, products, powers, `neg` and `abs` can wrap
     args    what is known of its operands
-    found   the interval by the operation's rule, in arithmetic that may have wrapped around
+    found   the interval by the operation's rule, in arithmetic that may have wrapped around; returned as it is for
+            other
+            operations, and for types of 32 bits and more where the trace knows the range of the result
     """
     dtype = jnp.dtype(op.out.dtype)
     if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
@@ -156,7 +167,11 @@ def _square(op: Op, args: list[Interval]) -> Interval:
 
 
 def _power(x: Interval, y: int) -> Interval:
-    """The interval of x ** y in each block, for an integer y of at least 0."""
+    """The interval of x ** y in each block, for an integer y of at least 0.
+
+    For odd y its ends are attained where those of x are; for even y it starts at 0 where x may be 0, and no end is
+    attained.
+    """
     a, b = lax.integer_pow(x.low, y), lax.integer_pow(x.high, y)
     if y % 2:
         return Interval(a, b, x.attained)
@@ -170,7 +185,10 @@ def _neg(op: Op, args: list[Interval]) -> Interval:
 
 
 def _abs(op: Op, args: list[Interval]) -> Interval:
-    """abs(x): starts at 0 in blocks where x may have either sign."""
+    """abs(x): starts at 0 in blocks where x may have either sign; `contiguous` where x is.
+
+    Its ends are attained where x is contiguous, or attained without changing its sign.
+    """
     (x,) = args
     a, b = jnp.abs(x.low), jnp.abs(x.high)
     crosses = (x.low <= 0) & (x.high >= 0)
@@ -182,7 +200,7 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
     """Makes the rule of `max` or `min`; `pick` is jnp.maximum or jnp.minimum."""
 
     def rule(op: Op, args: list[Interval]) -> Interval:
-        """max(x, y) or min(x, y): of the lower ends and of the upper ends."""
+        """max(x, y) or min(x, y): of the lower ends and of the upper ends; a flag holds where both operands have it."""
         x, y = args
         return Interval(
             pick(x.low, y.low),
@@ -196,9 +214,10 @@ def _extremum(pick: Callable[[Array, Array], Array]) -> Callable:
 
 def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Callable:
     """Makes the rule of an operation that computes a non-decreasing function `f` of one operand: the interval [f(low),
-    f(high)].
+    f(high)], attained where the operand's ends are.
 
-    keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous` stays true
+    keeps_contiguous   whether `f` maps consecutive integers to consecutive integers, so that the flag `contiguous`
+                       stays true
     """
 
     def rule(op: Op, args: list[Interval]) -> Interval:
@@ -212,8 +231,13 @@ def _monotone(f: Callable[[Array], Array], keeps_contiguous: bool = False) -> Ca
 def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
     """x // y of integers, by the quotients of the ends.
 
-    It is the whole range of the type in blocks where a divisor that is not a literal may be negative. Signed x // 0 is -1 or
-    -2.
+    A literal divisor keeps the flags of x; a negative one -d is computed as (-x) // d, with the whole range of the type
+    in blocks
+    where x may be the least integer, and gives None if it is the least integer itself. Any other divisor keeps the
+    flags only where
+    it is one positive number; the interval is the whole range of the type in blocks where it may be negative, or 0 in
+    an unsigned
+    type. Signed x // 0 is -1 or -2.
     """
     x, y = args
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
@@ -235,7 +259,11 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
 
 
 def _floormod(op: Op, args: list[Interval]) -> Interval:
-    """x % y of integers: by `_remainder`, with the signs of x and y exchanged where y is a negative literal."""
+    """x % y of integers: by `_remainder`, with the signs of x and y exchanged where y is a negative literal above
+    -2^30.
+
+    With such a literal, the interval is the whole range of the type in blocks where x may be the least integer.
+    """
     x, y = args
     if isinstance(op.inputs[1], Lit) and -(2**30) < op.inputs[1].value < 0:  # x % -d is -((-x) % d)
         negated = Interval(-x.high, -x.low, x.attained, x.contiguous)
@@ -246,9 +274,12 @@ def _floormod(op: Op, args: list[Interval]) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """The interval of x % y of integers: exact within one period of y, else 0..y - 1; x % 0 is 0.
+    """The interval of x % y of integers: exact where y is one number and x stays within one period of it, else 0..y -
+    1; x % 0 is 0.
 
-    In blocks where y may be negative it is the whole range of the type.
+    In blocks where y may be negative it is the whole range of the type. Where y is one number, every remainder occurs
+    if x is
+    contiguous over a whole period.
     """
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
@@ -264,7 +295,10 @@ def _remainder(x: Interval, y: Interval) -> Interval:
 
 
 def _div(op: Op, args: list[Interval]) -> Interval | None:
-    """x / y of floats: anything where y may be 0. None for integers, whose division that rounds to 0 has no rule."""
+    """x / y of floats: anything (NaN) where y may be 0; no end is attained.
+
+    None for integers, whose division that rounds to 0 has no rule.
+    """
     x, y = args
     if jnp.issubdtype(x.low.dtype, jnp.integer):
         return None
@@ -282,7 +316,11 @@ def _integer_pow(op: Op, args: list[Interval]) -> Interval | None:
 def _convert(op: Op, args: list[Abstract]) -> Interval | None:
     """A conversion of bools, integers or floats to integers or floats.
 
-    The result is the whole range of an integer type in blocks where the operand may not fit the type.
+    The result is the whole range of an integer type in blocks where the operand may not fit the type. A bool gives 0, 1
+    or 0..1.
+    Conversion to a float drops `contiguous`, that of a float to an integer (towards 0) both flags; rounding to a float
+    type is
+    left to `rounded`.
     """
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)
@@ -322,7 +360,12 @@ def range_known(atom: ir.Atom) -> bool:
 
 
 def _select(op: Op, args: list[Abstract]) -> Interval | None:
-    """The interval of the case that a select_n picks; in blocks where the predicate may be either, the hull of all cases."""
+    """The interval of the case that a select_n picks; its ends are not attained.
+
+    In blocks where a bool predicate may be either, and for integer predicates, it is the hull of all cases. None if a
+    case is a
+    bool.
+    """
     predicate = args[0]
     cases = [c for c in args[1:] if isinstance(c, Interval)]
     if len(cases) < len(args) - 1:

@@ -19,12 +19,13 @@ Array = jax.Array
 def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apart: bool) -> Truth:
     """Completes the Truth of a comparison of x and y by what certainly happens at some entry.
 
-    can_true, can_false   for each block whether the comparison can be true, and can be false
+    can_true, can_false   for each block whether the comparison can be true, and can be false; kept as they are
     x, y                  the operands
     apart                 see the top of the file
 
-    Where both operands attain their ends and are apart, every outcome that can happen does happen at some entry. Elsewhere no
-    outcome is certain.
+    Where both operands attain their ends, are apart and neither has ends of NaN, every outcome that can happen does
+    happen at some
+    entry. Elsewhere no outcome is certain.
     """
     seen = flag_and(flag_and(x.attained, y.attained), apart)
     if seen is False:
@@ -107,11 +108,12 @@ The last argument says whether the operands share neither queries nor keys (`ind
 
 
 def logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
-    """What is known of the bool result of an operation on bools, or of the conversion of a number to a bool.
+    """What is known of the bool result of an operation on bools, or of the conversion of a number (x != 0) or bool to a
+    bool.
 
     op      the operation
     args    what is known of its operands
-    apart   see the top of the file
+    apart   see the top of the file; a select of two cases does not use it and is certain of fewer outcomes
 
     Operations without a rule, and bool operations on numbers, give `unknown`.
     """

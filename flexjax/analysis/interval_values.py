@@ -133,9 +133,9 @@ def _expanded(axes: Axes) -> Axes:
 
 
 def independent(parts: Sequence[Axes]) -> bool:
-    """Whether no two operands both depend on queries, nor both on keys, so that every combination of their values occurs.
+    """Whether no two operands share an axis of q, kv and score, so that every combination of their values occurs.
 
-    parts   the axes of each operand
+    parts   the axes of each operand; b and h do not count, and delta counts as q and kv
     """
     seen: set[str] = set()
     for axes in map(_expanded, parts):

@@ -48,7 +48,9 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
     captures   its captured arrays, in the order of `program.captures`
     grid       the blocks
 
-    The program can be evaluated under jit: shapes depend on the grid alone.
+    A step whose operands are all points is computed by itself if it is reproducible; the results of a `Call` are
+    unknown. The
+    program can be evaluated under jit: shapes depend on the grid alone.
     """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
     # Points by id: arrays of four dims that broadcast to one number a block.
@@ -122,7 +124,8 @@ def _evaluate_point(step: Op | Load, args: list[Array], captures: Sequence[Array
 
 
 def _of_point(value: Array, dtype: str) -> Abstract:
-    """A point as an Interval with equal ends or, if its `dtype` is bool, as a Truth.
+    """A point as an Interval with equal ends, attained and, if it is an integer, contiguous; or, if its `dtype` is
+    bool, as a Truth.
 
     The ends of floating types narrower than float32 are stored as float32.
     """
@@ -140,10 +143,15 @@ def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], produc
     """What is known of an operation's result in each block, from what is known of its operands.
 
     args      what is known of its operands, in order
-    env       what is known of every earlier value, by id; a result that is affine in the indices is bounded by their intervals
+    env       what is known of every earlier value, by id; a result that is affine in the indices is bounded by their
+              intervals
     products  ids of earlier products (see the file's docstring); a sum with one of them gets a wider interval
 
-    Operations and types without a rule give `unknown`, which decides nothing.
+    The result of an operation of DEPENDENT_ENDS whose operands share queries or keys is neither attained nor
+    contiguous. Numbers
+    are then widened for rounding, and integers that may wrap around get the range of their type. Operations and types
+    without a rule
+    give `unknown`, which decides nothing.
     """
     if op.out.linear is not None:
         exact = _interval_of_linear(op.out, env)
@@ -188,8 +196,11 @@ def _interval_of_linear(val: Val, env: Mapping[int, Abstract]) -> Interval | Non
 
     env   what is known of the inputs and of earlier values, by id
 
-    Better than the rule of the operation, because q and kv appear once each in the affine function: (q - kv) + q would count q
-    twice. None where the range of the value is unknown or a term's interval has ends that may not be attained.
+    Better than the rule of the operation, because q and kv appear once each in the affine function: (q - kv) + q would
+    count q
+    twice. It is contiguous if neither coefficient of q and kv exceeds 1 in magnitude. None where the range of the value
+    is unknown
+    or a term's interval has ends that may not be attained.
     """
     linear = val.linear
     assert linear is not None

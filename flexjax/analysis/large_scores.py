@@ -33,9 +33,12 @@ MASK_WIDTH = 2.0
 
 @functools.lru_cache(maxsize=512)
 def may_be_large(program: Program | None) -> bool:
-    """Whether a finite result of the score program may have magnitude LARGE or more.
+    """Whether a finite result of the score program may have magnitude LARGE or more, under the assumptions at the top
+    of the file.
 
-    program   the score program; None stands for the identity, whose scores are moderate
+    program   the score program; None stands for the identity, whose scores are moderate. A literal of magnitude LARGE
+              or more
+              gives True wherever the program has it
     """
     if program is None:
         return False
@@ -51,12 +54,15 @@ def may_be_large(program: Program | None) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def may_be_large_product(program: Program | None) -> bool:
-    """Whether scores may be large and the last operation that makes them is a product, such as `mul`, `div` or `square`.
+    """Whether scores may be large and the last operation that makes them is a product, such as `mul`, `div` or
+    `square`.
 
-    program   the score program; None stands for the identity, which gives False
+    program   the score program; None stands for the identity, which gives False, as does a result that is a literal
 
-    Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in one. A
-    compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents this.
+    Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in
+    one. A
+    compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents
+    this.
     """
     if program is None or not may_be_large(program):
         return False
@@ -99,6 +105,11 @@ def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
     """The range that operand number `number` of the step has, or that the top of the file assumes it to have.
 
     known   ranges of earlier float32 values, by id
+
+    A finite range is taken as it is. An infinite literal that is added or selected counts as 0. An operand of `mul` or
+    `div` has
+    MODERATE_FACTOR if the other one depends on the score and it does not, or if it is a slope; any other keeps its
+    infinite range.
     """
     atom = step.inputs[number]
     found = range_of(atom, known)

@@ -27,6 +27,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line; unknown suites, peers and passes end the process with a message.
 
     argv   the arguments; None: those of the process
+
+    Without --peers, `peers` names all that the suite offers, joined by commas.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
     parser.add_argument("--suite", choices=sorted([*SUITES, ORDER]), default="cpu")
@@ -49,7 +51,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and prints the table. Returns the exit status: 1 if a result is wrong or missing, else 0.
+    """Runs the command line, prints the table and writes the files that it asks for. Returns the exit status: 1 if a
+    result is wrong or missing, else 0; that of order.main for the suite "order".
 
     argv   the arguments; None: those of the process
     """
@@ -90,11 +93,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _on_gpu(args: argparse.Namespace, problems: list[Workload], peers: list[str]) -> int:
-    """Runs a gpu suite and prints its table; returns the exit status, as `main`.
+    """Runs a gpu suite, prints its table and writes the files that the command line asks for; returns the exit status.
 
     args       the parsed command line
     problems   the workloads
     peers      names of the peers
+
+    The status is 1 if a result is wrong or failed, or if other processes were on the device before the first
+    measurement; else 0.
     """
     until, start = time.time() + 60 * args.minutes, time.monotonic()
 

@@ -69,7 +69,11 @@ def measure_all(
 
 
 def _skipped(problem: Workload, peer: str) -> str | None:
-    """Why a peer is not timed on this workload; None if it is."""
+    """Why a peer is not timed on this workload; None if it is.
+
+    "jax.nn" and "tokamax" are not timed where they have no argument for the mask or mod; any peer by the `skip` of the
+    workload.
+    """
     if peer == "jax.nn" and (problem.mod or problem.mask not in ("full", "causal", "window")):
         return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"
     if peer == "tokamax" and (problem.mod not in (None, "softcap") or problem.mask not in ("full", "causal", "window")):
@@ -78,12 +82,15 @@ def _skipped(problem: Workload, peer: str) -> str | None:
 
 
 def _peer_result(problem: Workload, peer: str, found: dict[str, Row], folder: str) -> Row:
-    """The result of a peer on a workload for the report: what its process printed, with the errors against the reference.
+    """The result of a peer on a workload for the report: what its process printed, with the errors against the
+    reference.
 
     found    what the process printed, by name of the workload
     folder   the folder of the run, which has the samples
 
-    {"skipped": why} if the peer is not timed on the workload, {"failed": why} if it gave no result.
+    {"skipped": why} if the peer is not timed on the workload, {"failed": why} if it gave no result. Without samples of
+    the peer or
+    of the reference the result has no errors.
     """
     reason = _skipped(problem, peer)
     if reason:
@@ -139,7 +146,9 @@ class PeerProcess:
         return self.remaining[0] if self.remaining else "done"
 
     def _start(self) -> None:
-        """Starts a process that measures the remaining workloads and writes its lines to a new file in the folder."""
+        """Starts a process that measures the remaining workloads and writes its lines and its errors to two new files
+        in the folder; counts it in `starts`.
+        """
         self.starts += 1
         self.path = os.path.join(self.folder, f"{self.peer.replace(' ', '_')}-{self.starts}")
         task = dict(suite=self.suite, peer=self.peer, problems=self.remaining, folder=self.folder)
@@ -149,7 +158,12 @@ class PeerProcess:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
     def poll_results(self, until: float) -> None:
-        """Reads new results, ends the process if time.time() is past `until`, and restarts it if it has died."""
+        """Reads new results, ends the process if time.time() is past `until`, and restarts it if it has died.
+
+        The workload that it died of has failed, with the last line of its errors; all that remain have failed if its
+        exit status is 3
+        (it could not begin). A process that was ended for time is not restarted, nor one that was started four times.
+        """
         if not self.running:
             return
         ended = self.process.poll() is not None
@@ -198,11 +212,14 @@ def other_processes() -> list[str]:
 
 
 def main(argument: str) -> int:
-    """Runs in the process of a peer: measures the workloads of a JSON object and prints a line of JSON for each.
+    """Runs in the process of a peer: measures the workloads of a JSON object and prints a line of JSON for each, after
+    one of facts.
 
-    argument   JSON: suite, peer, problems (names) and folder
+    argument   JSON: suite, peer, problems (names) and folder, to which the samples are written
 
-    Returns the exit status: 3 if the peer cannot be imported or finds no device, else 0.
+    A workload that raises has {"failed": why} in its line. Returns the exit status: 3 if the peer cannot be imported or
+    finds no
+    device, else 0.
     """
     task = json.loads(argument)
     by_name = {p.name: p for p in SUITES[task["suite"]]}

@@ -28,7 +28,8 @@ Measured = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def flexjax(problem: Workload, deterministic: bool = True) -> Attention:
-    """flexjax.flex_attention as a user calls it; the block mask is made beforehand.
+    """flexjax.flex_attention as a user calls it; the block mask is made beforehand, and there is none for full
+    attention.
 
     deterministic   whether the backward pass adds in a fixed order
     """
@@ -119,7 +120,7 @@ def measure(make: Callable[[Workload], Attention], problem: Workload, folder: st
     def both(
         q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, array: jax.Array | None
     ) -> dict[str, jax.Array]:
-        """Output and gradients, by name, from the forward and the backward pass."""
+        """Output and gradients, by name, from the forward and the backward pass; "learned" only if the workload learns."""
         if not problem.learns:
             out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, array), q, k, v)
             return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out)), strict=True))
@@ -164,7 +165,8 @@ def device_time(call: Callable[..., object], *operands: jax.Array | None, calls:
 
     calls   number of calls that CUPTI measures
 
-    Without CUPTI the time is that of back-to-back launches.
+    Where CUPTI fails the time is that of back-to-back launches: the median of 7 rounds of 10. One call before is not
+    timed.
     """
     jax.block_until_ready(call(*operands))
     try:
@@ -198,10 +200,13 @@ def reference(problem: Workload, folder: str) -> Measured:
 
 
 def _reference(problem: Workload, arrays: dict[str, jax.Array], array: jax.Array | None) -> dict[str, jax.Array]:
-    """Output and gradients of a workload in float32, by name: "out", "dq", "dk", "dv", and "learned" if the workload learns.
+    """Output and gradients of a workload in float32, by name: "out", "dq", "dk", "dv", and "learned" if the workload
+    learns.
 
     arrays   q, k, v and d_out by name
     array    what the score mod reads, None if it reads none
+
+    gcd(length, 128) queries are computed at a time, each with all keys; the scale is 1 / sqrt(head dim).
     """
     B, T, N, D = arrays["q"].shape
     M, size = problem.kv_heads, math.gcd(T, 128)

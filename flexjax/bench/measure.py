@@ -52,7 +52,10 @@ def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout:
 
 
 def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
-    """Measures one pass of one peer on a workload, in this process; returns the result (see the top of the file)."""
+    """Measures one pass of one peer on a workload, in this process; returns the result (see the top of the file).
+
+    The calls are timed for `problem.seconds`. `error` is that of out, and in the pass "forward+backward" of dq too.
+    """
     attend = PEERS[peer](problem)
     arrays = {name: jnp.asarray(x, problem.dtype) for name, x in problem.arrays().items()}
 
@@ -128,10 +131,12 @@ def _error(problem: Workload, sample: list[np.ndarray]) -> float:
 
 
 def rows_by_numpy(problem: Workload, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes out and the gradient of q of a workload by dense attention in numpy, at some queries: float64 [B, rows, N, D]
-    each.
+    """Computes out and the gradient of q of a workload by dense attention in numpy, at some queries: float64 [B, rows,
+    N, D] each.
 
     rows   the positions of these queries
+
+    The workload's mask is applied; a score mod is not.
     """
     stored = {name: jnp.asarray(x, problem.dtype).astype(jnp.float32) for name, x in problem.arrays().items()}
     q, k, v, d_out = (np.asarray(stored[name], np.float64) for name in ("q", "k", "v", "d_out"))
@@ -162,7 +167,7 @@ def machine() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The model name of the CPU."""
+    """The model name of the CPU, from /proc/cpuinfo; where there is none, what Python's `platform` says."""
     try:
         with open("/proc/cpuinfo") as info:
             names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]

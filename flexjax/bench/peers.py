@@ -17,7 +17,10 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def dense(problem: Workload) -> Attention:
-    """Attention as one writes it by hand: all scores, a boolean mask made beforehand, softmax, all probabilities."""
+    """Attention as one writes it by hand: all scores, a boolean mask made beforehand, softmax, all probabilities.
+
+    Scores are float32; probabilities are cast to the dtype of q.
+    """
     mask = _dense_mask(problem)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -43,7 +46,7 @@ def jax_nn(problem: Workload) -> Attention:
 
 
 def flexjax(problem: Workload) -> Attention:
-    """`flexjax.flex_attention` with a block mask made beforehand."""
+    """`flexjax.flex_attention` with a block mask made beforehand, or without one for full attention."""
     import flexjax as package
 
     block_mask = None

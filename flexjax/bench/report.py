@@ -18,12 +18,15 @@ OWN = "flexjax"
 
 
 def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """The table of the cpu suite as Markdown text, with a line for each row.
+    """The table of the cpu suite as Markdown text, with a line for each row, and below it facts and why results are
+    missing.
 
     rows, facts, command   see the top of the file
     peers                  names of the peers, in the order of the columns
 
-    The columns are median times, ratios to flexjax, GFLOP/s of flexjax, peak memory and the largest error of any peer.
+    The columns are median times, ratios to flexjax, GFLOP/s of flexjax, peak memory and the largest error of any peer;
+    "-" where
+    there is none.
     """
     others = [peer for peer in peers if peer != OWN]
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p} / {OWN}" for p in others)]
@@ -48,13 +51,15 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
 
 
 def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: str) -> str:
-    """The table of the gpu suite as Markdown text, with a line for each row.
+    """The table of the gpu suite as Markdown text, with a line for each row, and below it facts and why results are
+    missing.
 
     rows, facts, command   see the top of the file
     peers                  names of the peers, in the order of the columns; those that begin with "flexjax" are ours
 
-    The columns are median times, TFLOP/s of ours, speed of ours over the fastest other peer, seconds of the first call, and
-    errors.
+    The columns are median times, TFLOP/s of ours, speed of ours over the fastest other peer, seconds of the first call,
+    and
+    errors; "-" where there is none.
     """
     others = [peer for peer in peers if not peer.startswith(OWN)]
     own = [peer for peer in peers if peer.startswith(OWN)]
@@ -119,7 +124,11 @@ def _megabytes(result: Row) -> str:
 
 
 def wrong(rows: list[Row], allowed: float) -> list[str]:
-    """Sentences about measurements that failed and about results whose error exceeds `allowed` (relative to the largest value)."""
+    """Sentences about measurements that failed and about results whose error exceeds `allowed` (relative to the largest
+    value) or is NaN.
+
+    A result that was skipped, or that has no error, is not wrong.
+    """
     found = []
     for row in rows:
         for peer, result in row["peers"].items():
@@ -135,7 +144,9 @@ def plot(rows: list[Row], peers: list[str], facts: dict[str, str], path: str) ->
     matplotlib.
 
     rows, facts   see the top of the file
-    peers         names of the peers, a bar each
+    peers         names of the peers, a bar each; none where a peer has no time
+
+    The axis of times is logarithmic.
     """
     import matplotlib
 

@@ -17,7 +17,9 @@ from flexjax.bench.suites import MODS, Workload, document_ids
 
 
 def facts() -> dict[str, str]:
-    """The version of torch, by name; sets torch up for the suite. Raises RuntimeError if torch finds no GPU."""
+    """The version of torch, by name; sets torch up for the suite (recompilation limit, gradients asked for twice).
+    Raises RuntimeError if torch finds no GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -114,7 +116,9 @@ def _events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> flo
 
 
 def _mask(problem: Workload, device: str) -> Any:
-    """The workload's mask as a function of torch tensors (b, h, q, kv) -> bool; None for full attention."""
+    """The workload's mask as a function of torch tensors (b, h, q, kv) -> bool, that of the same name in suites.MASKS;
+    None for full attention.
+    """
     n = problem.parameter
     if problem.mask == "documents":
         import torch
@@ -130,7 +134,7 @@ def _mask(problem: Workload, device: str) -> Any:
 
 
 def _mod(problem: Workload, array: Any) -> Any:
-    """The workload's score mod as a function of torch tensors; None without one.
+    """The workload's score mod as a function of torch tensors, that of the same name in suites.MODS; None without one.
 
     array   the tensor that the mod reads, None if it reads none
     """

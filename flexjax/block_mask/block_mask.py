@@ -214,13 +214,24 @@ class BlockMask(Parts):
         return picture.text(self, repr(self), width)
 
     def plot(self, batch: int = 0, head: int = 0, axes: object = None) -> object:
-        """Draws the classes of the blocks of one batch entry and head with matplotlib (the `plot` extra); returns its Axes.
+        """Draws the classes of the blocks of one batch entry and head with matplotlib (the `plot` extra); returns its
+        Axes.
 
-        batch, head   which of them
+        batch, head   which of the mask's own batch entries and heads (`shape`): 0 where the mask has one for all
         axes          matplotlib Axes to draw on; None makes new ones
+
+        Raises ValueError for a number out of range, a traced mask or a stack of masks, ImportError without matplotlib.
         """
         self._refuse_stack()
         b, h, q_len, kv_len = self.shape
+        for name, number, count, of in (("batch", batch, b, "batch entries"), ("head", head, h, "heads")):
+            if not 0 <= number < count:
+                raise bad_argument(
+                    name,
+                    str(number),
+                    f"one of the {count} {of} of the block mask, counted from 0",
+                    "Pass 0 where the block mask has one for all.",
+                )
         place = f", b={batch} h={head}" if b * h > 1 else ""
         return picture.plot(self, f"{q_len} x {kv_len}, {self.sparsity():.1f}% skipped{place}", batch, head, axes)
 

@@ -20,7 +20,10 @@ COLORS = {EMPTY: "#ffffff", PARTIAL: "#9ecae1", FULL: "#08519c"}
 
 
 def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
-    """The classes (EMPTY, PARTIAL, FULL) of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks]."""
+    """The classes (EMPTY, PARTIAL, FULL) of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks].
+
+    batch, head   numbers among the mask's own; the caller has checked them, and others give EMPTY
+    """
     if isinstance(mask.kv_num_blocks, Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")
     out = np.zeros(mask.blocks, np.int8)
@@ -81,9 +84,10 @@ def html(mask: Parts, title: str) -> str:
 def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> typing.Any:
     """Draws the classes of the blocks of one batch entry and head as a matplotlib image, and returns the Axes.
 
-    axes   the Axes to draw on; None makes new ones
+    batch, head   numbers among the mask's own; the caller has checked them
+    axes          the Axes to draw on; None makes new ones
 
-    Raises ImportError without matplotlib.
+    Every block is a cell, none is shared. Raises ImportError without matplotlib, ValueError for traced lists.
     """
     try:
         import matplotlib.pyplot as plt

@@ -23,8 +23,16 @@ Array = jax.Array
 def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts.
 
-    mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in the
+    index      at most three parts (batch entries, heads, query blocks) and an Ellipsis; parts that are left out select
+               all. An int
+               keeps its axis, with one element
+    mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in
+               the
                coordinates of `mask`
+
+    The mask of the result is traced in its own coordinates (`_shifted`), and concrete lists are cut to the longest
+    selected row.
+    Raises ValueError for an index that does not fit.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:
@@ -54,11 +62,11 @@ def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
 def _numbers(part: object, size: int, name: str) -> np.ndarray:
     """The positions along one axis that a part of the index selects, as an int array of numbers 0 .. size - 1.
 
-    part   an int, a slice or a 1-D int array
+    part   an int, a slice or a 1-D int array; negative numbers count from the end
     size   how many batch entries, heads or query blocks there are
     name   what the axis is called in messages
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else: other types, numbers out of range, and traced numbers.
     """
     if isinstance(part, slice):
         return np.arange(size)[part]
@@ -97,10 +105,14 @@ def _queries(mask: Parts, blocks: np.ndarray) -> int:
 
 
 def _shifted(mask: Parts, picked: list[np.ndarray], q_len: int, inner: Callable) -> TracedMod:
-    """The mask traced in the coordinates of the selection: b, h and q_idx there count the selected entries, heads and queries.
+    """The mask traced in the coordinates of the selection: b, h and q_idx there count the selected entries, heads and
+    queries.
 
     q_len   how many queries are selected
     inner   which entries are visible, a function of scalars in the coordinates of `mask`
+
+    A mask without a program gives no program and no arrays. One selected batch entry (head) may serve any number in a
+    call.
     """
     if mask.program is None:
         return TracedMod(None, ())  # type: ignore[arg-type]

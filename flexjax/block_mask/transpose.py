@@ -125,9 +125,11 @@ def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
-    """bool [..., rows, columns], True at the blocks that a pair of lists names; runs on the device, also on traced lists.
+    """bool [..., rows, columns], True at the blocks that a pair of lists names; runs on the device, also on traced
+    lists.
 
-    Numbers outside of 0 .. columns - 1 must not occur before the counts.
+    Before the counts, numbers from `columns` on name nothing, and negative ones must not occur; after them any number
+    may.
     """
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     place = jnp.where(live, index, columns)

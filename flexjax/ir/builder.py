@@ -89,7 +89,8 @@ class Builder:
     def __init__(self, sizes: tuple[int, int, int, int], score_dtype: str):
         """Starts a program without steps.
 
-        sizes         (batch, heads, q_len, kv_len); the ranges of b, h, q and kv follow from them
+        sizes         (batch, heads, q_len, kv_len); the ranges of b, h, q and kv follow from them: 0..size - 1, and
+                      0..0 for size 0
         score_dtype   dtype name of the input `score`
         """
         self.inputs = (
@@ -128,13 +129,17 @@ class Builder:
         return len(self.captures) - 1
 
     def op(self, prim: str, inputs: Sequence[Atom], dtype: DTypeLike, **params: object) -> Atom:
-        """The atom that the operation `prim` makes of the operands: folded, found among earlier steps, or the result of a new
-        step.
+        """The atom that the operation `prim` makes of the operands: folded, found among earlier steps, or the result of
+        a new step.
 
         prim     a name of operations.py, or one that `_fold` replaces (such as "clamp" and "copy")
-        inputs   the operands, in order
+        inputs   the operands, in order; those of a commutative operation are sorted
         dtype    the dtype of the result
         params   static parameters of the primitive; those that are None are dropped
+
+        A result that may wrap around has no linear form, and no range unless its type has at most 16 bits. Where q and
+        kv cancel out of
+        the linear form, the value is computed from that form instead.
         """
         inputs = tuple(inputs)
         name = jnp.dtype(dtype).name
@@ -280,7 +285,7 @@ class Builder:
         """Replaces select(p, score * c, score * d) with literals c and d by score * select(p, c, d); see simplify.py.
 
         inputs   the operands of the select_n
-        dtype    dtype name of the result
+        dtype    dtype name of the result; only floating results are replaced
 
         Returns the atom of the product, None for any other select.
         """
@@ -293,7 +298,11 @@ class Builder:
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
         """Folds a sum, product or division of two operands by identities such as x * 1 = x; None where none applies.
 
-        Float identities are used only where they keep the bits or, for `simplify.regrouped`, change one rounding.
+        Float identities are used only where they keep the bits (x * 1, x / 1) or, for `simplify.regrouped`, change one
+        rounding. For
+        integers also x + 0, x - 0, `rem`, `div` and `floormod` by a literal 0, and a remainder that the ranges show to
+        be x; `div` and
+        `rem` of numbers that are not negative become floordiv and floormod.
         """
         a, b = inputs
         if prim == "mul":

@@ -27,7 +27,11 @@ def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """Folds `max` or `min` to the operand that is the result everywhere, by the operands' ranges; None where no operand is."""
+    """Folds `max` or `min` to the operand that is the result everywhere, by the operands' ranges; None where no operand
+    is.
+
+    Where a range is unknown, equal operands alone are folded.
+    """
     a, b = inputs
     ra, rb = range_of_val(a), range_of_val(b)
     if ra is None or rb is None:
@@ -52,9 +56,11 @@ def linear_of(atom: Atom) -> Linear | None:
 
 
 def linear_result(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Linear | None:
-    """The linear form of an operation's integer result in exact arithmetic; None where an operand or the result has none.
+    """The linear form of an operation's integer result in exact arithmetic; None where an operand or the result has
+    none.
 
-    prim, inputs   the operation and its operands
+    prim, inputs   the operation and its operands: sums, differences, negations, conversions and products with a literal
+                   have a form
     dtype          dtype name of the result
     """
     if not is_integer(dtype) or any(not is_integer(a.dtype) for a in inputs):

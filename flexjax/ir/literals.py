@@ -12,8 +12,12 @@ from flexjax.ir.ranges import fits, is_integer
 
 
 def literal(value: object, dtype: DTypeLike) -> Lit:
-    """Makes the literal of `value`, a number or bool, in the dtype; the value is rounded to the dtype and stored as a Python
-    scalar.
+    """Makes the literal of `value`, a number or bool, in the dtype: a Python bool, int, float or complex, with the
+    dtype's name.
+
+    The value is converted as by numpy's `astype`: a float is rounded to the dtype, and to inf if it is too large; an
+    integer
+    that is too large wraps around.
     """
     name = jnp.dtype(dtype).name
     with np.errstate(over="ignore"):
@@ -30,8 +34,11 @@ def literal(value: object, dtype: DTypeLike) -> Lit:
 def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | None:
     """Constant folding: the result of the operation `prim` on operands that are all literals, as a literal of `dtype`.
 
-    None if the operation is left to the device. Integer and boolean arithmetic is folded unless it overflows or divides by 0.
-    Float arithmetic is left to the device, which may round differently; only conversions of a float literal are folded.
+    None if the operation is left to the device. Integer and boolean arithmetic is folded unless it overflows or divides
+    by 0, or has
+    no rule. Conversions of integers and bools are folded, those that do not fit with wrap-around. Float arithmetic is
+    left to the
+    device, which may round differently; only conversions of a float literal are folded, where `_converts_alike`.
     """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _converts_alike(inputs[0].value, dtype):
@@ -50,9 +57,11 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
 
 
 def _converts_alike(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether converting the number to the dtype gives the same result in numpy as on every device, so that it can be folded.
+    """Whether converting the number of a floating or complex literal gives the same result in numpy as on every device,
+    so that it can be folded.
 
-    False for complex numbers to real types, and for floats that an integer type cannot represent.
+    False for complex numbers to real types, and for floats that an integer type cannot represent (NaN, infinities, out
+    of range).
     """
     if not is_integer(dtype):
         return jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating) or not isinstance(value, complex)

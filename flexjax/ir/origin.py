@@ -163,12 +163,12 @@ def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int
     zero = {name for name, x in fields.items() if isinstance(x, int) and not isinstance(x, bool) and x == 0}
     if len(zero) == 4:
         return None
-    scalars = [
+    start, head = (
         None if name in zero else _number(f"origin.{name}", fields[name], (), size)
         for name, size in (("batch", whole[0]), ("head", whole[1]))
-    ]
+    )
     if {"query", "key"} <= zero:
-        return OriginTable(*scalars, None, None, whole)
+        return OriginTable(start, head, None, None, whole)
     tables = []
     for name, size, length in (("query", whole[2], lengths[0]), ("key", whole[3], lengths[1])):
         if size < length:
@@ -181,7 +181,7 @@ def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int
             starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is
         tables.append(starts.reshape(-1, 1))
     runs = [max(length, 1) for length in lengths]
-    return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=scalars[0], head=scalars[1])
+    return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=start, head=head)
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:

@@ -349,7 +349,11 @@ class LoadClass:
 
 
 def _dim_kind(atom: Atom) -> str:
-    """What an index of a load is, in the words of LoadClass.dims: "uniform", "q", "kv", "delta", "-delta" or "other"."""
+    """What an index of a load is, in the words of LoadClass.dims: "uniform", "q", "kv", "delta", "-delta" or "other".
+
+    Terms of b and h and constants do not count; any other coefficients of q and kv than 0, 1 and these pairs give
+    "other".
+    """
     if not axes_of(atom) - UNIFORM:
         return "uniform"
     linear = atom.linear if isinstance(atom, Val) else None
@@ -360,7 +364,12 @@ def _dim_kind(atom: Atom) -> str:
 
 
 def classify_load(load: Load) -> LoadClass:
-    """Derives the load class of a load from the axes and the linear forms of its index atoms."""
+    """Derives the load class of a load from the axes and the linear forms of its index atoms.
+
+    It is contiguous if the dims that are not "uniform" are: none for a scalar, "q" for a row, "kv" for a column,
+    "delta" or "-delta"
+    for a diagonal, "q" and "kv" for a tile.
+    """
     dims = tuple(_dim_kind(a) for a in load.index)
     axes: Axes = frozenset().union(*(axes_of(a) for a in load.index)) - UNIFORM
     moving = [d for d in dims if d != "uniform"]

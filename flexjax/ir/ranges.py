@@ -70,7 +70,8 @@ def represents_coefficients(linear: Linear, dtype: str) -> bool:
 
 
 def compare_ranges(prim: str, a: Range, b: Range) -> bool | None:
-    """The result of comparing two integers that lie in the ranges a and b: True, False, or None where it may be either.
+    """The result of comparing two integers that lie in the ranges a and b: True, False, or None where it may be either
+    or a range is unknown.
 
     prim   the comparison a ? b: "lt", "le", "gt", "ge", "eq" or "ne"
     """
@@ -94,7 +95,9 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
     unknown.
 
     prim     name of the operation
-    inputs   its operands
+    inputs   its operands; for max and min an operand of unknown range has that of the dtype, for any other operation it
+             makes the
+             result unknown
     dtype    dtype name of the result; None is returned unless it is an integer type
     params   static parameters of the operation; no rule depends on them
 
@@ -114,10 +117,11 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
 
 
 def integer_range(prim: str, ranges: Sequence[tuple[int, int]]) -> Range:
-    """The range of an operation's integer result in exact arithmetic, from known ranges of its operands; None if no rule gives
-    one.
+    """The range of an operation's integer result in exact arithmetic, from known ranges of its operands; None if no
+    rule gives one.
 
-    prim     name of the operation
+    prim     name of the operation; floordiv, floormod and rem have a rule for positive divisors, powers and div have
+             none
     ranges   ranges of its operands; for select_n those of the cases alone, without the predicate
     """
     if prim in ("select_n", "convert_element_type"):

@@ -70,6 +70,8 @@ def append_call(builder: Builder, step: Call, new: Callable[[Atom], Atom]) -> tu
     builder   makes the new program
     step      the old Call
     new       from an old atom to the new one
+
+    Each result depends on the axes of all operands that are atoms, with q and kv in place of delta.
     """
     arguments = tuple(a if isinstance(a, int) else (a[0], tuple(map(new, a[1]))) for a in step.arguments)
     axes = frozenset().union(*(axes_of(x) for a in arguments if not isinstance(a, int) for x in a[1]))

@@ -37,12 +37,13 @@ class Choice(typing.NamedTuple):
 
 
 def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choice | None:
-    """Recognises a select_n between two products of the same score by literals; returns its parts.
+    """Recognises a select_n between two products of the same score by literals (or the score itself); returns its
+    parts.
 
     inputs       the operands of the select_n: predicate, case for False, case for True
     definition   from an atom to the Op that computes it
 
-    None for any other select, and where both factors are equal.
+    None for any other select, where both factors are equal, and where the common value does not depend on the score.
     """
     if len(inputs) != 3:
         return None
@@ -53,13 +54,16 @@ def choice_of_products(inputs: tuple[Atom, ...], definition: Definition) -> Choi
 
 
 def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, Atom, Atom] | None:
-    """Recognises a product (score * inner) * outer in which inner and outer are selects between literals, or products of such.
+    """Recognises a product (score * inner) * outer in which inner and outer are selects between literals, or products
+    of such.
 
-    inputs       the two operands of the outer product
+    inputs       the two operands of the outer product, in either order
     definition   from an atom to the Op that computes it
 
-    Returns (score, inner, outer), so that the caller can compute score * (inner * outer); None for any other product, and where
-    the product of the factors could exceed LARGEST or its reciprocal.
+    Returns (score, inner, outer), so that the caller can compute score * (inner * outer); None for any other product,
+    and where
+    the product of the factors could reach LARGEST or fall to its reciprocal. `score` is any value that depends on the
+    score.
     """
     for outer, factor in (inputs, inputs[::-1]):
         op = definition(outer)

@@ -47,7 +47,11 @@ def _loads_fit_captures(program: Program) -> str | None:
 
 
 def _axes_cover_operands(program: Program) -> str | None:
-    """The axes of a result include those of its operands, unless its linear form shows that one cancelled out."""
+    """The axes of a result are names of AXES and include those of its operands, unless it has a linear form, in which
+    they may cancel out.
+
+    Results of a Call are not checked.
+    """
     for step in program.steps:
         if isinstance(step, Call):
             continue

@@ -21,9 +21,10 @@ def batched_value_at(values: Array, b: Array, index: Array) -> Array:
 
 
 def head_value(value: float | Array, h: Array, score: Array) -> float | Array:
-    """The value of head `h`, in the dtype of `score`: `value[h]` of a vector `[N]`, `value[0]` of `[1]`, `value` if it is `[]`.
+    """The value of head `h`, in the dtype of `score`: `value[h]` of a vector `[N]`, `value[0]` of `[1]`, `value` if it
+    is `[]`.
 
-    A Python number is returned as it is.
+    A Python number is returned as it is, without a dtype.
     """
     if isinstance(value, int | float):
         return value

@@ -23,6 +23,8 @@ LARGEST = 2**31 - 1
 def integer(call: str, name: str, value: object, least: int | None, advice: str) -> int:
     """Returns `value` as an int of at least `least` (None: any) that int32 represents, as positions are; else raises
     ValueError.
+
+    A bool, a float and a tracer are no ints here; a concrete integer scalar of numpy or jax is.
     """
     number = _as_int(value)
     if number is None or (least is not None and number < least):
@@ -55,7 +57,10 @@ def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...]
 
 
 def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
-    """Returns `value` as a non-empty integer array whose rank is a key of `shapes`; else raises ValueError."""
+    """Returns `value` as a non-empty integer array whose rank is a key of `shapes`; else raises ValueError.
+
+    It has the integer type that jax gives it; numbers that this type does not hold are refused too.
+    """
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:

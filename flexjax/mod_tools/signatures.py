@@ -15,7 +15,11 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def named(name: str) -> Callable[[F], F]:
-    """Makes a decorator that names the function inside a factory; `explain` and error messages show the name."""
+    """Makes a decorator for the function inside a factory: it sets the function's `__name__` and `__qualname__` to
+    `name` and returns the function itself.
+
+    `explain` and error messages show the name.
+    """
 
     def rename(function: F) -> F:
         """Sets the name of `function` and returns the function itself."""

@@ -24,7 +24,10 @@ __all__ = ["MultiheadAttention", "attention_fn", "segment_attention"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports MultiheadAttention when the name is first used, because equinox may not be installed; ImportError then."""
+    """Imports MultiheadAttention when the name is first used, because equinox may not be installed; ImportError then.
+
+    Any other name raises AttributeError.
+    """
     if name != "MultiheadAttention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -53,7 +53,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key: Array,
         **options: object,
     ) -> None:
-        """Builds the layer. `score_mod` to `kernel_options` are explained at the class; all other arguments are equinox's."""
+        """Builds the layer. `score_mod` to `kernel_options` are explained at the class, and are checked at the first
+        call; all other arguments are equinox's.
+
+        A sequence of names in `implementation` is kept as a tuple, because static fields are compared.
+        """
         super().__init__(num_heads, query_size, *args, key=key, **options)  # type: ignore[arg-type]
         self.score_mod = score_mod
         self.mask_mod = mask_mod
@@ -74,14 +78,20 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[[Array, Array, Array], Heads] | None = None,
     ) -> Array:
-        """Attends over one sequence: query [T, query_size], key_ [S, key_size], value [S, value_size] -> [T, output_size].
+        """Attends over one sequence: query [T, query_size], key_ [S, key_size], value [S, value_size] -> [T,
+        output_size].
 
-        mask            bool [T, S] or [num_heads, T, S], True where attended
+        mask            bool [T, S] or [num_heads, T, S], True where attended; joined by `&` with the layer's mask_mod
         key             key for dropout, unused where the rate is 0
         inference       True: no dropout; None: as the layer was built
-        deterministic   equinox's old name of `inference`
-        process_heads   a function from the projected query, key and value heads, [T or S, num_heads, size] each, to arrays of
+        deterministic   equinox's old name of `inference`, which it replaces if given, with a DeprecationWarning
+        process_heads   a function from the projected query, key and value heads, [T or S, num_heads, size] each, to
+                        arrays of
                         the same shapes, such as rotary embeddings
+
+        Raises ValueError if value has other tokens than key_, for a mask that does not fit, for a process_heads that
+        changes shapes, and
+        for dropout without a key.
         """
         if deterministic is not None:
             inference = deterministic

@@ -148,7 +148,9 @@ _REASONS = {  # why each argument of flax cannot be honoured
 
 
 def _refuse(**given: object) -> None:
-    """Raises ValueError if one of flax's arguments, given by name, has a value that fused attention cannot honour."""
+    """Raises ValueError if one of flax's arguments, given by name, has a value that fused attention cannot honour: any
+    but None, or for `precision` any but None and the default one.
+    """
     for name, value in given.items():
         default = (None, jax.lax.Precision.DEFAULT, "default") if name == "precision" else (None,)
         if not any(value is d or (isinstance(value, str) and value == d) for d in default):
@@ -157,13 +159,14 @@ def _refuse(**given: object) -> None:
 
 
 def _four_axes(name: str, array: Array, batch: tuple[int, ...]) -> Array:
-    """Reshapes an array that broadcasts to [batch..., N, T, S] to four axes, [B or 1, N, T, S], each of which may also be 1.
+    """Reshapes an array that broadcasts to [batch..., N, T, S] to four axes, [B or 1, N, T, S], each of which may also
+    be 1.
 
     name    the name of flax's argument, for errors
     array   any axis may be of size 1 or missing in front
     batch   the sizes of the batch axes; B is their product
 
-    Raises ValueError for an array that does not broadcast to the batch axes.
+    Raises ValueError for an array that does not broadcast to the batch axes; the last three axes are not checked.
     """
     axes = len(batch) + 3
     if array.ndim > axes:

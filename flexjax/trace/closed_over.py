@@ -40,11 +40,11 @@ def explain_custom_vjp(bind: Callable[..., list[jax.Array]]) -> Callable[..., li
     """Wraps `bind`, which runs an equation on its operands, so that it raises ModError in a sentence instead of
     CustomVJPException.
 
-    jax raises that where a custom_vjp function closes over a value that is differentiated.
+    jax raises that where a custom_vjp function closes over a value that is differentiated. Other errors are passed on.
     """
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        """The results of `bind` on the operands `values`."""
+        """The results of `bind` on the operands `values`; ModError in place of CustomVJPException."""
         try:
             return bind(*values)
         except Exception as error:
@@ -74,7 +74,9 @@ def _no_derivative(array: jax.Array) -> jax.Array:
 def _no_derivative_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array | SymbolicZero]
 ) -> tuple[jax.Array, jax.Array | SymbolicZero]:
-    """The derivative rule of _no_derivative: returns (array, its tangent); raises ModError for a tangent that is not zero."""
+    """The derivative rule of _no_derivative: returns (array, its tangent). Raises ModError for a tangent that is not a
+    SymbolicZero, even an array of zeros.
+    """
     if not isinstance(tangents[0], SymbolicZero):
         array = f"a captured array of {primals[0].dtype.name}{list(primals[0].shape)}"
         raise ModError(

@@ -43,7 +43,9 @@ def stops_gradients(program: Program) -> bool:
 def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Lowering, Replayed]:
     """Appends the steps of the source program to a new builder, with custom functions replaced by their bodies.
 
-    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads.
+    Returns the translation (Lowering) that has the new builder, and what became of the old values and loads. The
+    captured arrays
+    of the source keep their numbers; those of the bodies follow.
     """
     lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
@@ -63,9 +65,12 @@ def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[L
 
 
 def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Makes the forward program: the source program with custom functions replaced by their bodies and without stop_gradient.
+    """Makes the forward program: the source program with custom functions replaced by their bodies and without
+    stop_gradient.
 
-    Returns (program, arrays that such bodies captured); the program reads these arrays after those of `source`.
+    Returns (program, arrays that such bodies captured); the program reads these arrays after those of `source`. Without
+    custom
+    functions and stop_gradient it is `source` itself, with no arrays.
     """
     if not custom_calls(source) and not stops_gradients(source):
         return source, ()
@@ -76,10 +81,13 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
 
 
 def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Makes the derivative program: the program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j.
+    """Makes the derivative program: the program of s', ds'/ds and ds'/dl_j; its `gradients` are the loads l_j of
+    floating arrays.
 
-    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that derivative
-    rules captured. Raises ModError where JAX cannot differentiate the mod.
+    Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that
+    derivative
+    rules captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole floating
+    array.
     """
     lowering, found = replay_inlined(source, sizes)
     for call in source.calls:
@@ -142,7 +150,9 @@ def _underivable(error: Exception) -> str:
 
 
 def _whole_array(call: Call) -> str:
-    """The error message for a Call that reads a whole floating array, which has no derivative here."""
+    """The error message for a Call that reads a whole floating array, which has no derivative here: one for loops, one
+    for all other primitives.
+    """
     if call.name in LOOPS:
         return (
             "`score_mod` reads a whole floating array inside a loop that could not be unrolled, which has no derivative here; "

@@ -113,9 +113,12 @@ PYTHON_DIVISION = {"remainder": jnp.remainder, "floor_divide": jnp.floor_divide}
 
 
 def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether the jaxpr of two integer operands equals, as text, the one that jax makes of `function`, a function of jax.numpy.
+    """Whether the jaxpr is the body that jax gives `function`, a function of jax.numpy, on operands of the same types;
+    the two are compared as text.
 
-    A function of the user may have the same name and compute something else.
+    False for a jaxpr with other than two operands or with a first result that is no integer. A name is not enough,
+    because a
+    function of the user may have the same name and compute something else. Answers are remembered.
     """
     avals = [aval_of(v) for v in jaxpr.invars]
     if len(avals) != 2 or not jnp.issubdtype(aval_of(jaxpr.outvars[0]).dtype, jnp.integer):

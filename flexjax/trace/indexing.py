@@ -24,7 +24,10 @@ def _of_atoms(self: Translation, value: Value, operands: list[Value]) -> Value:
 
 
 def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `dynamic_slice`: each start is clamped so that the slice lies within the array."""
+    """The rule of `dynamic_slice`: each start is clamped so that the slice lies within the array.
+
+    The result is lazy, unless the array is an array of atoms; its elements must then be at most MAX_ELEMENTS.
+    """
     array, sizes = args[0], eqn.params["slice_sizes"]
     starts = [self.as_atoms(a).item() for a in args[1:]]
     starts = [self.builder.clamped(s, n - k) for s, n, k in zip(starts, array.shape, sizes, strict=True)]
@@ -39,7 +42,10 @@ def dynamic_slice(self: Translation, eqn: Equation, args: list[Value]) -> list[V
 
 
 def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `gather`: each start is clamped; in mode "fill", an index out of bounds gives the fill value."""
+    """The rule of `gather`: each start is clamped; in mode "fill", an index out of bounds gives the fill value.
+
+    The result is lazy, unless both operands are arrays of atoms; its elements must then be at most MAX_ELEMENTS.
+    """
     array, indices = args
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     aval = eqn.outvars[0].aval
@@ -49,7 +55,9 @@ def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     fill = _fill_value(eqn)
 
     def make(place: Index) -> Atom:
-        """The element at index `place` of the result: the start of its slice is read from the array of indices."""
+        """The element at index `place` of the result: the start of its slice is read from the array of indices and
+        clamped; the fill value, if there is one, where the start was out of bounds.
+        """
         batch = [place[d] for d in batch_axes]
         index: list[Atom] = [literal(0, "int32")] * len(sizes)
         valid: Atom = literal(True, "bool")
@@ -69,7 +77,11 @@ def gather(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _fill_value(eqn: Equation) -> Lit | None:
-    """The literal that a `gather` returns for an index out of bounds, by jax's defaults; None where indices are clamped."""
+    """The literal that a `gather` of mode "fill" returns for an index out of bounds; None for other modes, where
+    indices are clamped.
+
+    Without a value in the equation it is jax's default: NaN, True, the least signed or the greatest unsigned integer.
+    """
     mode, dtype = eqn.params["mode"], eqn.outvars[0].aval.dtype
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -86,7 +98,9 @@ def _fill_value(eqn: Equation) -> Lit | None:
 
 
 def _in_bounds(self: Translation, valid: Atom, start: Atom, limit: int) -> Atom:
-    """The bool atom `valid and 0 <= start <= limit`."""
+    """The bool atom `valid and 0 <= start <= limit`, without the upper comparison where the type of `start` ends before
+    the limit.
+    """
     low = self.builder.op("ge", (start, literal(0, start.dtype)), "bool")
     if limit > jnp.iinfo(jnp.dtype(start.dtype)).max:
         return self.builder.op("and", (valid, low), "bool")

@@ -25,7 +25,9 @@ def element_of(self: Translation, value: Value, index: Sequence[Atom]) -> Atom:
 
 
 def _pick(self: Translation, atoms: np.ndarray, index: list[Atom]) -> Atom:
-    """The element of an array of atoms at `index`: a chain of selects where the index is known only in the kernel."""
+    """The element of an array of atoms at `index`, which is in bounds: a chain of selects where the index is known only
+    in the kernel.
+    """
     if not index:
         return atoms.item()
     first, rest = index[0], index[1:]
@@ -186,7 +188,9 @@ def _matching_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[l
 
 
 def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `split`: each result is a slice of the operand along one axis; its indices are shifted by the slice's start."""
+    """The rule of `split`: each result, a lazy array, is a slice of the operand along one axis; its indices are shifted
+    by the slice's start.
+    """
     array, axis = args[0], eqn.params["axis"]
     outs, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
@@ -201,7 +205,11 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
 
 
 def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `concatenate`: each element is selected by its index among the operands, each read at a clamped index."""
+    """The rule of `concatenate`: each element is selected by its index among the operands, each read at a clamped
+    index.
+
+    Operands of length 0 along the axis are left out.
+    """
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
     parts = [a for a in args if a.shape[axis]]
 

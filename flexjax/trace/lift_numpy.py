@@ -63,8 +63,10 @@ def eager_without_mesh() -> Iterator[None]:
 
 
 def as_operand(array: np.ndarray) -> jax.Array:
-    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError where JAX's integer type is too
-    narrow.
+    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError where JAX's integer type is
+    too narrow.
+
+    Floats and complex numbers of 64 bits are rounded to the types that JAX has.
     """
     with eager_without_mesh():
         made = jnp.asarray(array)
@@ -118,7 +120,14 @@ def reaches_array(value: object, seen: set[int]) -> bool:
 
 
 def parts(value: object) -> Iterator[object]:
-    """Yields the values that a function, container or callable object is made of and that a copy can replace."""
+    """Yields the values that a function, container or callable object is made of and that a copy can replace.
+
+    Those of a partial are its function and arguments; of a method its function and its object's attributes; of a
+    function the
+    contents of its closure, its defaults and `names_used`; of a tuple, list or dict (no subclass) its items or values;
+    of a plain
+    callable object its `__call__` and attributes. Any other value has none.
+    """
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -146,10 +155,10 @@ def filled(cells: tuple[types.CellType, ...]) -> Iterator[object]:
 
 
 def attributes(value: object) -> dict[str, object]:
-    """The attributes of an object of a class written in Python, and the numpy arrays among the attributes of its class, by
-    name.
+    """The attributes of an object of a class written in Python, and the numpy arrays among the attributes of its class,
+    by name.
 
-    {} for classes and for objects without attributes.
+    An attribute of the object hides one of its class. {} for classes and for objects without a `__dict__`.
     """
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
@@ -168,7 +177,9 @@ def is_plain_callable(value: object) -> bool:
 
 
 def names_used(function: types.FunctionType) -> dict[str, object]:
-    """The globals that the function's code uses and that may reach arrays, by name: arrays, containers, functions of its file."""
+    """The globals that the function's code, or a function defined in it, uses and that may reach arrays, by name:
+    arrays that are replaced, tuples, lists and dicts, and functions of the same file.
+    """
     found: dict[str, object] = {}
     codes = [function.__code__]
     while codes:
@@ -196,7 +207,12 @@ class Lift:
         self.split: dict[int, jax.Array] = {}
 
     def value(self, value: object) -> object:
-        """The copy of any value, or the value itself if it reaches no array that has to be replaced."""
+        """The copy of any value, or the value itself if it reaches no array that has to be replaced.
+
+        A numpy array becomes a View of the same memory; a split array an unsplit one. Copies of functions, lists and
+        dicts are
+        recorded before their contents are copied, so that a value may contain itself.
+        """
         if id(value) in self._copies:
             return self._copies[id(value)]
         if is_array(value):
@@ -240,7 +256,9 @@ class Lift:
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         """Copies a Python function, with copies of what its closure, its defaults and the globals that it uses contain.
 
-        The copy shares the original's globals if none of those that the function uses reaches an array.
+        The copy shares the original's globals if none of those that the function uses reaches an array; otherwise it
+        gets the one copy
+        of these globals that all such functions of a file share. Variables of its closure without a value stay without.
         """
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)
@@ -263,7 +281,9 @@ class Lift:
         return fresh
 
     def _object(self, value: object) -> object:
-        """Copies an object with the arrays in its attributes replaced; returns the object itself if its attributes reach none."""
+        """Makes a shallow copy of an object with the arrays that its attributes reach replaced; returns the object
+        itself if they reach none.
+        """
         if id(value) in self._copies:
             return self._copies[id(value)]
         held = attributes(value)
@@ -274,8 +294,10 @@ class Lift:
         return fresh
 
     def _callable_object(self, value: object) -> object:
-        """Copies a callable object with its arrays replaced; if its __call__ reaches arrays, returns a copy of that bound to
-        the copy.
+        """Returns the object with its arrays replaced: a copy, or the object itself if its attributes reach none.
+
+        If the `__call__` of its class reaches arrays, returns the copy of that function bound to the object that would
+        be returned.
         """
         fresh = self._object(value)
         call = type(value).__call__

@@ -108,7 +108,9 @@ class Lowering:
     def run(self, jaxpr: Scope, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
         """Translates a jaxpr; returns the values of its results.
 
-        jaxpr          the jaxpr, whose equations are translated in order
+        jaxpr          the jaxpr, whose equations are translated in order; its scalar literals become literals of the
+                       program, its
+                       literal arrays known values
         consts, args   the values of its constants and of its inputs
         """
         env: dict[object, Value] = {}
@@ -131,9 +133,19 @@ class Lowering:
     def equation(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
         """Translates one equation on the values `args`; returns the values of its results.
 
-        An equation of known values is computed outside of the kernel. An elementwise primitive becomes an operation for each
-        element, a nested function is inlined, any other primitive has a rule or becomes a Call. Raises ModError for collectives
-        and callbacks.
+        An equation whose operands are all known values or literals is computed outside of the kernel, unless it has
+        only literals
+        and scalar results. A primitive of SAME, or of CASTS with a known operand and no lazy one, returns its operands.
+        An elementwise
+        primitive becomes an operation for each element. A nested function is inlined. So is one with a derivative rule
+        of its own, but
+        with `keep_custom` it becomes a Call. Any other primitive has a rule; where there is none, or the rule returns
+        None, the equation
+        becomes a Call.
+
+        Raises ModError for collectives and callbacks, whatever their operands, and for an equation inside the kernel
+        that reads an
+        array of symbolic shape.
         """
         name = eqn.primitive.name
         if name in COLLECTIVES:
@@ -172,13 +184,14 @@ class Lowering:
         return self.call(eqn, args)
 
     def compute_now(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns its results
-        as JAX values.
+        """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns its
+        results as JAX values.
 
         args   the values of its operands: known values, or literals as arrays of one atom
 
-        Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the equation part
-        of the caller's trace. Everything else is computed at once.
+        Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the
+        equation part
+        of the caller's trace; a nested function there is translated by its body. Everything else is computed at once.
         """
         values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
@@ -192,13 +205,16 @@ class Lowering:
             return run(*values)
 
     def run_branch(self, taken: Atom, closed: ClosedScope, args: Sequence[Value]) -> list[Value]:
-        """Translates one branch of a cond; returns the values of its results, which the caller selects where it is taken.
+        """Translates one branch of a cond; returns the values of its results, which the caller selects where it is
+        taken.
 
-        taken    a bool atom: whether the branch is taken
+        taken    a bool atom: whether the branch is taken; it matters with `keep_custom` only, where derivatives are
+                 made
         closed   the branch's jaxpr with its constants
         args     the values of its inputs
 
-        Where `taken` is False, no derivative enters the branch: it would be zero times the derivative of the branch, which is
+        Where `taken` is False, no derivative enters the branch: it would be zero times the derivative of the branch,
+        which is
         NaN where that is infinite (the square root of a negative number).
         """
         if not self.keep_custom:
@@ -303,7 +319,10 @@ class Lowering:
 
         index   one int32 atom for each dimension, in bounds
 
-        A complex element is made of loads of its two parts. Raises ModError for an array of random keys.
+        An array known to repeat one literal gives that literal. A complex element is made of loads of its two parts.
+        Inside branches of
+        `cond` the derivative of the element is stopped where they are not taken. Raises ModError for an array of random
+        keys.
         """
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             parts = tuple(self.load(part, index) for part in self.complex_parts(array))
@@ -338,8 +357,10 @@ class Lowering:
         return self._capture_of[id(value)]
 
     def elementwise(self, eqn: Equation, args: list[Value]) -> Value:
-        """Translates an elementwise primitive on the values `args`: one operation of the program for each element of the
-        result.
+        """Translates an elementwise primitive on the values `args`: one operation of the program for each element of
+        the result.
+
+        A copy returns its operand; so does stop_gradient, but with `keep_custom` it becomes a step for each element.
         """
         out = eqn.outvars[0].aval
         name = eqn.primitive.name
@@ -361,8 +382,12 @@ class Lowering:
 
         args   the values of the operands
 
-        Only backends that map a jaxpr over a tile run a Call. A known array that a loop reads, or one of more than MAX_UNROLL
-        elements, is captured and passed whole; all other operands are atoms. Raises ModError for a result of more than
+        Only backends that map a jaxpr over a tile run a Call. A known array that a loop reads, or one of more than
+        MAX_UNROLL
+        elements, is captured and passed whole; all other operands are atoms. A function with a derivative rule of its
+        own keeps its
+        body, and operands of it that `split_closed_over` finds are no operands of the Call. Raises ModError for a
+        result of more than
         MAX_ELEMENTS elements.
         """
         custom = eqn.primitive.name in CUSTOM

@@ -85,7 +85,11 @@ def _iota(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarra
 
 
 def _pad(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray] | None:
-    """The rule of `pad` for an array of atoms; None (a Call) for negative padding, which cuts the array."""
+    """The rule of `pad`: the elements of the operand with low, high and interior padding, as an array of atoms; None (a
+    Call) for negative padding, which cuts the array.
+
+    Raises ModError for a captured or lazy operand that is too large to unroll.
+    """
     config = eqn.params["padding_config"]
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
@@ -111,7 +115,7 @@ def _reduction(prim: str, unit: Callable[[np.dtype], object]) -> Rule:
     """
 
     def rule(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """The rule: combines the elements along the axes one after the other, in their order."""
+        """The rule: combines the elements along the axes one after the other, in their order; no elements give `unit`."""
         atoms, axes = self.as_atoms(args[0]), tuple(eqn.params["axes"])
         dtype = eqn.outvars[0].aval.dtype
         moved = np.moveaxis(atoms, axes, range(len(axes)))
@@ -182,7 +186,10 @@ def _cumulative(prim: str) -> Rule:
 
 
 def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result."""
+    """The rule of `dot_general` of small arrays: a sum of products of atoms for each element of the result.
+
+    Atoms are converted to the dtype of the result before they are multiplied; a sum of no products is 0.
+    """
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     a, b = (self.as_atoms(x) for x in args)
     dtype = eqn.outvars[0].aval.dtype
@@ -207,7 +214,10 @@ def _dot_general(self: Translation, eqn: Equation, args: list[Value]) -> list[np
 
 
 def _cond(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects."""
+    """The rule of `cond`: every branch is computed, and selects pick the results, because branches have no effects.
+
+    An index below 0 takes the first branch, one past the last branch the last.
+    """
     which = self.as_atoms(args[0]).item()
     branches = eqn.params["branches"]
     not_ = lambda truth: self.builder.op("not", (truth,), "bool")
@@ -246,7 +256,9 @@ def _scan_counts(params: Params) -> tuple[int, int]:
 def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | None:
     """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
 
-    None (a Call) for a longer loop, and for a loop without iterations that has stacked results.
+    With `reverse` the iterations run from the last; stacked results have the order of the inputs either way. None (a
+    Call) for a
+    longer loop, and for a loop without iterations that has stacked results.
     """
     p = eqn.params
     if p["length"] > MAX_UNROLL:
@@ -269,7 +281,9 @@ def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | 
 
 
 def _one_minus_square(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
-    """The rule of `one_minus_square`, 1 - x * x, which newer jax uses in the derivative of tanh."""
+    """The rule of `one_minus_square`, which newer jax uses in the derivative of tanh, for an array of atoms: (1 - x) *
+    (x + 1).
+    """
     out = eqn.outvars[0].aval
     one = literal(1, out.dtype)
 

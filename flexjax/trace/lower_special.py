@@ -73,8 +73,10 @@ def _bitcast(self: Translation, eqn: Equation, args: list[Value]) -> list[np.nda
 
 
 def _cumlogsumexp(self: Translation, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-    """The rule of `cumlogsumexp` along one axis: jnp.logaddexp of each element and the result before it, with its derivative
-    rule.
+    """The rule of `cumlogsumexp` along one axis: jnp.logaddexp of each element and the result before it, with its
+    derivative rule.
+
+    It runs from the end if the equation says `reverse`.
     """
     atoms = np.moveaxis(self.as_atoms(args[0]).copy(), eqn.params["axis"], 0)
     kind = jax.ShapeDtypeStruct((), eqn.outvars[0].aval.dtype)

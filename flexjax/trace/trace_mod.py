@@ -59,6 +59,8 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
     sizes         (batch, heads, q_len, kv_len), which bound the indices
     score_dtype   dtype name of the score that the function gets and of the result of the program
 
+    A score_mod without a derivative, such as one whose custom function takes a whole array, is no error: `why_not` says
+    why.
     Raises ModError if the function cannot be called, traced or translated, or returns anything but one floating scalar.
     """
     traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
@@ -81,7 +83,7 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
 
 
 def trace_mask_mod(mask_mod: Callable, sizes: Sizes) -> TracedMod:
-    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program.
+    """Traces `mask_mod(b, h, q_idx, kv_idx) -> bool` to its program, without a derivative.
 
     sizes   (batch, heads, q_len, kv_len), which bound the indices
 
@@ -137,14 +139,18 @@ def _lowered(
     score_dtype: str | None = None,
     keep_custom: bool = False,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Translates the jaxpr of a mod to a program; returns the program and the captured arrays that it reads, in its order.
+    """Translates the jaxpr of a mod to a program; returns the program and the captured arrays that it reads, in its
+    order.
 
     name          the user's argument, for errors
     traced        the jaxpr
     sizes         (batch, heads, q_len, kv_len)
-    score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the result; else
+    score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the
+                  result; else
                   None
     keep_custom   whether custom functions stay whole, as Calls; they are inlined otherwise
+
+    Raises ModError, with `name` before the reason, for a jaxpr that cannot be translated.
     """
     lowering = Lowering(Builder(sizes, score_dtype or "float32"), keep_custom, split=traced.split)
     closed = traced.closed
@@ -160,9 +166,12 @@ def _lowered(
 
 
 def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array, ...]]:
-    """Ends a translation: returns the checked program whose one result is `result`, and the captured arrays that it reads.
+    """Ends a translation: returns the checked program whose one result is `result`, and the captured arrays that it
+    reads.
 
-    lowering   the translation; of the arrays that it captured, those that the program does not read are dropped
+    lowering   the translation; steps that the result does not need are left out, captured arrays that no step reads are
+               dropped,
+               and the others are renumbered
     """
     program = lowering.builder.finish([result])
     check(program)
@@ -213,7 +222,11 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     mod         the function
     arguments   the names of its arguments; "score" has the dtype `score_dtype`, all others are int32
 
-    Raises ModError, with what to do in a sentence, unless the function is pure and returns one scalar.
+    Raises ModError, with what to do in a sentence, if the function does not take these arguments, uses a tracer as a
+    Python number,
+    in numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or returns anything but
+    one scalar.
+    Any other error of the function is passed on.
     """
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -260,9 +273,12 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
 
 
 def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
-    """Makes the jaxpr of `mod` on scalars of the types `avals`; numpy arrays that it captured are constants of the jaxpr.
+    """Makes the jaxpr of `mod` on scalars of the types `avals`; numpy arrays that it captured are constants of the
+    jaxpr.
 
-    Where the mod fails on views of its numpy arrays (lift_numpy.View), it is traced with the arrays themselves.
+    Where the copy with views of its numpy arrays (lift_numpy.View) raises TypeError, the mod itself is traced, with its
+    arrays as
+    they are.
     """
     lifted, split = lift_numpy(mod)
     try:
@@ -277,6 +293,8 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     """Raises ModError unless `mod` can be called with as many positional arguments as there are names in `arguments`.
 
     name   the user's argument, for errors
+
+    A callable without a signature (written in C) passes.
     """
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):

@@ -63,10 +63,14 @@ def scores_of_rows(
 
 
 def cells(rows_of: Callable[[Array, Array], tuple[Array, Array]], h: int, q_len: int, kv_len: int) -> np.ndarray:
-    """Reduces the rows of a picture to its cells: float [q cells, kv cells], the mean over the visible entries of each block.
+    """Reduces the rows of a picture to its cells: float [q cells, kv cells], the mean over the visible entries of each
+    block.
 
-    rows_of         from a head and the positions of some queries to (values, visible), both [number of queries, kv_len];
-                    called with int32 arrays of one shape, so that a jitted function compiles once for all rows and heads
+    rows_of         from a head and the positions of some queries to (values, visible), both [number of queries,
+                    kv_len];
+                    called with int32 arrays of one shape, so that a jitted function compiles once for all rows and
+                    heads; the
+                    last query is repeated to fill the last array, and is counted once
     h               the head
     q_len, kv_len   number of queries and of keys
 

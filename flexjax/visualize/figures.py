@@ -44,12 +44,13 @@ def mask(
     """Draws which entries `mask_mod(b, h, q_idx, kv_idx)` keeps, a panel for each of `heads`.
 
     q_len, kv_len   lengths in tokens
-    batch, heads    the b and h that mask_mod is asked about
-    tokens          labels of the keys, and of the queries where the lengths are equal
-    title           above the panels; the name of mask_mod by default
+    batch, heads    the b and h that mask_mod is asked about, of any value: a number or, for heads, several
+    tokens          labels of the keys, and of the queries where the lengths are equal; shown for at most 40 tokens
+    title           above the panels; the name of mask_mod by default, "mask" for a lambda
 
-    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept. Returns a
-    matplotlib Figure. Raises ValueError for arguments that do not fit, ImportError without matplotlib.
+    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept.
+    Returns a
+    matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 
@@ -109,12 +110,15 @@ def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure"
 
 
 def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
-    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each chosen head.
+    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each
+    chosen head.
 
-    query, key   as in `scores`
+    query, key   as in `scores`; a key of batch 1 serves every batch entry
     drawn        the keywords of `scores`
 
-    Checks all arguments; errors as in `scores`.
+    Raises TypeError for another keyword, ValueError for a layout, shapes, a batch entry or head that do not fit, and
+    what `_figure`
+    raises.
     """
     unknown = sorted(set(drawn) - set(Drawn.__annotations__))
     if unknown:
@@ -150,7 +154,11 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
 
     @jax.jit
     def computed(query: Array, key: Array, h: Array, rows: Array) -> tuple[Array, Array]:
-        """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
+        """(scores after score_mod or probabilities, which of them are visible and finite) of the queries of head `h` at
+        the positions `rows`, both [len(rows), kv_len].
+
+        Scores of hidden entries are returned too. A row that sees no key has probabilities 0.
+        """
         one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
         on = dense.visible(mask_mod, batch, h, rows, kv_len)
         values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
@@ -176,14 +184,18 @@ def _figure(
 ) -> "Figure":
     """Draws the panels beside each other under one title, with one colour scale; returns the Figure.
 
-    panels    the cells of each head's picture
-    heads     the number of each panel's head
+    panels    the cells of each head's picture; NaN is grey
+    heads     the number of each panel's head, its title if there are several panels
     lengths   (q_len, kv_len) in tokens
     tokens    labels of the keys, one for each; None for positions
     title     above the panels
-    unit      what a cell shows: "kept", "score" or "weight"
+    unit      what a cell shows: "kept" (colours from 0 to 1), "score" (from the least to the greatest) or "weight" (the
+              square
+              root, from 0 to the greatest)
 
-    Raises ImportError without matplotlib, ValueError for a wrong number of labels.
+    There is a colour bar, but not for "kept" token by token. Raises ImportError without matplotlib, ValueError for a
+    wrong number of
+    labels.
     """
     try:
         from matplotlib import colormaps

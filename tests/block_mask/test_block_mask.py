@@ -428,6 +428,19 @@ def test_plot(block_mask: BlockMask) -> None:
     plt.close(axes.figure)
 
 
+@pytest.mark.parametrize(
+    ("batch", "head", "message"),
+    [
+        (2, 0, "`batch` is 2; expected one of the 2 batch entries of the block mask, counted from 0."),
+        (0, -1, "`head` is -1; expected one of the 3 heads of the block mask, counted from 0."),
+    ],
+)
+def test_plot_refuses_numbers_out_of_range(block_mask: BlockMask, batch: int, head: int, message: str) -> None:
+    message += " Pass 0 where the block mask has one for all."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        block_mask.plot(batch, head)
+
+
 # ------------------------------------------------------------------ transformations
 
 

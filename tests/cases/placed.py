@@ -68,8 +68,10 @@ PLACED = {
 }  # fmt: skip
 
 
-def assert_as_reference(name: str, implementation: Implementation, dtype: str, error: float) -> None:
-    """Results and gradients of the simulated kernels, within `error` of the largest number of each."""
+def assert_as_reference(
+    name: str, implementation: Implementation, dtype: str, error: float, interpret: bool = True
+) -> None:
+    """Results and gradients of the kernels, simulated with `interpret`, within `error` of the largest number of each."""
     placed = PLACED[name]
     batch, queries, keys, heads, key_heads = placed.sizes
     q, k, v = (
@@ -84,7 +86,7 @@ def assert_as_reference(name: str, implementation: Implementation, dtype: str, e
             out, aux = flexjax.flex_attention(
                 q, k, v, score_mod=None if placed.score is None else placed.score(*captured), mask_mod=placed.mask,
                 origin=placed.origin, implementation=run, return_aux=flexjax.AuxRequest(lse=True),
-                kernel_options=KernelOptions(interpret=run != "reference"), dropout_rate=placed.dropout,
+                kernel_options=KernelOptions(interpret=interpret and run != "reference"), dropout_rate=placed.dropout,
                 dropout_key=jax.random.key(0) if placed.dropout else None,
             )  # fmt: skip
             assert aux.lse is not None

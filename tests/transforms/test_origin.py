@@ -53,6 +53,7 @@ def in_parts(case: Case, implementation: Implementation) -> dict[str, Any]:
             origin=Origin(batch=b, head=group * heads, query=q0, whole=(B, N, T, S)),
             return_aux=flexjax.AuxRequest(lse=True), implementation=implementation,
         )  # fmt: skip
+        assert aux.lse is not None
         return out[0], aux.lse[0]
 
     def loss(inputs: dict, learned: dict) -> Any:

@@ -6,6 +6,7 @@ A task is a tuple of strings, its kind first:
 
     conformance   the cases of `tests/cases/calls.py`, results and gradients, bit for bit the same twice
     large_scores  scores that are very large (tests/cases/large_scores.py)
+    origins       calls on a part of a larger problem (tests/cases/placed.py)
     golden        the cases of a folder of golden files (`--golden DIR`), where one is given
     soak          what time is left: random masks, mods, shapes and dtypes against dense float32 attention
 
@@ -104,6 +105,17 @@ def check_large_scores(dtype: str, sinks: str, gated: str) -> str:
     from tests.cases import large_scores
 
     large_scores.check(IMPLEMENTATION, dtype, sinks == "sinks", gated == "gated")
+    return "ok"
+
+
+def origins(name: str, dtype: str) -> str:
+    """Compares a row of tests/cases/placed.py with the dense reference, results and gradients; returns "ok".
+
+    Raises AssertionError where they differ.
+    """
+    from tests.cases import placed
+
+    placed.assert_as_reference(name, IMPLEMENTATION, dtype, 0.05, interpret=False)
     return "ok"
 
 
@@ -353,7 +365,11 @@ def run_task(task: Task) -> str:
     """The verdict of a task; raises where its result is wrong."""
     kind, *rest = task
     return dict(
-        conformance=conformance, large_scores=check_large_scores, golden=golden, soak=lambda seed: soak(int(seed))
+        conformance=conformance,
+        large_scores=check_large_scores,
+        origins=origins,
+        golden=golden,
+        soak=lambda seed: soak(int(seed)),
     )[kind](*rest)
 
 
@@ -508,6 +524,7 @@ def main() -> int:
         return 0
     import flexjax.dispatch
     from tests.cases import CASES
+    from tests.cases.placed import PLACED
 
     assert IMPLEMENTATION in flexjax.dispatch.NAMES
     until = time.time() + args.seconds - 35
@@ -525,6 +542,7 @@ def main() -> int:
             for gated in ("", "gated")
         ]
     )
+    groups += [[("origins", name, dtype) for dtype in dtypes] for name in PLACED]
     if args.golden:
         _, cases, _ = _golden(args.golden)
         chosen = [n for n in cases.CASES if any(fnmatch.fnmatch(n, p) for p in args.golden_only.split(","))]

@@ -47,7 +47,7 @@ def search(problem: Any, seconds: float) -> Any:
 
 
 def ratios(timings: Sequence[Any]) -> dict[str, float | None]:
-    """For each pass: the time of its first candidate over that of its fastest; None where only one ran."""
+    """For each pass: the time of its first candidate that ran over that of its fastest; None where fewer than two ran."""
     found: dict[str, float | None] = {}
     for which in PASSES:
         ran = [t.seconds for t in timings if t.which == which and t.seconds is not None]
@@ -56,7 +56,9 @@ def ratios(timings: Sequence[Any]) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Tunes every problem and prints the table; returns the exit status, 1 where a heuristic's tile is too slow."""
+    """Tunes every problem and prints the table; returns the exit status, 1 where a heuristic's tile takes more than --within times
+    the fastest, or fewer than two tiles of a pass ran.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="gpu")
     parser.add_argument("--problems", default=PROBLEMS)

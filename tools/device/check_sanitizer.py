@@ -71,11 +71,13 @@ def run_cases(names: list[str]) -> None:
 
 
 def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
-    """The gradients of q, k and v of attention over 300 tokens, computed by the fused backward kernel.
+    """The gradients of q, k and v of the sum of squares of attention over 300 tokens, computed by the fused backward kernel.
 
     name             of ONE_KERNEL; "64" in it is the head dim (else 128), "any_order" and "causal" say what they say.
-                     Full attention takes a fixed order
+                     Full attention takes a fixed order; "any_order" is causal too
     implementation   the backend
+
+    It makes the heuristics choose the fused kernel for the rest of the process.
     """
     import jax
     import jax.numpy as jnp
@@ -216,7 +218,7 @@ def kinds(text: str) -> str:
 
 def main() -> int:
     """Runs every process under every tool and prints the verdicts; returns the exit status, 1 where one is not as it
-    should be.
+    should be. With --run or --plant, the arguments of its children, it runs these cases or the planted kernel instead.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="memcheck,racecheck")

@@ -20,7 +20,9 @@ STAGES = ("mask", "trace", "lower", "compile", "run")
 
 
 def stages(problem: Any) -> list[float]:
-    """Seconds that each of STAGES takes for a problem of flexjax/bench/suites.py, in this process."""
+    """Seconds that each of STAGES takes for a problem of flexjax/bench/suites.py, in this process: both passes together; the
+    operands are on the device before.
+    """
     import jax
 
     from flexjax.bench import gpu_peers

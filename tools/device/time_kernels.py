@@ -37,7 +37,9 @@ def forward_and_backward(
 
 
 def main() -> None:
-    """Prints, for each problem, the milliseconds of a step and of each of its kernels."""
+    """Prints, for each problem, the milliseconds of a step, the sum of those of its kernels, and of each kernel in the order of
+    the step; a kernel that runs several times has a line for each.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", default="")
     parser.add_argument("--any-order", action="store_true")

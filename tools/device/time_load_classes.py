@@ -62,12 +62,14 @@ def _bucket(tokens: int) -> Any:
 
 
 def _group(tokens: int) -> Any:
+    """The group of each token, 0 .. DISTANCES - 1, by which tables are gathered: neighbours have different groups."""
     import numpy as np
 
     return (np.arange(tokens) * 7 % DISTANCES).astype(np.int32)
 
 
 def _row_of_image(tokens: int) -> Any:
+    """The row of each token in an image of `_width` pixels a row, modulo half of DISTANCES."""
     import numpy as np
 
     return (np.arange(tokens) // _width(tokens) % (DISTANCES // 2)).astype(np.int32)
@@ -155,7 +157,9 @@ def tensors(tokens: int, heads: int, dim: int) -> tuple[Any, ...]:
 
 
 def programs(kind: Read | None, tokens: int, heads: int, dim: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The jitted passes of attention with a mod of that class (None: without one), and their operands."""
+    """({pass: jitted function}, operands of each pass, in the order of PASSES) of attention with a mod of that class (None:
+    without one).
+    """
     import jax
     import jax.numpy as jnp
 
@@ -170,12 +174,14 @@ def programs(kind: Read | None, tokens: int, heads: int, dim: int) -> tuple[dict
     buckets = None if kind is None or kind.buckets is None else jnp.asarray(kind.buckets(tokens))
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array | None) -> jax.Array:
+        """Causal attention with the mod of the class; `table` is not read without one."""
         if kind is None:
             return flexjax.flex_attention(q, k, v, mask_mod=masks.causal)
         score_mod = lambda s, b, h, q_idx, kv_idx: kind.apply(s, b, h, q_idx, kv_idx, table, buckets)
         return flexjax.flex_attention(q, k, v, score_mod=score_mod, mask_mod=masks.causal)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array | None, d_out: jax.Array) -> Any:
+        """(out, gradients of q, k, v and the table) for the cotangent `d_out`."""
         out, pull = jax.vjp(forward, q, k, v, table)
         return out, pull(d_out)
 
@@ -184,7 +190,7 @@ def programs(kind: Read | None, tokens: int, heads: int, dim: int) -> tuple[dict
 
 
 def compiled(kind: Read | None, tokens: int, heads: int, dim: int, which: str) -> Callable[[], Any] | str:
-    """A function that launches the compiled pass, or why there is none."""
+    """A function that launches the compiled pass `which`, or, as text, the error of its compilation or first run."""
     import jax
 
     jitted, operands = programs(kind, tokens, heads, dim)
@@ -198,7 +204,7 @@ def compiled(kind: Read | None, tokens: int, heads: int, dim: int, which: str) -
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Mean of calls back to back."""
+    """Mean wall-clock seconds of CALLS calls back to back, waiting for the last result alone."""
     import jax
 
     start = time.perf_counter()
@@ -210,6 +216,9 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def main() -> int:
+    """Times every class and prints the table after each head dim; returns the exit status, 1 where a class did not run. Ends early
+    where plain attention did not.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=16)
@@ -268,7 +277,10 @@ def main() -> int:
 
 
 def table(chosen: list[Read], dims: list[int], cells: dict[tuple[str, int, str], str]) -> str:
-    """The table of docs/writing_mods.md."""
+    """The Markdown table of docs/writing_mods.md: a row for each of `chosen`, two costs for each of `dims`.
+
+    cells   (name of the class, head dim, pass) -> its cost as text
+    """
     heads = [f"d{dim}: {name}" for dim in dims for name in ("forward", "both passes")]
     lines = [f"| read | class | what a kernel does | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
     for kind in chosen:

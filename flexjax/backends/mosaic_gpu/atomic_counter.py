@@ -27,6 +27,8 @@ def take(counter: Ref, shared: Ref) -> Scalar:
 
     counter   [1] int32 in global memory
     shared    [1] int32 in shared memory, through which one thread passes the number to the others
+
+    The threads of the warpgroup meet at a barrier between the write and the read of `shared`, but not after the read.
     """
 
     @inline_mgpu(MEMORY, MEMORY, returns=SCALAR_INT)
@@ -47,7 +49,8 @@ def take(counter: Ref, shared: Ref) -> Scalar:
 
 
 def take_start(counter: Ref, word: Ref) -> None:
-    """Adds one to `counter` and writes what it was before to `word`; called by one whole warpgroup of the CTA.
+    """Adds one to `counter` and writes what it was before to `word`; called by one whole warpgroup of the CTA, whose threads
+    then meet at a barrier. Other warpgroups need a barrier of their own before they read it.
 
     counter, word   [1] int32 in global memory. `word` lies there because the kernel that uses this has no shared
                     memory to spare
@@ -87,10 +90,10 @@ def read_start(word: Ref) -> Scalar:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A context: operations that are emitted inside run in one thread of the warpgroup.
+    """A context: operations that are emitted inside run in one elected thread of the calling warpgroup.
 
-    Mosaic's own `single_thread` remembers in a global of the process that it is inside: where two Python threads
-    lower at once, one of them emits its body for all 128 threads.
+    It replaces Mosaic's `single_thread`, which remembers in a global of the process that it is inside: where two
+    Python threads lower at once, one of them emits its body for all 128 threads.
     """
     elected = scf.IfOp(mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP))  # pyright: ignore[reportAttributeAccessIssue]
     with ir.InsertionPoint(elected.then_block):

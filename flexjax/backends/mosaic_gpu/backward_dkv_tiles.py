@@ -81,6 +81,9 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
     """The shared memory of a CTA of the dK/dV kernel with these sizes.
 
     bias   says which array is staged
+
+    `staged` is None where no array is staged or `tiles.staged_slots` is 0. Otherwise its copy is a third arrival at
+    each barrier of `query_full`, beside Q and the statistics.
     """
     dim, value_dim = padded_dims(plan)
     staged = None
@@ -102,12 +105,13 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
 
 
 def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTiles:
-    """The best sizes of the dK/dV kernel that fit shared memory, for head dims up to 128.
+    """The sizes of the dK/dV kernel for head dims up to 128; an array is staged only if its tiles fit shared memory.
 
-    bias   says which array is staged; staging is left out where it does not fit
+    bias   says which array is staged
 
-    The CTA owns block_kv_bwd keys, by default 128, and visits 64 queries, or 128 for head dims up to 64 and small
-    mods (`computes_little`).
+    The CTA owns block_kv_bwd keys, by default 128, or 64 where 128 does not divide the mask's blocks. It visits 128
+    queries for head dims up to 64 and small mods (`computes_little`), otherwise 64; 64 too where block_q_bwd or the
+    mask's blocks ask for it. All rings have two slots. Without staging, sizes are returned whether they fit or not.
     """
     keys = first_dividing(plan.blocks, "kv", owned_sizes(plan.options.block_kv_bwd))
     dims = max(plan.head_dim + plan.extra_dim, plan.value_dim)
@@ -163,7 +167,11 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
-    """The shared memory of a CTA of the split dK/dV kernel with these ring depths."""
+    """The shared memory of a CTA of the split dK/dV kernel with these ring depths.
+
+    Each barrier of `own_full` expects two arrivals: a copy and the copying warpgroup, or at the last one both computing
+    warpgroups. Barriers of the rings expect each copy (Q with its statistics is two) or both readers; those of P one.
+    """
     dim, value_dim = padded_dims(plan)
     return SplitScratch(
         query=SwizzledTiles((tiles.query_slots, SPLIT_QUERIES, dim), plan.dtype),
@@ -183,7 +191,9 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
 
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
-    """The deepest rings of the split dK/dV kernel that fit shared memory."""
+    """The ring depths of the split dK/dV kernel: two slots of Q and dO, and two of P or, where these do not fit shared
+    memory, one. If this does not fit either, one slot of each.
+    """
     head_major = plan.group == 1
     for tiles in (SplitDkvTiles(2, 2, 2, head_major), SplitDkvTiles(2, 2, 1, head_major)):
         if fits(split_dkv_scratch(plan, tiles)):

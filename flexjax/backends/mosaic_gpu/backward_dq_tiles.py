@@ -93,6 +93,9 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
     """The shared memory of a CTA of the dQ kernel with these sizes.
 
     bias   says which array is staged and which direct gradients leave through shared memory
+
+    `staged` is None where no array is staged or `tiles.staged_slots` is 0. All barriers of the rings of keys and values
+    expect one arrival of a copy, or one of each computing warpgroup; `own_full` expects two copies a batch entry.
     """
     dim, value_dim = padded_dims(plan)
     own, q_tile = tiles.groups * tiles.batch_entries, tiles.rows * tiles.groups
@@ -119,10 +122,14 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
 
 
 def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
-    """Sizes of the dQ kernel that fit shared memory, the best first: staging an array goes before deeper rings of
-    keys and values.
+    """Sizes of the dQ kernel that fit shared memory less MARGIN, the best first; empty if none fit.
 
     bias   dtypes of the staged array and of the direct gradients
+
+    They differ in ring depths alone. Staging goes before deeper rings of keys and values, and a second slot of keys
+    before one of values. The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's
+    blocks. It visits 128 keys for padded head dims up to 128 and small mods (`computes_little`), otherwise 64; 64 too
+    where block_kv_bwd or the mask's blocks ask for it.
     """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) else 64
@@ -141,7 +148,8 @@ def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
 
 
 def dq_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DqTiles:
-    """The best sizes of the dQ kernel that fit shared memory; if none fit, 64 keys, rings of one slot and no staged array.
+    """The best sizes of the dQ kernel that fit shared memory (`_candidates`). If none fit: 64 keys, rings of one slot, one
+    batch entry and no staged array.
 
     bias   dtypes of the staged array and of the direct gradients
     """

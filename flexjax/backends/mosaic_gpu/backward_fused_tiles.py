@@ -88,7 +88,11 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
-    """The shared memory of a CTA of the fused kernel with these sizes."""
+    """The shared memory of a CTA of the fused kernel with these sizes.
+
+    Q, K and dS^T are swizzled over the bytes of the dQ columns of one computing warpgroup, at most 128, the rest over
+    the default. Barriers of copies expect one arrival, or two for Q with its statistics and for K with V.
+    """
     dim, value_dim = padded_dims(plan)
     columns = tiles.dq_columns(dim)
     # A warpgroup's columns of K must be whole swizzled tiles, and the operands of one WGMMA want one swizzle.
@@ -114,11 +118,14 @@ def fused_scratch(plan: KernelPlan, tiles: FusedTiles) -> Scratch[Description]:
 
 
 def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
-    """The largest sizes of the fused kernel that fit; None where the fused kernel cannot run the plan or the options'
-    tile.
+    """The largest sizes of the fused kernel that fit shared memory; None where it cannot run the plan or the options' tile.
 
-    It runs head dims D that are padded to 64 or 128, and E up to 128, with mask blocks that are multiples of its
-    tile.
+    Tiles of 128 queries come first, where `fits_128_query_tile`, then tiles of 64; for each, two slots of Q, dO and dQ,
+    then one slot of dQ, then one of dO and dQ. None where
+
+    - the padded head dim of queries and keys is not 64 or 128, or that of values is above 128;
+    - the mask's key blocks are not multiples of FUSED_KEYS, or its query blocks of the tile's queries;
+    - block_kv_bwd is set and not FUSED_KEYS, or block_q_bwd is set and not the tile's queries.
     """
     dim, value_dim = padded_dims(plan)
     blocks, options = plan.blocks, plan.options
@@ -137,12 +144,12 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
 
 
 def fits_128_query_tile(plan: KernelPlan) -> bool:
-    """Whether the fused kernel has registers for tiles of 128 queries: head dims up to 64, no dropout, a small
-    score_mod.
+    """Whether the fused kernel has registers for tiles of 128 queries: padded head dims up to 64, no dropout, mods that
+    divide no tile of integers (`patterns.divides_tiles`), and a score_mod that only adds to the score, or none.
 
-    No mod divides a tile of integers (`patterns.divides_tiles`). A small score_mod only adds to the score, and what
-    it loads for one tile stays within the registers: either elements of at most four bytes in all for each (query,
-    key), or one vector over the queries, which takes half as many registers.
+    What the mods load must fit too. score_mod may load elements of at most four bytes in all for each (query, key) or
+    diagonal; score_mod and mask_mod together may load one vector over the queries, or none beside such elements.
+    Scalars, vectors over the keys, and elements that only mask_mod loads do not count.
     """
     score, mask = plan.score, plan.mask
     if max(padded_dims(plan)) > 64 or plan.dropout is not None:

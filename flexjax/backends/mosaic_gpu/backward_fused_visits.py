@@ -58,7 +58,9 @@ def query_visits(
     lists   the block lists of each key block
     order   of the additions to dQ, None for any order
 
-    Every field is None without a block mask, because each key tile then visits all query tiles.
+    Every field is None without a block mask, because each key tile then visits all query tiles. With one, `tickets` are
+    None unless `order` is given, and `launch_order` is None if `order` is given or both lists are missing; in that
+    last case no key tile visits anything (zeros). Partial and full blocks are merged, in the order of their queries.
     """
     visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
     if not visits.lists:
@@ -155,12 +157,14 @@ class FusedVisits:
 
         visits    the lists, in the kernel
         own       the key tile that this CTA owns
-        begin     query head -> what `step` gets for its visits
+        begin     query head -> what `step` gets for its visits; called once a head, or once a visit where `heads_inside`
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
-                  own. False: `masked` is a scalar (a bool where every visit is alike) in one loop
+                  own. False: `masked` is a scalar in one loop
 
-        The running number counts the visits before this one.
+        The running number counts the visits before this one. All query heads of the group of the key head are visited.
+        Without lists every query tile is visited, and `masked` is a bool, whether the plan has a mask_mod, in either case
+        of `by_runs`.
         """
         plan, zero = self.plan, jnp.int32(0)
         _, h_kv, mask_b, tile, _ = own
@@ -171,7 +175,9 @@ class FusedVisits:
             number of visits up to its last.
 
             g        number of the query head in its group, 0 where `heads_inside`
-            before   how many visits were made before it
+            before   how many visits were made before it; 0 where `heads_inside`
+
+            The list is that of the query head, or the one that all heads share; it is walked backwards with `DqOrder.downward`.
             """
             h = h_kv * plan.group + g
             mask_h = h if self.lists_by_head else zero
@@ -202,12 +208,12 @@ class FusedVisits:
                     step(begin(head), head, q_tile, i * plan.group + g, masked)
 
             def run(masked: bool, here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-                """Visits one run, that is, adjacent entries of the list that all need the mask (`masked` True) or all
-                do not.
+                """Visits one run, that is, adjacent entries of the list that all need the mask (`masked` True) or all do not.
 
-                here   (position in the list, code at this position) of the run's first entry
+                here   (position in the list, code at this position) of the first entry that is not visited yet
 
-                Returns the same of the first entry after the run.
+                Returns the same of the first entry after the run. If the first entry is of the other kind, nothing is visited and
+                `here` is returned.
                 """
 
                 def one(here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:

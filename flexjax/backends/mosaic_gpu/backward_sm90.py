@@ -1,6 +1,7 @@
 """The backward pass on Hopper: which operands its kernels get, and what is computed around them.
 
-    row statistics -> the fused kernel, or dQ kernel and dK/dV kernel -> captured arrays (capture_gradients.py), sinks (XLA)
+    row statistics -> the fused kernel, or dQ kernel and dK/dV kernel -> captured arrays (capture_gradients.py) but
+    those that the dQ kernel wrote (direct gradients, pair_bias.py), sinks (XLA)
 
 The formulas are at the top of backward_sm90_common.py; choose_kernel.py decides which kernels run. What they cannot run
 support.py refuses. Extra features join the head dim of queries and keys before the kernels and leave it after them.
@@ -39,6 +40,10 @@ def backward(
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None where lse is not used
     wanted         which operands' gradients are asked for
     derivative     plan.score with its derivatives, None for the identity
+
+    The fused kernel runs only if gradients on both sides, queries and keys or values, are wanted. Otherwise a kernel
+    runs only if one of its gradients is wanted. The dQ kernel also writes the direct gradients of captured arrays
+    (pair_bias.py), so it may run although dQ is not wanted; capture_gradients.py sums the other ones.
     """
     d_out = d_out.astype(operands.query.dtype)
     stats = row_statistics(plan, results, d_out, d_lse)
@@ -82,10 +87,12 @@ def backward(
 
 
 def sinks_gradient(plan: KernelPlan, sinks: jax.Array, stats: jax.Array) -> jax.Array:
-    """The gradient of the sinks, [N]: d sink_n = sum over rows of exp(sink_n - lse) * (d_lse - rowsum(dO * O)).
+    """The gradient of the sinks, [N], in their dtype: d sink_n = sum over batch entries and rows of
+    exp(sink_n - lse) * (d_lse - rowsum(dO * O)).
 
     sinks   [N]
-    stats   [B, N, 2, T'] row statistics (row_statistics.py), whose delta is rowsum(dO * O) - d_lse
+    stats   [B, N, 2, T'] row statistics (row_statistics.py), whose delta is rowsum(dO * O) - d_lse. Their lse2 is lse
+            itself where scores may be large. Rows that see no key add nothing
     """
     lse2, delta = stats[:, :, 0], stats[:, :, 1]
     sink = sinks.astype(jnp.float32)[None, :, None]
@@ -103,14 +110,14 @@ def _capture_gradients(
     direct: dict[int, jax.Array],
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of each captured array of score_mod: from `direct` where it is there, else summed by the capture
-    kernel.
+    kernel, which runs only if such arrays are wanted.
 
     plan     with extra features joined to the head dim
     tokens   padded arrays over tokens
     bias     says which array is staged
     direct   gradients that the dQ kernel wrote, by the number of the captured array
 
-    None for what is not wanted.
+    None for what is not wanted, and for every array without a score_mod.
     """
     left = tuple(want and n not in direct for n, want in enumerate(wanted.score_captures))
     if derivative is None or not any(left):
@@ -146,9 +153,10 @@ def _split_extra(plan: KernelPlan, x: jax.Array | None, length: int) -> tuple[ja
 
 
 def _sum_over_sharing_heads(plan: KernelPlan, x: jax.Array) -> jax.Array:
-    """The gradient of key_extra from that of every key head: sums over the key heads that share extra features.
+    """The gradient of key_extra from that of every key head: sums, in float32, over the adjacent key heads that share extra
+    features.
 
-    x   [B, S, M, R] or [B, M, S, R]; the result has extra_heads in place of M
+    x   [B, S, M, R] or [B, M, S, R]; the result has extra_heads in place of M and the dtype of x
     """
     axis = 2 if plan.layout == "BTNH" else 1
     shape = (*x.shape[:axis], plan.extra_heads, plan.kv_heads // plan.extra_heads, *x.shape[axis + 1 :])

@@ -55,14 +55,15 @@ def backward_dkv(
     tiles: DkvTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel.
+    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel: one CTA for each key tile of each
+    key head.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block
+    lists        the block lists of each key block; of a head, CTAs with the most visits start first
     captures     captured arrays as kernels take them
     tiles        sizes of the kernel
-    bias         which captured array is staged
+    bias         which captured array is staged, if `tiles` has slots for it
     """
     kv_tile = tiles.rows * tiles.groups
     kv_tiles = -(-plan.kv_len // kv_tile)
@@ -123,8 +124,10 @@ class _Cta:
         return rows_of(ref, self.math.plan.layout, self.own.b, self.own.key_head, kv0, self.tiles.rows)
 
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
-        """Computing warpgroup `group`: dK and dV of its keys, from the copy of its K and V to the write of the
-        results.
+        """What computing warpgroup `group` does: dK (times scale) and dV of its keys.
+
+        With two computing warpgroups it raises its register limit. It copies its K and V to shared memory, makes all visits, overwrites K and V there by dK
+        and dV in the dtypes of K and V, and copies these to `outputs` by TMA.
         """
         tiles, scratch, products, tokens = self.tiles, self.scratch, self.products, self.inputs.tokens
         common.raise_register_limit(tiles.groups)
@@ -177,7 +180,8 @@ class _Cta:
         own_k, own_v = scratch.key.at[here], scratch.value.at[here]
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the tile, [rows, queries] float32; starts the product for dV on the way.
+            """dS^T of the tile, [rows, queries] float32. It waits for Q and dO, starts the product for dV on the way, and leaves
+            it in flight. Values of a staged array are read from shared memory, those of other arrays by the tile's program.
 
             s_acc, dp_acc   accumulators for S^T and dP^T
             """
@@ -207,7 +211,9 @@ class _Cta:
         products.release(scratch.query_free.at[q_slot])
 
     def copy(self) -> None:
-        """The copying warpgroup: fills the rings with Q, row statistics, dO and the staged tile of every visit."""
+        """The copying warpgroup: lowers its register limit if two compute, fills the rings with Q, row statistics, dO and, if an array is
+        staged, its tile of every visit, and waits until all were read.
+        """
         tiles, staging, scratch = self.tiles, self.staging, self.scratch
         common.lower_register_limit(tiles.groups)
 

@@ -46,11 +46,12 @@ def backward_dkv_split(
     captures: Captures[jax.Array],
     tiles: SplitDkvTiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the split dK/dV kernel.
+    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the split dK/dV kernel: one CTA for each tile of
+    SPLIT_KEYS keys of each key head. Nothing is staged.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
-    lists        the block lists of each key block
+    lists        the block lists of each key block; of a head, CTAs with the most visits start first
     captures     captured arrays as kernels take them
     tiles        ring depths of the kernel
     """
@@ -121,19 +122,24 @@ class _Cta:
         return self.math.at_rows(self.own.b, h, self.kv0, self.inputs.captures)
 
     def compute_dv(self, d_value: Ref) -> None:
-        """The dV warpgroup: P of every visit, handed to the dK warpgroup and multiplied by dO; writes dV to
-        `d_value`.
+        """The dV warpgroup: computes P of every visit, hands P * mod' to the dK warpgroup, and adds P (with dropout) times dO
+        to dV; at the end writes dV over V in shared memory and to `d_value`. It raises its register limit, and waits for K
+        before the first visit.
         """
         scratch, products, rings, p_slots = self.scratch, self.products, self.rings, self.tiles.p_slots
         plgpu.set_max_registers(240, action="increase")
         plgpu.barrier_wait(scratch.own_full.at[KEYS_ARRIVED])
 
         def accumulate(dv_acc: Ref) -> jax.Array:
-            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32."""
+            """Makes all visits of the CTA; returns the sum of P^T dO, dV, [SPLIT_KEYS, E] float32. In the simulator it also waits until
+            every tile of P was read.
+            """
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P to the dK warpgroup; `rows` is
-                what `rows_math` returned for h.
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dV, and hands P times d mod / d score to the dK warpgroup; frees
+                the slots of Q and dO for its part.
+
+                rows   what `rows_math` returned for h
                 """
                 q_slot, out_slot = rings.slots(number)
                 p_slot = common.slot_of(number, p_slots)
@@ -141,8 +147,8 @@ class _Cta:
                 own_k = scratch.key.at[common.not_hoisted(jnp.int32(0), self.interpret)]
 
                 def probabilities(s_acc: Ref) -> jax.Array:
-                    """P^T of the tile times the dropout multiplier, in the inputs' dtype; writes P^T times d mod / d
-                    score to the ring of P.
+                    """P^T of the tile times the dropout multiplier, in the inputs' dtype; waits for Q, and frees its slot. It also writes
+                    P^T times d mod / d score, float32, to the ring of P once its slot is free, and signals that.
 
                     s_acc   accumulator for S^T
                     """
@@ -173,8 +179,9 @@ class _Cta:
         self.write(dv, own_v, d_value)
 
     def compute_dk(self, d_key: Ref) -> None:
-        """The dK warpgroup: dS of every visit from the P that the dV warpgroup hands over, multiplied by Q; writes dK
-        to `d_key`.
+        """The dK warpgroup: dS of every visit from the P that the dV warpgroup hands over, multiplied by Q; at the end writes dK
+        times scale over K in shared memory and to `d_key`. It raises its register limit, and waits for V before the first
+        visit.
         """
         math, scratch, products, rings = self.math, self.scratch, self.products, self.rings
         plgpu.set_max_registers(240, action="increase")
@@ -184,15 +191,19 @@ class _Cta:
             """Makes all visits of the CTA; returns the sum of dS^T Q times scale, dK, [SPLIT_KEYS, D] float32."""
 
             def step(rows: RowMath, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:
-                """Adds one visit, as `KeyTileVisits.each` calls it, to dK; `rows` is what `rows_math` returned for h."""
+                """Adds one visit, as `KeyTileVisits.each` calls it, to dK; waits for Q, dO and P and frees their slots for its part.
+
+                rows   what `rows_math` returned for h, used for dropout alone
+                """
                 q_slot, out_slot = rings.slots(number)
                 p_slot = common.slot_of(number, self.tiles.p_slots)
                 own_v = scratch.value.at[common.not_hoisted(jnp.int32(0), self.interpret)]
 
                 def score_cotangents(dp_acc: Ref) -> jax.Array:
-                    """dS^T of the tile in the inputs' dtype, from dP^T = V dO^T and the tile of the ring of P.
+                    """dS^T of the tile in the inputs' dtype: (dP^T - delta) times the tile of the ring of P, where dP^T = V dO^T, times the
+                    dropout multiplier if there is dropout. It waits for both tiles, and frees those of dO and P.
 
-                    dp_acc   accumulator for dP^T
+                    dp_acc   accumulator for dP^T; it starts at -delta where `starts_at_minus_delta`
                     """
                     plgpu.barrier_wait(scratch.query_full.at[q_slot])
                     delta = math.broadcast(rings.statistic(1, q_slot), "q")
@@ -238,8 +249,8 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
-        """The copying warpgroup: copies K and V once, then Q, row statistics and dO of every visit, and waits until
-        all were read.
+        """The copying warpgroup: lowers its register limit, copies K and V once, then Q, row statistics and dO of every visit,
+        each when its slot is free, and waits until all were read.
         """
         scratch, tokens = self.scratch, self.inputs.tokens
         plgpu.set_max_registers(24, action="decrease")

@@ -56,14 +56,15 @@ def backward_dq(
     tiles: DqTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dQ in the shape of `tokens.query`, and the direct gradients of `bias`.
+    """dQ in the shape of `tokens.query`, and the direct gradients of `bias`: one CTA for each query tile of each query
+    head, of `tiles.batch_entries` batch entries together.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivatives, None for the identity
-    lists        the block lists of each query block
+    lists        the block lists of each query block; of a head, CTAs with the most visits start first
     captures     captured arrays as kernels take them
     tiles        sizes of the kernel
-    bias         which captured array is staged, and which gradients this kernel writes
+    bias         which captured array is staged, if `tiles` has slots for it, and which gradients this kernel writes
     """
     q_tile = tiles.rows * tiles.groups
     q_tiles = -(-plan.q_len // q_tile)
@@ -191,7 +192,12 @@ class _Cta:
     # --------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
-        """Computing warpgroup `group`: dQ of its queries, from the copy of its Q and dO to the write of the results."""
+        """What computing warpgroup `group` does: dQ of its queries for each of the E batch entries.
+
+        With two computing warpgroups it raises its register limit. It starts the copies of its Q and dO, and makes the unmasked visits, then the masked ones.
+        dQ is scaled, converted to the dtype of query, and copied to `outputs.d_query` by TMA. Direct gradients are written
+        tile by tile during the visits, and zeros to the key tiles that this query tile skips.
+        """
         math, tiles, plan = self.math, self.tiles, self.math.plan
         common.raise_register_limit(tiles.groups)
         q0 = self.tile * (tiles.rows * tiles.groups) + group * tiles.rows
@@ -202,8 +208,8 @@ class _Cta:
         writer = DirectGradientWriter(gradients, tiles, outputs.direct_gradients, buffers, group, self.b, self.h, q0)
 
         def accumulate(*dq_accs: Ref) -> list[jax.Array]:
-            """Makes all visits of the CTA; returns the sum of dS K times scale, dQ, [rows, D] float32, of each batch
-            entry.
+            """Makes the visits without the mask, then those with it; returns the sum of dS K times scale, dQ, [rows, D] float32, of
+            each batch entry.
 
             dq_accs   an accumulator for each batch entry
             """
@@ -224,11 +230,12 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_own(self, n: int, group: Scalar, q0: Scalar, d_query: Ref) -> OwnQueries:
-        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry; reads their row statistics.
+        """Starts the copies of the warpgroup's queries and dO of the n-th batch entry, which arrive at `own_full[group]`, and
+        reads their row statistics from global memory to registers.
 
         group     number of the warpgroup
         q0        its first query
-        d_query   dQ in global memory
+        d_query   dQ in global memory, of which the result refers to these queries' part
         """
         b, h, tokens, arrived = self.batch_entry(n), self.h, self.inputs.tokens, self.scratch.own_full.at[group]
         own = pl.ds(q0, self.tiles.rows)
@@ -253,12 +260,14 @@ class _Cta:
         dq_accs: tuple[Ref, ...],
         writer: DirectGradientWriter,
     ) -> None:
-        """The i-th visit with (`masked`) or without the mask: adds a key tile to dQ of every batch entry, and writes
-        direct gradients.
+        """The i-th visit with (`masked`) or without the mask: adds a key tile to dQ of every batch entry, one after the other,
+        and writes direct gradients.
 
         group                  number of the warpgroup
         owned, rows, dq_accs   of each batch entry: its queries, P and dS of its rows, its accumulator of dQ
-        writer                 of the direct gradients, which are summed over the batch entries
+        writer                 of the direct gradients, which are summed over the batch entries in float32 and written once
+
+        After each batch entry it waits for the product for dQ and frees the slot of its keys.
         """
         number, kv0 = self.visit_number(i, masked), self.key_tile(i, masked) * self.tiles.keys
         sums: tuple[jax.Array, ...] = ()
@@ -274,15 +283,15 @@ class _Cta:
     def add_to_dq(
         self, visited: "VisitedTile", own: OwnQueries, rows: RowMath, dq_acc: Ref
     ) -> tuple[tuple[jax.Array, ...], Scalar]:
-        """Starts the product dQ += dS K for one tile; returns (the direct gradients of the tile, the slot of its
-        keys).
+        """Starts the product dQ += dS K for one tile, once its keys, values and staged tile have arrived; returns (the direct
+        gradients of the tile, the slot of its keys).
 
         visited     the tile and its batch entry
         own, rows   the warpgroup's queries of this batch entry, and P and dS of their rows
         dq_acc      accumulator of dQ, [rows, D] float32
 
-        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the keys by the
-        caller once the product is done.
+        Each direct gradient is [rows, keys] float32. The slot of the values is freed here, that of the staged tile at the last
+        batch entry, that of the keys by the caller once the product is done.
         """
         n, number, kv0, masked, group = visited
         math, tiles, scratch, products = self.math, self.tiles, self.scratch, self.products
@@ -294,7 +303,7 @@ class _Cta:
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             """(dS, g of each direct gradient), each [rows, keys] float32, where g = p * (dP - delta) * d mod / d
-            load.
+            load. It waits for the tiles, and frees the slot of the values.
 
             s_acc, dp_acc   accumulators for S and dP
             """
@@ -324,8 +333,8 @@ class _Cta:
     # --------------------------------------------------------------- the copying warpgroup
 
     def copy(self) -> None:
-        """The copying warpgroup: copies the keys, values and staged tile of every visit into their rings, and waits
-        until all were read.
+        """The copying warpgroup: lowers its register limit if two compute, copies the keys, values and staged tile of every visit into their
+        rings, visits without the mask first, and waits until all were read.
         """
         common.lower_register_limit(self.tiles.groups)
         source = None if self.staging is None else self.staging.source(self.inputs.captures, self.b, self.h)
@@ -338,8 +347,8 @@ class _Cta:
             common.wait_until_read(self.total, (scratch.staged.free, tiles.staged_slots))
 
     def copy_visit(self, i: Scalar, masked: bool, source: Ref | None) -> None:
-        """Starts the copies of what the i-th visit with (`masked`) or without the mask reads, once their slots are
-        free.
+        """Starts the copies of what the i-th visit with (`masked`) or without the mask reads, each once its slot is free: keys
+        and values of each batch entry, and one staged tile for all of them.
 
         source   the [query, key] matrix of the staged array; None: nothing is staged
         """

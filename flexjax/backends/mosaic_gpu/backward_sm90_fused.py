@@ -149,13 +149,17 @@ def backward_fused(
     captures: Captures[jax.Array],
     chosen: FusedKernel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dQ, dK, dV) in the shapes of query, key and value of `tokens`, by the fused kernel.
+    """(dQ, dK, dV) in the shapes of query, key and value of `tokens`, by the fused kernel: one CTA for each tile of
+    FUSED_KEYS keys of each key head.
 
     plan         with extra features joined to the head dim
     derivative   score_mod with its derivative, None for the identity
     lists        the block lists of each key block
     captures     captured arrays as kernels take them
-    chosen       sizes of the kernel and the order of its additions to dQ
+    chosen       sizes of the kernel, and whether its additions to dQ have a fixed order (dq_order.py) or any
+
+    dQ is summed in float32 in memory that starts at zero; in a fixed order on the device the memory starts undefined,
+    the first addition to a tile is a store, and tiles that no CTA visits are set to zero afterwards.
     """
     tiles = chosen.tiles
     kv_tiles, q_tiles = -(-plan.kv_len // FUSED_KEYS), -(-plan.q_len // tiles.queries)
@@ -228,8 +232,9 @@ class _Cta:
 
         takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter
 
-        In a fixed order the start number says what the CTA owns, and all other warpgroups wait for it. In any order
-        the number of the CTA does; with block lists, key tiles with most visits come first.
+        In a fixed order the start number says what the CTA owns, and all warpgroups wait for it; the simulator takes the
+        number of the CTA instead. In any order the number of the CTA does; with block lists, key tiles with most visits
+        come first.
         """
         problem, plan, order = self.problem, self.problem.plan, self.problem.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
@@ -256,7 +261,9 @@ class _Cta:
         return OwnKeys(b, key_head, mask_b, tile, rank)
 
     def copy_in(self) -> None:
-        """The copying warpgroup: K and V once, then Q, row statistics and dO of every visit."""
+        """The copying warpgroup: lowers its register limit, takes the start number (`claim`), and copies K and V once, then Q,
+        row statistics and dO of every visit; then waits until all slots were read.
+        """
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own, problem, tokens, scratch = (
             self.claim(takes_start_number=True),
@@ -277,7 +284,12 @@ class _Cta:
         self.rings.drain(problem.visits.each(self.inputs.visits, own, lambda h: None, step))
 
     def add_dq(self) -> None:
-        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot."""
+        """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register limit, and
+        waits at the end until its additions are done.
+
+        Where dQ is late, it first frees every slot, and drops the tile that the first visit hands over, because that tile is of
+        no visit.
+        """
         problem, scratch = self.problem, self.scratch
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own = self.claim()
@@ -296,12 +308,13 @@ class _Cta:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
-        """Adds the dQ tile in slot `slot` to query tile `q_tile` of head h in memory, and frees the slot.
+        """Adds the dQ tile in slot `slot` to query tile `q_tile` of head h in memory, once the tile is there, and frees the slot.
 
-        own   what the CTA owns
+        own   what the CTA owns; its rank says which partial sum of the head the tile is added to
 
-        In a fixed order it waits until as many CTAs as its ticket says have added to the tile, and then counts its
-        own addition.
+        In any order TMA adds it at once. In a fixed order it waits until as many CTAs as its ticket says have added to the
+        tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket is rank // sums where there are no
+        `tickets`. The simulator adds at once in either case, and counts nothing.
         """
         problem, plan, scratch = self.problem, self.problem.plan, self.scratch
         sums = problem.sums
@@ -332,7 +345,8 @@ class _Cta:
 
 
 def _wait_for_additions(counts: Ref, index: Scalar, least: Scalar) -> None:
-    """Waits until counts[index] is at least `least`; then makes visible what other CTAs wrote before they counted.
+    """Waits until counts[index] is at least `least`, without changing it; then makes visible what other CTAs wrote before they
+    counted.
 
     counts   int32 in global memory
     """
@@ -400,7 +414,9 @@ class _ComputingWarpgroup:
         return ROWS, self.problem.tiles.dq_columns(self.scratch.key.shape[-1])
 
     def run(self, outputs: Outputs[Ref]) -> None:
-        """All of the warpgroup's work, from the arrival of K and V to the write of dK and dV."""
+        """All of the warpgroup's work: it raises its register limit, waits for K and V, makes all visits, and waits for the other
+        computing warpgroup's last product; then it writes dK and dV over K and V in shared memory and from there to `outputs`.
+        """
         problem, scratch, math = self.problem, self.scratch, self.math
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         own = self.cta.claim()
@@ -410,8 +426,9 @@ class _ComputingWarpgroup:
         plgpu.barrier_wait(scratch.own_full)
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
-            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and
-            [ROWS, E] float32.
+            """Makes all visits of the CTA; returns (dK times scale, dV) of this warpgroup's keys, [ROWS, D] and [ROWS, E] float32.
+
+            Where dQ is late, it also hands over the last visit's dQ, which no later visit does.
             """
 
             def step(rows: RowMath, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
@@ -452,7 +469,8 @@ class _ComputingWarpgroup:
         masked           whether the mask applies
         dk_acc, dv_acc   accumulators, [ROWS, D] and [ROWS, E] float32
 
-        It waits for Q and dO of the visit and frees their slots.
+        It waits for Q and dO of the visit and frees their slots, and writes dS^T to shared memory. Where dQ is not late it
+        waits for the dS^T of the other warpgroup.
         """
         problem, scratch, products, late = self.problem, self.scratch, self.products, self.problem.dq_is_late
         q_slot, out_slot = self.cta.rings.slots(number)
@@ -475,7 +493,7 @@ class _ComputingWarpgroup:
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
             """dS^T of the visit, where dQ is late: hands over dQ of the visit before while the product S^T is in
-            flight.
+            flight. In the first visit that is a tile without meaning, which `_Cta.add_dq` drops.
 
             s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ
             """
@@ -526,14 +544,16 @@ class _ComputingWarpgroup:
         own_v: Ref,
         slots: tuple[Scalar, Scalar],
     ) -> jax.Array:
-        """dS^T of one visit, [ROWS, queries] in the dtype of the operands; starts the product for dV, and waits for
-        dO.
+        """dS^T of one visit, [ROWS, queries] in the dtype of the operands; starts the product for dV, and waits for dO.
 
         tile             the visited tile, which gives P and dS from its scores
         s_acc            accumulator into which the product S^T is started already
         dp_acc, dv_acc   accumulators for dP^T and dV
         own_v            this warpgroup's values in shared memory
         slots            of Q and of dO
+
+        With tiles of 128 queries lse2 is read after S^T, and the product for dV starts after dS; otherwise both come
+        earlier. The product for dV is in flight at the return.
         """
         problem, scratch, math, products = self.problem, self.scratch, self.math, self.products
         (q_slot, out_slot), rings, dtype = slots, self.cta.rings, self.scratch.key.dtype
@@ -558,8 +578,8 @@ class _ComputingWarpgroup:
         return ds
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
-        """Starts the product for this warpgroup's half of a dQ tile, dS K, from dS^T of both warpgroups in slot
-        `ds_slot`.
+        """Starts the product for this warpgroup's half of a dQ tile, dS K, without scale, from dS^T of both warpgroups in slot
+        `ds_slot`: its half of the queries (`dq_by_queries`) or of the columns.
 
         dq_acc   its accumulator, of the shape `dq_part`
         """
@@ -573,10 +593,11 @@ class _ComputingWarpgroup:
             self.products.add(dq_acc, self.scratch.ds.at[ds_slot], half, a_t=True)
 
     def hand_over_dq(self, dq: jax.Array, number: Scalar) -> None:
-        """Writes the half of a dQ tile to shared memory, and tells the adding warpgroup.
+        """Writes the half of a dQ tile to shared memory once its slot is free, and tells the adding warpgroup.
 
         dq       of the shape `dq_part`, float32
-        number   running number of the dQ tile, which gives its slot; waits until that slot is free
+        number   running number of the dQ tile, which gives its slot. Where dQ is late every call waits for the slot; otherwise
+                 the first calls, one for each slot, do not wait
         """
         scratch, slots = self.scratch, self.problem.tiles.dq_slots
         slot = common.slot_of(number, slots)
@@ -591,7 +612,9 @@ class _ComputingWarpgroup:
         plgpu.barrier_arrive(scratch.dq_full.at[slot])
 
     def finish_late_dq(self, total: Scalar) -> None:
-        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does."""
+        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does. Without visits it hands
+        over the tile without meaning that `_Cta.add_dq` drops.
+        """
 
         def last(dq_acc: Ref) -> jax.Array:
             """This warpgroup's half of dQ of the last visit, float32."""
@@ -606,11 +629,13 @@ class _ComputingWarpgroup:
 
 
 def _gather_dq(problem: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
-    """dQ in the layout, length and dtype of the padded queries: partial sums added, multiplied by the scale.
+    """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by the
+    scale.
 
     tiles   [B * N * sums * query tiles, GROUPS * ROWS, columns] float32, as `add_dq_tile` adds them: the halves of
-            the two computing warpgroups one below the other
-    query   the padded queries
+            the two computing warpgroups one below the other, which are halves of the queries or, with tiles of 64
+            queries, of the columns
+    query   the padded queries; tokens past the query tiles get zeros
     """
     plan, queries, sums = problem.plan, problem.tiles.queries, problem.sums
     parts = GROUPS * ROWS // queries

@@ -63,10 +63,11 @@ def computes_little(plan: KernelPlan) -> bool:
 
 
 def first_dividing(blocks: BlockLayout | None, axis: str, sizes: tuple[int, ...]) -> int:
-    """The first of the tile sizes, in tokens, that divides the mask's block size of queries (`axis` "q") or keys
-    ("kv").
+    """The first of the tile sizes, in tokens, that divides the mask's block size of queries (`axis` "q") or keys ("kv").
 
     blocks   None: there is no block mask, and the first size is taken
+
+    Raises StopIteration if none divides; `refuses` tells such an option before.
     """
     block = None if blocks is None else (blocks.block_q if axis == "q" else blocks.block_kv)
     return next(size for size in sizes if block is None or block % size == 0)
@@ -87,8 +88,10 @@ def visited_sizes(option: int | None, most: int) -> tuple[int, ...]:
 
 
 def refuses(plan: KernelPlan) -> str | None:
-    """A sentence that says why no kernel has the tile that the options block_q_bwd or block_kv_bwd ask for; None if
-    one has.
+    """A sentence that says why no kernel has the tile that the option block_q_bwd or, if that fits, block_kv_bwd asks for;
+    None if both fit or are not set.
+
+    A tile has 64 or 128 tokens, 64 keys for padded head dims above LARGEST_UNSPLIT_DIM, and divides the mask's blocks.
     """
     options, blocks = plan.options, plan.blocks
     split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM

@@ -21,6 +21,8 @@ def when(condition: Array | bool) -> Callable[[Callable[[], None]], None]:
 
     condition   a boolean scalar of the kernel, or a Python bool, which decides when the kernel is traced and leaves
                 no branch in it
+
+    The decorated name becomes None.
     """
 
     def run(function: Callable[[], None]) -> None:
@@ -39,6 +41,6 @@ def cond(condition: Array, true: Callable[..., Result], false: Callable[..., Res
     """true(*operands) where the condition, a boolean scalar of the kernel, is true, otherwise false(*operands); like
     lax.cond.
 
-    Both return arrays of the same shapes and dtypes.
+    Both are traced, and return arrays of the same shapes and dtypes.
     """
     return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (false, true), *operands)

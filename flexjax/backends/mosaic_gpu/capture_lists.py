@@ -90,7 +90,7 @@ class ListShape:
 
 def most_visits(plan: KernelPlan, tile: int) -> int:
     """Upper bound of the number of visits over all batch entries and heads, for square tiles of `tile` queries and
-    keys.
+    keys: all tiles without a block mask, else the widths of both lists for every query block.
     """
     blocks = plan.blocks
     if blocks is None:
@@ -114,7 +114,9 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
     period   of a diagonal, in tiles (shift_invariance.py)
 
     Those that share are joined for scalar and tile loads, and for the others where enough lists for a GPU
-    (LISTS_WANTED) are left.
+    (LISTS_WANTED) are left; heads are joined before batch entries. Joined ones that share the block mask too are
+    repeated by each list (`repeats`). There is a list for each row, column, diagonal (of each row modulo `period`) or
+    tile. A scalar has as many as make LISTS_WANTED in all, but no more than it has visits, and at least one.
     """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     diagonals = (rows + columns - 1) * period
@@ -143,6 +145,10 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> 
 
     lists   the block lists of the call; None: every tile is visited
     shape   from `shape_for`
+
+    Within a list visits are in the order of heads, then tiles. A list may be empty. The visits of a scalar's list are one of
+    `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset` is None unless heads
+    with block lists of their own are joined.
     """
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {
@@ -182,8 +188,9 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
     """The visits of each head of the block mask: (row of tiles, column of tiles, 1 where the mask applies, whether
     the visit exists).
 
-    Each is [batch, heads, visits], with the batch and heads of the block mask. Block lists are padded to one width,
-    so some visits do not exist.
+    Each is [batch, heads, visits], with the batch and heads of the block mask; 1 and 1 without one, where every tile is
+    visited, with the mask if the plan has a mask_mod. Block lists are padded to one width, so some visits do not exist,
+    nor do those of tiles wholly past the last query or key. A mask without lists has one visit, which does not exist.
     """
     blocks = plan.blocks
     if blocks is None or lists is None:
@@ -224,7 +231,7 @@ def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:
     """x, [batch, heads, visits], as [1 or batch, 1 or heads, all visits], with the axes that are joined folded into
-    the last.
+    the last, batch entries before heads before visits.
 
     merged   (whether batch entries, whether heads are folded)
     """

@@ -68,7 +68,7 @@ def capture_scratch(
     rings          ring depths
     dims           padded head dims of keys and values
     dtype          name of the inputs' dtype
-    staged_dtype   of the array to stage, None without one
+    staged_dtype   of the array to stage, None without one; used only if `rings.staged`
     """
     dim, value_dim = dims
     tile = groups * ROWS
@@ -89,12 +89,15 @@ def capture_scratch(
 
 
 def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None) -> RingDepths:
-    """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings.
+    """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
+    smallest, without staging.
 
     groups         computing warpgroups
     dims           padded head dims of keys and values
     dtype          name of the inputs' dtype
     staged_dtype   of the array to stage, None without one
+
+    Tried in this order: two slots of Q and dO with 2 * groups, then with groups slots of keys; one with groups.
     """
     choices = [
         RingDepths(queries, keys, staged)

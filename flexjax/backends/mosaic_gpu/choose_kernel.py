@@ -82,9 +82,10 @@ def backward_kernels(
     """The kernels of the backward pass of a plan, with their sizes, by the table at the top of this file.
 
     plan            with extra features joined to the head dim, or not joined: the choice is the same
-    bias            dtypes of the staged array and of the gradients that the dQ kernel writes (pair_bias.py)
-    all_gradients   whether dQ and one of dK, dV are asked for. If not, there is no fused kernel, and one of two
-                    kernels runs alone
+    bias            dtypes of the staged array and of the gradients that the dQ kernel writes (pair_bias.py); only two
+                    kernels depend on it
+    all_gradients   whether dQ and one of dK, dV are asked for. If not, there is no fused kernel, and the caller runs
+                    one of two kernels alone; both are in the result
     """
     fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
     if fused is not None:
@@ -97,8 +98,8 @@ def backward_kernels(
 def fused_is_faster(plan: KernelPlan) -> bool:
     """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
 
-    Not with a load of an element for each (query, key); always where additions to dQ may be in any order; in a fixed
-    order by `_ordered_dq_is_fast`.
+    False with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in any
+    order, even if no tile of the fused kernel fits; in a fixed order, by `_ordered_dq_is_fast`, and False if none fits.
     """
     if ir.TILE in _load_kinds(plan):
         return False
@@ -126,8 +127,10 @@ def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
     tiles   sizes of the fused kernel
 
-    It does where the tickets fit memory and the modelled start-up delay is at most MOST_DELAY, or
-    MOST_DELAY_WHERE_TWO_ARE_SLOW. One case is known to be slower: a causal mask alone, with tiles of 64 queries.
+    It does where the tickets fit memory and the modelled start-up delay is at most MOST_DELAY, or, if the CTAs do not
+    fill the reference GPU or score_mod loads more than scalars, MOST_DELAY_WHERE_TWO_ARE_SLOW. One case is known to be
+    slower: a causal-like mask with grouped heads, no score_mod and tiles of 64 queries. Masks that are neither full nor
+    causal-like have a modelled delay of 0.
     """
     if not _tickets_fit(plan, tiles.queries):
         return False
@@ -142,7 +145,7 @@ def _ordered_dq_is_fast(plan: KernelPlan, tiles: FusedTiles) -> bool:
 
 def _tickets_fit(plan: KernelPlan, queries: int) -> bool:
     """Whether the tickets of all masks of the call, one number for each (query tile, key tile), are at most
-    MOST_TICKETS.
+    MOST_TICKETS; True without a block mask, which needs no tickets.
 
     queries   of a query tile; a key tile has FUSED_KEYS keys
     """
@@ -160,9 +163,10 @@ def _load_kinds(plan: KernelPlan) -> set[str]:
 
 def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     """The (block_q_bwd, block_kv_bwd) pairs, each 64 or 128 tokens, that the options and the block mask allow, for
-    `flexjax.autotune`.
+    `flexjax.autotune`. Keys are 64 for padded head dims above LARGEST_UNSPLIT_DIM.
 
-    The tile of the fused kernel comes first where that kernel is the default choice; otherwise the largest.
+    Pairs come by falling queries, then falling keys, but the tile of the fused kernel first where that kernel is the
+    default choice. Whether a pair fits shared memory is not checked.
     """
     options, blocks = plan.options, plan.blocks
     fits = lambda n, block: block is None or block % n == 0
@@ -189,7 +193,9 @@ def describe(plan: KernelPlan) -> str:
 
 
 def _describe_backward(plan: KernelPlan) -> str:
-    """The kernels of the backward pass with their tiles, queries x keys, as text."""
+    """The kernels of the backward pass, for all gradients of q, k and v and nothing staged, with their tiles, queries x
+    keys, as text: "fused 64 x 128, dQ added in any order" or "dQ 128 x 64, dK/dV 64 x 128".
+    """
     chosen = backward_kernels(plan)
     if isinstance(chosen, FusedKernel):
         order = "a fixed order" if chosen.ordered else "any order"

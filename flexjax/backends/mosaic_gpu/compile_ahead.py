@@ -63,7 +63,8 @@ def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
     module   what the pass is lowered into
     target   the device that the pass is lowered for
 
-    Compiling begins when the context ends, and is not waited for.
+    Both happen when the context ends; compiling is not waited for. Nothing happens where the body raises, and a failure of
+    this module is logged only (`attempt`).
     """
     before = attempt(operations_so_far)
     yield
@@ -72,7 +73,7 @@ def lowering(module: "mlir.ModuleContext", target: Target) -> Iterator[None]:
 
 
 def attempt(function: Callable[..., Result], *arguments: object) -> Result | None:
-    """function(*arguments); None, with a line in the log, where the call raises."""
+    """function(*arguments); None, with a line in the log (INFO), where the call raises any Exception."""
     try:
         return function(*arguments)
     except Exception as error:  # a jax whose internals have changed may raise anything
@@ -88,7 +89,8 @@ def operations_so_far() -> "list[ir.OpView]":
 
 
 def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext", target: Target) -> None:
-    """Removes the file names from the kernels that were lowered since, and starts to compile these kernels.
+    """Removes the file names from the Mosaic GPU kernels that were lowered since, and starts to compile these kernels; other
+    operations stay as they are.
 
     before   the block's operations before the pass was lowered (`operations_so_far`)
     module   what the pass is lowered into
@@ -109,8 +111,8 @@ def compile_new_kernels(before: "list[ir.OpView]", module: "mlir.ModuleContext",
 
 
 def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
-    """A sharding that places an array on the first GPU of this process; None if the target is not such a GPU, but for
-    example one that the program is compiled for on another machine.
+    """A sharding that places an array on the first GPU of this process; None if the target is not CUDA, or is not the kind
+    of GPU that this process has, as where a program is compiled for another machine.
     """
     if target.platform != "cuda" or targets.of_platform("cuda") != target:
         return None
@@ -118,7 +120,8 @@ def gpu_of_this_process(target: Target) -> "SingleDeviceSharding | None":
 
 
 def without_file_name(config: "ir.DictAttr", context: "ir.Context") -> "ir.DictAttr":
-    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash made anew.
+    """A kernel's backend configuration with the file name for dumps removed from its module, and the hash made anew; the
+    same configuration, with its hash, if the module has no such name.
 
     config    the attribute CONFIG of the kernel's custom call
     context   in which new attributes are made
@@ -141,7 +144,7 @@ def parse_module(module: bytes, context: "ir.Context") -> "ir.Module":
     """The MLIR module of a kernel, from its bytecode.
 
     The module's dialect, `stable_mosaic_gpu`, is not registered in the context, so unregistered dialects are allowed
-    while this parses.
+    while this parses; afterwards the context is as it was, also where parsing raises.
     """
     from jax.extend.mlir import ir
 
@@ -181,8 +184,8 @@ started_hashes: set[bytes] = set()
 
 
 def start_compiling(kernel: KernelCall, gpu: "SingleDeviceSharding") -> None:
-    """Starts to compile a kernel in a thread, unless this process has done so before or has one core. It does not
-    wait.
+    """Starts to compile a kernel in a thread, unless this process has started a kernel of the same hash before or has one
+    core. It does not wait, and errors of the thread are lost.
 
     gpu   the device to compile for
     """

@@ -75,8 +75,9 @@ def is_triangle(plan: KernelPlan) -> bool:
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
-    For full and causal-like masks it is downward, with as many partial sums as the model likes best. Any other mask
-    has unknown density: upward, one sum, and the delay is not modelled (0).
+    For full and causal-like masks it is downward, with as many partial sums as the model likes best, the fewest of
+    equally good ones. Any other mask has unknown density: upward, one sum, and the delay is not modelled (0). The heads
+    side by side are at most HEADS, or as many as fit L2_BYTES if that is more, in equal rounds as far as possible.
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)
@@ -102,7 +103,8 @@ def _modelled_order(plan: KernelPlan, q_tiles: int, kv_tiles: int, heads: int, s
     heads               key heads side by side
     sums                partial dQ sums of a head
 
-    The delay is relative to the kernel's time without it.
+    The delay is relative to the kernel's time without it. It includes the memory traffic of the partial sums after the
+    first. A causal-like mask has no start-up delay where all CTAs run at once.
     """
     key_heads, density = plan.batch * plan.kv_heads, 0.5 if is_triangle(plan) else 1.0
     steps = q_tiles * plan.group  # of the longest CTA
@@ -134,12 +136,14 @@ class Assignment(typing.NamedTuple):
 
 
 def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: int) -> Assignment:
-    """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, and among these rank 0 of
-    each head, then rank 1 of each, and so on.
+    """What the CTA with this start number owns. CTAs take `order.heads` heads at a time, the last time the heads that are
+    left, and among these rank 0 of each head, then rank 1 of each, and so on.
 
     start       the CTA's start number, int32 scalar
     kv_tiles    key tiles of a head
     key_heads   key heads over all batch entries
+
+    The key tile is the rank in a downward order; otherwise rank 0 has the last key tile.
     """
     i32 = jnp.int32
     together = i32(order.heads * kv_tiles)
@@ -152,7 +156,8 @@ def assignment_of(start: jax.Array, order: DqOrder, kv_tiles: int, key_heads: in
 
 
 def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
-    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32.
+    """The ticket of each (key tile, query tile) that is visited: [..., key tiles, query tiles] int32. It is the number of
+    visiting key tiles of lower rank whose rank is the same modulo `order.sums`.
 
     visited   1 where the key tile visits the query tile, else 0, in the same shape
 

@@ -41,9 +41,11 @@ GROUP = 8
 def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
     """2^x of a float32 tile [rows, columns].
 
-    share       of every eight registers of a thread, each two neighbouring elements, this many are computed by the
-                polynomial, 0 to 8
-    interpret   whether the kernel runs in the simulator
+    share       of every eight registers of a thread, each two neighbouring elements, this many (the first ones) are
+                computed by the polynomial, 0 to 8; the others, or with 0 all, by `ex2`
+    interpret   whether the kernel runs in the simulator, where pairs of columns stand for registers
+
+    The polynomial takes x up to 127 and gives exactly 0 from LOWEST down.
     """
     if not share:
         return jnp.exp2(x)
@@ -71,7 +73,7 @@ def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
 
 
 def exp2_polynomial(x: jax.Array) -> jax.Array:
-    """2^x for float32 x up to 127, by the polynomial at the top of this file, in jax.numpy.
+    """2^x for float32 x up to 127, by the polynomial at the top of this file, in jax.numpy; exactly 0 from LOWEST down.
 
     The operations are those of `_exp2_by_polynomial`, in the same order; the simulator and tests use it.
     """
@@ -91,7 +93,7 @@ def exp2_by_instruction(x: ir.Value) -> ir.Value:
 
 
 def _exp2_by_polynomial(x: ir.Value) -> ir.Value:
-    """2^x of an f32 by the polynomial at the top of this file; inside `inline_mgpu`."""
+    """2^x of an f32 up to 127 by the polynomial at the top of this file, exactly 0 from LOWEST down; inside `inline_mgpu`."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     number = lambda value: mgpu.c(float(value), f32)
     x = arith.maximumf(x, number(LOWEST))

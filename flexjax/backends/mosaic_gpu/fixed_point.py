@@ -34,7 +34,7 @@ element, and are added to each other first."""
 def power(total: jax.Array) -> jax.Array:
     """k, an int32 scalar from -126 to 126: numbers become multiples of 2^-k.
 
-    total   a bound of the sum of all magnitudes, a float32 scalar
+    total   a bound of the sum of all magnitudes, a float32 scalar; if it is not finite, k is that of 1
     """
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(total), total, 1.0).astype(jnp.float32))
     return jnp.clip(LARGEST_POWER - exponent, -126, 126).astype(jnp.int32)
@@ -54,7 +54,8 @@ def scale(total: jax.Array) -> jax.Array:
 
 
 def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
-    """The sums as float32, [size], from the words of their 64-bit integers; NaN where `total` is not finite.
+    """The sums as float32, [size], from the words of their signed 64-bit integers: each integer times 2^-k; NaN where
+    `total` is not finite.
 
     words   [size, 2] uint32, low word first
     total   the bound for which the numbers were scaled
@@ -69,7 +70,8 @@ def decoded(words: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret: bool) -> None:
-    """Adds value * factor, rounded to a 64-bit integer, to sums[index], inside a kernel.
+    """Adds value * factor, rounded to the nearest 64-bit integer, to sums[index], inside a kernel; several elements may have
+    one index. Indices are not checked.
 
     sums        [size, 2] uint32 in global memory; in the simulator [size] float32, to which `value` is added without
                 the factor
@@ -93,7 +95,7 @@ def add(sums: Ref, index: jax.Array, value: jax.Array, factor: Scalar, interpret
         values    registers of the numbers
         factor    what multiplies the numbers before they are rounded
 
-        Numbers of the thread on one diagonal of the tile that go to one element are added to each other first; zeros
+        Two numbers of the thread that are 8 rows and 8 columns apart and go to one element are added to each other first; zeros
         are left out.
         """
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))

@@ -63,8 +63,8 @@ class SlotBarriers:
     interpret: bool
 
     def release(self, ring: str, free: Ref | None, slot: Scalar | int) -> None:
-        """In a consumer: tells the producer that this warpgroup has read the slot for the last time. It does not
-        wait.
+        """In a consumer: tells the producer that this warpgroup has read the slot for the last time, or, at the start of the
+        kernel, that the slot is free. It does not wait.
         """
         if self.interpret:
             plgpu.commit_smem()  # the simulator's products read the slot as ordinary memory
@@ -74,7 +74,9 @@ class SlotBarriers:
             _named_barrier("arrive", self.tile.named_barriers[ring].start + slot, self._threads)
 
     def acquire(self, ring: str, free: Ref | None, slot: Scalar | int) -> None:
-        """In the producer: waits until every consumer has released the slot."""
+        """In the producer: waits until every consumer has released the slot, once for each use of the slot. So consumers also
+        release every slot before its first use.
+        """
         if self.interpret:
             assert free is not None
             plgpu.barrier_wait(free.at[slot])
@@ -130,7 +132,7 @@ class PingPong:
             when(group == 1)(lambda: self.signal(1))
 
     def begin_tile(self, group: Scalar, first: Scalar) -> None:
-        """At the start of a query tile, without `overlap`: makes each warpgroup wait until its first turn may begin.
+        """At the start of a query tile: makes each warpgroup wait until its first turn may begin. Called only without `overlap`.
 
         Warpgroup 1 waits until warpgroup 0 has issued its first Q K^T. Warpgroup 0 waits at the third barrier until
         warpgroup 1 has finished the query tile before, unless this is the CTA's `first` query tile.
@@ -140,8 +142,8 @@ class PingPong:
             when((group == 0) & ~first)(lambda: _named_barrier("sync", self._barrier(2), 2 * WARPGROUP))
 
     def end_tile(self, group: Scalar) -> None:
-        """At the end of a query tile, without `overlap`: signals once more, since warpgroup 1 waits once more often
-        than warpgroup 0 has signalled.
+        """At the end of a query tile: warpgroup 0 signals once more, since warpgroup 1 waits once more often than warpgroup 0 has
+        signalled. Called only without `overlap`.
 
         Warpgroup 1 arrives at the third barrier, which lets warpgroup 0 begin the next query tile.
         """

@@ -39,8 +39,8 @@ class Producer:
     scratch: ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Copies what every work item of this CTA reads. In the simulator it then waits for every arrival at the
-        barriers of the slots.
+        """Copies what every work item of this CTA reads; with more than one consumer it first lowers its register limit. In the
+        simulator it then waits for every arrival at the barriers of the slots.
         """
         tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
         if tile.groups > 1:
@@ -62,7 +62,9 @@ class Producer:
         copy_item   (item, its number in this CTA, number of its first step in this CTA) -> number of the step after
                     its last
 
-        With the dynamic scheduler it puts into the mailbox, after the last item, that there are no more.
+        Without the dynamic scheduler the items follow from the number of the CTA. With it the first item has the CTA's number,
+        each next one comes from the counter, and after the last one the mailbox of the next query slot says that there are no
+        more, once that slot is free.
         """
         scheduler, tile, mask_rows = self.setup.scheduler, self.setup.tile, self.inputs.mask_rows
         if not tile.dynamic_scheduler:
@@ -72,8 +74,8 @@ class Producer:
         mailbox = present(self.scratch.mailbox)
 
         def one(state: tuple[Scalar, Scalar, Scalar, Scalar]) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-            """Copies for one work item, takes the number of the CTA's next item from the counter, and returns the
-            state for it.
+            """Copies for one work item, takes the number of the CTA's next item from the counter (in the simulator by adding the
+            number of CTAs), and returns the state for it.
 
             state   (whether there is an item, its number in the whole call, its number in this CTA, number of its
                     first step in this CTA)
@@ -95,13 +97,13 @@ class Producer:
 
     def _copy_item(self, item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
         """Starts the copies of the queries, keys, values and staged tiles of one work item; returns the number of the
-        step after its last.
+        step after its last. An item without visits has its queries copied alone.
 
         turn         number of the item in this CTA
         first_step   number of its first step, counted over the items of this CTA
 
         Each copy waits until its slot is free. With the dynamic scheduler the item is put into the mailbox of its
-        query slot.
+        query slot before its queries are copied.
         """
         plan, tile, slots = self.setup.plan, self.setup.tile, self.setup.slots
         inputs, scratch = self.inputs, self.scratch
@@ -132,7 +134,9 @@ class Producer:
             copy_tile(n, "key", inputs.key, scratch.key, scratch.key_full, scratch.key_free, tile.stages)
 
         def copy_step(n: Scalar, _: None) -> None:
-            """Starts the copies of the keys of step n + 1, then of the staged tile and the values of step n."""
+            """Starts the copies of the keys of step n + 1, if the item has it, then of the staged tile, if an array is staged, and the
+            values of step n.
+            """
             when(n + 1 < item.total)(lambda: copy_keys(n + 1))
             if self.setup.staged is not None:
                 self._copy_staged(item, n, first_step)
@@ -145,7 +149,8 @@ class Producer:
         return first_step + item.total
 
     def _copy_staged(self, item: WorkItem, n: Scalar, first_step: Scalar) -> None:
-        """Starts the copy of the staged array's tile for step n of the item, once a slot is free.
+        """Starts the copy of the staged array's tile for step n of the item, once a slot is free: the item's queries and the
+        step's keys of the [query, key] matrix that the load's leading indices give for the item's batch entry and head.
 
         first_step   number of the item's first step, counted over the items of this CTA
         """

@@ -28,7 +28,9 @@ def power_of_two(atom: ir.Atom) -> int | None:
 
 
 def _low(atom: ir.Atom) -> float:
-    """A lower bound of the atom's value; -inf if none is known."""
+    """A lower bound of the atom's value: a literal's value, 0 for unsigned integers, else the bound that the traced program
+    knows; -inf if none is known.
+    """
     if isinstance(atom, ir.Lit):
         return typing.cast(float, atom.value)
     if atom.dtype.startswith("u"):
@@ -43,7 +45,11 @@ def integer_division(name: str, step: ir.Op, a: Value, b: Value, overhangs: bool
     name        one of those four
     step        the operation, for dtypes and ranges of its operands
     a, b        values of the two operands, int32 or uint32, of one shape
-    overhangs   whether the tile may extend past the end of the attention matrix, where the ranges do not hold
+    overhangs   whether the tile may extend past the end of the attention matrix, where the ranges do not hold; a divisor
+                of 0 that the ranges exclude then gives a number without meaning
+
+    A division by 0 gives what `_by_zero` says; the least int32 divided by -1 gives itself, remainder 0. By a literal power
+    of two, floor operations and operands that are never negative take a shift or a bit mask.
     """
     left, right = step.inputs
     remainder = name in ("rem", "floormod")
@@ -69,7 +75,8 @@ def integer_division(name: str, step: ir.Op, a: Value, b: Value, overhangs: bool
 
 
 def _by_zero(name: str, dtype: str, a: Value) -> Value | np.ndarray:
-    """jax's result of dividing `a` by 0, where the hardware's result is undefined.
+    """jax's result of dividing `a` by 0, where the hardware's result is undefined: "rem" gives a, "floormod" 0, "div" and any
+    unsigned quotient -1 (all bits set), a signed "floordiv" -1 for a = 0 and -2 otherwise.
 
     name    of the operation: "div", "rem", "floordiv" or "floormod"
     dtype   of the operand in the program, such as "uint8"

@@ -90,13 +90,15 @@ def launch(
     """Runs `kernel(inputs, outputs, scratch)` in every CTA and returns its results in the structure of `outputs`.
 
     inputs       named tuple of arrays; of `jax.new_ref` arrays where the kernel also writes them
-    outputs      named tuple of jax.ShapeDtypeStruct, see `output`
+    outputs      named tuple of jax.ShapeDtypeStruct, see `output`; what the kernel does not write is undefined
     scratch      named tuple of descriptions (shared_memory.py)
     name         of the kernel in profiles
     programs     number of CTAs; a kernel reads the number of its CTA by `lax.axis_index("program")`
     warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`. None: one, which has
                  no number
     interpret    run in the simulator instead of on the device
+
+    Fields that are None stay None. Kernels compile with approximate math, and Mosaic adds no barriers.
     """
     shapes, structure = jax.tree.flatten(outputs)
     memory = jax.tree.map(_allocated, scratch)
@@ -133,7 +135,9 @@ def simulator() -> object:
 
 
 def _allocated(part: Description) -> object:
-    """A description of shared memory in the form in which Pallas allocates it."""
+    """A description of shared memory in the form in which Pallas allocates it: barriers, a plain array, or swizzled tiles
+    (`_swizzled`).
+    """
     if isinstance(part, Barriers):
         return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=() if part.count is None else part.count)
     if isinstance(part, PlainArray):
@@ -255,7 +259,8 @@ def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: in
 
 
 def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
-    """x with zeros appended up to T = `length` tokens and D = `dim` features.
+    """x with zeros appended up to T = `length` tokens and D = `dim` features; x itself if it has these sizes. It must not be
+    longer.
 
     x   [B, T, N, D] (`layout` "BTNH") or [B, N, T, D]
     """
@@ -266,10 +271,11 @@ def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:
 
 
 def join_extra(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
-    """Plan and operands with the extra features of queries and keys appended to the head dim.
+    """Plan and operands with the extra features of queries and keys, in the plan's dtype, appended to the head dim.
 
     Q K^T of the longer rows is q . k + q_extra . k_extra, which is what the plan asks for. Extra features of a key
-    head that serves several key heads are repeated. Without extra features both come back as they are.
+    head that serves several adjacent key heads are repeated. The new plan and operands have no extra features. Without
+    extra features both come back as they are.
     """
     if not plan.extra_dim or operands.query_extra is None or operands.key_extra is None:
         return plan, operands

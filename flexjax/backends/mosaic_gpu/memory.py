@@ -78,6 +78,8 @@ def gather(
     kind        "row", "column" or "tile": the layout of the index arrays and of the result
     shape       of the result
     interpret   whether the kernel runs in the simulator
+
+    The result is float32, int32 or uint32 (`_in_compute_dtype`). Indices are not clamped.
     """
     if interpret:
         return _in_compute_dtype(ref[...][tuple(jnp.broadcast_to(i, shape) for i in index)])
@@ -120,7 +122,7 @@ def load_affine(
     shape: tuple[int, ...],
     interpret: bool,
 ) -> jax.Array:
-    """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory.
+    """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory, as float32, int32 or uint32.
 
     ref         an array in global memory
     index       for each dimension of the array: the index at row 0 and column 0 of the vector or tile, a scalar
@@ -129,7 +131,7 @@ def load_affine(
     kind        "row", "column" or "tile": the layout of the result. A row vector uses the steps by row alone, a
                 column vector those by column alone
     shape       of the result
-    interpret   whether the kernel runs in the simulator, which clamps indices to the array
+    interpret   whether the kernel runs in the simulator, which clamps indices to the array; the device does not
     """
     if interpret:
         rows = jnp.arange(shape[0])
@@ -183,13 +185,13 @@ def load_affine(
 
 
 def _varying_part(ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...]) -> tuple[Ref, list[int]]:
-    """The part of `ref` that remains after its other dimensions are indexed, and the stride of each varying
-    dimension.
+    """The part of `ref` that remains after its other dimensions are indexed (`ref` itself if all dimensions vary), and the
+    stride of each varying dimension.
 
     index    for each dimension the index, which is used where `varies` is false
     varies   for each dimension whether the index differs between elements; such a dimension stays whole
 
-    Strides are in elements, for an array in row-major order.
+    Strides are in elements of the whole array, in row-major order.
     """
     shape = ref.shape
     picked = tuple(pl.ds(0, n) if m else i for i, m, n in zip(index, varies, shape, strict=True))
@@ -223,7 +225,8 @@ def load_staged(tile: Ref, interpret: bool) -> jax.Array:
 
 
 def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
-    """The transpose of a tile of a captured array, [columns, rows], read from its slot in shared memory to registers.
+    """The transpose of a tile of a captured array, [columns, rows], read from its slot in shared memory to registers, as
+    float32, int32 or uint32.
 
     tile   [rows, columns] in shared memory, after the copy has arrived
 

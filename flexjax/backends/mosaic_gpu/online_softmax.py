@@ -110,6 +110,9 @@ class OnlineSoftmax:
         scores   as TileProgram.scaled_tile gives them, but `column_slope` multiplies the column modulo PERIOD,
                  because the tile has the rest (`thread_tiles.add_period_slope`)
         state    before the tile
+
+        With large scores only `scores.tile` is read, which is the whole score. With a static reference nothing is rescaled, and
+        `row_term` counts. Otherwise the reference follows the maximum of the scores without `row_term`, which `finish` adds.
         """
         if self.large_scores:
             return self._step_of_large_scores(scores.tile, state)
@@ -165,6 +168,9 @@ class OnlineSoftmax:
         log2_factor   multiplies `largest`, which gives the unit of references
         offset        scalar that is added to the product; None: nothing
         base          [rows] float32
+
+        With `lazy_rescale` a reference rises only where the maximum exceeds it by RESCALE_THRESHOLD powers of two. Otherwise it
+        is the larger of both, and `needed` is always 1.
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
@@ -190,6 +196,9 @@ class OnlineSoftmax:
 
         log2_factor   scores.factor * log2(e)
         shift         [rows] or one number, in powers of two
+
+        `narrow_factor` multiplies the tile only if there is no `column_slope`; the two do not occur together. A static
+        reference of 0 without a `row_term` is not subtracted.
         """
         if scores.column_slope is not None:
             slope = self._row_plus_slope(
@@ -213,6 +222,8 @@ class OnlineSoftmax:
 
         out       [rows, value dim] float32, the sum of P V
         rescale   of that tile
+
+        With a static reference `out` itself; with `lazy_rescale` warps whose references did not change skip the product.
         """
         if self.reference is not None:
             return out
@@ -228,7 +239,8 @@ class OnlineSoftmax:
                    of scores; None: nothing was left out, as always with large scores and with a static reference
 
         The reference includes `row_term` and has the unit of `State.base`. A row without visible scores has reference
-        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN.
+        -inf and sum 0; a `row_term` of -inf hides its row. A visible row whose `row_term` is NaN or +inf has sum NaN. A finite
+        `row_term` leaves the sum as it is.
         """
         total, top = thread_tiles.sum_lanes(state.total, self.interpret), state.base
         if row_term is not None:  # -inf hides the row; any other value that is not finite is passed on
@@ -252,7 +264,7 @@ class OnlineSoftmax:
         return jnp.exp2(difference * f32(LOG2E) if self.large_scores else difference)
 
     def lse(self, reference: jax.Array, total: jax.Array) -> jax.Array:
-        """The natural logarithm of the softmax denominator, [rows].
+        """The natural logarithm of the softmax denominator, [rows]; -inf where reference and total say that nothing is visible.
 
         reference   [rows], in the unit of references
         total       [rows], the sum of exponentials relative to `reference`

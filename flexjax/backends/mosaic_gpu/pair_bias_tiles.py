@@ -52,7 +52,9 @@ class Staging:
     transposed: bool = False
 
     def source(self, captures: Captures[Ref], b: Scalar, h: Scalar) -> Ref:
-        """The [query, key] matrix of the array in global memory that head (b, h) reads."""
+        """The [query, key] matrix of the array in global memory that head (b, h) reads, by the load's leading indices; nothing is
+        read of it.
+        """
         program = TileProgram(
             self.derivative,
             captures.score,
@@ -149,9 +151,11 @@ def staging_for(
 
 def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
     """The key blocks that neither list of a query block names, as a full list (number, ascending indices) for each
-    query block; all None without a block mask.
+    query block; all None without a block mask. A mask without lists skips every block.
 
     lists   the block lists of each query block
+
+    Indices past the number of a list are the number of key blocks.
     """
     blocks = plan.blocks
     if blocks is None:
@@ -203,7 +207,8 @@ class DirectGradientWriter:
             self._send(kv0)
 
     def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
-        """Writes zeros to the key tiles that query tile `tile` skips.
+        """Starts the copies of zeros to the key tiles that query tile `tile` skips, for each gradient. Nothing without direct
+        gradients, without a block mask, or if it skips none.
 
         visits    of the dQ kernel
         skipped   from `skipped_blocks`
@@ -221,8 +226,10 @@ class DirectGradientWriter:
             pl.loop(0, count)(lambda i: self._send(key_tile(i) * self.tiles.keys))
 
     def _fill(self, values: tuple[jax.Array, ...]) -> None:
-        """Stores one tile of each gradient in the buffers, converted to its dtype, once the copies before have read
+        """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype, once the copies before have read
         them.
+
+        values   [queries, keys] float32 for each gradient
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for one, smem, value in zip(self.gradients, self.buffers, values, strict=True):

@@ -14,8 +14,9 @@ def unsupported(program: ir.Program) -> str | None:
     """Why the kernels cannot evaluate the program, as the end of a sentence whose subject is the program; None if
     they can.
 
-    They refuse jaxprs that tracing could not unroll, dtypes and primitives without a form on a tile, empty captured
-    arrays, and loads whose indices vary over 2^31 or more elements of an array.
+    The first of: a jaxpr that tracing could not unroll; a captured array of a dtype outside of DTYPES; then, step by step,
+    a result of such a dtype, a load from an empty array, a load whose varying indices span 2^31 or more elements, or an
+    operation that `_unsupported_op` names.
     """
     if program.calls:
         return f"contains control flow that could not be unrolled (`{program.calls[0].name}`)"
@@ -44,6 +45,9 @@ def unsupported(program: ir.Program) -> str | None:
 def _unsupported_op(step: ir.Op) -> str | None:
     """Why the kernels cannot evaluate one operation, as the end of a sentence whose subject is the program; None if
     they can.
+
+    Refused are primitives outside of SUPPORTED, `pow` of integers, `reduce_precision` to a format without a dtype,
+    `bitcast_convert_type` unless both dtypes have 32 bits, and `select_n` by a bool among other than two cases.
     """
     if step.prim not in SUPPORTED:
         return f"uses the primitive `{step.prim}`, which has no form on a tile"

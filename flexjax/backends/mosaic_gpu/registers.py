@@ -65,8 +65,8 @@ def column_iota(columns: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Ar
 def columns_from(start: Scalar, columns: int, interpret: bool) -> jax.Array:
     """The column vector start .. start + columns - 1, int32.
 
-    `start` is added before the constants of a thread, because `column_iota` does not change in a loop over tiles and
-    the compiler would keep it in registers beside the sum.
+    On the device `start` is added before the constants of a thread, because `column_iota` does not change in a loop over
+    tiles and the compiler would keep it in registers beside the sum. The simulator adds `start` to `column_iota`.
     """
     if interpret:
         return column_iota(columns) + start
@@ -152,7 +152,8 @@ def element(register: ir.Value, number: int) -> ir.Value:
 def assemble(
     layout: mgpu.TiledLayout, shape: tuple[int, ...], items: Iterable[Item], signed: bool | None
 ) -> mgpu.FragmentedArray:
-    """The array of `shape` in `layout`, made of the elements that one thread holds.
+    """The array of `shape` in `layout`, made of the elements that one thread holds. A register that gets only some of its
+    elements has undefined others.
 
     items    (index of a register, number of an element in it, value) for each element of the thread
     signed   what `is_signed` gives for the dtype

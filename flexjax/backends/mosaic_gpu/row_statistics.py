@@ -31,14 +31,14 @@ UNIT = 256
 
 
 def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: jax.Array | None) -> jax.Array:
-    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32, where T' is the number of queries rounded up to
-    UNIT.
+    """lse2 and delta of every query, stacked: [B, N, 2, T'] float32 in any layout, where T' is the number of queries rounded up
+    to UNIT.
 
     results        of the forward pass
-    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used
+    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used, and counts as 0
 
-    lse2 = lse * log2(e). Rows without a visible key, and those past the end, have lse2 = +inf and delta = 0. Where
-    scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
+    lse2 = lse * log2(e). Rows whose lse is -inf (no visible key, no sink), and those past the end, have lse2 = +inf and
+    delta = 0. Where scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
     delta = row_dots(plan, pad(results.out), pad(d_out))
@@ -88,7 +88,9 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
     columns = [(start, min(COLUMNS, dim - start)) for start in range(0, dim, COLUMNS)]
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
-        """The kernel: one CTA computes rowsum(dO * O) of ROWS queries of one head, and writes it to `outputs.dots`."""
+        """The kernel: one CTA of one warpgroup copies O and dO of ROWS queries of one head to shared memory, sums their products
+        in float32, COLUMNS features at a time in rising order, and writes the sums to `outputs.dots`.
+        """
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))

@@ -31,7 +31,10 @@ def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> b
 
 
 def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int | None:
-    """The change of an atom, None where unknown; 0 for what depends on neither query nor key.
+    """The change of an atom, None where unknown.
+
+    0 for literals and for values of b, h and q - kv alone; (a + b) * period for an affine integer a * q + b * kv + c; None
+    for what depends on the score; otherwise the entry of `known`.
 
     known   id of a value -> its change, for the values of earlier steps
     """
@@ -47,7 +50,9 @@ def _change_of(atom: ir.Atom, known: dict[int, int | None], period: int) -> int 
 
 
 def _changes(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> dict[int, int | None]:
-    """Id -> change of each value that the index needs, None where unknown."""
+    """Id -> change of q, kv (`period`), the score (None), and the result of each step that the index needs, None where
+    unknown. The result of a load or Call has change 0 if no argument changes, else None.
+    """
     needed = ir.uses(program.steps, index)
     known: dict[int, int | None] = {ir.Q: period, ir.KV: period, ir.SCORE: None}
     for step in program.steps:
@@ -70,8 +75,14 @@ def _unchanged(changes: list[int | None]) -> int | None:
 def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
     """The change of the result of an operation, from the changes of its arguments; None where unknown.
 
-    step      the operation, of which integers must not wrap around
+    step      the operation
     changes   those of its arguments, None where unknown
+
+    0 where no argument changes. Otherwise None unless the change of each argument is known, and is 0 for floats and bools,
+    and the range of each integer argument is known, so that it does not wrap around. Then there are rules for copies,
+    conversions to an integer of known range, neg, add, sub, products with a literal, comparisons of two equal changes (0),
+    max and min of two equal changes, select_n between equal changes by an argument that does not change, and what
+    `_change_of_quotient` has.
     """
     if all(g == 0 for g in changes):
         return 0
@@ -104,11 +115,13 @@ def _change_of_op(step: ir.Op, changes: list[int | None]) -> int | None:
 
 
 def _change_of_quotient(step: ir.Op, change: int) -> int | None:
-    """The change of a quotient or remainder by a literal, where the literal divides the change of the numerator; else
-    None.
+    """The change of a quotient or remainder by a positive literal that divides the change of the numerator; None otherwise.
 
-    step     any operation of integers; None also for what is no such division, shift or bit mask
+    step     any operation of integers
     change   of the numerator
+
+    Quotients (div, floordiv, shifts to the right by n, a division by 2^n) change by the fraction; remainders (rem,
+    floormod, `and` with 2^n - 1) by 0. For div, rem and the logical shift the numerator must never be negative.
     """
     name, by = step.prim, step.inputs[-1]
     if len(step.inputs) != 2 or not isinstance(by, ir.Lit) or not isinstance(by.value, int) or by.value <= 0:

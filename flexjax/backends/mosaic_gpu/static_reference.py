@@ -24,8 +24,8 @@ def static_reference(plan: KernelPlan) -> float | None:
     maximum.
 
     None where there is no score_mod, where the distance from the middle to a bound exceeds MAX_DISTANCE or is
-    unknown, where scores may be too large to scale, where inputs are float16 (whose exponent is too short for the
-    probabilities), and where the plan's result includes the row maxima.
+    unknown, where scores may be too large to scale, where inputs are not bfloat16 (float16 has too short an exponent for
+    the probabilities), and where the plan's result includes the row maxima.
     """
     if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_large(plan.score):
         return None

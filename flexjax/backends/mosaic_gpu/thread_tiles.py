@@ -58,7 +58,7 @@ LANE_DISTANCES = (1, 2)
 
 def _elements_by_column(array: mgpu.FragmentedArray, shape: tuple[int, int]) -> dict[tuple[int, ...], list[ir.Value]]:
     """The elements that a thread holds of a tile: (row, column modulo PERIOD) -> its elements there, by rising
-    column.
+    column, one for each PERIOD columns.
 
     array   the thread's registers of the tile
     shape   (rows, columns) of the tile
@@ -122,9 +122,9 @@ def affine_tile(
     row      [rows], int32 or float32
     step     a Python or numpy number; for float32 also a scalar of the kernel
     shape    (rows, columns) of the result
-    period   for int32, a power of two: the result is taken modulo this number. Columns of a thread are 8 apart, so
-             with a small period most elements of a thread are equal, and each distinct one is computed once. 0: no
-             modulo
+    period   for int32 alone, a power of two: the result is taken modulo this number, 0 .. period - 1. Columns of a thread
+             are 8 apart, so with a small period most elements of a thread are equal, and each distinct one is computed
+             once. 0: no modulo
     """
     floating = jnp.issubdtype(row.dtype, jnp.floating)
     if interpret:
@@ -239,10 +239,11 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
     "lt".
 
     step    a Python int
-    row     [rows] int32
+    row     [rows] int32; row[r] - step * c must not overflow
     shape   (rows, columns) of the result
 
-    It takes one comparison with a constant for each element, and no register for column numbers.
+    It takes one signed comparison with a constant for each element, and no register for column numbers, because the lane's
+    part of step * c is subtracted from the row.
     """
     if interpret:
         columns = step * jnp.arange(shape[1], dtype=jnp.int32)[None, :]
@@ -340,17 +341,18 @@ def follow_maximum(
     powers_of_two: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The softmax reference of each row after a tile: raised to the row maximum where that exceeds the reference
-    before.
+    before by more than the threshold, else unchanged.
 
     maximum         [rows, PERIOD] float32: maxima as `maximum_by_column` gives them
     factor          multiplies `maximum`, which gives the unit of references
     offset          scalar that is added to the product; None: nothing
     base            [rows] float32, the reference before
-    threshold       a reference is raised only where the row's maximum exceeds it by more than this
+    threshold       in the unit of references
     powers_of_two   powers of two in one unit of a reference
 
-    Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], and an int32
-    that is 1 in warps where any reference rose (always 1 in the simulator). Lanes exchange maxima only in such warps.
+    Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the reference
+    is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes exchange
+    maxima only in such warps.
     """
     rows = base.shape[0]
     if interpret:
@@ -420,7 +422,7 @@ def follow_maximum(
 
 
 def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
-    """[rows]: the sum of the elements that a thread holds of each row of a tile.
+    """[rows]: the sum of the elements that a thread holds of each row of a tile; in the simulator the sum of the whole row.
 
     The four lanes of a row have different numbers, although the layout says that they agree. `sum_lanes` adds them
     up.
@@ -445,7 +447,7 @@ def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
 
 def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
     """[rows]: the sum of each row of a tile, from `partial_row_sums`: the numbers of the four lanes that hold a row
-    are added.
+    are added, and all four get the sum. The simulator returns `row`, which has whole sums there.
     """
     if interpret:
         return row
@@ -474,7 +476,7 @@ def sum_lanes(row: jax.Array, interpret: bool) -> jax.Array:
 
 def scale_rows(tile: jax.Array, factor: jax.Array, needed: jax.Array, interpret: bool) -> jax.Array:
     """tile * factor[:, None], [rows, columns]. Warps in which `needed` is 0 skip the product and keep their part of
-    the tile.
+    the tile; the simulator multiplies always.
 
     factor   [rows], 1 in such warps
     needed   int32, the same in all lanes of a warp, as `follow_maximum` returns it

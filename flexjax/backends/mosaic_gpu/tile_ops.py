@@ -25,8 +25,8 @@ DTYPES = {"bool", "float32", "bfloat16", "float16", "int32", "uint32", *NARROW_B
 
 
 def inner_dtype(name: str) -> type[np.generic]:
-    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32, uint32 or
-    int32.
+    """The dtype in which a kernel computes values whose dtype in the program is `name`: bool, float32 for floats, uint32 for
+    uint32, int32 for all other integers.
     """
     if name == "bool":
         return np.bool_
@@ -69,7 +69,9 @@ def _round_half_away(x: Value) -> Value:
 
 
 def _log1p(x: Value) -> Value:
-    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits."""
+    """log(1 + x); for |x| < 0.25 by 2 atanh(x / (2 + x)) as a polynomial, because 1 + x would lose digits. -inf for -1, NaN
+    below.
+    """
     s = x / (np.float32(2) + x)
     s2 = s * s
     poly = np.float32(1 / 9)
@@ -112,7 +114,9 @@ def _cos(x: Value) -> Value:
 
 
 def _pow(x: Value, y: Value) -> Value:
-    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer."""
+    """x ** y from exp2(y log2|x|), with the sign of odd powers; NaN for negative x and y that is no integer; 1 for y = 0 or
+    x = 1.
+    """
     one, zero = np.float32(1), np.float32(0)
     size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
     whole = _trunc(y) == y
@@ -124,7 +128,7 @@ def _pow(x: Value, y: Value) -> Value:
 
 
 def _integer_pow(x: Value, y: int) -> Value:
-    """x ** y by repeated squaring, for a Python int y; the reciprocal for negative y."""
+    """x ** y by repeated squaring, for a Python int y; 1 for y = 0, the reciprocal in float32 for negative y."""
     if y < 0:
         return np.float32(1) / _integer_pow(x, -y)
     out, base = None, x
@@ -137,7 +141,9 @@ def _integer_pow(x: Value, y: int) -> Value:
 
 
 def _float_rem(a: Value, b: Value) -> Value:
-    """The remainder of a / b rounded toward zero, which has the sign of a, for floats; a where b is infinite."""
+    """The remainder of a / b rounded toward zero, which has the sign of a, for floats; a where b is infinite, NaN where b is
+    0. A quotient that float32 rounded to the next integer is corrected once.
+    """
     rest = a - b * _trunc(a / b)
     size = jnp.where(a < 0, -jnp.abs(b), jnp.abs(b))
     rest = jnp.where((a < 0) & (rest > 0) | (a > 0) & (rest < 0), rest + size, rest)  # the quotient was rounded up
@@ -146,7 +152,7 @@ def _float_rem(a: Value, b: Value) -> Value:
 
 
 def _sign(x: Value) -> Value:
-    """-1, 0 or 1 in the dtype of x; NaN for NaN."""
+    """-1, 0 or 1 in the dtype of x; 0 or 1 for unsigned integers; NaN for NaN."""
     zero, one = (np.dtype(x.dtype).type(n) for n in (0, 1))
     out = jnp.where(x > zero, one, zero)
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
@@ -156,7 +162,9 @@ def _sign(x: Value) -> Value:
 
 
 def _population_count(x: Value) -> Value:
-    """The number of bits that are set, summed pairwise within the 32 bits."""
+    """The number of bits that are set, in the dtype of x, summed pairwise within the 32 bits; `apply` cuts narrower integers to
+    their bits before.
+    """
     u = x.astype(jnp.uint32)
     u = u - ((u >> 1) & np.uint32(0x55555555))
     u = (u & np.uint32(0x33333333)) + ((u >> 2) & np.uint32(0x33333333))
@@ -249,7 +257,9 @@ def _wrap(x: Value, dtype: str) -> Value:
 def _convert(x: Value, old: str, new: str) -> Value:
     """x, of program dtype `old`, converted to program dtype `new` as `convert_element_type` does.
 
-    A float that a narrow integer cannot hold becomes the integer's nearest value.
+    To bool: whether x is not 0. To floats: through float32, rounded to `new`. A float that an 8- or 16-bit integer cannot
+    hold becomes that integer's nearest value; integers that it cannot hold wrap around. Floats become int32 and uint32 as
+    the hardware converts them.
     """
     if new == "bool":
         return x if old == "bool" else x != np.zeros((), x.dtype)
@@ -270,7 +280,8 @@ def _convert(x: Value, old: str, new: str) -> Value:
 
 
 def _shift(name: str, a: Value, n: Value, constant: bool) -> Value:
-    """a shifted by n bits, by the primitive `name`, as jax defines it also for n outside 0 .. 31.
+    """a shifted by n bits, by the primitive `name`, as jax defines it also for n outside 0 .. 31: then 0, or for
+    "shift_right_arithmetic" the sign in every bit.
 
     constant   whether n is a literal, which is within 0 .. 31
     """
@@ -293,8 +304,10 @@ def apply(step: ir.Op, args: list[Value], overhangs: bool) -> Value:
     args        one value for each operand, all of one shape, in the dtypes of `inner_dtype`
     overhangs   whether the tile may extend past the end of the attention matrix, where ranges of integers do not hold
 
-    The result has that shape and the inner dtype of the step's result. Raises NotImplementedError for a primitive
-    outside of SUPPORTED.
+    The result has that shape and the inner dtype of the step's result; integers narrower than 32 bits wrap around. On
+    bools "add" and "max" are "or", "mul" and "min" are "and". A float division by a literal is a product with its
+    reciprocal, if that is finite. `select_n` by an integer past the last case takes the last case. Floats of 16 bits are
+    rounded only by conversions and `reduce_precision`. Raises NotImplementedError for a primitive outside of SUPPORTED.
     """
     name, params, dtype = step.prim, dict(step.params), step.out.dtype
     operand = step.inputs[0].dtype

@@ -108,7 +108,8 @@ class TileScheduler:
         """Number of heads, counted over all batch entries, whose query tiles run side by side.
 
         A persistent grid mixes all heads, so that the longest rows start first. Otherwise the next few heads start
-        only when these are done, so that the keys and values of those at work stay in the L2.
+        only when these are done, so that the keys and values of those at work stay in the L2: the most heads whose keys and
+        values fit L2_SHARE and whose number divides that of all heads, at least one.
         """
         plan = self.plan
         heads = plan.batch * plan.q_heads
@@ -118,13 +119,14 @@ class TileScheduler:
         return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= L2_SHARE))
 
     def order(self, lists: BlockLists | None) -> jax.Array | None:
-        """Rows of the block mask (query blocks), sorted by number of visits, most first; None without a block mask.
+        """Rows of the block mask (query blocks), sorted by number of visits, most first, equal ones by number; None without a block
+        mask. A mask without lists has no visits.
 
         lists   the block lists of the call
 
         Returns int32 [Bm * Nm * R]: Bm and Nm are the mask's own batch and head dims (1 if the call broadcasts them),
-        R is the number of query blocks of a head. In a persistent grid this is one sorted list of row numbers b * Nm
-        * R + h * R + row. Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
+        R is the number of query blocks of a head. In a persistent grid this is one sorted list of the row numbers
+        (b * Nm + h) * R + row. Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
         """
         if self.plan.blocks is None or lists is None:
             return None
@@ -139,10 +141,10 @@ class TileScheduler:
     # ----------------------------------------------------------------- a fixed share of the items
 
     def number(self, turn: Scalar) -> Scalar:
-        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler.
+        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler; it may be past the last item.
 
-        With one CTA for each item that is the number of the CTA; in a persistent grid of P CTAs, CTA p takes items p,
-        2 P - 1 - p, 2 P + p, ....
+        With one CTA for each item that is the number of the CTA, whatever the turn; in a persistent grid of P CTAs, CTA p takes
+        items p, 2 P - 1 - p, 2 P + p, ....
         """
         program = lax.axis_index("program")
         if self.programs == self.items:
@@ -151,7 +153,9 @@ class TileScheduler:
         return turn * self.programs + jnp.where(turn % 2 == 0, program, back)
 
     def turns(self) -> Scalar:
-        """How many work items this CTA takes, without the dynamic scheduler."""
+        """How many work items this CTA takes, without the dynamic scheduler: as many as every CTA takes, and one more where the
+        items that are left over reach this CTA.
+        """
         rounds, rest = divmod(self.items, self.programs)
         if not rest:
             return i32(rounds)
@@ -161,7 +165,12 @@ class TileScheduler:
     # ----------------------------------------------------------------- what an item is, and what it visits
 
     def item(self, mask: MaskRows, number: Scalar) -> WorkItem:
-        """The work item with the number `number`, read from the block mask inside the kernel."""
+        """The work item with the number `number`, read from the block mask inside the kernel.
+
+        Without a block mask it visits all key tiles; unmasked are none if the plan has a mask_mod, else all but
+        one that reaches past the last key. With one it visits the full blocks of its row, then the partial ones; tiles of a full block that reach
+        past the last key are masked. A query tile wholly past the last query visits nothing.
+        """
         plan, blocks = self.plan, self.plan.blocks
         if blocks is None:
             q_tile = lax.rem(number, i32(self.q_tiles))
@@ -189,8 +198,13 @@ class TileScheduler:
         return WorkItem(b, h, q_tile, at, unmasked, full * per_block, (full + partial) * per_block)
 
     def _position_in_mask(self, mask: MaskRows, number: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """(batch entry, head, query tile within the head, row of the block lists counted over their heads) of the
-        work item with the number `number`, under a block mask.
+        """(batch entry, head, query tile within the head, row of the block lists) of the work item with the number `number`, under
+        a block mask.
+
+        The row is counted over the batch entries and heads of the block lists, which have one for all where the call broadcasts
+        them. A row has one work item for each of its query tiles, of each batch entry and head that reads it. Which row comes
+        when is read from `mask.order`: in a persistent grid over all heads, otherwise for each head, `heads_at_once` heads side
+        by side.
         """
         plan, blocks = self.plan, self.plan.blocks
         assert blocks is not None
@@ -226,9 +240,10 @@ class TileScheduler:
         in_full   whether the step is in the full list (True) or the partial list (False), where the caller knows; a
                   step outside of that list gives some key that may be read. None: unknown
 
-        With `reverse_kv` the unmasked tiles are visited from the last to the first: under a causal mask most biases
+        Full blocks come first, then partial ones, in the order of their lists; without a block mask all tiles in order. With
+        `reverse_kv` the unmasked tiles are visited from the last to the first: under a causal mask most biases
         by distance have their largest scores at the last keys, and once the maximum is found the output is not
-        rescaled again.
+        rescaled again. A mask with neither list has no visits, and the result means nothing.
         """
         if self.tile.reverse_kv and in_full is not False:
             back = item.unmasked - 1 - step
@@ -275,11 +290,12 @@ def new_counter(programs: int) -> jax.Array:
 
 
 def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int, interpret: bool) -> Scalar:
-    """Number of the next work item of this CTA, from the counter; called by the whole producer warpgroup.
+    """Number of the next work item of this CTA, from the counter; called by the whole producer warpgroup. It may be past the
+    last item.
 
     counter     as `new_counter` made it, in global memory; None in the simulator
     mailbox     shared memory, of which one word passes the number from the thread that asks to the others
-    number      of the CTA's last work item, from which the simulator computes the next
+    number      of the CTA's last work item, used in the simulator alone, where the next is `programs` later
     programs    CTAs of the grid
     interpret   whether the kernel runs in the simulator
     """
@@ -291,8 +307,8 @@ def next_number(counter: Ref | None, mailbox: Ref, number: Scalar, programs: int
 def put(mailbox: Ref, slot: Scalar, item: WorkItem | None) -> None:
     """In the producer: writes a work item to the mailbox of query slot `slot`; None: there are no more items.
 
-    The mailbox has MAILBOX_WORDS words for each slot: word 0 is 1 if there is an item, and the fields of the item
-    follow.
+    The mailbox has MAILBOX_WORDS words for each slot: word 0 is 1 if there is an item, else 0, and the fields of the item
+    follow, unwritten without one.
     """
     first = slot * i32(MAILBOX_WORDS)
     if item is None:

@@ -113,7 +113,10 @@ def deferred_sum(a: TileValue, b: TileValue, sign: int) -> TileValue | None:
 
     sign   1 or -1
 
-    The other operand may be an affine tile, a scalar, a row vector or a tile.
+    With an affine tile, another affine tile, a scalar or a row vector gives an affine tile. A tile plus or minus an affine
+    tile gets `row_term`, `offset` and `column_slope`, in place of those that it may have. None for an affine tile minus a
+    tile, for any other kind, and if neither is affine. `exact` of the result is that of the operand it was made from, if
+    any; the caller sets it.
     """
     if a.affine_slope is not None and b.affine_slope is not None:
         return TileValue(

@@ -70,7 +70,11 @@ class TileVisits:
     heads: int = 1
 
     def counts(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar) -> VisitCounts:
-        """How many tiles the owned tile of head (b, h) visits."""
+        """How many tiles the owned tile of head (b, h) visits.
+
+        Without lists all tiles, with the mask if `mask_all`, else without; otherwise those of the full list without and those
+        of the partial list with the mask, 0 for a list that is None.
+        """
         if not self.lists:
             zero, all_ = jnp.int32(0), jnp.int32(self.tiles)
             return VisitCounts(zero if self.mask_all else all_, all_ if self.mask_all else zero)
@@ -80,7 +84,7 @@ class TileVisits:
 
     def tile(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar, step: Scalar, masked: bool) -> Scalar:
         """The number of the tile that the owned tile visits at `step` of the partial list (`masked`) or of the full
-        list.
+        list; `step` itself without lists, or where that list is None.
         """
         if not self.lists:
             return step
@@ -110,7 +114,7 @@ class TileVisits:
 def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> TileVisits:
     """The visits of a kernel on this plan, as far as they are known at compile time.
 
-    own_tile, visited_tile   tokens of an owned and of a visited tile
+    own_tile, visited_tile   tokens of an owned and of a visited tile; they divide the mask's blocks, if there are any
     transposed               True: the kernel owns keys and visits queries; False: the other way round
     """
     length = plan.q_len if transposed else plan.kv_len
@@ -136,7 +140,7 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
 
     lists   those of each query block, as the call has them
 
-    All None without a block mask.
+    All None without a block mask; a list that the mask lacks stays None.
     """
     if lists is None or plan.blocks is None:
         return VisitLists()
@@ -154,8 +158,8 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
 
 
 def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: int) -> jax.Array | None:
-    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles by falling number of visits; None
-    where all visit equally many.
+    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles by falling number of visits, equal ones in
+    their own order; None without a block mask or where it has no lists, because all then visit equally many.
 
     own_tiles   how many owned tiles a head has
     """
@@ -211,17 +215,17 @@ class KeyTileVisits:
         """Calls step(begin(head), head, first query, number, masked) for every visit; returns how many visits there
         were.
 
-        begin   query head -> what `step` gets for all visits of this head
+        begin   query head -> what `step` gets for all visits of this head; called once a head, also without visits
         step    called once for each visit; returns nothing
 
-        The query heads that read the key head come one after the other. `number` counts the visits before this one,
-        over all of those heads. `masked`, a bool, says whether the mask applies.
+        The query heads that read the key head come one after the other, and for each the visits without the mask come first.
+        `number` counts the visits before this one, over all of those heads. `masked`, a bool, says whether the mask applies.
         """
         plan, visits = self.plan, self.visits
 
         def one_head(g: Scalar, before: Scalar) -> Scalar:
             """Makes the visits of one query head, those without the mask first; returns the number of visits up to
-            its last.
+            its last. Without a mask_mod and a block mask there is no second loop.
 
             g        number of the query head among those that read the key head
             before   how many visits the query heads before it made
@@ -259,7 +263,8 @@ def owned_key_tile(
 ) -> KeyTileVisits:
     """Inside a kernel: the key tile that this CTA owns, with its visits.
 
-    lists, order   from `visit_lists` and `longest_first`, as Refs
+    lists, order   from `visit_lists` and `longest_first`, as Refs. With an order for each head, that of the first query
+                   head of the key head counts; None: tiles in their own order
     kv_tiles       key tiles of a key head
     head_major     whether the key tiles of one head have adjacent CTAs; otherwise the first of all heads come first
     queries        of a visited tile

@@ -68,9 +68,10 @@ class SeparatedScore:
 
 @functools.lru_cache(maxsize=512)
 def separate_bias(program: Program) -> SeparatedScore | None:
-    """The score (the first result) of a score program or derivative program as c * s + terms, found by walking back its steps.
+    """The score (the first result) of a score program or derivative program as c * s + terms, found by walking back its
+    steps.
 
-    None if the score has no such form, or no term.
+    None if the score has no such form, does not contain s, or has no term.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     scales: list[float] = []
@@ -83,7 +84,9 @@ def separate_bias(program: Program) -> SeparatedScore | None:
     def walk(atom: Atom, factors: tuple[Atom, ...], sign: int) -> bool:
         """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`.
 
-        False if s occurs in the atom otherwise than in a summand that is s times literals.
+        Sums, negations and products with an atom of b and h alone are taken apart; anything else without s is one term.
+        False if s
+        occurs in the atom otherwise than in a summand that is s times literals, or if a summand is not float32.
         """
         if isinstance(atom, Val) and atom.id == ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
@@ -124,9 +127,10 @@ def separate_bias(program: Program) -> SeparatedScore | None:
 
 
 def _affine(atom: Atom) -> Linear | None:
-    """The linear form of an atom in q and kv, if it is an int32 that has one without b and h and is below 2^24 in magnitude.
+    """The linear form of an atom in q and kv, if it is an int32 that has one without b and h and is below 2^24 in
+    magnitude.
 
-    None otherwise. float32 holds such values exactly.
+    None otherwise, also for a constant and for an unknown range. float32 holds such values exactly.
     """
     if not isinstance(atom, Val) or atom.dtype != "int32" or atom.linear is None:
         return None
@@ -155,6 +159,12 @@ def strip_bias(separated: SeparatedScore, values: Sequence[jax.Array], view: Str
 
     values   the values of `separated.atoms` on the strip, in this order
     view     where the strip lies
+
+    Affine values are not among `values`: they are computed from the positions of the strip. Their part of q is the row
+    term, their
+    part of kv and the value at the strip's first element are added to the tile (to the row term if kv has no part). All
+    other terms
+    are added to the tile.
     """
     known = dict(zip(separated.atoms, values, strict=True))
     row_term: jax.Array | None = None

@@ -89,7 +89,12 @@ class DkvKernel:
     columns: tuple[int, ...]
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here."""
+        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
+
+        Sums of dk, dv and column reads span the visits of a key tile; those of dq span all key tiles of a key head. An
+        idle visit
+        adds nothing; the strips of a full tile are not checked.
+        """
         order, tiles, sums = self.scores.order, self.call.tiles, refs.scratch
         visit = order.visit(refs.tables)
 
@@ -128,7 +133,11 @@ class DkvKernel:
                 self.write_dq(refs)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of queries of the visited tile) contributes to the sums of dk, dv, dq and the column reads."""
+        """Adds what a strip (a range of queries of the visited tile) contributes to the sums of dk, dv, dq and the
+        column reads, as far as these are wanted.
+
+        In a checked step, rows past the end of queries and keys, which may hold anything, are replaced by 0.
+        """
         refs: Refs = step.refs
         plan, tiles, strip, visit = self.call.plan, self.call.tiles, step.strip, step.visit
         inputs, sums, lanes = refs.inputs, refs.scratch, strip.columns
@@ -157,7 +166,9 @@ class DkvKernel:
             ref[visit.group_member] += column
 
     def write_key_tile(self, refs: Refs) -> None:
-        """Writes dk, dv and the sums of column reads of a key tile from the sums in VMEM to the outputs; dk is scaled here."""
+        """Writes dk (scaled here), dv and the sums of column reads of a key tile from the sums in VMEM to the outputs,
+        in the dtypes of these; what is not wanted is left out.
+        """
         sums, out = refs.scratch, refs.outputs
         if sums.dk is not None and sums.dv is not None:
             assert out.dk is not None
@@ -168,7 +179,9 @@ class DkvKernel:
             ref[...] = column[...]
 
     def write_dq(self, refs: Refs) -> None:
-        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled here."""
+        """Writes dq of all queries of all query heads of a key head from the sums in VMEM to the output; it is scaled
+        here, and sums past the last query are dropped.
+        """
         sums, out, dim = refs.scratch.dq, refs.outputs.dq, self.shapes.dim
         assert sums is not None
         assert out is not None
@@ -185,9 +198,11 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
 
     columns      the column reads whose gradients are wanted, as numbers in derivative.gradients
     want_kv      whether to compute dk and dv
-    with_query   whether to compute dq too
+    with_query   whether to compute dq too; the caller has checked that its sums fit VMEM
 
-    What is not computed is None in the result.
+    What is not computed is None in the result; `columns` has only the wanted reads. Heads are those of the folded
+    arrays: dk and dv
+    are not summed over heads that `fold` repeated.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
@@ -237,7 +252,14 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
 
 
 def _dq_output(dtype: str, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> Output:
-    """The output dq of the kernel: shape, dtype and a block spec whose block has all queries of the group of a key head."""
+    """The output dq of the kernel. A block has all queries of all query heads of one key head of one batch entry.
+
+    dtype    the dtype of dq, that of query
+    shapes   whose `query` gives the shape of dq; where heads lie in lanes, a block is [q_len, group * dim], else
+             [group, q_len,
+             dim]
+    maps     the index maps of the grid; the block is that of the batch entry and key head of the grid step
+    """
     in_lanes, group, dim = shapes.query.heads_in_lanes, shapes.group, shapes.dim
     block = (None, shapes.q_len, group * dim) if in_lanes else (None, group, shapes.q_len, dim)
 

@@ -104,7 +104,12 @@ class DqKernel:
     numbers: LoadNumbers
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here."""
+        """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
+
+        Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle visit
+        adds nothing,
+        but writes zeros to d_load of tile reads. The strips of a full tile are not checked.
+        """
         order, tiles = self.scores.order, self.call.tiles
         visit = order.visit(refs.tables)
 
@@ -148,8 +153,10 @@ class DqKernel:
                 ref[...] = jnp.sum(sums[...], axis=1, keepdims=True).reshape(1, tiles.q)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of keys of the visited tile) contributes to dq and to the sums of captured reads; writes its
-        part of d_load of tile reads.
+        """Adds what a strip (a range of keys of the visited tile) contributes to dq, if wanted, and to the sums of
+        captured reads; writes its part of d_load of tile reads.
+
+        In a checked step, keys past the end, which may hold anything, are replaced by 0.
         """
         refs: Refs = step.refs
         plan, tiles, strip, geometry = self.call.plan, self.call.tiles, step.strip, self.scores.order.geometry
@@ -183,7 +190,7 @@ def dq_kernel(
     want_query   whether to compute dq
 
     Returns dq in the shape of the folded query (None if not wanted), and {number: sums of d_load} in the shapes that
-    capture_gradients.gather_gradients takes.
+    capture_gradients.gather_gradients takes, float32. d_load of a tile read is 0 in tiles that a block mask skips.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

@@ -117,8 +117,9 @@ def strip_gradients(
     """The gradients of a strip, by the formulas at the top of this file; runs inside a kernel.
 
     scores   the programs of the kernel
-    step     which strip of which visit
-    wanted   the captured reads whose cotangents are wanted, as numbers in derivative.gradients
+    step     which strip of which visit; unless it is checked, no entry counts as off
+    wanted   the captured reads whose cotangents are wanted, as numbers in derivative.gradients; only these are in
+             `loads`
     """
     on = scores.on(step) if step.checked else None
     on_before_exp = on if scores.finite_where_off else None
@@ -146,9 +147,13 @@ def _exponent_and_slopes(
     """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients]) on a strip.
 
     qk    the products q . k, not scaled, (rows, cols)
-    lse   of the queries of the strip, as BackwardInputs has it
+    lse   of the queries of the strip, as BackwardInputs has it; where scores may be large it is subtracted before the
+          conversion to
+          base 2
 
-    The list of derivatives by reads is empty where the kernel does not evaluate the whole program.
+    Without a derivative program and with a separated bias the list of derivatives by reads is empty, because the kernel
+    does not
+    evaluate the whole program; ds'/ds is then 1 or the factor c of the separated score.
     """
     scale = scores.plan.scale
     if scores.score is None:

@@ -70,7 +70,11 @@ class BlockSparseOrder(VisitOrder):
     prefetched = 3
 
     def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, lists: BlockLists):
-        """Computes the kind and the bit sets of every tile from the block lists; the visit lists are made in `prefetch_arrays`."""
+        """Computes the kind and the bit sets of every tile from the block lists; the visit lists are made in
+        `prefetch_arrays`.
+
+        In a key-major order they are transposed at once. Their rows are padded to a whole number of launches.
+        """
         self.geometry, self.group, self.key_major = geometry, group, key_major
         blocks, g = plan.blocks, geometry
         assert blocks is not None
@@ -100,8 +104,10 @@ class BlockSparseOrder(VisitOrder):
     def _tile_states(self, plan: KernelPlan, lists: BlockLists) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists.
 
-        Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]. The bit sets
-        are int32 with one more dimension, of `words`.
+        Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; EDGE
+        is a full tile
+        that reaches past an end of the matrix. The bit sets are int32 with one more dimension, of `words`, which may be
+        0.
         """
         g = self.geometry
         marks = self._sub_block_marks(plan, lists)
@@ -128,9 +134,12 @@ class BlockSparseOrder(VisitOrder):
         return kind, pack(words_on), pack(words_full)
 
     def _sub_block_marks(self, plan: KernelPlan, lists: BlockLists) -> jax.Array:
-        """The mark of each of the r x c mask blocks of each tile, int8 [list batch, list heads, q tiles, r, kv tiles, c].
+        """The mark of each of the r x c mask blocks of each tile, int8 [list batch, list heads, q tiles, r, kv tiles,
+        c].
 
-        Marks are 0 for empty, 1 for partial and 2 for full blocks. A tile inside a larger block has that block's mark.
+        Marks are 0 for empty, 1 for partial and 2 for full blocks, and 0 past the last block of the mask. A tile inside
+        a larger block
+        has that block's mark.
         """
         blocks, g = plan.blocks, self.geometry
         assert blocks is not None
@@ -164,9 +173,14 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ the lists of a chunk
 
     def prefetch_arrays(self, chunk: jax.Array | int) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """The visit lists (rows, packed, bits) of one launch, as the top of this file describes them, and its number of visits.
+        """The visit lists (rows, packed, bits) of one launch, as the top of this file describes them, and its number of
+        visits.
 
         chunk   number of the launch, 0 .. chunks - 1
+
+        Tile rows are numbered over all launches. The lists are as long as the launch can need; entries past the number
+        of visits are
+        not read. Without bit sets, `bits` is a [1, 1] placeholder.
         """
         rows_per_launch = self.shape.rows_per_launch
         take = lambda x: lax.dynamic_slice_in_dim(x, chunk * rows_per_launch, rows_per_launch, 0)
@@ -199,7 +213,11 @@ class BlockSparseOrder(VisitOrder):
         return (row, packed, bits), count
 
     def grid(self, visits: jax.Array | None) -> tuple:
-        """The grid of a launch with that many visits, see above."""
+        """The grid of a launch with that many visits: (b, h, visits), or (b, key head, visits, group member) if
+        key-major.
+
+        b is 1 where the lists have batch entries; heads and group members are 1 where they have heads.
+        """
         g = self.geometry
         batch = g.batch if self.list_batch == 1 else 1
         if self.key_major:
@@ -216,8 +234,14 @@ class BlockSparseOrder(VisitOrder):
     def _decode(self, grid: Sequence[jax.Array], row: jax.Array, column: jax.Array) -> tuple:
         """(batch entry, query head, query tile, key tile, group member) of a list entry in a grid step.
 
-        grid          the indices of the grid step
-        row, column   the entry's tile row, and its tile's column there
+        grid          the indices of the grid step; batch entry, head and group member come from them where the lists
+                      broadcast
+        row, column   the entry's tile row, (batch, head, tile) in row-major order, and its tile's column there. The
+                      head is a key
+                      head if key-major; where the lists of a group are joined, a column is member * q_tiles + query
+                      tile
+
+        The group member is 0 in a query-major order.
         """
         b, head = grid[0], grid[1]
         tile = row
@@ -246,7 +270,11 @@ class BlockSparseOrder(VisitOrder):
         return self._decode(grid_and_tables, rows[v], column)[:4]
 
     def visit(self, tables: Sequence[jax.Ref]) -> TileVisit:
-        """In a kernel: the visit of this grid step, read from the visit lists `tables` (rows, packed, bits) in SMEM."""
+        """In a kernel: the visit of this grid step, read from the visit lists `tables` (rows, packed, bits) in SMEM.
+
+        Where a key-major order has one list for all heads, a run spans the group: it opens with its first member,
+        closes with its last.
+        """
         rows, packed, bits = tables[:3]
         ids = [pl.program_id(n) for n in range(4 if self.key_major else 3)]
         v = ids[2]
@@ -310,9 +338,12 @@ class BlockSparseOrder(VisitOrder):
 
 
 def _mark(marks: jax.Array, count: jax.Array, index: jax.Array, mark: int) -> jax.Array:
-    """`marks`, int8 [b, h, q blocks, kv blocks], raised to `mark` at the blocks of one pair of block lists.
+    """`marks`, int8 [b, h, q blocks, kv blocks], raised to `mark` at the blocks of one pair of block lists; higher
+    marks stay.
 
-    count, index   how many key blocks each query block lists, and their numbers (see BlockLists)
+    count, index   how many key blocks each query block lists, and their numbers (see BlockLists); numbers after the
+                   first
+                   `count`, and those out of range, mark nothing
     """
     width = index.shape[-1]
     kept = jnp.arange(width, dtype=jnp.int32) < count[..., None]

@@ -40,7 +40,7 @@ def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
 
     out[i, j] = window[i % 8, first + j - 8 * (i // 8)]
 
-    first   the lane of the window that row 0 reads at column 0
+    first   the lane of the window that row 0 reads at column 0; large enough that no row starts before lane 0
     """
     rolled: dict[int, jax.Array] = {}
     groups = []

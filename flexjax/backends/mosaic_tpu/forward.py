@@ -109,7 +109,10 @@ class ForwardKernel:
         return np.float32(self.plan.scale if self.identity else 1.0)
 
     def __call__(self, refs: Refs) -> None:
-        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit."""
+        """The body of one grid step: opens the row at its first visit, adds the tile, writes the row at its last visit.
+
+        An idle visit adds nothing; the strips of a full tile are not checked.
+        """
         visit = self.scores.order.visit(refs.tables)
 
         @pl.when(visit.first)
@@ -149,9 +152,12 @@ class ForwardKernel:
         return x if bias.tile is None else x + bias.tile
 
     def add_strip(self, step: KernelStep) -> None:
-        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output in scratch.
+        """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output
+        in scratch.
 
-        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked steps only.
+        Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked
+        steps only.
+        Dropout multiplies what is added to the output, not to the row sum.
         """
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
@@ -188,7 +194,10 @@ class ForwardKernel:
     def finish_row(self, step: KernelStep) -> None:
         """Writes out, lse and max_scores of a row of tiles, from its sums in scratch; runs at the row's last visit.
 
-        The strip of `step` may be any of the tile: it serves to evaluate the part of the score that all keys of a row share.
+        A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
+        -inf; NaN stays.
+        The strip of `step` may be any of the tile: it serves to evaluate the part of the score that all keys of a row
+        share.
         """
         refs: Refs = step.refs
         out_ref, lse_ref, max_scores_ref = refs.outputs

@@ -59,7 +59,10 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
 
 
 def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder of x / y with the sign of y, of integers or floats; undefined for integers in the two cases above."""
+    """The remainder of x / y with the sign of y, of integers or floats; undefined for integers in the two cases above.
+
+    An int32 remainder by a positive literal needs no division if that is a power of two, else it is x - (x // y) * y.
+    """
     by = op.inputs[1]
     if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
         c = int(typing.cast(int, by.value))
@@ -98,7 +101,11 @@ def _defined(divide: Rule) -> Rule:
     """The rule `divide` with selects around it, so that it has jax's results also in the two undefined cases."""
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-        """What `divide` computes, but never with a divisor of an undefined case that the ranges of the operands allow."""
+        """What `divide` computes, but never with a divisor of an undefined case that the ranges of the operands allow;
+        floats as they are.
+
+        In these cases a division by 0 gives `_by_zero`; by -1, a quotient is -x and a remainder 0.
+        """
         if op.out.dtype not in ("int32", "uint32"):
             return divide(op, x, y)
         by_zero, overflows = may_be(op.inputs[1], 0), quotient_may_overflow(*op.inputs)
@@ -116,7 +123,11 @@ def _defined(divide: Rule) -> Rule:
 
 
 def _by_zero(op: Op, x: jax.Array) -> jax.Array:
-    """jax's result of the integer division or remainder `op` (div, floordiv, rem, floormod) of x by 0."""
+    """jax's result of the integer division or remainder `op` (div, floordiv, rem, floormod) of x by 0.
+
+    rem is x, floormod 0; div, and floordiv of uint32, have all bits set (-1); floordiv of int32 is -1 for x = 0, else
+    -2.
+    """
     if op.prim == "rem":
         return x
     if op.prim == "floormod":

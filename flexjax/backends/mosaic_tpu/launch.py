@@ -103,9 +103,14 @@ def prefetch_count_after_order(added: int) -> int:
 
 
 def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
-    """Runs a kernel over all visits, in one or several launches; returns its output arrays in the pytree of `call.outputs`.
+    """Runs a kernel over all visits, in one launch or one for each chunk; returns its output arrays in the pytree of
+    `call.outputs`.
 
     body   the kernel body, called in each grid step
+
+    Launches write into the same outputs, but none can read what an earlier one wrote. A block that no visit writes is 0
+    where its
+    Output is `zeroed` or there are several chunks, and undefined otherwise.
     """
     order, hoisted = call.order, call.hoisted
     inputs, input_tree = jax.tree.flatten(call.inputs)
@@ -116,7 +121,9 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
     passed_through = [n for n, o in enumerate(outputs) if order.chunks > 1 or o.zeroed]
 
     def kernel(*refs: jax.Ref) -> None:
-        """What pallas_call runs: sorts the flat references into KernelRefs and calls the body."""
+        """What pallas_call runs: sorts the flat references into KernelRefs and calls the body, which does not get the
+        inputs that are aliased to outputs.
+        """
         sizes = (order.prefetched, 2, len(call.prefetched), len(inputs), len(hoisted.operands), len(passed_through))
         parts, at = [], 0
         for size in (*sizes, len(outputs), len(scratch)):
@@ -144,7 +151,9 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
         """The outputs after one launch.
 
         chunk    which chunk of the visit lists the launch visits
-        before   the outputs before it; the launch writes into those that are passed through
+        before   the outputs before it; the launch writes into those that are passed through (all if there are several
+                 chunks, else
+                 those that are `zeroed`)
         """
         tables, visits = order.prefetch_arrays(chunk)
         pallas_call = pl.pallas_call(

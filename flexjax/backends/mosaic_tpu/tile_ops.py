@@ -117,7 +117,7 @@ def _expm1(x: jax.Array) -> jax.Array:
 
 
 def _cbrt(x: jax.Array) -> jax.Array:
-    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x."""
+    """The cube root: exp(log|x| / 3), one Newton step, and the sign of x; 0 and NaN stay as they are."""
     size = jnp.abs(x)
     safe = jnp.where(size > 0, size, 1.0)
     root = jnp.exp(jnp.log(safe) * (1.0 / 3.0))
@@ -152,7 +152,7 @@ def _atanh(x: jax.Array) -> jax.Array:
 
 
 def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y: integers are rounded towards 0, bfloat16 is divided in float32."""
+    """The quotient x / y: int32 and uint32 are rounded towards 0, bfloat16 is divided in float32, float32 as it is."""
     if op.out.dtype in ("int32", "uint32"):
         return int_div(op, x, y)
     if op.out.dtype == "bfloat16":
@@ -161,7 +161,10 @@ def _div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _select(op: Op, which: jax.Array, *given: jax.Array) -> jax.Array:
-    """select_n: at each element, the one of the cases `given` whose number `which` has there; a bool counts as 0 or 1."""
+    """select_n: at each element, the one of the cases `given` whose number `which` has there; a bool counts as 0 or 1.
+
+    An integer that is the number of no case takes the last one.
+    """
     which, *cases = broadcast([which, *given])
     if op.inputs[0].dtype != "bool":
         chosen = cases[-1]
@@ -181,7 +184,8 @@ def _choose(dtype: str, which: jax.Array, yes: jax.Array, no: jax.Array) -> jax.
 
 
 def _convert(op: Op, x: jax.Array) -> jax.Array:
-    """convert_element_type: x in the dtype of the operation, by conversions that Mosaic has.
+    """convert_element_type: x in the dtype of the operation, by conversions that Mosaic has; x itself if it has that
+    dtype.
 
     A number becomes a bool by != 0, and a bool becomes a number by way of int32.
     """
@@ -229,7 +233,7 @@ def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _sign(op: Op, x: jax.Array) -> jax.Array:
-    """The sign of x: -1, 0 or 1 in the dtype of x; NaN for NaN."""
+    """The sign of x: -1, 0 or 1 in the dtype of x; NaN for NaN, and 0 or 1 for uint32."""
     if op.out.dtype == "uint32":
         return (x != 0).astype(jnp.uint32)
     one = jnp.ones((), x.dtype)

@@ -17,7 +17,7 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
     block.
 
     Row i of a block is the reversed window from element bq - 1 - i on. No gather is needed for that: L + 1 numbers (the L of a
-    window and a zero), repeated and cut into rows of L, move by one element from row to row.
+    window and a zero, which no entry of the tile gets), repeated and cut into rows of L, move by one element from row to row.
     """
     length = bq + bk - 1
     *head, blocks, _ = windows.shape
@@ -31,7 +31,8 @@ def along_diagonals(windows: Array, bq: int, bk: int) -> Array:
 def sum_diagonals(tile: Array, bq: int, bk: int) -> Array:
     """The sum of each diagonal of each key block of a tile [.., bq, blocks * bk], as windows [.., blocks, bq + bk - 1].
 
-    It is the transpose of along_diagonals. bq, bk: queries of the tile, keys of a block.
+    It is the transpose of along_diagonals: element i - k + bk - 1 of a window sums tile[i, j * bk + k]. bq, bk: queries of the
+    tile, keys of a block.
     """
     length = bq + bk - 1
     *head, _, width = tile.shape

@@ -68,7 +68,11 @@ class XlaTile:
         return diagonal_value(val, self.region.differences(), self.region.index, uniform)
 
     def apply(self, op: Op, args: Sequence[Array]) -> Array:
-        """The result of an elementwise operation on operands that broadcast; see `guard` for operands at hidden entries."""
+        """The result of an elementwise operation on operands that broadcast.
+
+        With `guard`, an operation whose result depends on both q and kv gets 1 in place of its floating operands at hidden
+        entries; other operations get their operands as they are.
+        """
         if self.guard is not None and {"q", "kv"} <= op.out.axes:
             args = [_guarded(a, self.guard) for a in args]
         return apply_op(op, jnp.broadcast_arrays(*args) if len(args) > 1 else args)
@@ -81,8 +85,8 @@ class XlaTile:
     def read(self, load: Load, array: Array) -> Array:
         """The elements that the load reads over the tile, taken from `array`: its captured array, or a tangent of that array.
 
-        A load that is a slice for each key block is read as slices, any other as a gather at `indices`, so the program has to be
-        evaluated on this tile first.
+        A load that is a slice for each key block is read as slices, any other as a gather at `indices`, clipped to the array, so
+        the program has to be evaluated on this tile first. A captured scalar comes as [1, 1, 1, 1].
         """
         plan = slice_plan(load)
         if plan is not None:

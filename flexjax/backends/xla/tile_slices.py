@@ -45,9 +45,12 @@ class SlicePlan:
         return (nb if "b" in names else 1, nh if "h" in names else 1, bq, width)
 
     def window(self, region: Region, block: int) -> tuple[list[Array | int], list[int]]:
-        """The slice of the array that one key block of the region reads: its start (int32) and its size in each dimension.
+        """The slice of the array that one key block of the region reads: its start (int32) and its size in each dimension, 1 for a
+        literal index.
 
         block   which of the region's key blocks, 0 .. region.blocks - 1
+
+        The slice is not clipped; `padding` says how long the array must be.
         """
         at = {"b": region.b0, "h": region.h0, "q": region.q0, "kv": region.kv_starts[block], "at": 0}
         size = {"b": region.nb, "h": region.nh, "q": region.bq, "kv": region.bk, "at": 1}
@@ -55,7 +58,8 @@ class SlicePlan:
         return starts, [size[walk] for walk, _ in self.index]
 
     def padding(self, array: ArrayType, q_len: int, kv_len: int) -> list[tuple[int, int]]:
-        """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the array.
+        """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the array; 0 for
+        dimensions that q and kv do not index.
 
         q_len, kv_len   the lengths that the tiles cover, rounded up to whole blocks
         """
@@ -67,7 +71,9 @@ class SlicePlan:
 
 
 def slice_plan(load: Load) -> SlicePlan | None:
-    """How to read the load as slices; None if its class is not "tile" or it needs a gather."""
+    """How to read the load as slices; None if it needs a gather: its class is not "tile", it is not contiguous, one of its
+    indices has a form that SlicePlan lacks, or b, h, q or kv indexes two dimensions.
+    """
     if classify_load(load).kind != TILE or not classify_load(load).contiguous:
         return None
     index: list[tuple[str, int]] = []
@@ -80,7 +86,9 @@ def slice_plan(load: Load) -> SlicePlan | None:
 
 
 def _index_part(atom: Atom) -> tuple[str, int] | None:
-    """What indexes one dimension of a load, as an entry of SlicePlan.index; None if the atom has no such form."""
+    """What indexes one dimension of a load, as an entry of SlicePlan.index; None if the atom is no literal, b, h, q + c or
+    kv + c with c >= 0, also for b + c, 2 * q, or a sum with a value that only the kernel knows.
+    """
     if isinstance(atom, Lit):
         return ("at", int(typing.cast(int, atom.value)))
     linear = atom.linear

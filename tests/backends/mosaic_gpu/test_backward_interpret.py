@@ -58,10 +58,9 @@ def check_one_kernel(
 @pytest.mark.parametrize(
     ("name", "queries"), [(name, n) for name in FUSED for n in (64, 128) if n == 64 or name not in TOO_MUCH]
 )
-def test_one_kernel(name: str, deterministic: bool, queries: int, monkeypatch: pytest.MonkeyPatch, races: list) -> None:
+def test_one_kernel(name: str, deterministic: bool, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tolerance = 3e-2 if "captured" in FUSED[name] else 8e-3
     check_one_kernel(monkeypatch, deterministic, queries, tolerance, **FUSED[name])
-    races.clear()  # blocks of threads add to one dQ: in any order, or by tickets, which the simulator does not know
 
 
 @ENOUGH_THREADS
