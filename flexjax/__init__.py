@@ -87,6 +87,8 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "nn",
     "visualize",
     "BlockMask",
+    "ContextLayout",
+    "ContextParallel",
     "Origin",
     "AuxRequest",
     "AuxOutput",

@@ -285,7 +285,9 @@ def test_a_call_without_a_mesh() -> None:
 def test_what_a_call_cannot_have() -> None:
     ids = jnp.zeros(T, jnp.int32)
     q, k, v = qkv()
-    call = lambda context, ids, **more: flexjax.flex_attention(q, k, v, mask_mod=documents(ids), context=context, **more)
+    call = lambda context, ids, **more: flexjax.flex_attention(
+        q, k, v, mask_mod=documents(ids), context=context, **more
+    )
     with jax.set_mesh(two()):
         with pytest.raises(ValueError, match="unknown") as error:
             jax.jit(lambda ids: call(ContextParallel("sp", None, "neighbours"), ids))(ids)
