@@ -5,6 +5,7 @@ Functions
     flex_attention         attention with a score function and a mask function; the one to start with
     dot_product_attention  the same with the arguments of jax.nn.dot_product_attention
     create_block_mask      the blocks of a mask function, to be shared by several calls
+    context_layout         how a sequence that is split over devices is shared out, for a mask
     and_masks, or_masks, not_mask, chain_mods
                            compose mask functions and score functions
     explain                says what a call will do and why, as text
@@ -25,6 +26,8 @@ Modules
 Types
 
     BlockMask              what create_block_mask returns and flex_attention takes
+    ContextLayout          what context_layout returns
+    ContextParallel        says that the sequence of a call is split over mesh axes
     Origin                 where the arrays of a call lie in a larger problem
     AuxRequest, AuxOutput  extra results: lse and the largest score of each row
     KernelOptions          tiles, order of additions, simulation
@@ -51,6 +54,9 @@ from flexjax.combine import or_masks as or_masks
 from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
+from flexjax.parallel.context_layout import ContextLayout as ContextLayout
+from flexjax.parallel.context_layout import context_layout as context_layout
+from flexjax.parallel.context_parallel import ContextParallel as ContextParallel
 from flexjax.profile import profile as profile
 from flexjax.types import AuxOutput as AuxOutput
 from flexjax.types import AuxRequest as AuxRequest
@@ -67,6 +73,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "flex_attention",
     "dot_product_attention",
     "create_block_mask",
+    "context_layout",
     "and_masks",
     "or_masks",
     "not_mask",
@@ -80,6 +87,8 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "nn",
     "visualize",
     "BlockMask",
+    "ContextLayout",
+    "ContextParallel",
     "Origin",
     "AuxRequest",
     "AuxOutput",

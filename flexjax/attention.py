@@ -17,14 +17,15 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from flexjax import dispatch
+from flexjax import context_call, dispatch
 from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced, trace_placed_mask
-from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
+from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_inputs, check_options
 from flexjax.dropout import dense_keep, dropout_program, key_words
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.ir.origin import OriginTable, agree, indices_of, shift_heads, sizes_of, table_of
+from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
@@ -83,6 +84,7 @@ def flex_attention(
     *,
     return_aux: None = None,
     implementation: Implementations | None = None,
+    context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
 ) -> Array:
     """The type of a call without return_aux: out alone. The function itself is documented below."""
@@ -97,6 +99,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest,
     implementation: Implementations | None = None,
+    context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
 ) -> tuple[Array, AuxOutput]:
     """The type of a call with return_aux: (out, extra results). The function itself is documented below."""
@@ -123,6 +126,7 @@ def flex_attention(
     query_extra: ArrayArgument | None = None,
     key_extra: ArrayArgument | None = None,
     origin: Origin | OriginTable | None = None,
+    context: ContextParallel | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
     """Attention with a score function and a mask function written in plain JAX.
 
@@ -147,6 +151,7 @@ def flex_attention(
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
     origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
                  made with an origin brings it along
+    context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
@@ -175,7 +180,8 @@ def flex_attention(
     How calls are sharded. A mesh axis of type Explicit that splits the batch or the heads of query stays split: each device
     computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
     indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens
-    or of the head dim is gathered, and a FallbackWarning says how many bytes.
+    is kept if context= names its axes. Without that, and for a split of the head dim, the arrays are gathered, and a FallbackWarning
+    says how many bytes.
     Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
@@ -192,8 +198,11 @@ def flex_attention(
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
-        call = prepare(query, key, value, return_aux=return_aux, **arguments)
         names = dispatch.candidates(implementation)
+        if context is not None:
+            given = context_call.Given(query, key, value, return_aux, typing.cast(dict, arguments))
+            return _with_aux(context_call.attention(context, given, names, text(), prepare), return_aux)
+        call = prepare(query, key, value, return_aux=return_aux, **arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)
         else:
@@ -201,6 +210,11 @@ def flex_attention(
     except Exception as error:
         add_note_once(error, text())
         raise
+    return _with_aux(results, return_aux)
+
+
+def _with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[Array, AuxOutput]:
+    """What flex_attention returns."""
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(
@@ -434,10 +448,7 @@ def _block_mask(
     A computed mask has a batch (heads) dimension of size 1 if mask_mod does not read b (h).
     """
     if mask_mod is not None and block_mask is not None:
-        raise ValueError(
-            "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
-            "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
-        )
+        raise both_masks()
     if block_mask is not None:
         return block_mask
     if mask_mod is None:

@@ -106,7 +106,7 @@ def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shap
     plan = problem.plan
     rows = avals[0].shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
-    return [core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.dtype)), stats, *[stats] * plan.max_scores]
+    return [core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.out_dtype)), stats, *[stats] * plan.max_scores]
 
 
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
@@ -115,6 +115,7 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     Returns out, lse and, if the plan asks for it, max_scores.
     """
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
+    results = results._replace(out=results.out.astype(problem.plan.out_dtype))  # kernels may round the out of a part
     return [x for x in results if x is not None]
 
 
@@ -138,7 +139,8 @@ def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving:
     """
     problem.needed_derivative()
     n = problem.structure.num_leaves
-    return [avals[n], avals[n + 1]]
+    out = core.ShapedArray(avals[n].shape, jnp.dtype(problem.plan.out_dtype))
+    return [out, avals[n + 1]]
 
 
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
@@ -170,7 +172,10 @@ def _backward_shapes(
     """
     problem.needed_derivative()
     indices = problem.arrange(range(problem.structure.num_leaves)).movable
-    return [avals[index] for index, want in zip(indices, wanted, strict=True) if want]
+    found = [avals[index] for index, want in zip(indices, wanted, strict=True) if want]
+    if not problem.plan.partial:
+        return found
+    return [core.ShapedArray(x.shape, jnp.promote_types(x.dtype, problem.plan.score_dtype)) for x in found]
 
 
 def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
@@ -185,7 +190,9 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
     gradients = run.backend.backward(
         run.plan, operands, results, cotangents[0], d_lse, _wanted(wanted), derivative, run.target
     )
-    return [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
+    found = [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
+    types = _backward_shapes([core.ShapedArray(x.shape, x.dtype) for x in flat], problem, wanted, has_lse)
+    return [g.astype(x.dtype) for g, x in zip(found, types, strict=True)]
 
 
 def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
@@ -262,7 +269,7 @@ def _primitive(
     @primitive.def_abstract_eval
     def types(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:
         """The types of the results, for abstract evaluation: `shapes` on the mesh of query, the first argument."""
-        return [_aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
+        return [aval_like(avals[0], found.shape, found.dtype) for found in shapes(avals, **params)]
 
     def lower(
         ctx: mlir.LoweringRuleContext, *flat: ir.Value, platform: str | None, problem: Problem, **params: object
@@ -315,7 +322,7 @@ def _target_of(array: Array) -> Target:
     return targets.of_device(min(jnp.asarray(array).devices(), key=str))
 
 
-def _aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> core.ShapedArray:
+def aval_like(query: core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> core.ShapedArray:
     """The type of a result with this shape and dtype: on the mesh of query, split over no axis, and varying (in shard_map) over
     the axes that query varies over.
     """

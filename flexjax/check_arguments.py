@@ -313,6 +313,14 @@ def _check_extra(
     return qx, kx
 
 
+def both_masks() -> ValueError:
+    """The error of a call with mask_mod and block_mask."""
+    return ValueError(
+        "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to "
+        "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
+    )
+
+
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
     """Raises ValueError unless `mask` is one BlockMask (no stack) made for the lengths of the inputs, and for their
     batch and

@@ -16,6 +16,7 @@ ORDER = (
     ("nn", "visualize", "attention_weights", "profile"),
     (
         "attention",
+        "context_call",
         "jax_nn",
         "explain",
         "autotune",

@@ -13,7 +13,7 @@ A Truth is what the analysis knows of the mask in each block: whether it can be 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -158,26 +158,42 @@ def _places(
     counts = (blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3]))
     large = math.prod(heads) * math.prod(counts) > COARSE_FROM and max(counts) > SIDE
     apart = origin is not None and not origin.single  # a square of blocks may straddle two runs
-    if not large or apart or not _can_be_tiled(program):
+    if not large or apart or not can_be_tiled(program):
         return _places_of_rows(program, captures, heads, sizes, origin)
     coarse = (sizes[0], sizes[1], sizes[2] * SIDE, sizes[3] * SIDE)
     partial, full, unsure = _places(program, captures, heads, coarse, origin)
     open_squares = np.concatenate([partial, unsure])
-    run = _compiled_tiles(program, sizes, origin)
+    codes = codes_of_squares(program, captures, open_squares, sizes, origin)
     found: dict[int, list[np.ndarray]] = {PARTIAL: [], FULL: [_blocks_of(full, counts)], UNSURE: []}
-    at_once = TILES_AT_ONCE if len(open_squares) > TILES_AT_ONCE // 16 else TILES_AT_ONCE // 16
-    for first in range(0, len(open_squares), at_once):
-        part = open_squares[first : first + at_once]
-        padded = np.concatenate([part, np.repeat(part[-1:], at_once - len(part), 0)])
-        codes = np.asarray(run(tuple(captures), padded))[: len(part)]
-        for code, places in found.items():
-            square, row, column = np.nonzero(codes == code)
-            b, h, q, kv = part[square].T
-            places.append(np.stack([b, h, q * SIDE + row, kv * SIDE + column], 1).astype(np.int32))
+    for code, places in found.items():
+        square, row, column = np.nonzero(codes == code)
+        b, h, q, kv = open_squares[square].T
+        places.append(np.stack([b, h, q * SIDE + row, kv * SIDE + column], 1).astype(np.int32))
     return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
 
 
-def _can_be_tiled(program: Program) -> bool:
+def codes_of_squares(
+    program: Program,
+    captures: Sequence[Array],
+    squares: np.ndarray,
+    sizes: Sizes,
+    origin: OriginLayout | None = None,
+) -> np.ndarray:
+    """int8 [n, SIDE, SIDE]: the codes of the blocks in squares of SIDE x SIDE blocks; past the end they are EMPTY.
+
+    squares   int32 [n, 4]: (b, h, q, kv) of each, q and kv counted in squares
+    """
+    run = _compiled_tiles(program, sizes, origin)
+    at_once = TILES_AT_ONCE if len(squares) > TILES_AT_ONCE // 16 else TILES_AT_ONCE // 16
+    found = [np.zeros((0, SIDE, SIDE), np.int8)]
+    for first in range(0, len(squares), at_once):
+        part = squares[first : first + at_once]
+        padded = np.concatenate([part, np.repeat(part[-1:], at_once - len(part), 0)])
+        found.append(np.asarray(run(tuple(captures), padded))[: len(part)])
+    return np.concatenate(found)
+
+
+def can_be_tiled(program: Program) -> bool:
     """Whether a mask program may be classified in squares: if at most one index of each load depends on q or kv.
 
     The analysis of other loads needs all rows and columns of a grid of blocks at once, not squares.
@@ -211,17 +227,28 @@ def _places_of_rows(
 
     A chunk of rows (query blocks) is classified at a time, so that a chunk has at most CHUNK_BLOCKS blocks.
     """
-    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-    run = _compiled_rows(program, heads, sizes, origin)
-    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
-    for first in range(0, rows, at_once):
-        numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
-        codes = np.asarray(run(tuple(captures), numbers))[:, :, : rows - first]
+    for first, codes in codes_of_rows(program, captures, heads, sizes, origin):
         for code, places in found.items():
             b, h, q, kv = np.nonzero(codes == code)
             places.append(np.stack([b, h, q + first, kv], 1).astype(np.int32))
     return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
+
+
+def codes_of_rows(
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    origin: OriginLayout | None = None,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The codes of all blocks, a chunk of rows of blocks at a time: (first row, int8 [batch, heads, rows, columns])."""
+    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    run = _compiled_rows(program, heads, sizes, origin)
+    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
+    for first in range(0, rows, at_once):
+        numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
+        yield first, np.asarray(run(tuple(captures), numbers))[:, :, : rows - first]
 
 
 def check_exactly(

@@ -62,6 +62,8 @@ class KernelPlan:
     options      the user's KernelOptions
     origin       where the arrays lie in the whole problem (ir/origin.py); None: at 0. The programs' q and kv are positions there,
                  all other numbers of queries and keys count from 0 in the arrays
+    partial      the call is a part of a sum (parallel/context_stages.py): out and gradients are in the score dtype, so that sums
+                 of several parts round once
     differentiable  asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
     """
 
@@ -86,6 +88,11 @@ class KernelPlan:
     options: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     differentiable: bool = False
     origin: OriginLayout | None = None
+    partial: bool = False
+
+    @property
+    def out_dtype(self) -> str:
+        return self.score_dtype if self.partial else self.dtype
 
     @property
     def group(self) -> int:
@@ -154,7 +161,8 @@ class Operands(typing.NamedTuple):
 class Results(typing.NamedTuple):
     """The results of the forward pass: out [B,T,N,E] in the dtype of query; lse and max_scores [B,T,N] in the score dtype.
 
-    The axes are in the order of the plan's layout ([B,N,T,E] and [B,N,T] for BNTH).
+    out of a plan that is `partial` is in the score dtype. The axes are in the order of the plan's layout ([B,N,T,E] and [B,N,T]
+    for BNTH).
 
     lse is the natural logarithm of the softmax denominator, -inf in a row whose entries are all masked. max_scores is the largest
     score after score_mod, -inf in such a row, and None unless the plan asks for it.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask import transpose
+from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
 from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.program import Program
@@ -65,17 +66,43 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
     if old.from_user_lists:
         given = (classes.astype(jnp.int32), *captures)
         captures = tuple(given[n] for n in _program_with_lists(plan)[1])
-    low = high = classes
-    for axis, places in (
-        (2, _covered(plan.q_len, old.block_q, block_q)),
-        (3, _covered(plan.kv_len, old.block_kv, block_kv)),
-    ):
-        low, high = jnp.min(_spread(low, axis, places), axis + 1), jnp.max(_spread(high, axis, places), axis + 1)
+    low, high = _extremes(classes, (plan.q_len, plan.kv_len), (old.block_q, old.block_kv), (block_q, block_kv))
     arrays: list[Array | None] = []
     for hit, width in (((low < FULL) & (high > EMPTY), new.partial), (low == FULL, new.full)):
         num, index = transpose.lists_of(hit)
         arrays += (num, index[..., :width]) if width else (None, None)
     return made, operands._replace(mask_captures=captures, lists=BlockLists(*arrays))
+
+
+def classes_of_lists(mask: Parts, block_q: int, block_kv: int) -> Array:
+    """The classes of a block mask's lists in blocks of another size: int8 [batch, heads, q blocks, kv blocks].
+
+    A full block that reaches past an end of the matrix counts as partial.
+    """
+    width = mask.blocks[1]
+    partial = transpose.flags_of_lists(mask.kv_num_blocks, mask.kv_indices, width)
+    full = transpose.flags_of_lists(mask.full_kv_num_blocks, mask.full_kv_indices, width)
+    classes = jnp.where(full, FULL, jnp.where(partial, PARTIAL, EMPTY)).astype(jnp.int8)
+    sizes = (block_q, block_kv)
+    low, high = _extremes(classes, (mask.q_len, mask.kv_len), mask.block_size, sizes)
+    found = jnp.where(low == FULL, FULL, jnp.where(high == EMPTY, EMPTY, PARTIAL)).astype(jnp.int8)
+    for axis, length, size in zip((2, 3), (mask.q_len, mask.kv_len), sizes, strict=True):
+        if length % size:
+            last = jnp.arange(found.shape[axis]) == found.shape[axis] - 1
+            last = last.reshape(tuple(-1 if i == axis else 1 for i in range(4)))
+            found = jnp.where(last & (found == FULL), jnp.int8(PARTIAL), found)
+    return found
+
+
+def _extremes(
+    classes: Array, lengths: tuple[int, int], old: tuple[int, int], new: tuple[int, int]
+) -> tuple[Array, Array]:
+    """The smallest and the largest class of the old blocks that each new block covers; `old` and `new` are block sizes."""
+    low = high = classes
+    for axis, length, before, after in zip((2, 3), lengths, old, new, strict=True):
+        places = _covered(length, before, after)
+        low, high = jnp.min(_spread(low, axis, places), axis + 1), jnp.max(_spread(high, axis, places), axis + 1)
+    return low, high
 
 
 def _covered(length: int, old: int, new: int) -> np.ndarray:

@@ -19,17 +19,18 @@ NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
     "AuxOutput", "Origin", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
+    "context_layout", "ContextLayout", "ContextParallel",
 }
 FUNCTIONS = [
-    "flex_attention", "dot_product_attention", "create_block_mask", "and_masks", "or_masks", "not_mask", "chain_mods",
-    "explain", "autotune", "profile", "attention_weights",
+    "flex_attention", "dot_product_attention", "create_block_mask", "context_layout", "and_masks", "or_masks", "not_mask",
+    "chain_mods", "explain", "autotune", "profile", "attention_weights",
 ]
 ALIASES = {"Layout", "Implementation"}
 
 SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
-        "broadcast_dropout=False, query_extra=None, key_extra=None, origin=None",
+        "broadcast_dropout=False, query_extra=None, key_extra=None, origin=None, context=None",
     "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
         "block_size=128, mask_mod=None, q_len=None, kv_len=None",
@@ -88,7 +89,8 @@ def test_the_help_of_flex_attention_answers_what_users_ask() -> None:
 def test_explain_and_autotune_take_the_keywords_of_flex_attention() -> None:
     """By the types: the names that a type checker allows are those of flex_attention, none more and none less."""
     named = {"query", "key", "value", "return_aux", "implementation"}
-    want = set(inspect.signature(flexjax.flex_attention).parameters) - named
+    of_meshes = {"context"}  # explain and autotune look at one device
+    want = set(inspect.signature(flexjax.flex_attention).parameters) - named - of_meshes
     assert set(Arguments.__annotations__) == want
     for function in (flexjax.explain, flexjax.autotune):
         assert named <= set(inspect.signature(function).parameters)

@@ -124,7 +124,7 @@ def backward(
         if x is None:
             return None
         assert like is not None
-        return heads_first(x[:, :, :length], plan).astype(like.dtype)
+        return heads_first(x[:, :, :length], plan).astype(tiled.compute if plan.partial else like.dtype)
 
     join = lambda x: None if x is None else join_rows(x, sizes)
     return Gradients(

@@ -37,7 +37,7 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
         out, lse, top = (x[None] for x in one_row(jnp.int32(0)))
     else:
         out, lse, top = lax.map(one_row, jnp.arange(sizes.steps, dtype=jnp.int32))
-    out = heads_first(join_rows(out, sizes)[:, :, : plan.q_len], plan).astype(plan.dtype)
+    out = heads_first(join_rows(out, sizes)[:, :, : plan.q_len], plan).astype(plan.out_dtype)
     flat = lambda x: heads_first(join_rows(x, sizes)[:, :, : plan.q_len, 0], plan)
     return Results(out, flat(lse), flat(top) if plan.max_scores else None)
 
@@ -106,4 +106,4 @@ def empty_results(plan: KernelPlan, operands: Operands) -> Results:
         by_head = operands.sinks.astype(lse.dtype)
         lse = jnp.broadcast_to(by_head if plan.layout == "BTNH" else by_head[:, None], shape)
     top = jnp.full(shape, -jnp.inf, plan.score_dtype) if plan.max_scores else None
-    return Results(jnp.zeros((*shape, plan.value_dim), plan.dtype), lse, top)
+    return Results(jnp.zeros((*shape, plan.value_dim), plan.out_dtype), lse, top)

@@ -65,7 +65,7 @@ def tangent(
         t_out, t_lse = (x[None] for x in one_row(jnp.int32(0)))
     else:
         t_out, t_lse = lax.map(one_row, jnp.arange(s.steps, dtype=jnp.int32))
-    t_out = heads_first(join_rows(t_out, s)[:, :, : plan.q_len], plan).astype(plan.dtype)
+    t_out = heads_first(join_rows(t_out, s)[:, :, : plan.q_len], plan).astype(plan.out_dtype)
     return t_out, heads_first(join_rows(t_lse, s)[:, :, : plan.q_len, 0], plan)
 
 

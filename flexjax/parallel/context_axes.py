@@ -1,0 +1,250 @@
+"""A call whose sequence is split, over the axes of a mesh: shard_map for explicit axes, a partitioning rule for automatic ones.
+
+In both, the batch and the heads may be split over other axes of the mesh at the same time (split.py). A device then computes its
+batch entries, heads and blocks (context_device.py), and gradients of what several devices share are summed over them.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flexjax import partition
+from flexjax.parallel.context_parallel import ContextCall, Tables
+from flexjax.parallel.explicit_axes import explicit_names
+from flexjax.parallel.split import Split, arranged, choose_split, operand_dims, own_key_heads, share_of, spec_of
+from flexjax.partition import Mesh, Names, NoRule, Rule, Spec, names_of
+from flexjax.plan import tuned
+from flexjax.plan.kernel_plan import BlockLists, Operands
+from flexjax.plan.tuned import plan_text, versions
+
+Array = jax.Array
+Run = Callable[[ContextCall, Sequence[Array]], list[Array]]
+
+
+def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
+    """Names of the dimensions of each operand (see `operand_dims`) and of each table."""
+    tables = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))
+    of_rounds = lambda name: tuple(f"devices {name}{i}" for i in range(len(tables.send)))
+    classes = None if tables.classes is None else "b_classes h_classes q_classes k_classes"
+    lists = tables.lists and tuple(
+        BlockLists(
+            *(
+                None if x is None else _list_dims(stage, name)
+                for name, x in zip(BlockLists._fields, of_stage, strict=True)
+            )
+        )
+        for stage, of_stage in enumerate(tables.lists)
+    )
+    tree_of: typing.Any = Tables
+    named = tree_of("devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, classes)
+    return operand_dims(call.problem), jax.tree.leaves(named)
+
+
+def _list_dims(stage: int, name: str) -> typing.Any:
+    """The dimensions of an array of StageLists."""
+    width = "" if name.endswith("num") else f" width_{name}{stage}"
+    return f"steps devices list_b{stage} list_h{stage} rows{stage}{width}"
+
+
+def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) -> PartitionSpec:
+    """How an array with these dimensions is split: the batch, the heads, and tokens over the axes of the sequence."""
+    parts = spec_of(call.plan, dims, split)
+    return PartitionSpec(
+        *(axes or None if dim in ("t", "s") else part for dim, part in zip(dims.split(), parts, strict=True))
+    )
+
+
+def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[ContextCall, list[Array]]:
+    """The call and the arrays of this device's batch entries and heads."""
+    n = call.problem.structure.num_leaves
+    problem, operands = share_of(call.problem, call.problem.operands(flat[:n]), split)
+    tables = call.tables(flat[n:])
+    classes = tables.classes
+    for axis, names in enumerate((split.batch, split.heads)):
+        if classes is not None and names and classes.shape[axis] > 1:
+            each = classes.shape[axis] // split.count(names)
+            classes = lax.dynamic_slice_in_dim(classes, lax.axis_index(names) * each, each, axis)
+    tables = tables._replace(classes=classes)
+    return dataclasses.replace(call, problem=problem), [*jax.tree.leaves(operands), *jax.tree.leaves(tables)]
+
+
+# ------------------------------------------------------------------- explicit axes
+
+
+def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Split, run: Run) -> list[Array]:
+    """Calls `run` on every device with the device's share. The results are split as query is, their tokens over the sequence's axes."""
+    flat = [*jax.tree.leaves(operands), *jax.tree.leaves(tables)]
+    return list(_compiled(call, split, run, tuned.state())(*flat))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Callable[..., list[Array]]:
+    """The call as a jitted function; see explicit_axes.py."""
+    operand_names, table_names = dims_of(call)
+    specs = [spec_with_tokens(call, dims, split, call.axes) for dims in (*operand_names, *table_names)]
+    out, stats = (spec_with_tokens(call, arranged(call.plan, dims), split, call.axes) for dims in ("b t h e", "b t h"))
+
+    def share(*flat: Array) -> list[Array]:
+        return run(*share_on(call, flat, split))
+
+    def whole(*flat: Array) -> list[Array]:
+        around = jax.sharding.get_abstract_mesh()
+        mapped = jax.shard_map(
+            share,
+            mesh=split.mesh if around.empty else None,
+            in_specs=tuple(specs),
+            out_specs=[out, stats, *[stats] * call.plan.max_scores],
+            axis_names=set(explicit_names(split.mesh)),
+        )
+        put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
+        return mapped(*(put(x, spec) for x, spec in zip(flat, specs, strict=True)))
+
+    return jax.jit(whole)
+
+
+# ------------------------------------------------------------------- automatic axes
+
+
+def manual_shape(ctx: mlir.LoweringRuleContext) -> Mapping[str, int]:
+    """The sizes of the mesh axes that are manual where a primitive is lowered."""
+    where = ctx.module_context.axis_context
+    if not isinstance(where, mlir.SPMDAxisContext):
+        return {}
+    shape = where.mesh.shape
+    return {str(name): size for name, size in shape.items() if not where.manual_axes or name in where.manual_axes}
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoCall:
+    """A primitive of context_call.py with its parameters, on global arrays.
+
+    function   what it computes on one device: function(*flat, call=, **params)
+    axes       the axes of the sequence in the mesh of the rule
+    mesh       (name, size) of the same axes, in the order of that mesh
+    """
+
+    primitive: Primitive
+    function: Callable[..., list[Array]]
+    call: ContextCall
+    params: Mapping[str, typing.Any]
+    axes: Names
+    mesh: tuple[tuple[str, int], ...]
+
+    @property
+    def movable(self) -> list[int]:
+        """The places, among the operands, of those that have a tangent or get a gradient."""
+        flags = self.params.get("moving", self.params.get("wanted", ()))
+        places = self.call.problem.arrange(range(self.call.problem.structure.num_leaves)).movable
+        return [place for place, flag in zip(places, flags, strict=False) if flag]
+
+    def dims(self) -> tuple[list[str], list[str]]:
+        """Names of the dimensions of each argument and of each result."""
+        plan = self.call.plan
+        operands, tables = dims_of(self.call)
+        out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
+        moved = [operands[place] for place in self.movable]
+        fixed = [*operands, *tables]
+        if "moving" in self.params:
+            return [*fixed, out, stats, *moved], [out, stats]
+        if "wanted" in self.params:
+            return [*fixed, out, stats, out, *[stats] * self.params["has_lse"]], moved
+        return fixed, [out, stats, *[stats] * plan.max_scores]
+
+    def choose(self, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
+        """The axes of batch and heads: those of the arrays, without the axes of the sequence."""
+        plan = self.call.plan
+        others = [tuple(tuple(n for n in part if n not in self.axes) for part in spec) for spec in specs]
+        split = choose_split(plan, mesh, dims, others)
+        if self.call.method == "all_to_all":
+            heads = [n for n in (plan.q_heads, plan.kv_heads, plan.extra_heads) if n]
+            while split.heads and any(n % (split.count(split.heads) * self.call.devices) for n in heads):
+                split = Split(split.mesh, split.batch, split.heads[:-1], None)
+        return split
+
+    def on_device(self, split: Split, *flat: Array) -> list[Array]:
+        """What one device computes of its parts of the arguments: its parts of the results."""
+        call, plan = self.call, self.call.plan
+        n = call.problem.structure.num_leaves
+        fixed = n + call.structure.num_leaves
+        own_call, own = share_on(
+            dataclasses.replace(call, axes=self.axes, mesh=self.mesh, is_global=False), flat[:fixed], split
+        )
+        starts = len(own_call.problem.arrange(range(own_call.problem.structure.num_leaves)).score_captures) - len(
+            call.problem.arrange(range(n)).score_captures
+        )
+        flags = {k: (*self.params[k], *[False] * starts) for k in ("moving", "wanted") if k in self.params}
+        places = call.problem.arrange(range(n))
+        heads = {places.key: plan.kv_heads, places.value: plan.kv_heads, places.key_extra: plan.extra_heads}
+        cut = lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
+        rest = flat[fixed:]
+        if "moving" in self.params:
+            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], self.movable, strict=True)))
+        results = self.function(*own, *rest, call=own_call, **{**self.params, **flags})
+        if "wanted" not in self.params:
+            return results
+        back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
+        return self._summed(split, [back(g, place) for g, place in zip(results, self.movable, strict=True)])
+
+    def _summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
+        """The gradients of one device, each summed over the axes that split the work but not the operand of the gradient."""
+        names, results = operand_dims(self.call.problem), list(gradients)
+        over: dict[Names, list[int]] = {}
+        for i, place in enumerate(self.movable):
+            spec = spec_with_tokens(self.call, names[place], split, self.axes)
+            apart = {name for part in spec for name in names_of(part)}
+            shared = tuple(name for name in (*split.batch, *split.heads, *self.axes) if name not in apart)
+            if shared:
+                over.setdefault(shared, []).append(i)
+        for axes, which in over.items():
+            for i, total in zip(which, lax.psum([results[i] for i in which], axes), strict=True):
+                results[i] = total
+        return results
+
+
+def lower_with_rule(
+    ctx: mlir.LoweringRuleContext,
+    flat: Sequence[typing.Any],
+    primitive: Primitive,
+    function: Callable[..., list[Array]],
+    call: ContextCall,
+    params: Mapping[str, typing.Any],
+) -> typing.Any:
+    """Lowers a primitive of context_call.py on global arrays. Raises NotImplementedError where XLA has no partitioning rule."""
+    how = partition.how_split(ctx, ctx.module_context.platforms[0])
+    if isinstance(how, NoRule):
+        raise NotImplementedError(
+            f"context= over automatic mesh axes needs a partitioning rule. {how.why} {call.problem.call}"
+        )
+    axes = () if how is None else tuple(n for axis in call.axes for n in how.axis_names if n.split(".")[0] == axis)
+    if how is None or Split(how, (), ()).count(axes) != call.devices:
+        raise NotImplementedError(
+            f"A call with context= over {' and '.join(call.axes)} is lowered for a program that is not split over the mesh that was "
+            f"set when it was traced. Run it with arrays on that mesh. {call.problem.call}"
+        )
+    settings = partition.settings_now()
+    shared = dataclasses.replace(call, problem=dataclasses.replace(call.problem, settings=settings))
+    auto = AutoCall(
+        primitive, function, shared, params, axes, tuple((n, how.shape[n]) for n in how.axis_names if n in axes)
+    )
+    arguments, results = auto.dims()
+    derivative = None if call.problem.derivative is None else call.problem.derivative.key
+    static = [getattr(call, f.name) for f in dataclasses.fields(call) if f.name != "problem"]
+    text = (versions(), primitive.name, plan_text(call.plan), derivative, str(static), sorted(params.items()))
+    rule = Rule(
+        arguments,
+        results,
+        choose=lambda dims, specs: auto.choose(how, dims, specs),
+        spec=lambda split, dims: spec_with_tokens(call, dims, split, axes),
+        on_device=auto.on_device,
+        look=lambda split, operands, specs: None,
+        text=repr(text),
+    )
+    whole = functools.partial(primitive.bind, call=call, **params)
+    return partition.lower_with_rule(ctx, how, whole, rule, flat)

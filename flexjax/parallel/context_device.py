@@ -1,0 +1,384 @@
+"""A call whose sequence is split, on one device: forward, tangent and backward pass, in stages (context_stages.py).
+
+With s a stage, lse_s and out_s its row statistics and outputs over its own keys:
+
+    lse = log sum_s exp(lse_s)  (and the sink, once)        out = sum_s exp(lse_s - lse) out_s
+
+A stage without keys for a row has lse_s = -inf and weight 0, also where all stages are -inf. Gradients need no merge: with the lse and
+out of the whole row, the backward pass of a stage computes the terms of its keys in
+
+    dq = sum_s dq_s       dk, dv: of the stage's own keys      captured arrays: sum_s      dsink = sum_rows exp(sink - lse) (dlse - delta)
+
+and the tangent pass likewise. Sums run over stages in the order in which keys come, which is the same in every run.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+
+from flexjax.block_mask.transpose import EMPTY
+from flexjax.ir.origin import OriginTable, shift_heads
+from flexjax.parallel.context_exchange import Exchange, exchange_on
+from flexjax.parallel.context_parallel import ContextCall, Tables
+from flexjax.parallel.context_stages import Keys, Stage, classes_on, stage_of, token_axis
+from flexjax.plan.kernel_plan import Operands
+from flexjax.plan.problem import Problem
+
+Array = jax.Array
+
+QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
+"""Places in Operands.movable."""
+OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
+
+
+class Passes(typing.NamedTuple):
+    """The primitives of autodiff.py, and `alike`, which casts arrays to vary over the same mesh axes (autodiff.varying_alike)."""
+
+    forward: Primitive
+    tangent: Primitive
+    backward: Primitive
+    alike: Callable[[Sequence[Array]], list[Array]]
+
+
+class Part(typing.NamedTuple):
+    """What a device computed of its rows: out [B, T, N, E], lse and max_scores [B, T, N] in float32; max_scores None if not asked."""
+
+    out: Array
+    lse: Array
+    top: Array | None
+
+
+def merged(a: Part, b: Part) -> Part:
+    """The rows over the keys of both parts."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+    out = sum(_weight(x.lse, lse)[..., None] * x.out for x in (a, b))
+    top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)
+    return Part(typing.cast(Array, out), lse, top)
+
+
+def _weight(part: Array, whole: Array) -> Array:
+    """exp(part - whole), 0 where part is -inf."""
+    return jnp.where(jnp.isneginf(part), 0, jnp.exp(part - jnp.where(jnp.isneginf(part), 0, whole)))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """A call on one device: its arrays are those of its batch entries, heads and tokens."""
+
+    passes: Passes
+    call: ContextCall
+    operands: Operands
+    tables: Tables
+
+    @classmethod
+    def of(cls, passes: Passes, call: ContextCall, flat: Sequence[Array]) -> "OnDevice":
+        n = call.problem.structure.num_leaves
+        flat = passes.alike(flat)
+        return cls(passes, call, call.problem.operands(flat[:n]), call.tables(flat[n:]))
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        return exchange_on(self.call, self.tables)
+
+    @property
+    def own(self) -> Keys:
+        return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
+
+    def stage(self, keys: Keys) -> Stage:
+        return stage_of(self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys)
+
+    def with_method(self, method: str) -> "OnDevice":
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
+
+    def nothing_missing(self) -> Array:
+        """bool: whether every device has or receives all key blocks that its queries visit; the same on all devices."""
+        exchange, count = self.exchange, self.tables.key_blocks.size
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        captures = self.operands.mask_captures
+        classes = classes_on(self.call, self.call.plan, captures, self.tables, exchange.own_queries, numbers)
+        needed = jnp.any(classes != EMPTY, (0, 1, 2))
+        had = jnp.zeros(count, bool).at[exchange.own_keys].set(True)
+        for received in self.tables.received:
+            had = had.at[jnp.where(received[exchange.me] < 0, count, received[exchange.me])].set(True, mode="drop")
+        missing = jnp.any(needed & ~had).astype(jnp.int32)
+        axes = tuple(dict.fromkeys((*self.call.axes, *_manual_axes())))
+        vary = [name for name in axes if name not in jax.typeof(missing).mat.varying]
+        if vary and jax.typeof(missing).mat.varying:
+            missing = lax.pcast(missing, tuple(vary), to="varying")
+        return lax.psum(missing, axes) == 0
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self) -> list[Array]:
+        """out in the dtype of query, lse and, if the plan asks for it, max_scores."""
+        if self.call.method == "all_to_all":
+            part = self._over_heads()
+        else:
+            part = self._with_sinks(self.rows(), self.operands.sinks)
+        out = part.out.astype(self.call.plan.dtype)
+        return [x for x in (out, part.lse, part.top) if x is not None]
+
+    def rows(self) -> Part:
+        """The rows over all keys, without sinks."""
+        if self.call.checked:
+            ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
+            return Part(*lax.cond(self.nothing_missing(), *ways))
+        exchange = self.exchange
+        if self.call.method == "all_gather":
+            return self.over(exchange.gather(self.own))
+        if self.call.method == "neighbours":
+            received = exchange.receive(self.own) if self.call.shifts else None
+            part = self.over(self.own)
+            return part if received is None else merged(part, self.over(received))
+        packed = exchange.pack(self.own.arrays)
+
+        def step(state: tuple[Array, Part], number: Array) -> tuple[tuple[Array, Part], None]:
+            visiting, part = state
+            coming = exchange.next(visiting)
+            return (coming, merged(part, self.over_visitor(visiting, number))), None
+
+        last = self.call.devices - 1
+        state = self.varying((packed, self.nothing()))
+        (packed, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
+        return merged(part, self.over_visitor(packed, jnp.int32(last)))
+
+    def over(self, keys: Keys) -> Part:
+        """The rows over some keys."""
+        stage = self.stage(keys)
+        out, lse, *top = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
+        return Part(out, lse, top[0] if top else None)
+
+    def over_visitor(self, packed: Array, step: Array) -> Part:
+        return self.over(self.exchange.visiting(packed, self.own, step))
+
+    def nothing(self) -> Part:
+        """The rows over no keys."""
+        plan = self.call.plan
+        dtype = jnp.dtype(plan.score_dtype)
+        rows = self.operands.query.shape[:3]
+        none = jnp.full(rows, -jnp.inf, dtype)
+        return Part(jnp.zeros((*rows, plan.value_dim), dtype), none, none if plan.max_scores else None)
+
+    def varying(self, tree: typing.Any) -> typing.Any:
+        """The arrays of a tree, cast to vary over the mesh axes that the operands vary over."""
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, self.passes.alike([self.operands.query, *leaves])[1:])
+
+    def _by_head(self, sinks: Array) -> Array:
+        sinks = sinks.astype(self.call.plan.score_dtype)
+        return sinks if token_axis(self.call.plan) == 1 else sinks[:, None]
+
+    def _with_sinks(self, part: Part, sinks: Array | None) -> Part:
+        if sinks is None:
+            return part
+        lse = jnp.logaddexp(part.lse, self._by_head(sinks))
+        return part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(
+        self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
+    ) -> list[Array]:
+        """The gradients of the wanted operands, in the order of Operands.movable and in their dtypes."""
+        # Without the barrier XLA would find that the forward pass received the same keys, and keep them in memory until now.
+        own, d_out = lax.optimization_barrier((self.own.arrays, d_out))
+        fresh = self.operands._replace(key=own[0], value=own[1], key_extra=own[2] if len(own) == 3 else None)
+        return dataclasses.replace(self, operands=fresh)._gradients(out, lse, d_out, d_lse, wanted)
+
+    def _gradients(
+        self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
+    ) -> list[Array]:
+        cotangents = [out, lse, d_out, *([] if d_lse is None else [d_lse])]
+        of_stages = tuple(w and place != SINKS for place, w in enumerate(wanted))
+        sums: dict[int, Array] = dict(zip(_places(of_stages), self.sums(cotangents, of_stages), strict=True))
+        if wanted[SINKS]:
+            sums[SINKS] = self._of_sinks(cotangents)
+        movable = self.operands.movable
+        return [sums[place].astype(typing.cast(Array, movable[place]).dtype) for place in _places(wanted)]
+
+    def sums(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
+        """The gradients of the wanted operands in float32; sinks are none of them."""
+        if not any(wanted):
+            return []
+        if self.call.checked:
+            ways = [lambda m=m: self.with_method(m).sums(cotangents, wanted) for m in ("neighbours", "ring")]
+            return lax.cond(self.nothing_missing(), *ways)
+        if self.call.method == "all_to_all":
+            return self._backward_over_heads(cotangents, wanted)
+        exchange, travels = self.exchange, [i for i, p in enumerate(_places(wanted)) if p in OVER_KEYS]
+        if self.call.method == "all_gather":
+            found = self.backward_over(exchange.gather(self.own), cotangents, wanted)
+            back = exchange.scatter_sums([found[i] for i in travels]) if travels else []
+            return _replaced(found, travels, back)
+        if self.call.method == "neighbours":
+            received = exchange.receive(self.own) if self.call.shifts else None
+            found = self.backward_over(self.own, cotangents, wanted)
+            if received is None:
+                return found
+            others = self.backward_over(received, cotangents, wanted)
+            back = exchange.give_back([others[i] for i in travels], [found[i] for i in travels]) if travels else []
+            return _replaced(
+                [a if i in travels else a + b for i, (a, b) in enumerate(zip(found, others, strict=True))],
+                travels,
+                back,
+            )
+        return self._backward_ring(cotangents, wanted, travels)
+
+    def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
+        """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices."""
+        exchange = self.exchange
+        stay = [i for i in range(sum(wanted)) if i not in travels]
+        packed = exchange.pack(self.own.arrays)
+        first = self.backward_over(self.own, cotangents, wanted)
+
+        def step(state: tuple[Array, Array | None, list[Array]], number: Array) -> tuple:
+            visiting, sent, kept = state
+            arrived = None if sent is None else exchange.next(sent)
+            coming = exchange.next(visiting)
+            found = self.backward_over(exchange.visiting(visiting, self.own, number), cotangents, wanted)
+            total = None if arrived is None else arrived + exchange.pack([found[i] for i in travels])
+            return (coming, total, [a + found[i] for a, i in zip(kept, stay, strict=True)]), None
+
+        sent = exchange.pack([first[i] for i in travels]) if travels else None
+        start = self.varying((exchange.next(packed), sent, [first[i] for i in stay]))
+        (_, sent, kept), _ = lax.scan(step, start, jnp.arange(1, self.call.devices, dtype=jnp.int32))
+        found = dict(zip(stay, kept, strict=True))
+        if sent is not None:
+            home = exchange.unpack(exchange.next(sent), [first[i] for i in travels])
+            found |= dict(zip(travels, home, strict=True))
+        return [found[i] for i in range(len(first))]
+
+    def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
+        """The terms of some keys in the gradients of the wanted operands, in float32."""
+        stage = self.stage(keys)
+        params = {"problem": stage.problem, "wanted": wanted, "has_lse": len(cotangents) == 4}
+        return self.passes.backward.bind(*self.passes.alike([*stage.flat, *cotangents]), **params)
+
+    def _of_sinks(self, cotangents: Sequence[Array]) -> Array:
+        """The gradient of the sinks, [N] float32."""
+        sinks = self._by_head(typing.cast(Array, self.operands.sinks))
+        out, lse, d_out, *d_lse = cotangents
+        delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), -1)
+        delta = delta - d_lse[0] if d_lse else delta
+        return -jnp.sum(_weight(sinks, lse) * delta, (0, token_axis(self.call.plan)))
+
+    # ------------------------------------------------------------------ tangent
+
+    def tangent(self, out: Array, lse: Array, tangents: Sequence[Array], moving: tuple[bool, ...]) -> list[Array]:
+        """The tangents of out and lse: one stage over all keys, which are gathered, because forward mode runs on xla."""
+        if self.call.method == "all_to_all":
+            return self.with_method("all_gather").tangent(out, lse, tangents, moving)
+        exchange, places = self.exchange, _places(moving)
+        of = dict(zip(places, tangents, strict=True))
+        over_keys = {p: of[p] for p in places if p in OVER_KEYS}
+        t_sinks = of.pop(SINKS, None)
+        if over_keys:
+            packed = exchange.in_order(
+                exchange.all_gather(exchange.pack(list(over_keys.values()))), self.tables.key_blocks
+            )
+            of |= dict(zip(over_keys, exchange.unpack(packed, list(over_keys.values())), strict=True))
+        device = dataclasses.replace(self, tables=self.tables._replace(lists=None))  # lists are those of other stages
+        stage = device.stage(exchange.gather(self.own))
+        of_stage = tuple(m and place != SINKS for place, m in enumerate(moving))
+        dtype = lse.dtype
+        t_out, t_lse = jnp.zeros(out.shape, dtype), jnp.zeros_like(lse)
+        if any(of_stage):
+            flat = self.passes.alike([*stage.flat, out, lse, *(of[p] for p in _places(of_stage))])
+            t_out, t_lse = self.passes.tangent.bind(*flat, problem=stage.problem, moving=of_stage)
+        if t_sinks is not None:
+            sinks = self._by_head(typing.cast(Array, self.operands.sinks))
+            of_sink = _weight(sinks, lse) * self._by_head(t_sinks)
+            t_out, t_lse = t_out.astype(dtype) - out.astype(dtype) * of_sink[..., None], t_lse + of_sink
+        return [t_out.astype(out.dtype), t_lse]
+
+    # ------------------------------------------------------------------ all_to_all
+
+    def _heads(self) -> "tuple[OnDevice, Callable, Callable]":
+        """The call with all tokens of a part of the heads, and functions that take arrays over queries or keys there and back."""
+        exchange, call, operands = self.exchange, self.call, self.operands
+        sides = {
+            "query": (self.tables.query_blocks, call.block_size[0]),
+            "key": (self.tables.key_blocks, call.block_size[1]),
+        }
+        there = lambda x, side: None if x is None else exchange.to_heads(x, *sides[side])
+        back = lambda x, side: exchange.to_tokens(x, *sides[side])
+        n, plan = call.devices, call.plan
+        own = operands._replace(
+            query=there(operands.query, "query"), query_extra=there(operands.query_extra, "query"),
+            key=there(operands.key, "key"), value=there(operands.value, "key"), key_extra=there(operands.key_extra, "key"),
+        )  # fmt: skip
+        problem, own = _at_head(call.problem, own, exchange.me * (plan.q_heads // n), n)
+        if own.sinks is not None:
+            own = own._replace(
+                sinks=lax.dynamic_slice_in_dim(own.sinks, exchange.me * (plan.q_heads // n), plan.q_heads // n)
+            )
+        everything = [jnp.arange(x.size, dtype=jnp.int32)[None] for x in self.tables[:2]]
+        tables = self.tables._replace(query_blocks=everything[0], key_blocks=everything[1])
+        if self.tables.classes is not None and self.tables.classes.shape[1] > 1:
+            each = plan.q_heads // n
+            tables = tables._replace(classes=lax.dynamic_slice_in_dim(self.tables.classes, exchange.me * each, each, 1))
+        alone = dataclasses.replace(
+            call, problem=problem, axes=(), devices=1, method="all_gather", structure=jax.tree.structure(tables)
+        )
+        return OnDevice(self.passes, alone, own, tables), there, back
+
+    def _over_heads(self) -> Part:
+        """The rows over all keys, with sinks; out travels in the dtype of query."""
+        device, _, back = self._heads()
+        part = device._with_sinks(device.over(device.own), device.operands.sinks)
+        part = part._replace(out=part.out.astype(self.call.plan.dtype))
+        there = [back(x, "query") for x in part if x is not None]
+        return Part(there[0], there[1], there[2] if part.top is not None else None)
+
+    def _backward_over_heads(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
+        device, there, back = self._heads()
+        extra = len(device.operands.score_captures) - len(self.operands.score_captures)
+        found = device.backward_over(device.own, [there(x, "query") for x in cotangents], (*wanted, *[False] * extra))
+        side = dict.fromkeys(OVER_KEYS, "key") | dict.fromkeys((QUERY, QUERY_EXTRA), "query")
+        return [back(g, side[p]) if p in side else g for p, g in zip(_places(wanted), found, strict=True)]
+
+
+def _at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:
+    """The problem of one of `parts` equal parts of the heads, which begins at `head`; mods still see the heads of the whole."""
+    plan = problem.plan
+    whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    origin = OriginTable(None, jnp.asarray(head, jnp.int32), None, None, whole)
+    shifted = []
+    for programs in ((plan.score, problem.derivative), (plan.mask,), (plan.dropout,)):
+        given = [p for p in programs if p is not None]
+        new, more = shift_heads(given, origin, plan.batch, plan.q_heads // parts)
+        shifted.append((iter(new), more))
+    take = lambda part, old: None if old is None else next(part[0])
+    score, mask, dropout = shifted
+    own_plan = dataclasses.replace(
+        plan,
+        q_heads=plan.q_heads // parts, kv_heads=plan.kv_heads // parts, extra_heads=plan.extra_heads // parts,
+        score=take(score, plan.score), mask=take(mask, plan.mask), dropout=take(dropout, plan.dropout),
+    )  # fmt: skip
+    own = operands._replace(
+        score_captures=(*operands.score_captures, *score[1]),
+        mask_captures=(*operands.mask_captures, *mask[1]),
+        dropout_captures=(*operands.dropout_captures, *dropout[1]),
+    )
+    derivative = take(score, problem.derivative)
+    return dataclasses.replace(problem, plan=own_plan, derivative=derivative, structure=jax.tree.structure(own)), own
+
+
+def _places(flags: Sequence[bool]) -> list[int]:
+    return [place for place, flag in enumerate(flags) if flag]
+
+
+def _replaced(values: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
+    found = dict(enumerate(values)) | dict(zip(places, new, strict=True))
+    return [found[i] for i in range(len(values))]
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """The mesh axes that shard_map around this code has made manual."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,0 +1,178 @@
+"""How key blocks travel between the devices of a split sequence, and how their gradients come back: XLA's collectives alone.
+
+Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective. Gradients
+travel as float32 and are added in a fixed order: the own ones first, then those of each round. What a collective of jax adds up
+itself (psum_scatter) has an order that XLA chooses, so gradients of gathered keys go through all_to_all and are added here.
+"""
+
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.parallel.context_parallel import ContextCall, Tables
+from flexjax.parallel.context_stages import Keys, token_axis
+
+Array = jax.Array
+
+
+class Exchange(typing.NamedTuple):
+    """The collectives of a call on one device.
+
+    me       int32: the number of the device along the axes of the sequence
+    tables   of the call
+    """
+
+    call: ContextCall
+    tables: Tables
+    me: Array | int
+
+    @property
+    def own_keys(self) -> Array:
+        return self.tables.key_blocks[self.me]
+
+    @property
+    def own_queries(self) -> Array:
+        return self.tables.query_blocks[self.me]
+
+    def pack(self, arrays: Sequence[Array], slots: Array | None = None) -> Array:
+        """[B, blocks, tokens, features]: the key blocks in `slots` of the arrays, all of them for None."""
+        axis, size = token_axis(self.call.plan), self.call.block_size[1]
+        parts = []
+        for x in arrays:
+            blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+            taken = blocks if slots is None else jnp.take(blocks, slots, axis=axis)
+            first = jnp.moveaxis(taken, (axis, axis + 1), (1, 2))
+            parts.append(first.reshape(*first.shape[:3], -1))
+        return jnp.concatenate(parts, -1)
+
+    def unpack(self, packed: Array, like: Sequence[Array]) -> list[Array]:
+        """The arrays in `packed`, in the layout of `like`; as many tokens as packed has."""
+        axis, found, at = token_axis(self.call.plan), [], 0
+        for x in like:
+            heads, dim = x.shape[3 - axis], x.shape[3]
+            part = packed[..., at : at + heads * dim]
+            at += heads * dim
+            part = part.reshape(packed.shape[0], packed.shape[1] * packed.shape[2], heads, dim)
+            found.append(part if axis == 1 else jnp.swapaxes(part, 1, 2))
+        return found
+
+    def keys(self, packed: Array, like: Keys, numbers: Array) -> Keys:
+        arrays = self.unpack(packed, like.arrays)
+        return Keys(arrays[0], arrays[1], arrays[2] if like.key_extra is not None else None, numbers)
+
+    # ------------------------------------------------------------------ neighbours
+
+    def shifted(self, x: Array, shift: int) -> Array:
+        """What the device `shift` places before this one holds.
+
+        The axes are given to ppermute in the order of the mesh, because it numbers devices in that order whatever it is given.
+        """
+        names, sizes = zip(*self.call.mesh, strict=True)
+        n, order = self.call.devices, [names.index(name) for name in self.call.axes]
+        numbers = (
+            np.arange(n).reshape(sizes).transpose(order).ravel()
+        )  # in the order of the mesh, by number along the axes
+        return lax.ppermute(x, names, [(int(numbers[i]), int(numbers[(i + shift) % n])) for i in range(n)])
+
+    def receive(self, own: Keys) -> Keys:
+        """The key blocks that other devices send to this one, the rounds one after the other."""
+        packed, numbers = [], []
+        for shift, send, received in zip(self.call.shifts, self.tables.send, self.tables.received, strict=True):
+            packed.append(self.shifted(self.pack(own.arrays, send[self.me]), shift))
+            numbers.append(received[self.me])
+        return self.keys(jnp.concatenate(packed, 1), own, jnp.concatenate(numbers))._replace(stage=(1, 0))
+
+    def give_back(self, gradients: Sequence[Array], totals: Sequence[Array]) -> list[Array]:
+        """The totals (gradients of own keys) plus what other devices computed for them, added round by round.
+
+        gradients   of the received key blocks, float32
+        """
+        packed = self.pack(gradients)
+        total, at = self.pack(totals), 0
+        for shift, send in zip(self.call.shifts, self.tables.send, strict=True):
+            width = send.shape[1]
+            arrived = self.shifted(packed[:, at : at + width], -shift)
+            at += width
+            total = total.at[:, send[self.me]].add(arrived)  # past the end of a message there are zeros
+        return self.unpack(total, totals)
+
+    # ------------------------------------------------------------------ ring
+
+    def next(self, packed: Array) -> Array:
+        """What the device before this one holds."""
+        return self.shifted(packed, 1)
+
+    def visiting(self, packed: Array, like: Keys, step: Array | int) -> Keys:
+        """The key blocks that visit after that many steps, from `packed`."""
+        numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
+        return self.keys(packed, like, numbers)._replace(stage=(0, step))
+
+    # ------------------------------------------------------------------ all_gather
+
+    def gather(self, own: Keys) -> Keys:
+        """All key blocks, in the order of the sequence."""
+        everything = self.in_order(self.all_gather(self.pack(own.arrays)), self.tables.key_blocks)
+        return self.keys(everything, own, jnp.arange(everything.shape[1], dtype=jnp.int32))
+
+    def all_gather(self, packed: Array) -> Array:
+        return lax.all_gather(packed, self.call.axes, axis=1, tiled=True) if self.call.axes else packed
+
+    def in_order(self, packed: Array, blocks: Array) -> Array:
+        """Blocks that lie device by device, put into the order of the sequence; blocks [devices, each]: their numbers."""
+        flat = blocks.reshape(-1)
+        places = jnp.zeros_like(flat).at[flat].set(jnp.arange(flat.shape[0], dtype=flat.dtype))
+        return jnp.take(packed, places, axis=1)
+
+    def by_device(self, packed: Array, blocks: Array) -> Array:
+        """The inverse of `in_order`."""
+        return jnp.take(packed, blocks.reshape(-1), axis=1)
+
+    def scatter_sums(self, gradients: Sequence[Array]) -> list[Array]:
+        """The gradients of own keys, added over devices in their order, from each device's gradients of all keys."""
+        n = self.call.devices
+        packed = self.by_device(self.pack(gradients), self.tables.key_blocks)
+        if self.call.axes:
+            packed = lax.all_to_all(packed, self.call.axes, split_axis=1, concat_axis=1, tiled=True)
+        parts = packed.reshape(packed.shape[0], n, -1, *packed.shape[2:])
+        total = parts[:, 0]
+        for i in range(1, n):
+            total = total + parts[:, i]
+        return self.unpack(total, gradients)
+
+    # ------------------------------------------------------------------ all_to_all
+
+    def to_heads(self, x: Array, blocks: Array, size: int) -> Array:
+        """All tokens, in the order of the sequence, of this device's heads, from all heads of this device's tokens.
+
+        x is in the plan's layout; a row statistic [B, tokens, heads] too. blocks: [devices, each], numbers of blocks of `size` tokens.
+        """
+        axis = token_axis(self.call.plan)
+        if self.call.axes:
+            x = lax.all_to_all(x, self.call.axes, split_axis=3 - axis, concat_axis=axis, tiled=True)
+        return self._reordered(x, blocks, size, self.in_order)
+
+    def to_tokens(self, x: Array, blocks: Array, size: int) -> Array:
+        """The inverse of `to_heads`."""
+        axis = token_axis(self.call.plan)
+        x = self._reordered(x, blocks, size, self.by_device)
+        return (
+            lax.all_to_all(x, self.call.axes, split_axis=axis, concat_axis=3 - axis, tiled=True)
+            if self.call.axes
+            else x
+        )
+
+    def _reordered(self, x: Array, blocks: Array, size: int, order: typing.Callable[[Array, Array], Array]) -> Array:
+        axis = token_axis(self.call.plan)
+        split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+        first = jnp.moveaxis(split, axis, 1)
+        return jnp.moveaxis(order(first, blocks), 1, axis).reshape(x.shape)
+
+
+def exchange_on(call: ContextCall, tables: Tables) -> Exchange:
+    """The exchange of the device that this code runs on."""
+    me = lax.axis_index(call.axes).astype(jnp.int32) if call.axes else 0
+    return Exchange(call, tables, me)

@@ -1,0 +1,91 @@
+"""Which key blocks travel between devices whose sequence is split: the tables of the method "neighbours", made on the host.
+
+The exchange has a round for each distance s between devices: device i sends to device (i + s) % devices, all at once. Rounds in
+which nobody needs anything are left out. All messages of a round are as wide as the widest; shorter ones are filled up.
+
+The tables are operands of the program, and only the distances and the widths are static. Where a mask captures arrays, another
+batch has other values and other widths, so all rounds get one width, rounded up to a power of two, and the distances are
+rounded up too: the devices that are up to 1, 2, 4, ... places away on either side. A hundred batches of packed documents then need a
+handful of programs.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from flexjax.parallel.context_balance import any_of_rows
+
+Array = jax.Array | np.ndarray
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("send", "received"), meta_fields=("shifts",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounds:
+    """The exchange of the method "neighbours".
+
+    shifts     the distance of each round, ascending
+    send       for each round int32 [devices, width]: which of its own key blocks a device sends; what is past the end is arbitrary
+    received   for each round int32 [devices, width]: the key blocks of the sequence that a device receives, -1 past the end
+    """
+
+    shifts: tuple[int, ...]
+    send: tuple[Array, ...]
+    received: tuple[Array, ...]
+
+    @property
+    def width(self) -> int:
+        """Key blocks that a device receives in all rounds, with those past the end."""
+        return sum(x.shape[1] for x in self.send)
+
+
+def needed_keys(needed: np.ndarray, query_blocks: np.ndarray, key_blocks: np.ndarray) -> np.ndarray:
+    """bool [devices, devices * key blocks of each]: which key blocks of the sequence a device's queries visit.
+
+    needed                     bool [query blocks, key blocks]
+    query_blocks, key_blocks   int32 [devices, blocks of each]
+    """
+    found = any_of_rows(needed, query_blocks)
+    return np.pad(found, ((0, 0), (0, key_blocks.size - found.shape[1])))
+
+
+def received_counts(keys: np.ndarray, key_blocks: np.ndarray) -> np.ndarray:
+    """int64 [devices]: the key blocks that each device needs from others; keys: from `needed_keys`."""
+    own = np.take_along_axis(keys, key_blocks.astype(np.int64), 1)
+    return np.count_nonzero(keys, 1) - np.count_nonzero(own, 1)
+
+
+def rounds_of(keys: np.ndarray, key_blocks: np.ndarray, rounded: bool) -> Rounds:
+    """The rounds in which every device gets the key blocks that it needs; keys: from `needed_keys`.
+
+    rounded   whether shifts and widths are rounded up, for masks whose captured arrays change
+    """
+    devices, each = key_blocks.shape
+    # bool [sender, receiver, slot]: what travels
+    sent = keys[:, key_blocks].transpose(1, 0, 2)
+    widths = np.count_nonzero(sent, 2)
+    at = np.arange(devices)
+    of_shift = {s: int(widths[at, (at + s) % devices].max(initial=0)) for s in range(1, devices)}
+    if rounded:
+        of_shift = _rounded(of_shift, devices, each)
+    shifts = tuple(s for s, width in of_shift.items() if width)
+    send, received = [], []
+    for s in shifts:
+        slots, blocks = np.zeros((devices, of_shift[s]), np.int32), np.full((devices, of_shift[s]), -1, np.int32)
+        for sender in range(devices):
+            receiver = (sender + s) % devices
+            found = np.flatnonzero(sent[sender, receiver])
+            slots[sender, : len(found)] = found
+            blocks[receiver, : len(found)] = key_blocks[sender, found]
+        send.append(slots)
+        received.append(blocks)
+    return Rounds(shifts, tuple(send), tuple(received))
+
+
+def _rounded(of_shift: dict[int, int], devices: int, each: int) -> dict[int, int]:
+    """The same width for all shifts up to a distance; both rounded up to a power of two."""
+    power = lambda n: 1 << (n - 1).bit_length() if n else 0
+    reach = power(max((min(s, devices - s) for s, width in of_shift.items() if width), default=1))
+    width = min(each, max(power(max(of_shift.values(), default=0)), power(-(-each // 8))))
+    return {s: width if min(s, devices - s) <= reach else 0 for s in of_shift}

@@ -1,0 +1,132 @@
+"""A stage of a call whose sequence is split: the queries of a device with some key blocks, as a problem for the kernels.
+
+Queries and keys come as blocks with their numbers in the sequence, in any order. The stage's problem has the programs of the call,
+whose inputs are positions in the whole sequence, and an origin (ir/origin.py) that says where each block begins. Its block lists
+are made on the device: interval analysis of the mask program on the positions of the blocks gives each pair of blocks its class.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.analysis.block_grid import BlockGrid
+from flexjax.analysis.intervals import decide
+from flexjax.block_mask.classify import classes_of
+from flexjax.block_mask.traced_lists import lists_of_classes
+from flexjax.block_mask.transpose import EMPTY
+from flexjax.ir.origin import OriginLayout, Starts
+from flexjax.parallel.context_parallel import ContextCall, Tables
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
+from flexjax.plan.problem import Problem
+
+Array = jax.Array
+
+
+class Keys(typing.NamedTuple):
+    """Key blocks that a device has, with everything over keys: in the plan's layout, the blocks one after the other.
+
+    numbers   int32 [blocks]: their numbers in the sequence; -1, or a number past the end, for a block that is none
+    stage     which lists of the tables belong to them: (number of the stage, step of the ring)
+    """
+
+    key: Array
+    value: Array
+    key_extra: Array | None
+    numbers: Array
+    stage: tuple[int, Array | int] = (0, 0)
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [x for x in self[:3] if x is not None]
+
+
+class Stage(typing.NamedTuple):
+    """A stage: its problem, and its operands as a flat list. Sinks are no part of a stage (context_device.py adds them)."""
+
+    problem: Problem
+    operands: Operands
+
+    @property
+    def flat(self) -> list[Array]:
+        return jax.tree.leaves(self.operands)
+
+
+def token_axis(plan: KernelPlan) -> int:
+    return 1 if plan.layout == "BTNH" else 2
+
+
+def classes_on(
+    call: ContextCall, plan: KernelPlan, captures: Sequence[Array], tables: Tables, queries: Array, keys: Array
+) -> Array:
+    """int8 [1 or B, 1 or N, query blocks, key blocks]: the class of each pair of blocks.
+
+    captures        of the mask program
+    queries, keys   int32: numbers of blocks in the sequence; pairs with a block that is none are EMPTY
+    """
+    counts = [-(-length // size) for length, size in zip(call.lengths, call.block_size, strict=True)]
+    real = [(n >= 0) & (n < count) for n, count in zip((queries, keys), counts, strict=True)]
+    rows, columns = (jnp.where(on, n, 0) for on, n in zip(real, (queries, keys), strict=True))
+    if tables.classes is not None:
+        found = tables.classes[:, :, rows][:, :, :, columns]
+    else:
+        program = plan.mask
+        assert program is not None, "the mask of a split sequence has a program"
+        heads = (plan.batch if program.reads("b") else 1, plan.q_heads if program.reads("h") else 1)
+        along = lambda x, axis: jnp.reshape(x, tuple(-1 if i == axis else 1 for i in range(4)))
+        b, h = (along(jnp.arange(n, dtype=jnp.int32), axis) for axis, n in enumerate(heads))
+        first_q, first_kv = along(rows * call.block_size[0], 2), along(columns * call.block_size[1], 3)
+        ends = (first_q + (call.block_size[0] - 1), first_kv + (call.block_size[1] - 1))
+        grid = BlockGrid(b, h, first_q, ends[0], first_kv, ends[1], *call.block_size)
+        shape = (*heads, queries.shape[0], keys.shape[0])
+        found, _ = classes_of(decide(program, captures, grid), shape)
+    both = real[0][:, None] & real[1][None, :]
+    return jnp.where(both, found, jnp.int8(EMPTY))
+
+
+def stage_of(
+    call: ContextCall,
+    problem: Problem,
+    operands: Operands,
+    tables: Tables,
+    me: Array | int,
+    keys: Keys,
+) -> Stage:
+    """The stage of a device's queries with some key blocks.
+
+    problem    of the device's batch entries and heads
+    operands   of the call; query and query_extra are those of the device
+    me         the number of the device
+    """
+    plan, queries = problem.plan, tables.query_blocks[me]
+    rows, columns = queries.shape[0], keys.numbers.shape[0]
+    block_q, block_kv = call.block_size
+    if tables.lists is not None:
+        number, step = keys.stage
+        blocks, of_devices = call.blocks[number], tables.lists[number]
+        lists = BlockLists(*(None if x is None else x[step, me] for x in of_devices))
+    else:
+        classes = classes_on(call, plan, operands.mask_captures, tables, queries, keys.numbers)
+        batch, heads = classes.shape[:2]
+        blocks = BlockLayout(batch, heads, block_q, block_kv, columns, columns, rows, rows)
+        made: typing.Any = lists_of_classes(classes)
+        lists = BlockLists(*made)
+    starts = [
+        jnp.where((n >= 0) & (n * size < length), n * size, 0)[None].astype(jnp.int32)
+        for n, size, length in zip((queries, keys.numbers), call.block_size, call.lengths, strict=True)
+    ]
+    own_plan = dataclasses.replace(
+        plan,
+        q_len=rows * block_q,
+        kv_len=columns * block_kv,
+        blocks=blocks,
+        origin=OriginLayout(1, block_q, rows, block_kv, columns),
+        has_sinks=False,
+        partial=True,
+    )
+    own = operands._replace(
+        key=keys.key, value=keys.value, key_extra=keys.key_extra, sinks=None, lists=lists, origin=Starts(*starts)
+    )  # fmt: skip
+    return Stage(dataclasses.replace(problem, plan=own_plan, structure=jax.tree.structure(own)), own)

@@ -1,0 +1,323 @@
+"""Calls whose sequence is split over devices (`context=`).
+
+What needs eight devices runs in a child process (context_cases.py), and what needs two processes in two (context_processes.py).
+"""
+
+import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flexjax
+from flexjax import ContextParallel, masks
+from tests.conftest import QUICK_TO_COMPILE
+from tests.transforms.context_cases import CASES, SLOW, Case, Outcome
+
+needs_two = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+
+
+def environment(devices: int) -> dict[str, str]:
+    flags = {"xla_force_host_platform_device_count": str(devices)} | QUICK_TO_COMPILE
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(f"--{n}={v}" for n, v in flags.items())}
+
+
+# ------------------------------------------------------------------- eight devices
+
+
+def child(*given: str) -> dict[str, Outcome]:
+    command = [sys.executable, "-m", "tests.transforms.context_cases", *given]
+    done = subprocess.run(command, env=environment(8), capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    return child()
+
+
+KINDS = {
+    "neighbours": {"collective-permute"},
+    "ring": {"collective-permute"},
+    "all_gather": {"all-gather", "all-to-all"},
+    "all_to_all": {"all-to-all"},
+    "auto": {"collective-permute", "all-gather", "all-to-all"},
+}
+
+
+def assert_right(case: Case, outcome: Outcome) -> None:
+    bound = {"bfloat16": 2e-2, "float64": 1e-12}.get(case.dtype, 1e-5)
+    assert outcome["distance"] < bound, outcome["each"]
+    assert outcome["same"], "the same call gave other bits"
+    assert outcome["lies"], "gradients lie otherwise than their arrays"
+    found = dict(outcome["collectives"])
+    sums = found.pop("all-reduce", [0, 0, 0])
+    sets = 1 + (case.dp is not None) + (case.tp is not None)
+    assert (
+        sums[0] <= sets + 3 * case.traced
+    )  # gradients of what devices share, and whether a traced mask needs other blocks
+    assert set(found) <= KINDS[case.method]
+    if not case.traced and case.method != "ring":
+        assert all(kind[2] == 0 for kind in found.values()), "communication in a loop"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_one_device(name: str, outcomes: dict[str, Outcome]) -> None:
+    assert_right(CASES[name], outcomes[name])
+
+
+def test_communication_is_in_proportion_to_the_mask(outcomes: dict[str, Outcome]) -> None:
+    """A block of 32 keys and values of two heads of four features has 2048 bytes; a device has four of them."""
+    block = 32 * 2 * 8 * 4
+    assert outcomes["forward"] == {
+        "window": {"collective-permute": [1, 2 * block, 0]},  # 64 keys from the neighbour
+        "documents": {},
+        "ring": {"collective-permute": [1, 4 * block, 1]},  # in a loop
+        "all_gather": {"all-gather": [1, 32 * block, 0]},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_cases(name: str) -> None:
+    assert_right(SLOW[name], child(name)[name])
+
+
+# ------------------------------------------------------------------- two processes
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.transforms.context_processes", address]
+    start = functools.partial(
+        subprocess.Popen, env=environment(4), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    processes = [start([*command, str(i)]) for i in range(2)]
+    results = [p.communicate(timeout=500) for p in processes]
+    for process, (out, err) in zip(processes, results, strict=True):
+        assert process.returncode == 0, err[-3000:]
+        assert float(re.findall(r"worst (\S+)", out)[0]) < 1e-4
+
+
+# ------------------------------------------------------------------- two devices, in this process
+
+T, N, D = 16, 2, 4
+
+
+def two(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((2,), ("sp",), axis_types=(kind,), devices=jax.devices()[:2])
+
+
+def qkv(length: int = T) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal((1, length, N, D)), jnp.float32) for _ in range(3)]
+
+
+def placed(arrays: list[jax.Array], mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    return [jax.device_put(x, NamedSharding(mesh, P(None, "sp"))) for x in arrays]
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def documents(ids: jax.Array) -> Callable:
+    return flexjax.and_masks(masks.causal, masks.document(ids))
+
+
+@needs_two
+def test_new_documents_compile_nothing_and_a_layout_for_others_drops_nothing() -> None:
+    rng = np.random.default_rng(1)
+    given = qkv(64)
+    split = lambda: jnp.asarray(np.sort(rng.integers(0, 6, 64)), jnp.int32)
+
+    @jax.jit
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, layout: flexjax.ContextLayout) -> jax.Array:
+        arrays = [layout.shard(x) for x in (q, k, v)]
+        out = flexjax.flex_attention(*arrays, mask_mod=documents(ids), context=ContextParallel("sp", layout))
+        return layout.unshard(out)
+
+    with jax.set_mesh(two()):
+        for _ in range(6):
+            ids, others = split(), split()
+            layout = flexjax.context_layout(documents(ids), 64, devices=2, block_size=4)
+            assert layout.rounds is not None
+            assert layout.rounds.width < 8  # of 8 blocks
+            want = flexjax.flex_attention(*given, mask_mod=documents(others))
+            close(call(*given, ids, layout), flexjax.flex_attention(*given, mask_mod=documents(ids)))
+            close(call(*given, others, layout), want)
+    assert call._cache_size() <= 3
+
+
+@needs_two
+@pytest.mark.parametrize("kind", ["shard_map", pytest.param("Explicit", marks=pytest.mark.slow), "Auto"])
+def test_forward_mode_and_second_derivatives(kind: str) -> None:
+    mesh = two(AxisType.Auto if kind == "shard_map" else AxisType[kind])
+    layout = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
+    spec = P(None, "sp")
+    given, tangents = qkv(), [jnp.cos(3 * x) for x in qkv()]
+    want = lambda *a: flexjax.flex_attention(*a, mask_mod=masks.causal)
+    got: Callable = lambda *a: flexjax.flex_attention(*a, mask_mod=masks.causal, context=ContextParallel("sp", layout))
+    if kind == "shard_map":
+        got = jax.shard_map(got, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    arrays, moved = ([*placed([layout.shard(x) for x in xs], mesh)] for xs in (given, tangents))
+    gradient = lambda f: jax.grad(lambda *a: (f(*a) ** 2).sum())
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda a, t: jax.jvp(got, a, t))(arrays, moved)
+        close([layout.unshard(np.asarray(x)) for x in out], jax.jvp(want, given, tangents))
+        second = jax.jit(lambda a, t: jax.jvp(gradient(got), a, t)[1])
+        if kind == "Auto":
+            with pytest.raises(NotImplementedError) as error:
+                second(arrays, moved)
+            assert str(error.value) == (
+                "Second derivatives of a call with context= are not computed over automatic mesh axes. Make the axes explicit, or "
+                "call it inside jax.shard_map."
+            )
+        else:
+            close(layout.unshard(np.asarray(second(arrays, moved))), jax.jvp(gradient(want), given, tangents)[1])
+
+
+@needs_two
+def test_vmap() -> None:
+    layout = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
+    call = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=masks.causal, context=ContextParallel("sp", layout))
+    given = [jnp.stack([x, 2 * x]) for x in qkv()]
+    arrays = [jnp.asarray(layout.shard(x, axis=2)) for x in given]
+    want = jax.vmap(lambda *a: flexjax.flex_attention(*a, mask_mod=masks.causal))(*given)
+    with jax.set_mesh(two(AxisType.Explicit)):
+        got = jax.jit(jax.vmap(call))(*arrays)
+    close(layout.unshard(np.asarray(got), axis=2), want)
+    with jax.set_mesh(two()), pytest.raises(NotImplementedError) as error:
+        jax.jit(jax.vmap(call))(*arrays)
+    assert str(error.value) == (
+        "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, make the "
+        "axes explicit, or call it inside jax.shard_map."
+    )
+
+
+LAYOUT = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
+ADVICE = "Run the call with the mesh set (jax.set_mesh), or inside jax.shard_map over these axes."
+
+
+def bad(**more: Any) -> dict[str, Any]:
+    return {"context": ContextParallel("sp", LAYOUT), "mask_mod": masks.causal} | more
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no such axis": (
+        bad(context=ContextParallel("tp", LAYOUT)),
+        f"`context.axis` is 'tp'; expected axes of the mesh, which has 'sp'. {ADVICE}",
+    ),
+    "no axis": (
+        bad(context=ContextParallel((), LAYOUT)),
+        "`context.axis` is (); expected an axis name or a tuple of names. Name mesh axes.",
+    ),
+    "another device count": (
+        bad(context=ContextParallel("sp", flexjax.context_layout(None, T, devices=4))),
+        "`context.layout` is for 4 devices; expected a layout for 2, the size of 'sp'. Pass devices=2 to context_layout.",
+    ),
+    "another length": (
+        bad(context=ContextParallel("sp", flexjax.context_layout(None, 32, devices=2, block_size=4))),
+        "`context.layout` is for 32 rows of query on all devices together; expected a layout for the 16 that the call has. Permute and "
+        "pad the arrays with layout.shard.",
+    ),
+    "another method": (
+        bad(context=ContextParallel("sp", LAYOUT, "fastest")),  # type: ignore[arg-type]
+        "`context.method` is 'fastest'; expected 'auto', 'neighbours', 'ring', 'all_gather', 'all_to_all'. 'auto' models the bytes.",
+    ),
+    "no context": (
+        bad(context="sp"),
+        "`context` is a str; expected a flexjax.ContextParallel. Pass ContextParallel('axis', layout).",
+    ),
+    "no layout": (
+        bad(context=ContextParallel("sp", 4)),  # type: ignore[arg-type]
+        "`context.layout` is a int; expected a layout or None. Make one with context_layout.",
+    ),
+    "two masks": (
+        bad(block_mask=flexjax.create_block_mask(masks.causal, None, None, T, T)),
+        "`mask_mod` and `block_mask` are both given; expected one of them. A block mask contains its mask_mod: to restrict it further, "
+        "build one of and_masks(block_mask.mask_mod, mask_mod).",
+    ),
+    "a block mask of other lengths": (
+        bad(mask_mod=None, block_mask=flexjax.create_block_mask(masks.causal, None, None, 32, 32)),
+        "`block_mask` is made for q_len=32, kv_len=32; expected q_len=16, kv_len=16. Build it for these lengths with create_block_mask, "
+        "or slice it.",
+    ),
+    "an origin of the sequence": (
+        bad(origin=flexjax.Origin(query=4)),
+        "`origin` is one of queries or keys beside context; expected an origin of batch and heads. context= places the sequence.",
+    ),
+}  # fmt: skip
+
+
+@needs_two
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    arguments, text = BAD[name]
+    with jax.set_mesh(two()), pytest.raises(ValueError, match="expected") as error:
+        flexjax.flex_attention(*qkv(), **arguments)
+    assert str(error.value) == text
+
+
+def test_a_call_without_a_mesh() -> None:
+    with pytest.raises(ValueError, match="mesh") as error:
+        flexjax.flex_attention(*qkv(), mask_mod=masks.causal, context=ContextParallel("sp", LAYOUT))
+    assert str(error.value) == f"`context.axis` is 'sp'; expected axes of the mesh, which has none. {ADVICE}"
+
+
+@needs_two
+def test_what_a_call_cannot_have() -> None:
+    ids = jnp.zeros(T, jnp.int32)
+    q, k, v = qkv()
+    call = lambda context, ids, **more: flexjax.flex_attention(
+        q, k, v, mask_mod=documents(ids), context=context, **more
+    )
+    with jax.set_mesh(two()):
+        with pytest.raises(ValueError, match="unknown") as error:
+            jax.jit(lambda ids: call(ContextParallel("sp", None, "neighbours"), ids))(ids)
+        assert str(error.value) == (
+            "`context.method` is 'neighbours'; expected 'ring', 'all_gather' or 'auto'. The mask captures traced arrays and the layout "
+            "was made without their values, so which blocks travel is unknown. A layout of context_layout, made outside of jit from "
+            "known arrays and passed as an argument, knows."
+        )
+        with pytest.raises(NotImplementedError) as refusal:
+            call(ContextParallel("sp"), ids, implementation="reference")
+        assert str(refusal.value) == (
+            "reference: It is dense and runs on one device; context= splits the sequence over several."
+        )
+        with pytest.raises(ValueError, match="divide") as error:
+            flexjax.flex_attention(q, k[:, :, :1], v[:, :, :1], context=ContextParallel("sp", None, "all_to_all"))
+        assert str(error.value) == (
+            "`context.method` is 'all_to_all'; expected query and key heads that 2 devices divide. The call has 2 and 1 on each device; "
+            "use 'ring' or 'all_gather'."
+        )
+        with pytest.raises(ValueError, match="rows") as error:
+            flexjax.flex_attention(q[:, :15], k, v, context=ContextParallel("sp"))
+        assert str(error.value) == (
+            "`query` is 15 rows on 2 devices; expected a number of rows that the devices divide into whole blocks. Make a layout with "
+            "context_layout, which pads."
+        )
+    with jax.set_mesh(two(AxisType.Explicit)):
+        split = jax.device_put(jnp.concatenate([q, q]), P("sp"))
+        with pytest.raises(ValueError, match="split") as error:
+            flexjax.flex_attention(split, split, split, context=ContextParallel("sp"))
+        assert str(error.value) == (
+            "`query` is split as P('sp', None, None, None); expected its tokens split over 'sp' or not at all, its batch and heads over "
+            "other axes, its head dim whole. Reshard it, or name other axes in context."
+        )
