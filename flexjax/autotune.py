@@ -229,8 +229,7 @@ def _search(
     call       the call whose tiles are searched
     timed      the choice of the backend whose candidates are timed
     backward   whether the backward pass is searched too, with the fastest forward tile; it may be run by another
-               backend that
-               `timed` refuses the gradients to
+               backend that `timed` refuses the gradients to
     until      the time of `clock` at which no further candidate begins; the forward search leaves the backward search
                60% of it
     cache, progress   as for `autotune`
@@ -305,8 +304,7 @@ def _timed_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
     """The measurements of the backend's own choice and of the fastest candidate.
 
     Both are timed again, in alternation, if the first measurements would replace the backend's own choice; the first
-    measurements
-    stay if that raises an error, which is logged.
+    measurements stay if that raises an error, which is logged.
     """
     first = own.timing, fastest.timing
     if not (_is_better(fastest.timing, own.timing) and own.run and fastest.run):

@@ -97,11 +97,9 @@ def check_inputs(
     """Checks the arrays and the layout of a call, and returns the arrays with their sizes.
 
     The arguments are those of flex_attention, not checked yet: query [B, T, N, D] and so on, see there. Shapes, dtypes
-    and
-    numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query; heads
-    are not
-    repeated. Raises ValueError for a shape, dtype or layout that does not fit. Warns if the layout looks wrong
-    (`_warn_of_swapped_axes`).
+    and numbers of heads must fit together. A key, value or key_extra of batch 1 is broadcast to the batch of query;
+    heads are not repeated. Raises ValueError for a shape, dtype or layout that does not fit. Warns if the layout looks
+    wrong (`_warn_of_swapped_axes`).
     """
     if layout not in LAYOUTS:
         raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
@@ -216,8 +214,7 @@ def _check_key_value(q: Array, k: Array, v: Array, layout: str, sizes: dict[str,
     sizes   the fields of Inputs that were read from the shapes in `layout`, by name
 
     Key must have the head dim of query, value the tokens and heads of key; query must have heads, in a number that is a
-    multiple of
-    key's.
+    multiple of key's.
     """
     mixed = f" Both are read in layout {layout}; is one of them in the other?"
     if k.shape[3] != q.shape[3]:
@@ -323,8 +320,7 @@ def both_masks() -> ValueError:
 
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
     """Raises ValueError unless `mask` is one BlockMask (no stack) made for the lengths of the inputs, and for their
-    batch and
-    heads or for 1 of each that its mask does not read. Its lists must not have symbolic widths.
+    batch and heads or for 1 of each that its mask does not read. Its lists must not have symbolic widths.
 
     layout   that of the call, for the message
     """

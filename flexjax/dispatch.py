@@ -110,8 +110,7 @@ def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) ->
     implementation   names of backends to ask, in order; None: the default order
 
     It depends on the target if the first backend that may accept is one for a GPU or TPU, and in the default order
-    whenever xla
-    accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
+    whenever xla accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
     """
     if implementation is None and backend("xla").refuses(plan, None) is None:
         return None

@@ -204,8 +204,7 @@ def _tokens(size: object) -> int | Array | None:
     """The number of tokens on one side of a window, rounded down and limited to +-UNBOUNDED.
 
     An int, or an int32 scalar if `size` is a jax scalar, whose NaN counts as -UNBOUNDED (an empty window). None if
-    `size` is no
-    number: a string, an array that is no scalar, a complex number, or NaN in Python.
+    `size` is no number: a string, an array that is no scalar, a complex number, or NaN in Python.
     """
     if isinstance(size, Array):
         if size.shape != () or jnp.issubdtype(size.dtype, jnp.complexfloating):

@@ -50,12 +50,9 @@ def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | N
     platform   that the program is lowered for
 
     Returns the mesh over whose devices it splits the program by rules, NoRule if it splits the program without asking
-    rules (on a
-    TPU, in an exported program, inside a shard_map that leaves axes to XLA), and None if it does not split the program
-    (one device,
-    or a shard_map over all axes of more than one device). Each axis of the mesh has prime size, because the partitioner
-    may split an
-    array over a part of an axis.
+    rules (on a TPU, in an exported program, inside a shard_map that leaves axes to XLA), and None if it does not split
+    the program (one device, or a shard_map over all axes of more than one device). Each axis of the mesh has prime
+    size, because the partitioner may split an array over a part of an axis.
     """
     module = ctx.module_context
     where = module.axis_context
@@ -141,13 +138,11 @@ def widest(dim: str, size: int, dims: Sequence[str], specs: Sequence[Spec], mesh
 
     size    of the dimension
     dims    for each array the names of its dimensions, one text such as "b t h d"; specs: for each array the axes that
-            split each
-            of them. An array without the dimension is skipped
+            split each of them. An array without the dimension is skipped
     taken   axes that may not be used, because another dimension is split over them
 
     Of an array's axes only those before the first that is taken or makes unequal parts count. The first of several
-    equal arrays
-    wins. () if no array splits the dimension.
+    equal arrays wins. () if no array splits the dimension.
     """
     found: Names = ()
     count = lambda names: math.prod(mesh.shape[name] for name in names)
@@ -206,8 +201,7 @@ def lower_with_rule(
     flat   the lowered arguments (MLIR values)
 
     The call carries a digest of `rule.text` as an attribute. What one device computes is lowered under jax's settings
-    of this
-    thread.
+    of this thread.
     """
     settings = settings_now()
     call = custom_partitioning(lambda *flat: function(*flat))

@@ -70,8 +70,7 @@ class Profile(typing.NamedTuple):
         """The measurements as a table of a few lines: device, roofline, work, and a row for each pass.
 
         The line of work says whether its operations a byte make it bound by arithmetic or by memory; the last column is
-        the predicted
-        time as a percentage of the measured one.
+        the predicted time as a percentage of the measured one.
         """
         intensity, ridge = self.work.forward_flops / max(self.work.bytes, 1), self.peak_flops / self.bandwidth
         lines = [
@@ -109,10 +108,9 @@ def profile(
         print(flexjax.profile(q, k, v, mask_mod=flexjax.masks.causal))
 
     The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel
-    wastes nothing,
-    and a long time with few blocks that the mask is at work. Gradients are those of query, key and value alone. Raises
-    what
-    flex_attention would raise, TypeError for a keyword that it does not have, and ValueError for tracers.
+    wastes nothing, and a long time with few blocks that the mask is at work. Gradients are those of query, key and
+    value alone. Raises what flex_attention would raise, TypeError for a keyword that it does not have, and ValueError
+    for tracers.
     """
     refuse_unknown_keywords("profile", arguments, Arguments.__annotations__)
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):

@@ -112,12 +112,9 @@ def _of_offsets(offsets: Array) -> MaskMod:
     from offsets[i] to offsets[i + 1] - 1.
 
     A token before the first offset or from the last one on is in no document: it sees no key, and no query sees it.
-    Known
-    offsets become ids of tokens, which a kernel reads faster.  Traced offsets do not say how many tokens there are; the
-    mask
-    then counts, for each token, the offsets after the first that are at most its position.  Raises ValueError for
-    traced
-    offsets of more than MOST_TRACED documents.
+    Known offsets become ids of tokens, which a kernel reads faster.  Traced offsets do not say how many tokens there
+    are; the mask then counts, for each token, the offsets after the first that are at most its position.  Raises
+    ValueError for traced offsets of more than MOST_TRACED documents.
     """
     if not isinstance(offsets, Tracer):
         with jax.ensure_compile_time_eval():

@@ -113,8 +113,7 @@ def _sliding_tile(
     text:                   number of text tokens after the canvas, which see, and are seen by, everyone
 
     Tokens after canvas and text see nothing and are not seen.  Raises ValueError for sizes that are no positive ints or
-    do not
-    divide (`_check_division`).
+    do not divide (`_check_division`).
     """
     canvas = positive_integers(call, "canvas", canvas, axes, "Pass the size of the canvas in tokens.")
     kernel = positive_integers(call, "kernel", kernel, axes, "Pass the size of the neighbourhood in tokens.")

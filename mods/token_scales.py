@@ -10,12 +10,12 @@ from flexjax.mod_tools.signatures import ScoreMod, named
 def key_scales(scales: ArrayLike, *, group: int = 1) -> ScoreMod:
     """score * scales[b, h // group, kv_idx]
 
-    scales:  floating `[S]`, `[B, S]` or `[B, M, S]`: what each quantised key has to be multiplied by.  Axes
-             `B` and `M` of size 1 serve every index.  Differentiable.
+    scales:  floating `[S]`, `[B, S]` or `[B, M, S]`: what each quantised key has to be multiplied by.  Axes `B` and `M`
+             of size 1 serve every index.  Differentiable.
     group:   int of at least 1: query heads per key head, `N // M`, if `scales` has one row per key head.
 
-    `q . (scale * k) = scale * (q . k)`, so keys are read in eight bits and scaled after the product.
-    Chain it before every mod that adds to the score.  Sizes are not checked against those of the call.
+    `q . (scale * k) = scale * (q . k)`, so keys are read in eight bits and scaled after the product. Chain it before
+    every mod that adds to the score.  Sizes are not checked against those of the call.
 
     Source: Zhang et al., "SageAttention", arXiv:2410.02367.
 

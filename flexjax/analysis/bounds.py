@@ -37,8 +37,7 @@ def bounds(program: Program) -> tuple[Range, ...]:
     """The range (lowest, highest) of each result of the program; an end is infinite where nothing is known.
 
     Only float32 results of operations are followed; any other value, such as an element of a captured array, has the
-    range that
-    `range_of` gives it without an entry.
+    range that `range_of` gives it without an entry.
     """
     known: dict[int, Range] = {}
     for step in program.steps:
@@ -52,8 +51,7 @@ def range_of(atom: Atom, known: Mapping[int, Range]) -> Range:
 
     atom    a literal (its number at both ends; -inf..inf for NaN), an input or the result of a step
     known   ranges by id; a value without an entry has 0..1 if it is a bool, the range of the trace if it is an integer
-            that has
-            one, else -inf..inf. Bools have 0..1 even with an entry
+            that has one, else -inf..inf. Bools have 0..1 even with an entry
     """
     if isinstance(atom, Lit):
         return _range_of_literal(atom)
@@ -73,8 +71,7 @@ def of_op(prim: str, given: Sequence[Range]) -> Range:
     """The range of a float32 result of the operation `prim`, from the ranges `given` of its operands.
 
     Operations of WITHIN have a fixed range; those without a rule, and results that may be NaN at an end, have
-    -inf..inf. The range
-    is widened for rounding unless `prim` is in EXACT; an end past the largest float32 is infinite.
+    -inf..inf. The range is widened for rounding unless `prim` is in EXACT; an end past the largest float32 is infinite.
     """
     if prim in WITHIN:
         return WITHIN[prim]

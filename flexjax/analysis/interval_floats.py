@@ -50,12 +50,9 @@ def narrowed(low: Array, high: Array, dtype: str) -> tuple[Array, Array]:
     low, high   float32 arrays of one shape or broadcastable: the bounds before rounding
 
     Returns (lower bound, upper bound), float32. A bound of NaN means that the result may be NaN or any number; types
-    without
-    negative numbers always get NaN. Past its largest number a type either has infinities (float16, float8_e5m2) or
-    gives NaN
-    (float8_e4m3fn). In types without a negative zero (float8_e4m3fnuz), XLA turns some negative numbers that round to 0
-    into NaN.
-    Numbers that are subnormal in float32 count as 0, because XLA compares them as 0.
+    without negative numbers always get NaN. Past its largest number a type either has infinities (float16, float8_e5m2)
+    or gives NaN (float8_e4m3fn). In types without a negative zero (float8_e4m3fnuz), XLA turns some negative numbers
+    that round to 0 into NaN. Numbers that are subnormal in float32 count as 0, because XLA compares them as 0.
     """
     kind = narrow_type(dtype)
     if not kind.signed:

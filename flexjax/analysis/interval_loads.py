@@ -28,8 +28,7 @@ def _longest(atom: ir.Atom, grid: BlockGrid, limit: int) -> int:
     `limit`.
 
     atom    the index of the load along the dimension; its coefficients of q and kv count, b and h are fixed in a block.
-            Without
-            a linear form (also a literal) it may take every value
+            Without a linear form (also a literal) it may take every value
     grid    the blocks
     limit   length of the dimension
     """
@@ -52,10 +51,8 @@ def load_extremes(
     points   the values that are one number in each block (those of b and h alone), by id
 
     Returns an Interval, for bool arrays a Truth. One varying index gives the exact extremes of its range; several, or
-    one that can
-    reach more than 2^16 elements of a dimension longer than RANGE_TABLE_LIMIT, give what `_extremes_of_rows` finds.
-    Complex and
-    empty arrays, and bools as indices, give `unknown`.
+    one that can reach more than 2^16 elements of a dimension longer than RANGE_TABLE_LIMIT, give what
+    `_extremes_of_rows` finds. Complex and empty arrays, and bools as indices, give `unknown`.
     """
     dtype = load.out.dtype
     if any(isinstance(i, Truth) for i in index) or array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -118,10 +115,8 @@ def _doubling(
     longest     no range has more elements than this; up to 1, the elements at `low` are returned
 
     A level has at each position the extremes of the 2^k neighbours from there on. The least (greatest) element of a
-    range of
-    2^k to 2^(k+1) elements is that of two overlapping windows of the level. The rounds are a loop, so that the compiled
-    program
-    does not grow with `longest`. Returns (least, greatest), of the shape that `pick` gives.
+    range of 2^k to 2^(k+1) elements is that of two overlapping windows of the level. The rounds are a loop, so that the
+    compiled program does not grow with `longest`. Returns (least, greatest), of the shape that `pick` gives.
     """
     found = tuple(pick(level, low) for level in rows)
     if longest <= 1:
@@ -168,11 +163,9 @@ def _extremes_of_rows(load: Load, index: list[Interval], array: Array, varying: 
     varying   numbers of the dimensions whose index varies
 
     Two varying indices over an array of at most TILE_TABLE_LIMIT elements, whose table has no more either, give the
-    extremes of
-    each block's rectangle; these are attained where both ranges are contiguous and the indices are independent.
-    Otherwise the
-    extremes over the whole of the varying dimensions are taken, and are not attained. Fixed indices are clipped to the
-    array.
+    extremes of each block's rectangle; these are attained where both ranges are contiguous and the indices are
+    independent. Otherwise the extremes over the whole of the varying dimensions are taken, and are not attained. Fixed
+    indices are clipped to the array.
     """
     wide = array.astype(jnp.int8) if array.dtype == jnp.bool_ else array
     fixed = [d for d in range(array.ndim) if d not in varying]
@@ -201,10 +194,8 @@ def _rectangle_extremes(rows: Array, where: Sequence[Array], spans: Sequence[Int
     spans   the ranges of the last two indices in each block, both clipped to the array
 
     First the extremes of each distinct range of the last dimension but one are computed, along all of the last
-    dimension: [...,
-    ranges, n] numbers, few because such a range depends on query blocks or key blocks alone. Then each block's range of
-    the
-    last dimension is taken of these.
+    dimension: [..., ranges, n] numbers, few because such a range depends on query blocks or key blocks alone. Then each
+    block's range of the last dimension is taken of these.
     """
     first, second = spans
     shape = jnp.broadcast_shapes(first.low.shape, first.high.shape)

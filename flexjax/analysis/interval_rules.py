@@ -42,8 +42,7 @@ def rounded(op: Op, args: list[Abstract], found: Interval, products: set[int]) -
                rounded
 
     Widened are operations of INEXACT, sums and differences with a product, integer powers above 2, and results of less
-    than 32
-    bits other than those of KEEPS_NARROW; they are then not `attained`. The result is never `contiguous`.
+    than 32 bits other than those of KEEPS_NARROW; they are then not `attained`. The result is never `contiguous`.
     """
     low, high, attained, _ = found
     if op.prim in INEXACT:
@@ -102,8 +101,7 @@ def unless_wrapped(op: Op, args: list[Abstract], found: Interval) -> Interval:
     op      the operation; only sums, differences, products, powers, `neg` and `abs` can wrap
     args    what is known of its operands
     found   the interval by the operation's rule, in arithmetic that may have wrapped around; returned as it is for
-            other
-            operations, and for types of 32 bits and more where the trace knows the range of the result
+            other operations, and for types of 32 bits and more where the trace knows the range of the result
     """
     dtype = jnp.dtype(op.out.dtype)
     if op.prim not in ("add", "sub", "mul", "neg", "abs", "integer_pow", "square"):
@@ -232,12 +230,9 @@ def _floordiv(op: Op, args: list[Interval]) -> Interval | None:
     """x // y of integers, by the quotients of the ends.
 
     A literal divisor keeps the flags of x; a negative one -d is computed as (-x) // d, with the whole range of the type
-    in blocks
-    where x may be the least integer, and gives None if it is the least integer itself. Any other divisor keeps the
-    flags only where
-    it is one positive number; the interval is the whole range of the type in blocks where it may be negative, or 0 in
-    an unsigned
-    type. Signed x // 0 is -1 or -2.
+    in blocks where x may be the least integer, and gives None if it is the least integer itself. Any other divisor
+    keeps the flags only where it is one positive number; the interval is the whole range of the type in blocks where it
+    may be negative, or 0 in an unsigned type. Signed x // 0 is -1 or -2.
     """
     x, y = args
     if isinstance(op.inputs[1], Lit) and op.inputs[1].value < 0:  # x // -d is (-x) // d
@@ -274,12 +269,10 @@ def _floormod(op: Op, args: list[Interval]) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
-    """The interval of x % y of integers: exact where y is one number and x stays within one period of it, else 0..y -
-    1; x % 0 is 0.
+    """The interval of x % y of integers: exact where y is one number and x within one of its periods, else 0..y - 1.
 
-    In blocks where y may be negative it is the whole range of the type. Where y is one number, every remainder occurs
-    if x is
-    contiguous over a whole period.
+    x % 0 is 0. In blocks where y may be negative it is the whole range of the type. Where y is one number, every
+    remainder occurs if x is contiguous over a whole period.
     """
     modulus = jnp.maximum(y.low, 1)
     same = (y.low == y.high) & (jnp.floor_divide(x.low, modulus) == jnp.floor_divide(x.high, modulus))
@@ -317,10 +310,8 @@ def _convert(op: Op, args: list[Abstract]) -> Interval | None:
     """A conversion of bools, integers or floats to integers or floats.
 
     The result is the whole range of an integer type in blocks where the operand may not fit the type. A bool gives 0, 1
-    or 0..1.
-    Conversion to a float drops `contiguous`, that of a float to an integer (towards 0) both flags; rounding to a float
-    type is
-    left to `rounded`.
+    or 0..1. Conversion to a float drops `contiguous`, that of a float to an integer (towards 0) both flags; rounding to
+    a float type is left to `rounded`.
     """
     (x,) = args
     dtype = jnp.dtype(op.out.dtype)
@@ -363,8 +354,7 @@ def _select(op: Op, args: list[Abstract]) -> Interval | None:
     """The interval of the case that a select_n picks; its ends are not attained.
 
     In blocks where a bool predicate may be either, and for integer predicates, it is the hull of all cases. None if a
-    case is a
-    bool.
+    case is a bool.
     """
     predicate = args[0]
     cases = [c for c in args[1:] if isinstance(c, Interval)]

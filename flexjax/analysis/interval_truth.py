@@ -24,8 +24,7 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
     apart                 see the top of the file
 
     Where both operands attain their ends, are apart and neither has ends of NaN, every outcome that can happen does
-    happen at some
-    entry. Elsewhere no outcome is certain.
+    happen at some entry. Elsewhere no outcome is certain.
     """
     seen = flag_and(flag_and(x.attained, y.attained), apart)
     if seen is False:

@@ -49,8 +49,7 @@ def decide(program: Program, captures: Sequence[Array], grid: BlockGrid) -> Trut
     grid       the blocks
 
     A step whose operands are all points is computed by itself if it is reproducible; the results of a `Call` are
-    unknown. The
-    program can be evaluated under jit: shapes depend on the grid alone.
+    unknown. The program can be evaluated under jit: shapes depend on the grid alone.
     """
     env: dict[int, Abstract] = {v.id: grid.of(v.id) for v in program.inputs[1:]}
     # Points by id: arrays of four dims that broadcast to one number a block.
@@ -148,10 +147,8 @@ def _operation(op: Op, args: list[Abstract], env: Mapping[int, Abstract], produc
     products  ids of earlier products (see the file's docstring); a sum with one of them gets a wider interval
 
     The result of an operation of DEPENDENT_ENDS whose operands share queries or keys is neither attained nor
-    contiguous. Numbers
-    are then widened for rounding, and integers that may wrap around get the range of their type. Operations and types
-    without a rule
-    give `unknown`, which decides nothing.
+    contiguous. Numbers are then widened for rounding, and integers that may wrap around get the range of their type.
+    Operations and types without a rule give `unknown`, which decides nothing.
     """
     if op.out.linear is not None:
         exact = _interval_of_linear(op.out, env)
@@ -197,10 +194,8 @@ def _interval_of_linear(val: Val, env: Mapping[int, Abstract]) -> Interval | Non
     env   what is known of the inputs and of earlier values, by id
 
     Better than the rule of the operation, because q and kv appear once each in the affine function: (q - kv) + q would
-    count q
-    twice. It is contiguous if neither coefficient of q and kv exceeds 1 in magnitude. None where the range of the value
-    is unknown
-    or a term's interval has ends that may not be attained.
+    count q twice. It is contiguous if neither coefficient of q and kv exceeds 1 in magnitude. None where the range of
+    the value is unknown or a term's interval has ends that may not be attained.
     """
     linear = val.linear
     assert linear is not None

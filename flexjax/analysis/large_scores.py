@@ -37,8 +37,7 @@ def may_be_large(program: Program | None) -> bool:
     of the file.
 
     program   the score program; None stands for the identity, whose scores are moderate. A literal of magnitude LARGE
-              or more
-              gives True wherever the program has it
+              or more gives True wherever the program has it
     """
     if program is None:
         return False
@@ -60,9 +59,8 @@ def may_be_large_product(program: Program | None) -> bool:
     program   the score program; None stands for the identity, which gives False, as does a result that is a literal
 
     Negations and conversions after the product do not count. A `Call` counts as a product, because its jaxpr may end in
-    one. A
-    compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance prevents
-    this.
+    one. A compiler may fuse the product with the subtraction of the maximum into an FMA; tile_math.exact_distance
+    prevents this.
     """
     if program is None or not may_be_large(program):
         return False
@@ -107,9 +105,8 @@ def _operand_range(step: Op, number: int, known: dict[int, Range]) -> Range:
     known   ranges of earlier float32 values, by id
 
     A finite range is taken as it is. An infinite literal that is added or selected counts as 0. An operand of `mul` or
-    `div` has
-    MODERATE_FACTOR if the other one depends on the score and it does not, or if it is a slope; any other keeps its
-    infinite range.
+    `div` has MODERATE_FACTOR if the other one depends on the score and it does not, or if it is a slope; any other
+    keeps its infinite range.
     """
     atom = step.inputs[number]
     found = range_of(atom, known)

@@ -35,10 +35,8 @@ def is_causal_like(program: Program) -> bool:
     keys.
 
     An example is q >= kv + 3: every key before a last visible key is visible, and that last key grows with the query.
-    The
-    backward pass then orders its work by the triangle of visible blocks. Masks such as q_idx - kv_idx < 512, which hide
-    early
-    keys, or a conjunction of comparisons give False. Terms of b and h do not count.
+    The backward pass then orders its work by the triangle of visible blocks. Masks such as q_idx - kv_idx < 512, which
+    hide early keys, or a conjunction of comparisons give False. Terms of b and h do not count.
     """
     (result,) = program.results
     step = next((s for s in program.steps if result in s.outs), None)
@@ -58,10 +56,8 @@ def divides_tiles(program: Program | None) -> bool:
     program   a score or mask program; None, the identity, gives False
 
     Such a division takes about a dozen instructions and several registers for each entry of a tile, so kernels that
-    count
-    registers ask this. A division by a literal is a multiplication, and a quotient that depends on b and h alone, on q
-    alone
-    or on kv alone is computed once per tile, row or column; these do not count. A quotient of q - kv does.
+    count registers ask this. A division by a literal is a multiplication, and a quotient that depends on b and h alone,
+    on q alone or on kv alone is computed once per tile, row or column; these do not count. A quotient of q - kv does.
     """
     return program is not None and any(
         isinstance(step, Op)

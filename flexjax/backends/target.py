@@ -58,8 +58,7 @@ def of_device(device: Device, platform: str | None = None) -> Target:
     """The target that describes a device.
 
     platform     the platform of the lowering rule, if known, because `device.platform` is "gpu" for both CUDA and ROCm;
-                 None: by
-                 the device
+                 None: by the device
 
     A CUDA device that does not say its compute capability has "9.0" if its kind is named as a Hopper GPU, else None.
     """
@@ -101,8 +100,7 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
     platform   that the rule is registered for
 
     Where a mesh names a device, a device at hand of the same kind describes it, because it knows more; without one, the
-    target has
-    what the mesh knows. Without any device of the platform, all but `platform` is unknown.
+    target has what the mesh knows. Without any device of the platform, all but `platform` is unknown.
     """
     abstract = next((d for d in _abstract_devices(ctx) if _is_of(d, platform)), None)
     for device in _devices(ctx, platform):
@@ -116,9 +114,8 @@ def as_seen_by_pallas(target: Target) -> Iterator[None]:
     """A context in which Pallas lowers kernels for the target, which need not be a device of this process.
 
     Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets the
-    first. It
-    changes nothing if Pallas sees a device of that kind anyway, for a target of unknown kind, and for platforms but
-    "cuda" and "tpu".
+    first. It changes nothing if Pallas sees a device of that kind anyway, for a target of unknown kind, and for
+    platforms but "cuda" and "tpu".
     """
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()

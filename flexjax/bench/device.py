@@ -89,8 +89,7 @@ def _peer_result(problem: Workload, peer: str, found: dict[str, Row], folder: st
     folder   the folder of the run, which has the samples
 
     {"skipped": why} if the peer is not timed on the workload, {"failed": why} if it gave no result. Without samples of
-    the peer or
-    of the reference the result has no errors.
+    the peer or of the reference the result has no errors.
     """
     reason = _skipped(problem, peer)
     if reason:
@@ -161,8 +160,8 @@ class PeerProcess:
         """Reads new results, ends the process if time.time() is past `until`, and restarts it if it has died.
 
         The workload that it died of has failed, with the last line of its errors; all that remain have failed if its
-        exit status is 3
-        (it could not begin). A process that was ended for time is not restarted, nor one that was started four times.
+        exit status is 3 (it could not begin). A process that was ended for time is not restarted, nor one that was
+        started four times.
         """
         if not self.running:
             return
@@ -218,8 +217,7 @@ def main(argument: str) -> int:
     argument   JSON: suite, peer, problems (names) and folder, to which the samples are written
 
     A workload that raises has {"failed": why} in its line. Returns the exit status: 3 if the peer cannot be imported or
-    finds no
-    device, else 0.
+    finds no device, else 0.
     """
     task = json.loads(argument)
     by_name = {p.name: p for p in SUITES[task["suite"]]}

@@ -25,8 +25,7 @@ def markdown(rows: list[Row], peers: list[str], facts: dict[str, str], command: 
     peers                  names of the peers, in the order of the columns
 
     The columns are median times, ratios to flexjax, GFLOP/s of flexjax, peak memory and the largest error of any peer;
-    "-" where
-    there is none.
+    "-" where there is none.
     """
     others = [peer for peer in peers if peer != OWN]
     head = ["problem", "pass", *(f"{p}, ms" for p in peers), *(f"{p} / {OWN}" for p in others)]
@@ -58,8 +57,7 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
     peers                  names of the peers, in the order of the columns; those that begin with "flexjax" are ours
 
     The columns are median times, TFLOP/s of ours, speed of ours over the fastest other peer, seconds of the first call,
-    and
-    errors; "-" where there is none.
+    and errors; "-" where there is none.
     """
     others = [peer for peer in peers if not peer.startswith(OWN)]
     own = [peer for peer in peers if peer.startswith(OWN)]

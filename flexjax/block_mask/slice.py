@@ -24,15 +24,12 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
     """The part of a block mask that BlockMask.__getitem__ selects by `index`, as Parts.
 
     index      at most three parts (batch entries, heads, query blocks) and an Ellipsis; parts that are left out select
-               all. An int
-               keeps its axis, with one element
+               all. An int keeps its axis, with one element
     mask_mod   which entries of the mask's partial blocks are visible, a function of scalars (b, h, q_idx, kv_idx) in
-               the
-               coordinates of `mask`
+               the coordinates of `mask`
 
     The mask of the result is traced in its own coordinates (`_shifted`), and concrete lists are cut to the longest
-    selected row.
-    Raises ValueError for an index that does not fit.
+    selected row. Raises ValueError for an index that does not fit.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [p for p in parts if p is Ellipsis]:

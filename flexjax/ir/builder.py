@@ -138,8 +138,7 @@ class Builder:
         params   static parameters of the primitive; those that are None are dropped
 
         A result that may wrap around has no linear form, and no range unless its type has at most 16 bits. Where q and
-        kv cancel out of
-        the linear form, the value is computed from that form instead.
+        kv cancel out of the linear form, the value is computed from that form instead.
         """
         inputs = tuple(inputs)
         name = jnp.dtype(dtype).name
@@ -299,10 +298,8 @@ class Builder:
         """Folds a sum, product or division of two operands by identities such as x * 1 = x; None where none applies.
 
         Float identities are used only where they keep the bits (x * 1, x / 1) or, for `simplify.regrouped`, change one
-        rounding. For
-        integers also x + 0, x - 0, `rem`, `div` and `floormod` by a literal 0, and a remainder that the ranges show to
-        be x; `div` and
-        `rem` of numbers that are not negative become floordiv and floormod.
+        rounding. For integers also x + 0, x - 0, `rem`, `div` and `floormod` by a literal 0, and a remainder that the
+        ranges show to be x; `div` and `rem` of numbers that are not negative become floordiv and floormod.
         """
         a, b = inputs
         if prim == "mul":

@@ -63,12 +63,10 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
     program   the program
     tile      the region, which decides the form of values
     want      for each result the axes to which it is spread; by default the axes that the result itself has. A literal
-              is
-              never spread
+              is never spread
 
     An Op that makes a function of q - kv of operands that are none is computed by `diagonal`. Returns the values of the
-    program's
-    results, in order.
+    program's results, in order.
     """
     env: dict[int, Array] = {}
     spread: dict[tuple[int, Axes], Array] = {}

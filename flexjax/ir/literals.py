@@ -16,8 +16,7 @@ def literal(value: object, dtype: DTypeLike) -> Lit:
     dtype's name.
 
     The value is converted as by numpy's `astype`: a float is rounded to the dtype, and to inf if it is too large; an
-    integer
-    that is too large wraps around.
+    integer that is too large wraps around.
     """
     name = jnp.dtype(dtype).name
     with np.errstate(over="ignore"):
@@ -35,10 +34,9 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
     """Constant folding: the result of the operation `prim` on operands that are all literals, as a literal of `dtype`.
 
     None if the operation is left to the device. Integer and boolean arithmetic is folded unless it overflows or divides
-    by 0, or has
-    no rule. Conversions of integers and bools are folded, those that do not fit with wrap-around. Float arithmetic is
-    left to the
-    device, which may round differently; only conversions of a float literal are folded, where `_converts_alike`.
+    by 0, or has no rule. Conversions of integers and bools are folded, those that do not fit with wrap-around. Float
+    arithmetic is left to the device, which may round differently; only conversions of a float literal are folded, where
+    `_converts_alike`.
     """
     if any(not (is_integer(a.dtype) or a.dtype == "bool") for a in inputs):
         if prim == "convert_element_type" and isinstance(inputs[0], Lit) and _converts_alike(inputs[0].value, dtype):

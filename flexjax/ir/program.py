@@ -367,8 +367,7 @@ def classify_load(load: Load) -> LoadClass:
     """Derives the load class of a load from the axes and the linear forms of its index atoms.
 
     It is contiguous if the dims that are not "uniform" are: none for a scalar, "q" for a row, "kv" for a column,
-    "delta" or "-delta"
-    for a diagonal, "q" and "kv" for a tile.
+    "delta" or "-delta" for a diagonal, "q" and "kv" for a tile.
     """
     dims = tuple(_dim_kind(a) for a in load.index)
     axes: Axes = frozenset().union(*(axes_of(a) for a in load.index)) - UNIFORM

@@ -96,8 +96,7 @@ def range_result(prim: str, inputs: tuple[Atom, ...], dtype: str, params: dict[s
 
     prim     name of the operation
     inputs   its operands; for max and min an operand of unknown range has that of the dtype, for any other operation it
-             makes the
-             result unknown
+             makes the result unknown
     dtype    dtype name of the result; None is returned unless it is an integer type
     params   static parameters of the operation; no rule depends on them
 

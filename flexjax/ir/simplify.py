@@ -61,9 +61,8 @@ def regrouped(inputs: tuple[Atom, ...], definition: Definition) -> tuple[Atom, A
     definition   from an atom to the Op that computes it
 
     Returns (score, inner, outer), so that the caller can compute score * (inner * outer); None for any other product,
-    and where
-    the product of the factors could reach LARGEST or fall to its reciprocal. `score` is any value that depends on the
-    score.
+    and where the product of the factors could reach LARGEST or fall to its reciprocal. `score` is any value that
+    depends on the score.
     """
     for outer, factor in (inputs, inputs[::-1]):
         op = definition(outer)

@@ -71,10 +71,8 @@ def split_dims(programs: Sequence[Program], sizes: Mapping[str, int]) -> tuple[D
     sizes      the number of batch entries ("b") and of query heads ("h") of the whole call
 
     A dimension is split along b (h) if its length is sizes["b"] (sizes["h"]), every load of the array, in every
-    program, indexes
-    it with plain b (h), and no `Call` takes the array whole. An array that nothing loads is not split. Of several
-    dimensions that
-    qualify for one axis, only the first is split.
+    program, indexes it with plain b (h), and no `Call` takes the array whole. An array that nothing loads is not split.
+    Of several dimensions that qualify for one axis, only the first is split.
     """
     if not programs:
         return ()
@@ -103,8 +101,7 @@ def share_of_program(programs: Sequence[Program], share: Share) -> SharePrograms
     programs   programs that have the same captured arrays, such as a score program and its derivative
 
     A start is added for an axis that the share divides and that some program uses other than as the index of a split
-    dimension; all
-    programs then have its scalar among their captured arrays.
+    dimension; all programs then have its scalar among their captured arrays.
     """
     dims = split_dims(programs, share.wholes)
     starts = tuple(

@@ -86,12 +86,10 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         inference       True: no dropout; None: as the layer was built
         deterministic   equinox's old name of `inference`, which it replaces if given, with a DeprecationWarning
         process_heads   a function from the projected query, key and value heads, [T or S, num_heads, size] each, to
-                        arrays of
-                        the same shapes, such as rotary embeddings
+                        arrays of the same shapes, such as rotary embeddings
 
         Raises ValueError if value has other tokens than key_, for a mask that does not fit, for a process_heads that
-        changes shapes, and
-        for dropout without a key.
+        changes shapes, and for dropout without a key.
         """
         if deterministic is not None:
             inference = deterministic

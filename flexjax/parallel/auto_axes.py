@@ -89,8 +89,8 @@ class Call:
         flat    the device's parts of the arguments of the primitive
 
         Returns the device's parts of the results. A gradient has the shape of the device's part of its operand (a
-        device that uses some
-        of its key heads has 0 for the others) and is summed over the devices that hold the same part.
+        device that uses some of its key heads has 0 for the others) and is summed over the devices that hold the same
+        part.
         """
         problem, plan, n = self.problem, self.problem.plan, self.problem.structure.num_leaves
         own_problem, own = share_of(problem, problem.operands(flat[:n]), split)

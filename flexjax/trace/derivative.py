@@ -44,8 +44,7 @@ def replay_inlined(source: Program, sizes: tuple[int, int, int, int]) -> tuple[L
     """Appends the steps of the source program to a new builder, with custom functions replaced by their bodies.
 
     Returns the translation (Lowering) that has the new builder, and what became of the old values and loads. The
-    captured arrays
-    of the source keep their numbers; those of the bodies follow.
+    captured arrays of the source keep their numbers; those of the bodies follow.
     """
     lowering = Lowering(Builder(sizes, source.inputs[SCORE].dtype), inline_constants=True)
     builder = lowering.builder
@@ -69,8 +68,7 @@ def inline_custom(source: Program, sizes: tuple[int, int, int, int]) -> tuple[Pr
     stop_gradient.
 
     Returns (program, arrays that such bodies captured); the program reads these arrays after those of `source`. Without
-    custom
-    functions and stop_gradient it is `source` itself, with no arrays.
+    custom functions and stop_gradient it is `source` itself, with no arrays.
     """
     if not custom_calls(source) and not stops_gradients(source):
         return source, ()
@@ -85,9 +83,8 @@ def derivative_program(source: Program, sizes: tuple[int, int, int, int]) -> tup
     floating arrays.
 
     Returns (program, arrays that it reads beyond those of `source`): those of inline_custom(source) and those that
-    derivative
-    rules captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole floating
-    array.
+    derivative rules captured. Raises ModError where JAX cannot differentiate the mod, and where a Call reads a whole
+    floating array.
     """
     lowering, found = replay_inlined(source, sizes)
     for call in source.calls:

@@ -117,8 +117,7 @@ def is_jnp_function(function: Callable[..., jax.Array], jaxpr: jex_core.Jaxpr) -
     the two are compared as text.
 
     False for a jaxpr with other than two operands or with a first result that is no integer. A name is not enough,
-    because a
-    function of the user may have the same name and compute something else. Answers are remembered.
+    because a function of the user may have the same name and compute something else. Answers are remembered.
     """
     avals = [aval_of(v) for v in jaxpr.invars]
     if len(avals) != 2 or not jnp.issubdtype(aval_of(jaxpr.outvars[0]).dtype, jnp.integer):

@@ -123,10 +123,8 @@ def parts(value: object) -> Iterator[object]:
     """Yields the values that a function, container or callable object is made of and that a copy can replace.
 
     Those of a partial are its function and arguments; of a method its function and its object's attributes; of a
-    function the
-    contents of its closure, its defaults and `names_used`; of a tuple, list or dict (no subclass) its items or values;
-    of a plain
-    callable object its `__call__` and attributes. Any other value has none.
+    function the contents of its closure, its defaults and `names_used`; of a tuple, list or dict (no subclass) its
+    items or values; of a plain callable object its `__call__` and attributes. Any other value has none.
     """
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
@@ -210,8 +208,7 @@ class Lift:
         """The copy of any value, or the value itself if it reaches no array that has to be replaced.
 
         A numpy array becomes a View of the same memory; a split array an unsplit one. Copies of functions, lists and
-        dicts are
-        recorded before their contents are copied, so that a value may contain itself.
+        dicts are recorded before their contents are copied, so that a value may contain itself.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -257,8 +254,8 @@ class Lift:
         """Copies a Python function, with copies of what its closure, its defaults and the globals that it uses contain.
 
         The copy shares the original's globals if none of those that the function uses reaches an array; otherwise it
-        gets the one copy
-        of these globals that all such functions of a file share. Variables of its closure without a value stay without.
+        gets the one copy of these globals that all such functions of a file share. Variables of its closure without a
+        value stay without.
         """
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         names = names_used(function)

@@ -109,8 +109,7 @@ class Lowering:
         """Translates a jaxpr; returns the values of its results.
 
         jaxpr          the jaxpr, whose equations are translated in order; its scalar literals become literals of the
-                       program, its
-                       literal arrays known values
+                       program, its literal arrays known values
         consts, args   the values of its constants and of its inputs
         """
         env: dict[object, Value] = {}
@@ -134,18 +133,13 @@ class Lowering:
         """Translates one equation on the values `args`; returns the values of its results.
 
         An equation whose operands are all known values or literals is computed outside of the kernel, unless it has
-        only literals
-        and scalar results. A primitive of SAME, or of CASTS with a known operand and no lazy one, returns its operands.
-        An elementwise
-        primitive becomes an operation for each element. A nested function is inlined. So is one with a derivative rule
-        of its own, but
-        with `keep_custom` it becomes a Call. Any other primitive has a rule; where there is none, or the rule returns
-        None, the equation
-        becomes a Call.
+        only literals and scalar results. A primitive of SAME, or of CASTS with a known operand and no lazy one, returns
+        its operands. An elementwise primitive becomes an operation for each element. A nested function is inlined. So
+        is one with a derivative rule of its own, but with `keep_custom` it becomes a Call. Any other primitive has a
+        rule; where there is none, or the rule returns None, the equation becomes a Call.
 
         Raises ModError for collectives and callbacks, whatever their operands, and for an equation inside the kernel
-        that reads an
-        array of symbolic shape.
+        that reads an array of symbolic shape.
         """
         name = eqn.primitive.name
         if name in COLLECTIVES:
@@ -190,8 +184,8 @@ class Lowering:
         args   the values of its operands: known values, or literals as arrays of one atom
 
         Operands that are tracers, and inside shard_map an inner jaxpr whose types vary over mesh axes, make the
-        equation part
-        of the caller's trace; a nested function there is translated by its body. Everything else is computed at once.
+        equation part of the caller's trace; a nested function there is translated by its body. Everything else is
+        computed at once.
         """
         values = [jnp.full(a.shape, a.item().value, jnp.dtype(a.item().dtype)) if is_atoms(a) else a for a in args]
         run = equation_function(eqn)
@@ -214,8 +208,7 @@ class Lowering:
         args     the values of its inputs
 
         Where `taken` is False, no derivative enters the branch: it would be zero times the derivative of the branch,
-        which is
-        NaN where that is infinite (the square root of a negative number).
+        which is NaN where that is infinite (the square root of a negative number).
         """
         if not self.keep_custom:
             return self.run(closed.jaxpr, closed.consts, args)
@@ -320,9 +313,8 @@ class Lowering:
         index   one int32 atom for each dimension, in bounds
 
         An array known to repeat one literal gives that literal. A complex element is made of loads of its two parts.
-        Inside branches of
-        `cond` the derivative of the element is stopped where they are not taken. Raises ModError for an array of random
-        keys.
+        Inside branches of `cond` the derivative of the element is stopped where they are not taken. Raises ModError for
+        an array of random keys.
         """
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             parts = tuple(self.load(part, index) for part in self.complex_parts(array))
@@ -383,12 +375,9 @@ class Lowering:
         args   the values of the operands
 
         Only backends that map a jaxpr over a tile run a Call. A known array that a loop reads, or one of more than
-        MAX_UNROLL
-        elements, is captured and passed whole; all other operands are atoms. A function with a derivative rule of its
-        own keeps its
-        body, and operands of it that `split_closed_over` finds are no operands of the Call. Raises ModError for a
-        result of more than
-        MAX_ELEMENTS elements.
+        MAX_UNROLL elements, is captured and passed whole; all other operands are atoms. A function with a derivative
+        rule of its own keeps its body, and operands of it that `split_closed_over` finds are no operands of the Call.
+        Raises ModError for a result of more than MAX_ELEMENTS elements.
         """
         custom = eqn.primitive.name in CUSTOM
         closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)

@@ -257,8 +257,7 @@ def _scan(self: Translation, eqn: Equation, args: list[Value]) -> list[Value] | 
     """The rule of `scan`: unrolls a loop of at most MAX_UNROLL iterations; returns the carry and the stacked results.
 
     With `reverse` the iterations run from the last; stacked results have the order of the inputs either way. None (a
-    Call) for a
-    longer loop, and for a loop without iterations that has stacked results.
+    Call) for a longer loop, and for a loop without iterations that has stacked results.
     """
     p = eqn.params
     if p["length"] > MAX_UNROLL:

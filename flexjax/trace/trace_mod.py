@@ -60,8 +60,8 @@ def trace_score_mod(score_mod: Callable, sizes: Sizes, score_dtype: str = "float
     score_dtype   dtype name of the score that the function gets and of the result of the program
 
     A score_mod without a derivative, such as one whose custom function takes a whole array, is no error: `why_not` says
-    why.
-    Raises ModError if the function cannot be called, traced or translated, or returns anything but one floating scalar.
+    why. Raises ModError if the function cannot be called, traced or translated, or returns anything but one floating
+    scalar.
     """
     traced = _trace("score_mod", score_mod, SCORE_ARGUMENTS, score_dtype)
     out = traced.closed.out_avals[0]
@@ -146,8 +146,7 @@ def _lowered(
     traced        the jaxpr
     sizes         (batch, heads, q_len, kv_len)
     score_dtype   of a score_mod, whose jaxpr has the score as its first input: the dtype of the score and of the
-                  result; else
-                  None
+                  result; else None
     keep_custom   whether custom functions stay whole, as Calls; they are inlined otherwise
 
     Raises ModError, with `name` before the reason, for a jaxpr that cannot be translated.
@@ -170,8 +169,7 @@ def _finish(lowering: Lowering, result: Atom) -> tuple[Program, tuple[jax.Array,
     reads.
 
     lowering   the translation; steps that the result does not need are left out, captured arrays that no step reads are
-               dropped,
-               and the others are renumbered
+               dropped, and the others are renumbered
     """
     program = lowering.builder.finish([result])
     check(program)
@@ -223,10 +221,8 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     arguments   the names of its arguments; "score" has the dtype `score_dtype`, all others are int32
 
     Raises ModError, with what to do in a sentence, if the function does not take these arguments, uses a tracer as a
-    Python number,
-    in numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or returns anything but
-    one scalar.
-    Any other error of the function is passed on.
+    Python number, in numpy or with an attribute that tracers lack, decides in Python on one, has side effects, or
+    returns anything but one scalar. Any other error of the function is passed on.
     """
     check_callable(name, mod, arguments)
     index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -277,8 +273,7 @@ def _jaxpr_of(mod: Callable, avals: list[jax.ShapeDtypeStruct]) -> Traced:
     jaxpr.
 
     Where the copy with views of its numpy arrays (lift_numpy.View) raises TypeError, the mod itself is traced, with its
-    arrays as
-    they are.
+    arrays as they are.
     """
     lifted, split = lift_numpy(mod)
     try:

@@ -67,10 +67,8 @@ def cells(rows_of: Callable[[Array, Array], tuple[Array, Array]], h: int, q_len:
     block.
 
     rows_of         from a head and the positions of some queries to (values, visible), both [number of queries,
-                    kv_len];
-                    called with int32 arrays of one shape, so that a jitted function compiles once for all rows and
-                    heads; the
-                    last query is repeated to fill the last array, and is counted once
+                    kv_len]; called with int32 arrays of one shape, so that a jitted function compiles once for all rows
+                    and heads; the last query is repeated to fill the last array, and is counted once
     h               the head
     q_len, kv_len   number of queries and of keys
 

@@ -49,8 +49,7 @@ def mask(
     title           above the panels; the name of mask_mod by default, "mask" for a lambda
 
     Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept.
-    Returns a
-    matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
+    Returns a matplotlib Figure. Raises ValueError for a wrong number of labels, ImportError without matplotlib.
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 
@@ -117,8 +116,7 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
     drawn        the keywords of `scores`
 
     Raises TypeError for another keyword, ValueError for a layout, shapes, a batch entry or head that do not fit, and
-    what `_figure`
-    raises.
+    what `_figure` raises.
     """
     unknown = sorted(set(drawn) - set(Drawn.__annotations__))
     if unknown:
@@ -190,12 +188,10 @@ def _figure(
     tokens    labels of the keys, one for each; None for positions
     title     above the panels
     unit      what a cell shows: "kept" (colours from 0 to 1), "score" (from the least to the greatest) or "weight" (the
-              square
-              root, from 0 to the greatest)
+              square root, from 0 to the greatest)
 
     There is a colour bar, but not for "kept" token by token. Raises ImportError without matplotlib, ValueError for a
-    wrong number of
-    labels.
+    wrong number of labels.
     """
     try:
         from matplotlib import colormaps

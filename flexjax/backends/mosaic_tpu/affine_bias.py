@@ -85,8 +85,8 @@ def separate_bias(program: Program) -> SeparatedScore | None:
         """Adds sign * factors * atom, summand by summand, to `scales` (of s) and `terms`.
 
         Sums, negations and products with an atom of b and h alone are taken apart; anything else without s is one term.
-        False if s
-        occurs in the atom otherwise than in a summand that is s times literals, or if a summand is not float32.
+        False if s occurs in the atom otherwise than in a summand that is s times literals, or if a summand is not
+        float32.
         """
         if isinstance(atom, Val) and atom.id == ir.SCORE:
             if all(isinstance(f, Lit) for f in factors):
@@ -161,10 +161,8 @@ def strip_bias(separated: SeparatedScore, values: Sequence[jax.Array], view: Str
     view     where the strip lies
 
     Affine values are not among `values`: they are computed from the positions of the strip. Their part of q is the row
-    term, their
-    part of kv and the value at the strip's first element are added to the tile (to the row term if kv has no part). All
-    other terms
-    are added to the tile.
+    term, their part of kv and the value at the strip's first element are added to the tile (to the row term if kv has
+    no part). All other terms are added to the tile.
     """
     known = dict(zip(separated.atoms, values, strict=True))
     row_term: jax.Array | None = None

@@ -92,8 +92,7 @@ class DkvKernel:
         """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
         Sums of dk, dv and column reads span the visits of a key tile; those of dq span all key tiles of a key head. An
-        idle visit
-        adds nothing; the strips of a full tile are not checked.
+        idle visit adds nothing; the strips of a full tile are not checked.
         """
         order, tiles, sums = self.scores.order, self.call.tiles, refs.scratch
         visit = order.visit(refs.tables)
@@ -201,8 +200,7 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
     with_query   whether to compute dq too; the caller has checked that its sums fit VMEM
 
     What is not computed is None in the result; `columns` has only the wanted reads. Heads are those of the folded
-    arrays: dk and dv
-    are not summed over heads that `fold` repeated.
+    arrays: dk and dv are not summed over heads that `fold` repeated.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
@@ -256,8 +254,7 @@ def _dq_output(dtype: str, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps
 
     dtype    the dtype of dq, that of query
     shapes   whose `query` gives the shape of dq; where heads lie in lanes, a block is [q_len, group * dim], else
-             [group, q_len,
-             dim]
+             [group, q_len, dim]
     maps     the index maps of the grid; the block is that of the batch entry and key head of the grid step
     """
     in_lanes, group, dim = shapes.query.heads_in_lanes, shapes.group, shapes.dim

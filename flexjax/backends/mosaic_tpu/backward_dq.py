@@ -107,8 +107,7 @@ class DqKernel:
         """The body of one grid step: zeroes sums that begin here, adds the tile, writes sums that end here.
 
         Sums of a row span its visits; those along diagonals span a head and are kept in the output block. An idle visit
-        adds nothing,
-        but writes zeros to d_load of tile reads. The strips of a full tile are not checked.
+        adds nothing, but writes zeros to d_load of tile reads. The strips of a full tile are not checked.
         """
         order, tiles = self.scores.order, self.call.tiles
         visit = order.visit(refs.tables)

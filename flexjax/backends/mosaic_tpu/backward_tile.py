@@ -148,12 +148,10 @@ def _exponent_and_slopes(
 
     qk    the products q . k, not scaled, (rows, cols)
     lse   of the queries of the strip, as BackwardInputs has it; where scores may be large it is subtracted before the
-          conversion to
-          base 2
+          conversion to base 2
 
     Without a derivative program and with a separated bias the list of derivatives by reads is empty, because the kernel
-    does not
-    evaluate the whole program; ds'/ds is then 1 or the factor c of the separated score.
+    does not evaluate the whole program; ds'/ds is then 1 or the factor c of the separated score.
     """
     scale = scores.plan.scale
     if scores.score is None:

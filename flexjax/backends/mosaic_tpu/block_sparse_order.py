@@ -105,9 +105,8 @@ class BlockSparseOrder(VisitOrder):
         """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists.
 
         Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; EDGE
-        is a full tile
-        that reaches past an end of the matrix. The bit sets are int32 with one more dimension, of `words`, which may be
-        0.
+        is a full tile that reaches past an end of the matrix. The bit sets are int32 with one more dimension, of
+        `words`, which may be 0.
         """
         g = self.geometry
         marks = self._sub_block_marks(plan, lists)
@@ -138,8 +137,7 @@ class BlockSparseOrder(VisitOrder):
         c].
 
         Marks are 0 for empty, 1 for partial and 2 for full blocks, and 0 past the last block of the mask. A tile inside
-        a larger block
-        has that block's mark.
+        a larger block has that block's mark.
         """
         blocks, g = plan.blocks, self.geometry
         assert blocks is not None
@@ -179,8 +177,7 @@ class BlockSparseOrder(VisitOrder):
         chunk   number of the launch, 0 .. chunks - 1
 
         Tile rows are numbered over all launches. The lists are as long as the launch can need; entries past the number
-        of visits are
-        not read. Without bit sets, `bits` is a [1, 1] placeholder.
+        of visits are not read. Without bit sets, `bits` is a [1, 1] placeholder.
         """
         rows_per_launch = self.shape.rows_per_launch
         take = lambda x: lax.dynamic_slice_in_dim(x, chunk * rows_per_launch, rows_per_launch, 0)
@@ -237,9 +234,8 @@ class BlockSparseOrder(VisitOrder):
         grid          the indices of the grid step; batch entry, head and group member come from them where the lists
                       broadcast
         row, column   the entry's tile row, (batch, head, tile) in row-major order, and its tile's column there. The
-                      head is a key
-                      head if key-major; where the lists of a group are joined, a column is member * q_tiles + query
-                      tile
+                      head is a key head if key-major; where the lists of a group are joined, a column is member *
+                      q_tiles + query tile
 
         The group member is 0 in a query-major order.
         """
@@ -342,8 +338,7 @@ def _mark(marks: jax.Array, count: jax.Array, index: jax.Array, mark: int) -> ja
     marks stay.
 
     count, index   how many key blocks each query block lists, and their numbers (see BlockLists); numbers after the
-                   first
-                   `count`, and those out of range, mark nothing
+                   first `count`, and those out of range, mark nothing
     """
     width = index.shape[-1]
     kept = jnp.arange(width, dtype=jnp.int32) < count[..., None]

@@ -156,8 +156,7 @@ class ForwardKernel:
         in scratch.
 
         Earlier sums are rescaled to the new maximum. Entries that are hidden or past the end count as -inf, checked
-        steps only.
-        Dropout multiplies what is added to the output, not to the row sum.
+        steps only. Dropout multiplies what is added to the output, not to the row sum.
         """
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
@@ -195,9 +194,8 @@ class ForwardKernel:
         """Writes out, lse and max_scores of a row of tiles, from its sums in scratch; runs at the row's last visit.
 
         A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
-        -inf; NaN stays.
-        The strip of `step` may be any of the tile: it serves to evaluate the part of the score that all keys of a row
-        share.
+        -inf; NaN stays. The strip of `step` may be any of the tile: it serves to evaluate the part of the score that
+        all keys of a row share.
         """
         refs: Refs = step.refs
         out_ref, lse_ref, max_scores_ref = refs.outputs

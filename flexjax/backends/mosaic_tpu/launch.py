@@ -109,8 +109,7 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
     body   the kernel body, called in each grid step
 
     Launches write into the same outputs, but none can read what an earlier one wrote. A block that no visit writes is 0
-    where its
-    Output is `zeroed` or there are several chunks, and undefined otherwise.
+    where its Output is `zeroed` or there are several chunks, and undefined otherwise.
     """
     order, hoisted = call.order, call.hoisted
     inputs, input_tree = jax.tree.flatten(call.inputs)
@@ -152,8 +151,7 @@ def launch(call: KernelCall, body: Callable[[KernelRefs], None]) -> object:
 
         chunk    which chunk of the visit lists the launch visits
         before   the outputs before it; the launch writes into those that are passed through (all if there are several
-                 chunks, else
-                 those that are `zeroed`)
+                 chunks, else those that are `zeroed`)
         """
         tables, visits = order.prefetch_arrays(chunk)
         pallas_call = pl.pallas_call(

@@ -199,10 +199,8 @@ def fold(plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, ja
     """(query, key, value) in the shapes that kernels read, with the extra features folded in.
 
     query_extra and key_extra, if the plan has them, are cast to the dtypes of query and key and appended along the head
-    dim. If key
-    and key_extra have different numbers of heads, the heads of both and of value are repeated to the larger number.
-    Heads of query
-    and key are not matched otherwise (grouped heads stay grouped).
+    dim. If key and key_extra have different numbers of heads, the heads of both and of value are repeated to the larger
+    number. Heads of query and key are not matched otherwise (grouped heads stay grouped).
     """
     shapes = FoldedShapes.of(plan)
     q, k, v = operands.query, operands.key, operands.value
@@ -221,8 +219,7 @@ def sum_repeated_heads(array: jax.Array, heads: int, dim: int) -> jax.Array:
     """The gradient of an operand from that of its repeated heads: the transpose of the repetition in `fold`.
 
     Runs of equally many neighbours along dimension `dim` are summed in float32, so that `heads` remain; the dtype
-    stays. An array
-    that has `heads` already is returned as it is.
+    stays. An array that has `heads` already is returned as it is.
     """
     if array.shape[dim] == heads:
         return array

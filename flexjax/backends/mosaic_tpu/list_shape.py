@@ -44,12 +44,10 @@ def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
 
     group       query heads of one key head
     key_major   whether a tile row is a column of tiles; if each query head has block lists of its own, the column has
-                the tiles
-                of the whole group
+                the tiles of the whole group
 
     One launch takes as many tile rows as TABLE_BYTES hold, where a list entry takes 8 bytes and its two bit sets: all
-    rows if
-    they fit, else whole heads if one fits, else parts of a head, at least one row.
+    rows if they fit, else whole heads if one fits, else parts of a head, at least one row.
     """
     blocks, g = plan.blocks, geometry
     assert blocks is not None

@@ -57,8 +57,7 @@ def when_on(visit: TileVisit, kinds: frozenset[int], body: Callable[[bool], None
     """In a kernel: runs body(checked) unless the visit is idle. `checked` is False for a FULL visit, else True.
 
     kinds   the kinds of visits that can occur in the kernel's order; without FULL, no code for FULL visits is emitted.
-            Where the
-            kind is a Python int, the same for all visits, the body is emitted once without a branch
+            Where the kind is a Python int, the same for all visits, the body is emitted once without a branch
     """
     if not isinstance(visit.kind, jax.Array):
         body(visit.kind != FULL)
