@@ -20,6 +20,8 @@ separate places, and the last step of a row also computes blocks that are not th
 the time of four at a time."""
 ACCELERATOR_TILE = 1 << 25
 """Scores of a tile on other platforms: 128 MB in float32."""
+ROW_STEPS = 4
+"""Into how many steps an accelerator cuts the longest list of key blocks, so that shorter lists take fewer steps."""
 MAX_CHUNK = 8
 """The most key blocks of a list that are taken at a time, unless the options ask for more."""
 DENSE_QUERIES, DENSE_KEYS = 256, 512
@@ -105,7 +107,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads:
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
-    chunk = max(1, min(most // (area * heads * batch), widest, MAX_CHUNK)) if listed else 1
+    together = widest if on_cpu else -(-widest // ROW_STEPS)
+    chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if listed else 1
     if listed and asked_kv:
         chunk = max(1, min(asked_kv // block_kv, -(-plan.kv_len // block_kv)))
     return TileSizes(
