@@ -25,6 +25,7 @@ Modules
 Types
 
     BlockMask              what create_block_mask returns and flex_attention takes
+    Origin                 where the arrays of a call lie in a larger problem
     AuxRequest, AuxOutput  extra results: lse and the largest score of each row
     KernelOptions          tiles, order of additions, simulation
     FallbackWarning        a call on a GPU or TPU does not run on its kernels
@@ -57,6 +58,7 @@ from flexjax.types import Implementation as Implementation
 from flexjax.types import KernelOptions as KernelOptions
 from flexjax.types import Layout as Layout
 from flexjax.types import MaskMod as MaskMod
+from flexjax.types import Origin as Origin
 from flexjax.types import ScoreMod as ScoreMod
 
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "nn",
     "visualize",
     "BlockMask",
+    "Origin",
     "AuxRequest",
     "AuxOutput",
     "KernelOptions",

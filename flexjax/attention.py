@@ -5,6 +5,8 @@ primitive. A backend is chosen later, when the primitive is lowered for a platfo
 call as a note.
 
 Inputs (check_arguments.py) are the checked arrays of a call with their sizes.
+
+A plan is everything static about one call; operands are its arrays (plan/kernel_plan.py).
 """
 
 import dataclasses
@@ -18,15 +20,16 @@ import jax.numpy as jnp
 from flexjax import dispatch
 from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.block_mask.build import from_traced
+from flexjax.block_mask.build import from_traced, trace_placed_mask
 from flexjax.check_arguments import Inputs, check_block_mask, check_inputs, check_options
 from flexjax.dropout import dense_keep, dropout_program, key_words
 from flexjax.errors import add_note_once, bad_argument
+from flexjax.ir.origin import OriginTable, agree, indices_of, shift_heads, sizes_of, table_of
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 from flexjax.plan.problem import Problem
 from flexjax.reference import reference_attention
 from flexjax.trace.lift_numpy import lift_numpy
-from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
+from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import (
     ArrayArgument,
     ArrayOrShape,
@@ -36,6 +39,7 @@ from flexjax.types import (
     KernelOptions,
     Layout,
     MaskMod,
+    Origin,
     ScoreMod,
 )
 
@@ -64,6 +68,7 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
     broadcast_dropout: bool
     query_extra: A | None
     key_extra: A | None
+    origin: Origin | OriginTable | None
 
 
 DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
@@ -79,7 +84,9 @@ def flex_attention(
     return_aux: None = None,
     implementation: Implementations | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
-) -> Array: ...
+) -> Array:
+    """The type of a call without return_aux: out alone. The function itself is documented below."""
+    ...
 
 
 @typing.overload
@@ -91,7 +98,9 @@ def flex_attention(
     return_aux: AuxRequest,
     implementation: Implementations | None = None,
     **arguments: typing.Unpack[Arguments[ArrayArgument]],
-) -> tuple[Array, AuxOutput]: ...
+) -> tuple[Array, AuxOutput]:
+    """The type of a call with return_aux: (out, extra results). The function itself is documented below."""
+    ...
 
 
 def flex_attention(
@@ -113,6 +122,7 @@ def flex_attention(
     broadcast_dropout: bool = False,
     query_extra: ArrayArgument | None = None,
     key_extra: ArrayArgument | None = None,
+    origin: Origin | OriginTable | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
     """Attention with a score function and a mask function written in plain JAX.
 
@@ -135,6 +145,8 @@ def flex_attention(
     dropout_rate, dropout_key  sets each probability to 0 with this chance; the backward pass uses the same mask
     broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
+    origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
+                 made with an origin brings it along
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
@@ -164,7 +176,7 @@ def flex_attention(
     computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
     indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens
     or of the head dim is gathered, and a FallbackWarning says how many bytes.
-    Inside jax.shard_map a call sees the arrays of one device, and b, h and the positions count from 0 there.
+    Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
     sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot hold log(n) beside -1e10, so each entry's
@@ -176,6 +188,7 @@ def flex_attention(
         "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask, "scale": scale, "sinks": sinks,
         "layout": layout, "kernel_options": kernel_options, "dropout_rate": dropout_rate, "dropout_key": dropout_key,
         "broadcast_dropout": broadcast_dropout, "query_extra": query_extra, "key_extra": key_extra,
+        "origin": origin,
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
@@ -202,11 +215,13 @@ class Call:
     plan       everything static about the call
     operands   its arrays: those that the user gave, captured arrays and block lists
     score      the traced score_mod with its derivative; None if there is none or it is the identity
+    origin     where the arrays lie in the whole problem; None: at 0
     """
 
     plan: KernelPlan
     operands: Operands
     score: TracedMod | None
+    origin: OriginTable | None = None
 
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
         """The static parameter of the primitives of autodiff.py for this call.
@@ -273,8 +288,10 @@ def prepare(
     options = check_options(return_aux, get("kernel_options"))
     inputs = check_inputs(query, key, value, sinks, layout, get("query_extra"), get("key_extra"))
     scale = _scale(get("scale"), inputs)
-    sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
+    origin = _origin(get("origin"), get("block_mask"), inputs, layout)
+    own_sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
+    sizes = sizes_of(origin, own_sizes)
     score_mod = get("score_mod")
     if isinstance(scale, Array):
         # a jax scalar becomes a captured array of the score function, because a plan holds no array
@@ -284,10 +301,11 @@ def prepare(
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
     if score is not None and score.program.results[0] == score.program.inputs[0]:
         score = None  # the identity
-    block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, layout)
+    block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, origin)
     dropout = dropout_program(
         get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype, get("broadcast_dropout", False)
     )
+    score, dropout = (None if x is None else _at_origin(x, origin, own_sizes) for x in (score, dropout))
     plan = KernelPlan(
         batch=inputs.batch,
         q_heads=inputs.q_heads,
@@ -308,6 +326,7 @@ def prepare(
         extra_heads=inputs.extra_heads,
         max_scores=return_aux is not None and return_aux.max_scores,
         options=options,
+        origin=None if origin is None else origin.layout,
     )
     operands = Operands(
         query=inputs.query,
@@ -320,12 +339,52 @@ def prepare(
         mask_captures=() if block_mask is None else block_mask.captures,
         dropout_captures=() if dropout is None else dropout.arrays,
         lists=None if block_mask is None else _lists(block_mask),
+        origin=None if origin is None else origin.starts,
     )
-    return Call(plan, operands, score)
+    return Call(plan, operands, score, origin)
+
+
+def _origin(
+    given: Origin | OriginTable | None, block_mask: BlockMask | None, inputs: Inputs, layout: Layout
+) -> OriginTable | None:
+    """The origin of the call: the one given or that of the block mask. Raises ValueError where they differ."""
+    origin = table_of(given, inputs.batch, (inputs.q_len, inputs.kv_len))
+    if block_mask is None:
+        return origin
+    check_block_mask(block_mask, inputs, layout)
+    if origin is None:
+        return block_mask.origin
+    if block_mask.origin is None:
+        if block_mask.program is None:
+            sizes = block_mask.block_size
+            if origin.layout is not None and not origin.layout.tile_fits(*sizes):
+                raise bad_argument(
+                    "block_mask", f"made of blocks of {sizes}", "blocks that divide the runs of the origin",
+                    "Use smaller blocks.",
+                )  # fmt: skip
+            return origin  # lists alone, which count from 0 in the arrays of the call
+        raise bad_argument(
+            "block_mask", "made without an origin beside `origin`", "one made with the same origin",
+            "Pass origin= to create_block_mask too.",
+        )  # fmt: skip
+    if not agree(origin, block_mask.origin):
+        raise bad_argument(
+            "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
+        )
+    return origin
+
+
+def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, int, int, int]) -> TracedMod:
+    """The traced mod of a call of these sizes (batch, heads, q_len, kv_len), which reads b and h of the whole problem."""
+    given = [p for p in (traced.program, traced.derivative) if p is not None]
+    programs, more = shift_heads(given, origin, *sizes[:2])
+    derivative = None if traced.derivative is None else programs[1]
+    return dataclasses.replace(traced, program=programs[0], derivative=derivative, arrays=(*traced.arrays, *more))
 
 
 def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product: a float, which the plan holds, or a jax scalar, which becomes a captured array.
+    """The factor of the dot product, from the argument scale: a float, which the plan holds, or a jax scalar, which becomes a
+    captured array. None gives 1 / sqrt(head dim).
 
     Raises ValueError for a number that is not finite and for an array that is no real scalar.
     """
@@ -365,7 +424,10 @@ def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
 
 
 def _block_mask(
-    mask_mod: MaskMod | None, block_mask: BlockMask | None, inputs: Inputs, layout: Layout
+    mask_mod: MaskMod | None,
+    block_mask: BlockMask | None,
+    inputs: Inputs,
+    origin: OriginTable | None,
 ) -> BlockMask | None:
     """The block mask of the call: the one given, or one computed from mask_mod; None if neither is given.
 
@@ -377,17 +439,17 @@ def _block_mask(
             "restrict it further, build one of and_masks(block_mask.mask_mod, mask_mod)."
         )
     if block_mask is not None:
-        check_block_mask(block_mask, inputs, layout)
         return block_mask
     if mask_mod is None:
         return None
     sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
-    traced = trace_mask_mod(mask_mod, sizes)
+    traced = trace_placed_mask(mask_mod, sizes, origin)
     heads = (
         inputs.batch if traced.program.reads("b") else 1,
         inputs.q_heads if traced.program.reads("h") else 1,
     )
-    return BlockMask.of(from_traced(traced, heads, (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)))
+    lengths = (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)
+    return BlockMask.of(from_traced(traced, heads, lengths, origin=origin))
 
 
 def _layout(mask: BlockMask) -> BlockLayout:
@@ -411,15 +473,20 @@ def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
     plan, operands, get = call.plan, call.operands, arguments.get
     score_mod, mask_mod, block_mask = get("score_mod"), get("mask_mod"), get("block_mask")
     scale, rate, keep = get("scale"), float(get("dropout_rate", 0.0)), None
+    origin = call.origin
+    indices = None
+    if origin is not None:
+        indices = indices_of(origin, (plan.batch, plan.q_heads, plan.q_len, plan.kv_len))
     if plan.dropout is not None:
         shape = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-        keep = dense_keep(key_words(get("dropout_key")), rate, shape, get("broadcast_dropout", False))
+        keep = dense_keep(key_words(get("dropout_key")), rate, shape, get("broadcast_dropout", False), indices)
     out, lse, top = reference_attention(
         operands.query,
         operands.key,
         operands.value,
         score_mod=None if score_mod is None else lift_numpy(score_mod)[0],
         mask_mod=None if mask_mod is None else lift_numpy(mask_mod)[0],
+        indices=indices,
         mask=None if block_mask is None else block_mask.to_mask(),
         scale=scale if isinstance(scale, Array) else plan.scale,
         sinks=operands.sinks,

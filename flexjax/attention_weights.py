@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from flexjax.attention import flex_attention
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.errors import bad_argument
-from flexjax.types import Layout, MaskMod, ScoreMod
+from flexjax.ir.origin import OriginTable
+from flexjax.types import Layout, MaskMod, Origin, ScoreMod
 
 Array = jax.Array
 
@@ -24,6 +25,7 @@ def attention_weights(
     scale: float | Array | None = None,
     sinks: Array | None = None,
     layout: Layout = "BTNH",
+    origin: Origin | OriginTable | None = None,
 ) -> Array:
     """softmax(where(mask, score_mod(scale * query . key), -inf)) as an array, [B, N, T, S].
 
@@ -31,8 +33,8 @@ def attention_weights(
     The other arguments are those of flexjax.flex_attention. With `sinks` a row adds up to less than 1. A row in which nothing is
     visible is 0.
 
-    Returns float32 (float64 for float64 inputs), differentiable like flex_attention. Memory is O(B N T S), so this is for debugging and
-    pictures. Raises ValueError for arguments that do not fit and for a matrix of more than 2^28 entries.
+    Returns float32 (float64 for float64 inputs), differentiable like flex_attention. Memory is O(B N T S), so this is for
+    debugging and pictures. Raises ValueError for arguments that do not fit and for a matrix of more than 2^28 entries.
     """
     tokens, head = (1, 2) if layout == "BTNH" else (2, 1)
     kv_len = key.shape[tokens]
@@ -58,6 +60,7 @@ def attention_weights(
         scale=scale,
         sinks=sinks,
         layout=layout,
+        origin=origin,
         implementation="reference",
     )
     return jnp.swapaxes(out, 1, 2) if layout == "BTNH" else out

@@ -14,6 +14,9 @@ A candidate is a tile that the backend proposes for a pass: a dict of KernelOpti
 
 A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again. A Run
 (dispatch.py) is the backend that was chosen for the call, with its plan and target.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod.
 """
 
 import dataclasses
@@ -138,7 +141,7 @@ def autotune(
 
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                 dropout_key, broadcast_dropout, query_extra, key_extra; random numbers are timed in place of a
+                 dropout_key, broadcast_dropout, query_extra, key_extra, origin; random numbers are timed in place of a
                  jax.ShapeDtypeStruct. The first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed

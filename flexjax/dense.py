@@ -18,9 +18,10 @@ from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.parts import parts_of
 from flexjax.ir.evaluate_scalars import call_program
+from flexjax.ir.origin import OriginTable, indices_of
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
-from flexjax.reference import reference_attention
+from flexjax.reference import over_entries, reference_attention
 
 Array = jax.Array
 
@@ -59,6 +60,7 @@ class DenseBackend:
             layout=plan.layout,
             query_extra=operands.query_extra,
             key_extra=operands.key_extra,
+            indices=_indices(plan, operands),
             **_dropout(plan, operands),
         )
         dtype = plan.score_dtype
@@ -128,11 +130,19 @@ def _dropout(plan: KernelPlan, operands: Operands) -> dict:
     if program is None:
         return {}
     multiplier = lambda *at: call_program(program, operands.dropout_captures, at)
-    for axis in (3, 2, 1, 0):
-        multiplier = jax.vmap(multiplier, in_axes=tuple(0 if n == axis else None for n in range(4)))
-    sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-    factors = multiplier(*(jnp.arange(n, dtype=jnp.int32) for n in sizes))
+    factors = over_entries(multiplier)(*_indices(plan, operands))
     return {"dropout_keep": factors > 0, "dropout_rate": 1.0 - 1.0 / jnp.max(factors, initial=1.0)}
+
+
+def _indices(plan: KernelPlan, operands: Operands) -> list[Array]:
+    """b, h, q and kv that the programs see, int32 of 4 dims that broadcast to [B, N, T, S]."""
+    sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    return indices_of(_origin(plan, operands), sizes)
+
+
+def _origin(plan: KernelPlan, operands: Operands) -> OriginTable:
+    """The origin of the queries and keys; that of the batch and the heads is in the programs."""
+    return OriginTable(None, None, operands.origin, plan.origin, (0, 0, 0, 0))
 
 
 def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
@@ -150,4 +160,6 @@ def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
     arrays = [e if x is None else x for x, e in zip(lists, empty, strict=True)]
     sizes, widths = (blocks.block_q, blocks.block_kv), (blocks.partial_t, blocks.full_t)
     captures, lengths = tuple(operands.mask_captures), (plan.q_len, plan.kv_len)
-    return BlockMask.of(parts_of(arrays, captures, plan.mask, lengths, sizes, widths, blocks.from_user_lists))
+    origin = None if plan.origin is None else _origin(plan, operands)
+    parts = parts_of(arrays, captures, plan.mask, lengths, sizes, widths, blocks.from_user_lists, origin)
+    return BlockMask.of(parts)

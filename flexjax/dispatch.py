@@ -5,6 +5,9 @@ call runs where its arrays are. `runs_everywhere` is asked before. Each backend 
 are kept for errors, for `explain` and for the warning that a call on a GPU or TPU left its kernels.
 
 Which of its kernels a backend launches is the backend's own choice.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import contextlib
@@ -18,7 +21,7 @@ from collections.abc import Callable, Sequence
 from flexjax.backends.base import Backend
 from flexjax.backends.target import Target
 from flexjax.dense import DenseBackend
-from flexjax.errors import FallbackWarning, bad_argument
+from flexjax.errors import FallbackWarning, bad_argument, stacklevel_of_user
 from flexjax.ir.program import Program
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
@@ -262,6 +265,6 @@ def warn_of_fallback(problem: Problem, which: str, run: Run) -> None:
         f"The {which} of a call runs on {name}, not on the kernels of {kernels}, for {run.target.name}. {why} To get the "
         f"kernels, change what is refused; to run on {name} without this warning, pass implementation={asked!r}. {problem.call}",
         FallbackWarning,
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     _warned.add(key)  # after the warning, so that a warning that is turned into an error is raised at the next call too

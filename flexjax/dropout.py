@@ -5,6 +5,8 @@ same hash again. Two words of the key seed a hash of (b, h); queries and keys ar
 the last mixing runs for each entry. The mixing function is "lowbias32" (C. Wellons, Hash Prospector, 2018).
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,11 +95,20 @@ def key_words(key: object) -> Array:
     return jnp.stack([data[0] ^ mix(data[2]), data[1] ^ mix(data[3])]) if data.shape[0] >= 4 else data[:2]
 
 
-def dense_keep(words: Array, rate: float, shape: tuple[int, int, int, int], broadcast: bool = False) -> Array:
-    """`kept` at every entry, for the dense reference: bool [B, N, T, S], or [1, 1, T, S] if `broadcast`.
+def dense_keep(
+    words: Array,
+    rate: float,
+    shape: tuple[int, int, int, int],
+    broadcast: bool = False,
+    indices: Sequence[Array] | None = None,
+) -> Array:
+    """`kept` at every entry, for the dense reference: bool that broadcasts to [B, N, T, S].
 
     words, rate   as for `kept`; shape: B, N, T, S
+    indices       b, h, q_idx and kv_idx, int32 of 4 dims that broadcast to `shape`; None: they count from 0
     """
-    shape = (1, 1, *shape[2:]) if broadcast else shape
-    at = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
+    given = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
+    at = list(given if indices is None else indices)
+    if broadcast:
+        at[:2] = [jnp.zeros((1, 1, 1, 1), jnp.int32)] * 2
     return kept(words, float(rate), *at)

@@ -7,9 +7,31 @@ NotImplementedError  a backend cannot run this call; the default dispatch then a
 FallbackWarning      the default dispatch left the kernels of a GPU or TPU for a slower backend
 """
 
+import contextlib
+import functools
+import inspect
+import os
+import sys
+
+import jax
+
+INSIDE = (
+    *(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, jax.__file__)),
+    *(inspect.getfile(module) for module in (contextlib, functools)),
+)
+"""Beginnings of the paths of files that a user did not write: flexjax, JAX, and what their decorators call."""
+
 
 class FallbackWarning(UserWarning):
     """A pass of a call on a GPU or TPU runs outside of the kernels; the message says which pass, why and what to do."""
+
+
+def stacklevel_of_user() -> int:
+    """The `stacklevel` with which a warning of the caller names the line outside of flexjax and JAX that led to it."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def bad_argument(name: str, got: object, expected: str, todo: str) -> ValueError:

@@ -1,4 +1,8 @@
-"""`explain`: what a call of flex_attention will do and why, as text, without computing it."""
+"""`explain`: what a call of flex_attention will do and why, as text, without computing it.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod. The text is made of sections, one for each function below. A Target is the device that the call would run on.
+"""
 
 import dataclasses
 import typing
@@ -14,9 +18,11 @@ from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
+from flexjax.block_mask.slice import take
 from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
@@ -46,7 +52,7 @@ def explain(
 
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                dropout_key, broadcast_dropout, query_extra, key_extra; each array may be a jax.ShapeDtypeStruct
+                dropout_key, broadcast_dropout, query_extra, key_extra, origin; each array may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
 
@@ -134,7 +140,15 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         + (f"  extra features R={plan.extra_dim}" if plan.extra_dim else "")
         + ("  sinks" if plan.has_sinks else "")
         + ("  dropout" if plan.dropout is not None else "")
+        + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
     )
+
+
+def _runs(origin: OriginLayout) -> str:
+    """The runs of queries and keys, in words."""
+    sides = (("queries", origin.query_runs, origin.query_run), ("keys", origin.key_runs, origin.key_run))
+    each = " for each batch entry" if origin.rows > 1 else ""
+    return " and ".join(f"{name} in {n} run{'s' * (n > 1)} of {run}" for name, n, run in sides) + each
 
 
 def _programs(call: Call) -> list[str]:
@@ -176,9 +190,10 @@ def _blocks(call: Call) -> str:
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask)):
         return f"blocks: {mask!r}, known when the program runs"
     batches, heads = mask.kv_num_blocks.shape[:2]
-    first = mask if batches * heads == 1 else mask[0, 0]
+    first = mask if batches * heads == 1 else BlockMask.of(take(mask, (0, 0), mask.mask_mod))
     head = "" if batches * heads == 1 else f" (the first of {batches * heads})"
-    text = f"blocks{head}: █ full, ░ partial\n{first.to_string(48)}"
+    picture = first.to_string(48).split("\n", 1)[1]
+    text = f"blocks{head}: █ full, ░ partial\n{mask!r}\n{picture}"
     if 0 < call.plan.q_len <= DRAWN_BY_TOKEN and 0 < call.plan.kv_len <= DRAWN_BY_TOKEN:
         text += f"\nentries{head}: █ kept\n{_entries(first)}"
     return text

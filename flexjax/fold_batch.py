@@ -6,6 +6,9 @@ copy b // B. Sinks that differ between copies join the folded result afterwards,
 the copies runs in place of the folded call if a mod reads a mapped array as a whole inside a loop of its own.
 
 "Mapped" arguments are those that have the axis over which vmap maps; the others are shared by all copies.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
@@ -19,6 +22,7 @@ from jax.extend.core import Primitive
 
 from flexjax.backends import tile_math
 from flexjax.ir.fold_vmap import fold_batch
+from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.problem import Problem
@@ -158,12 +162,14 @@ def fold(call: Mapped) -> Folded:
     lead = lambda x, m: None if x is None else _lead(x, m, size)
     copies = lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape))
     lists, lists_batch = _lists(plan, operands, flags, size)
+    layout, origin = _origin(plan, operands, flags, size)
     folded = operands._replace(
         **{n: lead(getattr(operands, n), getattr(flags, n)) for n in Operands._fields[:SINKS]},
         score_captures=tuple(
             copies(x, flags.score_captures[i]) if copied[i] else x for i, x in enumerate(operands.score_captures)
         ),
         lists=lists,
+        origin=origin,
     )
     rest = []
     for index in range(call.leaves, len(call.flat)):
@@ -174,7 +180,7 @@ def fold(call: Mapped) -> Folded:
             rest.append(_lead(x, m, size))
     blocks = None if plan.blocks is None else dataclasses.replace(plan.blocks, batch=lists_batch)
     new_plan = dataclasses.replace(
-        plan, batch=size * plan.batch, score=score, mask=mask, dropout=dropout, blocks=blocks
+        plan, batch=size * plan.batch, score=score, mask=mask, dropout=dropout, blocks=blocks, origin=layout
     )
     new_problem = dataclasses.replace(problem, plan=new_plan, derivative=derivative)
     with_batch = None if call.wanted is None else sum(call.wanted[:FIRST_CAPTURE])
@@ -313,3 +319,22 @@ def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> 
         return whole.reshape(size * plan.batch, *whole.shape[2:])
 
     return jax.tree.map(spread, operands.lists, flags.lists), size * plan.batch
+
+
+def _origin(
+    plan: KernelPlan, operands: Operands, flags: Operands, size: int
+) -> tuple[OriginLayout | None, Starts | None]:
+    """The origin for the folded batch: one row if all copies and batch entries share it."""
+    layout, starts, mapped = plan.origin, operands.origin, flags.origin
+    if layout is None or starts is None or mapped is None:
+        return layout, starts
+    if layout.rows == 1 and not any(mapped):
+        return layout, starts
+
+    def spread(x: Array, has_copies: bool) -> Array:
+        whole = x if has_copies else jnp.broadcast_to(x, (size, *x.shape))
+        whole = jnp.broadcast_to(whole, (size, plan.batch, whole.shape[2]))
+        return whole.reshape(size * plan.batch, whole.shape[2])
+
+    rows = Starts(*(spread(x, bool(m)) for x, m in zip(starts, mapped, strict=True)))
+    return dataclasses.replace(layout, rows=size * plan.batch), rows

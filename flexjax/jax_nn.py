@@ -44,7 +44,9 @@ def dot_product_attention(
     *,
     return_residual: typing.Literal[False] = False,
     **options: typing.Unpack[Options],
-) -> Array: ...
+) -> Array:
+    """The type of a call without return_residual: out alone. The function itself is documented below."""
+    ...
 
 
 @typing.overload
@@ -57,7 +59,9 @@ def dot_product_attention(
     *,
     return_residual: typing.Literal[True],
     **options: typing.Unpack[Options],
-) -> tuple[Array, Array]: ...
+) -> tuple[Array, Array]:
+    """The type of a call with return_residual: (out, logsumexp). The function itself is documented below."""
+    ...
 
 
 def dot_product_attention(

@@ -77,7 +77,9 @@ def how_split(ctx: mlir.LoweringRuleContext, platform: str) -> Mesh | NoRule | N
 
 
 def _whole(because: str, todo: str) -> str:
-    """NoRule.why: that every device computes all of a call, `because` (a clause) it is so, and what `todo` (an imperative)."""
+    """The sentences of NoRule.why: that every device computes all of a call, why (`because`, a clause), and what to do about it
+    (`todo`, an imperative).
+    """
     return (
         f"Every device computes all of a call, and gathers first what is split: {because}. {todo}, to have the batch and the "
         "heads split."

@@ -32,7 +32,7 @@ class ProgressBar:
         self._draw("")
 
     def _draw(self, text: str) -> None:
-        """Replaces the line by the text."""
+        """Replaces the line on stderr by the text, if the bar is to be drawn."""
         if self.on:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()

@@ -12,7 +12,7 @@ A row without a finite score (and without a sink) has `out = 0`, `lse = -inf` an
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ def reference_attention(
     key_extra: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_keep: jax.Array | None = None,
+    indices: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention by its definition.  Shapes are for layout "BTNH"; "BNTH" swaps `T` and `N` everywhere.
 
@@ -48,6 +49,7 @@ def reference_attention(
     query_extra:  [B, T, N, R] and key_extra [B, S, M', R], `M'` divides `N`: a second dot product, added
                   to the first before scaling.
     dropout_keep: bool [B, N, T, S]; kept probabilities are divided by `1 - dropout_rate`.
+    indices:      b, h, q and kv that the mods see, int32 of 4 dims that broadcast to [B, N, T, S]; they count from 0 if None.
 
     Returns `out` [B, T, N, E] in the dtype of `query`, `lse` [B, T, N] and `max_scores` [B, T, N].  The
     last two are float32, or float64 when jax's x64 mode is on; everything inside is computed in that dtype.
@@ -64,9 +66,10 @@ def reference_attention(
         scores = scores + _dot(*(_per_query_head(x, batch, heads) for x in extra))
     scores = scores * (1.0 / math.sqrt(max(dim, 1)) if scale is None else scale)
 
-    on = _mask_everywhere(mask_mod, mask, scores.shape)
+    at = _indices(scores.shape) if indices is None else indices
+    on = _mask_everywhere(mask_mod, mask, scores.shape, at)
     if score_mod is not None and scores.size:
-        scores = _modified(score_mod, scores, on)
+        scores = _modified(score_mod, scores, on, at)
     if on is not None:
         scores = jnp.where(on, scores, -jnp.inf)
 
@@ -96,11 +99,13 @@ def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _indices(shape: tuple[int, ...]) -> list[jax.Array]:
-    """For each size n of the shape, the indices 0 .. n - 1 as an int32 vector."""
-    return [jnp.arange(n, dtype=jnp.int32) for n in shape]
+    """int32 0 .. n - 1 along each dimension of the shape, size 1 along the others."""
+    return jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in shape), indexing="ij", sparse=True)
 
 
-def _mask_everywhere(mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+def _mask_everywhere(
+    mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...], at: Sequence[jax.Array]
+) -> jax.Array | None:
     """Which entries both `mask` and `mask_mod` keep (one alone if the other is None): bool of `shape` [B, N, T, S]; None if
     neither is given.
     """
@@ -114,23 +119,28 @@ def _mask_everywhere(mask_mod: MaskMod | None, mask: jax.Array | None, shape: tu
         """mask_mod at one entry (b, h, q, kv), as a bool array."""
         return jnp.asarray(mask_mod(*at), bool)
 
-    modded = _over_entries(entry, 0)(*_indices(shape))
+    modded = jnp.broadcast_to(over_entries(entry)(*at), shape)
     return modded if on is None else on & modded
 
 
-def _over_entries(entry: Callable[..., jax.Array], leading: int) -> Callable[..., jax.Array]:
-    """vmaps a function of one entry over all entries.
+def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Maps `entry`, a function of scalars, over arrays of 4 dims, to the shape to which they broadcast.
 
-    entry     entry(*values, b, h, q, kv) -> scalar, with `leading` values (0 or 1: the score)
-
-    The result takes an array [B, N, T, S] in place of each value and four index vectors, and returns [B, N, T, S].
+    An array is mapped over its dimensions that are longer than 1 alone.
     """
-    for axis in (3, 2, 1, 0):
-        entry = jax.vmap(entry, in_axes=(0,) * leading + tuple(0 if i == axis else None for i in range(4)))
-    return entry
+
+    def mapped(*arrays: jax.Array) -> jax.Array:
+        shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
+        run, flat = entry, [x.reshape([n for n in x.shape if n > 1]) for x in arrays]
+        for axis in (3, 2, 1, 0):
+            if shape[axis] > 1:
+                run = jax.vmap(run, in_axes=tuple(0 if x.shape[axis] > 1 else None for x in arrays))
+        return run(*flat).reshape(shape)
+
+    return mapped
 
 
-def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None) -> jax.Array:
+def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, index: Sequence[jax.Array]) -> jax.Array:
     """The scores [B, N, T, S] after `score_mod`; meaningful at kept entries only, those where `on` is True (None: everywhere).
 
     Masked entries are evaluated with the score and the position of some kept entry.  At its own position a masked
@@ -142,15 +152,14 @@ def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None) -> j
         """score_mod at one entry (b, h, q, kv), in the dtype of the scores."""
         return jnp.asarray(score_mod(score, *at), scores.dtype)
 
-    index = _indices(scores.shape)
     if on is None:
-        return _over_entries(entry, 1)(scores, *index)
+        return over_entries(entry)(scores, *index)
 
     def on_kept_entries(scores: jax.Array) -> jax.Array:
         """score_mod at every entry, where masked entries take the score and the position of the first kept entry."""
         kept = jnp.unravel_index(jnp.argmax(on), on.shape)
-        grid = jnp.meshgrid(*index, indexing="ij")
-        places = [jnp.where(on, here, place) for here, place in zip(grid, kept, strict=True)]
+        grid = [jnp.broadcast_to(x, on.shape) for x in index]
+        places = [jnp.where(on, here, here[kept]) for here in grid]
         values = jnp.where(on, scores, scores[kept])
         return jax.vmap(entry)(values.ravel(), *(x.ravel() for x in places)).reshape(scores.shape)
 

@@ -123,6 +123,46 @@ class KernelOptions:
         _check_flags("kernel_options", self, ("deterministic", "interpret"))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the arrays of a call lie in the whole problem.
+
+    Mods, masks and dropout then see the indices of the whole problem: b + batch, h + head, q_idx + query[b], kv_idx + key[b], for
+    b, h, q_idx and kv_idx that count from 0 in the arrays of the call. Arrays that mods capture are those of the whole problem.
+    The key head of a query head and the lengths of the arrays stay those of the call.
+
+    batch, head   ints or int32 scalars
+    query, key    ints, int32 scalars, or int32 [B]: one for each batch entry of the call
+    whole         (batch, heads, q_len, kv_len) of the whole problem, ints, or None where unknown. With the lengths, reads such as
+                  `table[h, q_idx - kv_idx + T - 1]` are known to lie inside their arrays and stay slices; without, they become
+                  gathers, which are slower
+
+    All numbers but `whole` are operands: new ones neither trace nor compile anything, except that an int 0 for `batch` and `head`
+    is left out of the program. They may be traced, and an Origin is a pytree. Indices must not be negative, and must be below
+    2^29, or `whole`.
+
+    Example, inside jax.shard_map over an axis "sp" that splits the queries and not the keys:
+
+        me = jax.lax.axis_index("sp")
+        flexjax.flex_attention(q, k, v, mask_mod=masks.causal, origin=flexjax.Origin(query=me * q.shape[1]))
+    """
+
+    batch: int | jax.Array = 0
+    head: int | jax.Array = 0
+    query: int | jax.Array = 0
+    key: int | jax.Array = 0
+    whole: tuple[int | None, int | None, int | None, int | None] | None = None
+
+    def __repr__(self) -> str:
+        """With arrays as dtype and shape, because the text of an array waits for the device."""
+        text = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else repr(x)
+        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return f"Origin({', '.join(f'{n}={text(x)}' for n, x in fields if isinstance(x, jax.Array | np.ndarray) or x)})"
+
+
+jax.tree_util.register_dataclass(Origin, data_fields=["batch", "head", "query", "key"], meta_fields=["whole"])
+
+
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
     """`init` (KernelOptions.__init__), but for an unknown keyword it raises a ValueError that lists the options, not a TypeError."""
     known = [f.name for f in dataclasses.fields(KernelOptions)]

@@ -1,4 +1,8 @@
-"""The work of a call, counted from its plan and its block lists: blocks, entries, floating-point operations, bytes."""
+"""The work of a call, counted from its plan and its block lists: blocks, entries, floating-point operations, bytes.
+
+A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+traced score_mod.
+"""
 
 import dataclasses
 import math

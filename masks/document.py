@@ -30,7 +30,8 @@ def document(
 
     segment_ids:     integer `[T]` or `[B, T]`: the document of each query.
     kv_segment_ids:  integer `[S]` or `[B, S]`: the document of each key; `segment_ids` if None.
-    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document, one after the other.
+    lengths:         instead of ids: integer `[n]` or `[B, n]`, the tokens of each document, one after the other; a
+                     row of fewer documents ends in zeros.
     offsets:         instead of ids: integer `[n + 1]` or `[B, n + 1]`, where each document starts and the last one ends,
                      as in torch's nested tensors and FlashAttention's cu_seqlens.
 

@@ -46,7 +46,7 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
 
     @named("tree")
     def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """Whether the key is before the tree, or is the query's own node or an ancestor of it."""
+        """Whether the key is before the tree, or is the query's own node or an ancestor of it; False for keys after the tree."""
         node = kv_idx - value_at(before, b)
         inside = jnp.clip(node, 0, last)
         at = batched_value_at(enter, b, q_idx)

@@ -56,6 +56,12 @@ def _gap(x: np.ndarray, want: np.ndarray, live: np.ndarray) -> np.ndarray:
 
 
 def _allowance(name: str, dtype: str, top: float, plain_error: float | None) -> float:
+    """The largest error that a result may have.
+
+    name          of the result; gradients begin with "d:"
+    top           the largest magnitude of the right result
+    plain_error   the error of plain attention in the same dtype, needed below float32
+    """
     gradient = name.startswith("d:")
     if dtype == "float64":
         return 1e-10 * (1 + top)

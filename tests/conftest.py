@@ -11,9 +11,12 @@ SECOND_DEVICE = {"xla_force_host_platform_device_count": "2"}  # for tests of me
 QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": "0",
     "xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+    "xla_llvm_disable_expensive_passes": "true",
+    "xla_cpu_parallel_codegen_split_count": "1",  # more modules of LLVM for a program cost more, on as many cores as workers
+    "xla_cpu_prefer_vector_width": "128",
 }
-"""Most programs of the tests run once: compiling them takes most of the time, and with these half of that. XLA_FLAGS with one
-of them, whatever its value, leaves both to XLA_FLAGS."""
+"""Most programs of the tests run once, and compiling them takes most of the time; these settings shorten it. XLA_FLAGS with
+one of them, whatever its value, leaves all of them to XLA_FLAGS."""
 
 
 def add_xla_flags() -> None:
@@ -30,7 +33,7 @@ add_xla_flags()
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-pytest.register_assert_rewrite("tests.backends.conformance", "tests.compare")
+pytest.register_assert_rewrite("tests.backends.conformance", "tests.cases.on_hopper", "tests.compare")
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
@@ -70,8 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("-m") or any("::" in arg for arg in config.args):
         return
     wanted = bool(config.getoption("--slow"))
-    chosen = [item for item in items if is_slow(item) == wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    chosen, others = [], []
+    for item in items:
+        (chosen if is_slow(item) == wanted else others).append(item)
+    config.hook.pytest_deselected(items=others)
     items[:] = chosen
 
 

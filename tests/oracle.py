@@ -143,6 +143,10 @@ def _expected(case: Case) -> dict[str, np.ndarray]:
 
 
 def _differentiate(case: Case, keep: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Results and gradients ("d:" and the input's name) of a case in float64, by name.
+
+    keep   which probabilities dropout keeps, None without dropout
+    """
     inputs, captured = float64_inputs(case)
     weights = {name: inputs.pop(name) for name in ("w", "u")}
 
@@ -191,6 +195,7 @@ def plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
 
 
 def _plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
+    """Results and gradients of a case by plain attention in a dtype below float32, by name, as float32."""
     inputs = {name: jnp.asarray(x) for name, x in case.inputs().items()}
     weights = {name: inputs.pop(name) for name in ("w", "u")}
     captured = {name: jnp.asarray(x) for name, x in case.captured().items()}
@@ -246,6 +251,9 @@ def _softmax_of_values(
 
 
 def _softmax_fwd(scores, value, sinks, dtype):
+    """Output and lse of softmax attention with sinks, rounded where a fused kernel of `dtype` rounds, and what the gradient
+    needs.
+    """
     top = jnp.maximum(jnp.max(scores, axis=-1, initial=-jnp.inf), sinks[:, None])
     shift = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - shift[..., None])
@@ -260,6 +268,7 @@ def _softmax_fwd(scores, value, sinks, dtype):
 
 
 def _softmax_bwd(dtype, kept, cotangents):
+    """Gradients of scores, value and sinks, rounded where a fused kernel of `dtype` rounds."""
     (probs, sunk, value, out), (d_out, d_lse) = kept, cotangents
     shared = d_lse - jnp.sum(d_out * out, axis=-1)
     d_probs = jnp.einsum("bhqe,bhke->bhqk", d_out, value)

@@ -18,7 +18,9 @@ def test_the_tables_of_files_are_up_to_date() -> None:
 
 
 def test_every_folder_of_the_package_has_a_table() -> None:
-    listed = set(re.findall(r"^<!-- files: (\S+) -->$", TEXT, re.MULTILINE))
+    tables = re.findall(r"^<!-- files: (\S+) -->$", TEXT, re.MULTILINE)
+    listed = set(tables)
+    assert len(tables) == len(listed), "a folder has two tables"
     there = {path.parent for path in (ROOT / "flexjax").rglob("*.py") if path.read_text().strip()}
     folders = {str(path.relative_to(ROOT)) for path in there}
     assert listed == folders - {"flexjax/masks", "flexjax/mods"}

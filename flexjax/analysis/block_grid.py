@@ -5,12 +5,14 @@ number along q (kv) counts such rectangles from 0. `sizes` is (q_len, kv_len, bl
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.interval_values import Interval
 from flexjax.ir import program as ir
+from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
 
 Array = jax.Array
 
@@ -20,8 +22,8 @@ class BlockGrid:
     """The blocks to analyse: each is one batch entry, one head, a range of queries and a range of keys.
 
     b, h                int32: the batch entry and the head of each block
-    q_first, q_last     int32: the first and the last query of each block
-    kv_first, kv_last   int32: the first and the last key of each block
+    q_first, q_last     int32: positions of the first and the last query of each block
+    kv_first, kv_last   int32: positions of the first and the last key of each block
     block_q, block_kv   the largest number of queries and of keys of a block
 
     The arrays have four dims and broadcast to one number a block. Only the first dim may vary both b or h and queries or keys.
@@ -44,20 +46,26 @@ class BlockGrid:
 
 
 def block_grid(
-    batch: int, heads: int, q_blocks: Array, kv_blocks: Array, sizes: tuple[int, int, int, int]
+    batch: int,
+    heads: int,
+    q_blocks: Array,
+    kv_blocks: Array,
+    sizes: tuple[int, int, int, int],
+    placed: Placed = NOWHERE,
 ) -> BlockGrid:
     """The grid of all blocks with the given numbers, for every batch entry and head: [batch, heads, q blocks, kv blocks].
 
     batch, heads          number of batch entries and of heads
     q_blocks, kv_blocks   int32 vectors: the numbers of the query blocks and of the key blocks
     sizes                 (q_len, kv_len, block_q, block_kv); the last block ends where the matrix does
+    placed                where queries and keys lie in the whole problem; no block straddles two of its runs
     """
     i32 = lambda n: jnp.arange(n, dtype=jnp.int32)
     along = lambda x, axis: jnp.reshape(x, tuple(-1 if i == axis else 1 for i in range(4)))
-    return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes)
+    return _grid((along(i32(batch), 0), along(i32(heads), 1), along(q_blocks, 2), along(kv_blocks, 3)), sizes, placed)
 
 
-def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> BlockGrid:
+def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int], placed: Placed = NOWHERE) -> BlockGrid:
     """The grid of n squares of side x side neighbouring blocks each: [n, 1, side, side] blocks.
 
     places   int32 [n, 4]: (b, h, q, kv) of each square, q and kv counted in squares
@@ -71,15 +79,22 @@ def block_tiles(places: Array, side: int, sizes: tuple[int, int, int, int]) -> B
     last = [max(0, -(-length // block) - 1) for length, block in zip(sizes[:2], sizes[2:], strict=True)]
     q_blocks = jnp.minimum(q * side + within[:, None], last[0])
     kv_blocks = jnp.minimum(kv * side + within, last[1])
-    return _grid((b, h, q_blocks, kv_blocks), sizes)
+    return _grid((b, h, q_blocks, kv_blocks), sizes, placed)
 
 
-def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int]) -> BlockGrid:
+def _grid(blocks: tuple[Array, Array, Array, Array], sizes: tuple[int, int, int, int], placed: Placed) -> BlockGrid:
     """The grid of the blocks whose numbers (b, h, query block, key block) are given, as arrays of four dims.
 
     sizes   (q_len, kv_len, block_q, block_kv)
     """
     b, h, q_blocks, kv_blocks = blocks
     q_len, kv_len, block_q, block_kv = sizes
-    edges = lambda blocks, size, length: (blocks * size, jnp.minimum(blocks * size, length - size) + (size - 1))
-    return BlockGrid(b, h, *edges(q_blocks, block_q, q_len), *edges(kv_blocks, block_kv, kv_len), block_q, block_kv)
+
+    def edges(blocks: Array, size: int, length: int, of: Callable[..., Array]) -> tuple[Array, Array]:
+        """The positions of the first and the last token of each block; `of` is query_positions or key_positions."""
+        first = blocks * size
+        start = of(*placed, b, first)
+        return start, start + (jnp.minimum(first, length - size) + (size - 1) - first)
+
+    rows, columns = edges(q_blocks, block_q, q_len, query_positions), edges(kv_blocks, block_kv, kv_len, key_positions)
+    return BlockGrid(b, h, *rows, *columns, block_q, block_kv)

@@ -74,6 +74,10 @@ def _upper_bound(high: Array, kind: NarrowType) -> Array:
 
     high   float32 array
     kind   the properties of the narrow type
+
+    The number may have been rounded to a wider type before, so that numbers slightly above `high` count too. A positive bound
+    below the smallest normal number becomes that number, a negative one becomes 0, because devices may flush such numbers to 0
+    or not.
     """
     # The number may have been rounded once before: to float32, or for the smallest types to float16 or bfloat16.
     before = 2.0**-20 if kind.mantissa_bits >= 7 else 2.0**-8

@@ -92,7 +92,7 @@ def facts() -> dict[str, str]:
 
 
 def adapter(peer: str) -> Callable[[Workload, str], Measured]:
-    """The function (workload, folder) -> (result, samples) that measures a peer; `reference` for the name of the reference.
+    """The function (workload, folder) -> Measured for a name: `measure` of that peer, or `reference` for the name REFERENCE.
 
     Raises ImportError at once if the peer is not installed.
     """

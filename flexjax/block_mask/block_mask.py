@@ -18,7 +18,8 @@ from flexjax.block_mask.parts import ARRAY_FIELDS, STATIC_FIELDS, Parts
 from flexjax.block_mask.slice import take
 from flexjax.errors import bad_argument
 from flexjax.ir.evaluate_scalars import as_mask_mod
-from flexjax.types import MaskMod
+from flexjax.ir.origin import OriginTable, key_positions, query_positions
+from flexjax.types import MaskMod, Origin
 
 Array = jax.Array
 
@@ -45,7 +46,8 @@ class BlockMask(Parts):
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar, in the coordinates of this block mask.
+        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar, in the coordinates of this block mask: all count from 0
+        in the arrays of the call, with an origin too.
 
         For a mask made from lists, the function looks up the entry's block in the lists first.
         """
@@ -70,7 +72,14 @@ class BlockMask(Parts):
         """
         if self.program is None:
             return lambda b, h, q_idx, kv_idx: jnp.asarray(True)
-        return as_mask_mod(self.program, self.captures)
+        mask_mod = as_mask_mod(self.program, self.captures)
+        origin = self.origin
+        if origin is None or origin.layout is None:
+            return mask_mod
+        placed = (origin.layout, origin.starts)
+        return lambda b, h, q_idx, kv_idx: mask_mod(
+            b, h, query_positions(*placed, b, q_idx), key_positions(*placed, b, kv_idx)
+        )
 
     def _flags(self) -> tuple[Array, Array]:
         """(partial, full): for every block whether it is in the list of partial (full) blocks, bool [B, H, q_blocks, kv_blocks]."""
@@ -187,6 +196,11 @@ class BlockMask(Parts):
         selected out of order.
         """
         self._refuse_stack()
+        if self.origin is not None:
+            raise bad_argument(
+                "block_mask", "made with an origin", "one without to select from",
+                "Make the part with create_block_mask and an origin of its own.",
+            )  # fmt: skip
         return BlockMask.of(take(self, index, self._within_partial_blocks))
 
     # ------------------------------------------------------------------ pictures
@@ -260,6 +274,7 @@ def create_block_mask(
     *,
     block_size: int | tuple[int, int] = 128,
     exact: bool | None = None,
+    origin: Origin | OriginTable | None = None,
 ) -> BlockMask:
     """The block mask of `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of int32 scalars, True at visible entries.
 
@@ -269,8 +284,11 @@ def create_block_mask(
     exact          the interval analysis may call a full or empty block partial, which costs time and never correctness.
                    True: evaluate such blocks entry by entry. None: do so where the captured arrays are known and the work is
                    small. False: never.
+    origin         Origin: where the queries and keys lie in the whole problem, whose indices mask_mod sees; q_len, kv_len and the
+                   block numbers in the lists count from 0. The block mask keeps the origin, and calls that use the block mask
+                   take it for score_mod and dropout too. With one position for each batch entry the lists are made for each
 
     Takes O(blocks) time and never makes a q_len x kv_len array. Works inside jit, and with captured arrays that are traced.
     Raises ValueError for a mask_mod that cannot be compiled, or that reads `b` (`h`) where batch (heads) is None.
     """
-    return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact))
+    return BlockMask.of(build.from_mask_mod(mask_mod, (batch, heads, q_len, kv_len), block_size, exact, origin))

@@ -10,6 +10,7 @@ row lists, and their numbers. Coordinates of blocks are [n, 4]: batch entry, hea
 A TracedMod is a mask function after tracing: its program and its captured arrays.
 """
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Sequence
@@ -25,8 +26,10 @@ from flexjax.block_mask.classify import blocks_along, classify_on_host
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
 from flexjax.errors import bad_argument
+from flexjax.ir.origin import OriginTable, Sizes, shift_heads, sizes_of, table_of
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod
+from flexjax.types import Origin
 
 Array = jax.Array
 
@@ -36,6 +39,7 @@ def from_mask_mod(
     dims: tuple[int | None, int | None, int, int],
     block_size: int | tuple[int, int],
     exact: bool | None,
+    origin: Origin | OriginTable | None = None,
 ) -> Parts:
     """The block mask of a mask function, after a check of all arguments: what create_block_mask returns, as Parts.
 
@@ -48,21 +52,34 @@ def from_mask_mod(
     batch, heads, q_len, kv_len = dims
     sizes = (_length("q_len", q_len), _length("kv_len", kv_len), *block_sizes(block_size))
     counts = (_count("batch", batch), _count("heads", heads))
-    traced = trace_mask_mod(mask_mod, (counts[0] or BROADCAST, counts[1] or BROADCAST, q_len, kv_len))
+    table = table_of(origin, counts[0] or 1, sizes[:2])
+    traced = trace_placed_mask(mask_mod, (counts[0] or BROADCAST, counts[1] or BROADCAST, q_len, kv_len), table)
     for name, axis, count in (("batch", "b", batch), ("heads", "h", heads)):
         if count is None and traced.program.reads(axis):
             raise ValueError(
                 f"`{name}` is None but `mask_mod` depends on `{axis}`; expected the number of {name if name == 'heads' else 'batch entries'}. "
                 f"Pass {name}=... so that each gets its own blocks."
             )
-    return from_traced(traced, (counts[0] or 1, counts[1] or 1), sizes, exact)
+    return from_traced(traced, (counts[0] or 1, counts[1] or 1), sizes, exact, table)
+
+
+def trace_placed_mask(mask_mod: Callable, sizes: Sizes, origin: OriginTable | None) -> TracedMod:
+    """The traced mask of a call with these sizes (batch, heads, q_len, kv_len) at an origin."""
+    traced = trace_mask_mod(mask_mod, sizes_of(origin, sizes))
+    (program,), more = shift_heads((traced.program,), origin, *sizes[:2])
+    return dataclasses.replace(traced, program=program, arrays=(*traced.arrays, *more))
 
 
 def from_traced(
-    traced: TracedMod, heads: tuple[int, int], sizes: tuple[int, int, int, int], exact: bool | None = None
+    traced: TracedMod,
+    heads: tuple[int, int],
+    sizes: tuple[int, int, int, int],
+    exact: bool | None = None,
+    origin: OriginTable | None = None,
 ) -> Parts:
     """The block mask of a mask function that was traced already.
 
+    traced  as `trace_placed_mask` returns it
     heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one
     sizes   q_len, kv_len, block_q, block_kv
     exact   see create_block_mask
@@ -70,32 +87,47 @@ def from_traced(
     If a captured array is traced, blocks are classified on the device, in the caller's program. Otherwise they are classified
     now, and the lists are concrete.
     """
-    split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in traced.arrays)
-    if any(isinstance(a, Tracer) for a in traced.arrays):
+    layout, given = None, tuple(traced.arrays)
+    if origin is not None and origin.layout is not None and origin.starts is not None:
+        layout, given = origin.layout, (*given, *origin.starts)
+        if not layout.tile_fits(*sizes[2:]):
+            raise bad_argument(
+                "block_size", f"{sizes[2:]}", f"one that divides the runs of the origin, {layout.query_run} queries and "
+                f"{layout.key_run} keys", "Use smaller blocks.",
+            )  # fmt: skip
+        heads = (max(heads[0], layout.rows), heads[1])
+    split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in given)
+    if any(isinstance(a, Tracer) for a in given):
         # with explicit axes every device makes the whole block mask, so that there is nothing for a partitioning rule to split
         build: Callable = lists_of_whole_arrays if split else traced_lists
-        make: Callable = functools.partial(build, traced.program, heads=heads, sizes=sizes, exact=bool(exact))
-        arrays = tuple(traced.arrays)
+        make: Callable = functools.partial(
+            build, traced.program, heads=heads, sizes=sizes, exact=bool(exact), origin=layout
+        )
+        arrays = given
         if split:
             arrays = tuple(map(_unsplit, arrays))
             make = jax.sharding.auto_axes(make, out_sharding=PartitionSpec())
         rows = blocks_along(sizes[0], sizes[2])
-        return parts_of(make(arrays), tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows))
+        return parts_of(
+            make(arrays), tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows), origin=origin
+        )
     with jax.ensure_compile_time_eval():
-        known = [jnp.asarray(np.asarray(a)) for a in traced.arrays] if split else traced.arrays
+        known = [jnp.asarray(np.asarray(a)) for a in given] if split else given
     with eager_without_mesh():
-        partial, full = classify_on_host(traced.program, known, heads, sizes, exact)
+        partial, full = classify_on_host(traced.program, known, heads, sizes, exact, layout)
     rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
     grid = ((*heads, rows), (*heads, columns))
     pairs = (partial, full)
     widths = [transpose.longest_row(places, grid[0]) for places in pairs]
     q_widths = [transpose.longest_row(transpose.transposed_places(places), grid[1]) for places in pairs]
-    if traced.arrays:  # rounded up, because another call with other values of the arrays should have the same shapes
+    if given:  # rounded up, because another call with other values of the arrays should have the same shapes
         widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)
-    return parts_of(arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]))
+    return parts_of(
+        arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin
+    )
 
 
 def _unsplit(x: Array) -> Array:

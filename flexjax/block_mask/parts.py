@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from flexjax.ir.origin import OriginTable
 from flexjax.ir.program import Program
 
 Array = jax.Array
@@ -15,6 +16,7 @@ ARRAY_FIELDS = (
     "full_kv_num_blocks",
     "full_kv_indices",
     "captures",
+    "origin",
 )
 BROADCAST = 1 << 20
 """The number of batch entries or heads for which a mask that is shared by all of them is traced."""
@@ -38,6 +40,8 @@ class Parts:
     block_size           (queries, keys) of a block
     q_widths             widths of the transposed lists: the most query blocks that list one key block as partial, and as full
     from_user_lists      the user gave the lists, so the program alone does not say which entries are visible
+    origin               where the queries and keys of the lists lie in the whole problem, whose positions the program reads;
+                         None: they count from 0
     """
 
     kv_num_blocks: Array
@@ -51,6 +55,7 @@ class Parts:
     block_size: tuple[int, int]
     q_widths: tuple[int, int]
     from_user_lists: bool = False
+    origin: OriginTable | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -66,6 +71,7 @@ def parts_of(
     block_size: tuple[int, int],
     q_widths: tuple[int, int],
     from_user_lists: bool = False,
+    origin: OriginTable | None = None,
 ) -> Parts:
     """The Parts with these fields.
 
@@ -75,4 +81,6 @@ def parts_of(
     All others are as in Parts.
     """
     num, index, full_num, full_index = lists
-    return Parts(num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists)
+    return Parts(
+        num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin
+    )

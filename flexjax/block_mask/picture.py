@@ -90,9 +90,11 @@ def plot(mask: Parts, title: str, batch: int, head: int, axes: typing.Any) -> ty
         from matplotlib.colors import ListedColormap
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("BlockMask.plot needs matplotlib: pip install 'flexjax[plot]'") from error
+        raise ImportError("BlockMask.plot needs matplotlib: pip install matplotlib") from error
     axes = axes if axes is not None else plt.subplots(layout="constrained")[1]
-    axes.imshow(classes(mask, batch, head), cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=2, aspect="auto")
+    rows, columns = mask.blocks
+    square = "equal" if columns <= 4 * rows and rows <= 4 * columns else "auto"  # long strips would be too thin to see
+    axes.imshow(classes(mask, batch, head), cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=2, aspect=square)
     axes.set_xlabel(f"key block of {mask.block_size[1]}")
     axes.set_ylabel(f"query block of {mask.block_size[0]}")
     axes.set_title(title, fontsize=9, wrap=True)

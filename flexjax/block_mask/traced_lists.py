@@ -7,6 +7,7 @@ The "four list arrays" are kv_num_blocks, kv_indices, full_kv_num_blocks and ful
 wide as there are key blocks. The static parameters are those of `traced_lists`.
 """
 
+import dataclasses
 import functools
 import math
 import typing
@@ -23,6 +24,7 @@ from flexjax import partition
 from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import Sizes, blocks_along, compiled_traced
 from flexjax.block_mask.transpose import FULL, PARTIAL
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Rule, Spec
@@ -33,11 +35,16 @@ Split = dict[str, Names]
 
 
 def traced_lists(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
 ) -> list[Array]:
     """The four list arrays of a mask, computed on the device by the primitive below.
 
-    program    the mask program, whose captured arrays are `captures`
+    program    the mask program, whose captured arrays are `captures`, with the tables of an origin after them
     heads      (batch, heads) of the lists; 1 if all batch entries or heads share one list
     sizes      q_len, kv_len, block_q, block_kv
     exact      whether blocks that the analysis cannot decide are evaluated entry by entry
@@ -48,22 +55,34 @@ def traced_lists(
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind
-    return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
+    return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
 
 
 def lists_of_whole_arrays(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, exact: bool
+    program: Program,
+    captures: Sequence[Array],
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
 ) -> list[Array]:
     """The four list arrays as `traced_lists` computes them, by plain code without the partitioning rule.
 
     For captures that no mesh axis splits.
     """
-    return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact)
+    return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
 
 
-def _lists(*captures: Array, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> list[Array]:
+def _lists(
+    *captures: Array,
+    program: Program,
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
+) -> list[Array]:
     """What the primitive computes: classifies all blocks of the mask and turns the classes into the four list arrays."""
-    return lists_of_classes(compiled_traced(program, heads, sizes, exact)(captures))
+    return lists_of_classes(compiled_traced(program, heads, sizes, exact, origin)(captures))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
@@ -132,7 +151,14 @@ mlir.register_lowering(block_lists_p, _lower)
 # ------------------------------------------------------------------- the rule
 
 
-def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool) -> Rule:
+def _rule(
+    mesh: Mesh,
+    program: Program,
+    heads: tuple[int, int],
+    sizes: Sizes,
+    exact: bool,
+    origin: OriginLayout | None,
+) -> Rule:
     """The partitioning rule (partition.Rule) of the primitive with these static parameters on a mesh of automatic axes.
 
     The batch and the heads of the lists are split as those of the captured arrays are, and each device makes the lists of its
@@ -141,6 +167,9 @@ def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, ex
     counts = {"b": heads[0], "h": heads[1]}
     captured = enumerate(split_dims((program,), counts))
     arguments = [" ".join(dim or f"c{i}_{at}" for at, dim in enumerate(dims)) for i, dims in captured]
+    if origin is not None:
+        entry = "b" if origin.rows > 1 else "origin_b"
+        arguments += [f"{entry} query_runs", f"{entry} key_runs"]
 
     def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
         """The axes that split batch and heads: those of the array whose batch (heads) is split over most devices.
@@ -157,7 +186,12 @@ def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, ex
         own = share_of_program((program,), share)
         starts = [lax.axis_index(split[axis]).astype(jnp.int32) * share.entries[axis] for axis in own.starts]
         own_heads = (share.entries["b"], share.entries["h"])
-        return _lists(*captures, *starts, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact)
+        own_origin = origin
+        if origin is not None and origin.rows > 1:
+            own_origin = dataclasses.replace(origin, rows=own_heads[0])
+        read, tables = (captures, ()) if origin is None else (captures[:-2], captures[-2:])
+        arrays = (*read, *starts, *tables)
+        return _lists(*arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin)
 
     return Rule(
         arguments,
@@ -166,5 +200,5 @@ def _rule(mesh: Mesh, program: Program, heads: tuple[int, int], sizes: Sizes, ex
         spec=lambda split, dims: PartitionSpec(*(split.get(dim) or None for dim in dims.split())),
         on_device=on_device,
         look=lambda split, operands, specs: None,
-        text=f"block lists {program.key} {heads} {sizes} {exact}",
+        text=f"block lists {program.key} {heads} {sizes} {exact} {origin}",
     )

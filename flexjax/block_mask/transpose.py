@@ -31,7 +31,7 @@ def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
 def lists_of(flags: Array) -> tuple[Array, Array]:
     """The pair of lists (num, index) of the columns at which each row of `flags`, bool [..., rows, columns], is True.
 
-    Runs on the device, also on traced arrays. The width of index is `columns`; it is 0 past the counts.
+    Runs on the device, also on traced arrays. The width of `index` is `columns`; past the counts `index` is 0.
     """
     columns = flags.shape[-1]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)

@@ -54,9 +54,9 @@ from flexjax.ir.rewrite import rename_steps
 
 
 def mixed_axes(parts: Sequence[Axes]) -> Axes:
-    """The axes of a value that is computed from values of these axes.
+    """The axes of a value that is computed from values of the axes `parts`: their union, in normal form.
 
-    A mix of delta with q, kv or score depends on q and kv; the score depends on every index.
+    A mix of delta with q, kv or score depends on q and kv. A value that depends on the score depends on b, h, q and kv.
     """
     union = frozenset().union(*parts)
     if "delta" in union and union & {"q", "kv", "score"}:
@@ -227,10 +227,11 @@ class Builder:
         return self.op("select_n", (predicate, on_false, on_true), on_true.dtype)
 
     def finish(self, results: Sequence[Atom], gradients: Sequence[Load] = ()) -> Program:
-        """The program of these results, without dead steps and with values renumbered in order.
+        """Ends the program: returns it with these results, without the steps that no result needs, and with values renumbered
+        in order.
 
-        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a
-                    custom derivative rule may have a derivative by a load that the value does not read
+        gradients   loads by which results[2:] are the derivatives; kept even where no result depends on them, because a custom
+                    derivative rule may have a derivative by a load that the value does not read
         """
         live = uses(tuple(self.steps), (*results, *(load.out for load in gradients)))
         kept = [s for s in self.steps if any(o.id in live for o in s.outs)]

@@ -56,7 +56,13 @@ def positive_integers(call: str, name: str, value: object, axes: tuple[str, ...]
 
 def integer_array(call: str, name: str, value: ArrayLike, shapes: dict[int, str], advice: str) -> Array:
     """Returns `value` as a non-empty integer array whose rank is a key of `shapes`; else raises ValueError."""
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{call}`: `{name}` is no array of numbers; expected integers {' or '.join(shapes.values())}. Rows of unequal length "
+            f"are padded first. {advice}"
+        ) from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"`{call}`: `{name}` has dtype {array.dtype}; expected integers. {advice}")
     if not isinstance(value, Array) and array.size:

@@ -78,7 +78,9 @@ def attention_fn(
         """The function that flax calls: attention of [batch..., T, N, D], [batch..., S, M, D], [batch..., S, M, E] ->
         [batch..., T, N, E].
 
-        The arguments are flax's; the docstring of attention_fn says how they and the mods act together.
+        The arguments are flax's: `bias` and `mask` broadcast to [batch..., N, T, S], `dropout_rng` is a key, `dtype` that of
+        the computation. They act together with the arguments of attention_fn: masks are joined by `&`, the bias is added after
+        score_mod. Raises ValueError for arguments that fused attention cannot honour.
         """
         _refuse(
             precision=precision,
@@ -206,17 +208,17 @@ def _at_positions(
     batch: tuple[int, ...],
     sizes: tuple[int, int, int, int],
 ) -> tuple[ScoreMod | None, MaskMod | None]:
-    """The mods, changed to get positions in place of the indices of the call, as attention_fn's docstring says under
-    "Positions".
+    """Changes the mods so that they get positions of tokens in the whole sequence in place of the indices of this call.
 
-    input_positions   flax's argument, int [batch..., T] or None
-    mask              flax's mask, [B or 1, N or 1, T or 1, S] bool, or None; in a decoding step it shows the position of the
-                      query
-    batch             the sizes of the batch axes
-    sizes             (B, N, T, S) of the call, B the product of `batch`
+    score_mod, mask_mod   the user's mods, or None
+    input_positions       flax's argument: int [batch..., T], the position of each query, and of each key if S == T; or None
+    mask                  flax's mask, [B or 1, N or 1, T or 1, S] bool, or None; in a decoding step (T == 1 < S) without
+                          input_positions, the last key that it shows is the position of the query
+    batch                 the sizes of the batch axes
+    sizes                 (B, N, T, S) of the call, B the product of `batch`
 
-    Returns (score_mod, mask_mod), None where none was given. Raises ValueError for positions that do not fit or cannot be
-    known.
+    Returns (score_mod, mask_mod), None where None was given. In calls with neither, the mods stay. Raises ValueError for
+    positions that do not fit, and for a decoding step without both positions and mask.
     """
     _, _, q_len, kv_len = sizes
     both = False

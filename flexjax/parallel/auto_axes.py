@@ -7,6 +7,9 @@ the partitioning rule (flexjax/partition.py) of a primitive of autodiff.py. A de
 Only splits of the batch and the heads are kept; the partitioner gathers what is split otherwise (gathers.py says so).
 
 A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses

@@ -12,6 +12,9 @@ primal is.
 The mesh axes that are not explicit are left to auto_axes.py, or to a shard_map around the call.
 
 A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import functools

@@ -5,6 +5,9 @@ device receives the parts that its share of the work needs and that it does not 
 dimension of an array, the mesh axes that split the dimension.
 
 A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import math
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
-from flexjax.errors import FallbackWarning
+from flexjax.errors import FallbackWarning, stacklevel_of_user
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
 from flexjax.plan.kernel_plan import BlockLists, Operands
@@ -42,7 +45,7 @@ def warn_of_gathers(problem: Problem, split: Split, arrays: Sequence[typing.Any]
         f"Each device receives {total} before the forward pass of a call: {each}. Of how arrays are split over a mesh, "
         f"attention keeps the batch and the heads. Split those instead. {problem.call}",
         FallbackWarning,
-        stacklevel=2,
+        stacklevel=stacklevel_of_user(),
     )
     _said.add(problem.plan)  # last: a warning that is an error is one at the next call too
 
@@ -54,7 +57,7 @@ def warn_of_whole_calls(problem: Problem, why: str) -> None:
     """
     if (problem.plan, why) in _said:
         return
-    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=2)
+    warnings.warn(f"{why} {problem.call}", FallbackWarning, stacklevel=stacklevel_of_user())
     _said.add((problem.plan, why))
 
 
@@ -120,6 +123,7 @@ def operand_names(problem: Problem) -> list[str]:
         lists=None
         if places.lists is None
         else BlockLists._make(None if x is None else "a block list" for x in places.lists),
+        origin=None if places.origin is None else ("the origin of query", "the origin of key"),
     )
     return jax.tree.leaves(named)
 

@@ -12,6 +12,9 @@ share of it:
 A share is the part of the batch and heads that one device computes. "Axes" are those of the mesh, "dimensions" those of arrays.
 
 A Split says over which mesh axes the batch and the heads of the work are split.
+
+A plan (KernelPlan) is everything static about one call; operands are its arrays; a problem is a plan with the derivative program
+of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from flexjax.ir.origin import Starts
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Spec, widest
@@ -101,8 +105,15 @@ def operand_dims(problem: Problem) -> list[str]:
             None if x is None else counts + ("rows" if name.endswith("num") else f"rows {name}")  # [.., rows(, width)]
             for name, x in zip(BlockLists._fields, present.lists, strict=True)
         ),
+        origin=None if present.origin is None else Starts._make(_origin_dims(plan)),
     )
     return jax.tree.leaves(named)
+
+
+def _origin_dims(plan: KernelPlan) -> tuple[typing.Any, typing.Any]:
+    """The dimensions of the two tables of an origin."""
+    entry = "b" if plan.origin is not None and plan.origin.rows > 1 else "origin_b"
+    return f"{entry} query_runs", f"{entry} key_runs"
 
 
 def arranged(plan: KernelPlan, dims: str) -> str:
@@ -191,6 +202,9 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
     if blocks is not None:
         fewer = lambda count, axis: count if count == 1 else share.entries[axis]
         blocks = dataclasses.replace(blocks, batch=fewer(blocks.batch, "b"), heads=fewer(blocks.heads, "h"))
+    origin = plan.origin
+    if origin is not None and origin.rows > 1:
+        origin = dataclasses.replace(origin, rows=share.entries["b"])
     own_plan = dataclasses.replace(
         plan,
         batch=share.entries["b"],
@@ -201,6 +215,7 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
         mask=first(mask),
         dropout=first(dropout),
         blocks=blocks,
+        origin=origin,
     )
     own = operands._replace(
         key=key,
@@ -226,9 +241,10 @@ def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array
     x       this device's part of key, value or key_extra, or of a tangent or gradient of one of them, in the plan's layout
     heads   how many heads x has on all devices together
 
-    Fewer axes may split the key heads than the query heads (`key_axes`). Then every run of `each` consecutive query
-    heads of a device reads one key head, and the device gets one copy of that key head for each run. A device whose
-    query heads all belong to one group gets a single key head.
+    Fewer axes may split the key heads than the query heads (`key_axes`). Then a device selects: its query heads are cut into runs
+    of gcd(query heads of one key head, query heads of a device), each run reads one key head, and the result has one copy of that
+    key head for each run. A device whose query heads all read one key head gets this one. If the same axes split both, x is
+    returned as it is.
     """
     own_axes = key_axes(plan, split, heads)
     rest = split.heads[len(own_axes) :]

@@ -12,6 +12,7 @@ import typing
 import jax
 
 from flexjax.ir import program as ir
+from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.types import KernelOptions
 
 
@@ -59,6 +60,8 @@ class KernelPlan:
     extra_dim    R, 0 without extra features; key_extra has `extra_heads` heads
     max_scores   whether the forward pass also returns the largest score of each row
     options      the user's KernelOptions
+    origin       where the arrays lie in the whole problem (ir/origin.py); None: at 0. The programs' q and kv are positions there,
+                 all other numbers of queries and keys count from 0 in the arrays
     differentiable  asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
     """
 
@@ -82,6 +85,7 @@ class KernelPlan:
     max_scores: bool = False
     options: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     differentiable: bool = False
+    origin: OriginLayout | None = None
 
     @property
     def group(self) -> int:
@@ -122,7 +126,8 @@ class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
     query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
-    sinks [N] of a floating dtype, and the captured arrays of the three programs in the order of `Program.captures`. An operand
+    sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, and the
+    positions at which runs of queries and keys begin. An operand
     that the call does not have is None, or an empty tuple.
     """
 
@@ -136,6 +141,7 @@ class Operands(typing.NamedTuple):
     mask_captures: tuple[jax.Array, ...]
     dropout_captures: tuple[jax.Array, ...]
     lists: BlockLists | None
+    origin: Starts | None = None
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:

@@ -14,6 +14,8 @@ are joined pass by pass: a finished search wins over one that was cut off, then 
 The user's file is `tuned.json` in FLEXJAX_CACHE_DIR, by default in `flexjax` of the user's cache directory; an empty
 FLEXJAX_CACHE_DIR means none. It is read once a process. A file that cannot be read is ignored with a warning, because tiles
 change the speed of a call and never its results.
+
+A plan is everything static about one attention call (kernel_plan.py).
 """
 
 import contextlib
@@ -53,7 +55,8 @@ def plan_text(plan: KernelPlan) -> str:
     every process (addresses in it are removed), so that a digest of it can be stored.
     """
     options = plan.options
-    fields = [f.name for f in dataclasses.fields(plan) if f.name != "options"]
+    absent = {"options", *(["origin"] if plan.origin is None else [])}
+    fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
     return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))

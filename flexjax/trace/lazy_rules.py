@@ -47,7 +47,10 @@ def whole_capture(shape: Sequence[int]) -> str:
 
 
 def too_large_of(values: Sequence[Value], shape: Sequence[int]) -> str:
-    """The error message for needing all elements of an array of that shape that is computed from these values."""
+    """The error message for needing all elements of an array of that shape that is computed from `values`.
+
+    It names the cause: the message of a lazy value, else a captured array that is too large, else the array itself.
+    """
     for value in values:
         if is_lazy(value):
             return value.too_large
@@ -93,7 +96,7 @@ def _squeeze(params: Params, shape: tuple[int, ...]) -> IndexMap:
     gone = {d % len(shape) for d in params["dimensions"]}
 
     def operand_index(self: Translation, index: Index) -> list[Atom]:
-        """The index of the operand for an index of the result."""
+        """The index of the operand for an index of the result: 0 is put in for each removed dimension."""
         rest = iter(index)
         return [literal(0, "int32") if d in gone else next(rest) for d in range(len(shape))]
 
@@ -101,13 +104,13 @@ def _squeeze(params: Params, shape: tuple[int, ...]) -> IndexMap:
 
 
 def _expand_dims(params: Params, shape: tuple[int, ...]) -> IndexMap:
-    """Index map of `expand_dims`: the index without the new dimensions."""
+    """Index map of `expand_dims`: the index of the operand is that of the result without the new dimensions."""
     new = {d % (len(shape) + len(params["dimensions"])) for d in params["dimensions"]}
     return lambda self, index: [i for d, i in enumerate(index) if d not in new]
 
 
 def _transpose(params: Params, shape: tuple[int, ...]) -> IndexMap:
-    """Index map of `transpose`: the same indices in the operand's order of dimensions."""
+    """Index map of `transpose`: the indices of the result, in the operand's order of dimensions."""
     order = tuple(params["permutation"])
     return lambda self, index: [index[order.index(d)] for d in range(len(shape))]
 
@@ -117,7 +120,7 @@ def _reverse(params: Params, shape: tuple[int, ...]) -> IndexMap:
     reversed_dims = set(params["dimensions"])
 
     def operand_index(self: Translation, index: Index) -> list[Atom]:
-        """The index of the operand for an index of the result."""
+        """The index of the operand for an index of the result: n - 1 - i in reversed dimensions."""
         back = lambda i, n: self.builder.op("sub", (literal(n - 1, "int32"), i), "int32")
         return [back(i, n) if d in reversed_dims else i for d, (i, n) in enumerate(zip(index, shape, strict=True))]
 
@@ -144,7 +147,7 @@ def _reshape(params: Params, shape: tuple[int, ...]) -> IndexMap:
     groups = _matching_groups(shape, tuple(params["new_sizes"]))
 
     def operand_index(self: Translation, index: Index) -> list[Atom]:
-        """The index of the operand for an index of the result."""
+        """The index of the operand for an index of the result, group by group of matching dimensions."""
         out: list[Atom] = [literal(0, "int32")] * len(shape)
         for old, new in groups:
             flat: Atom = literal(0, "int32")
@@ -189,7 +192,7 @@ def _split(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
 
         def make(index: Index, start: int = start) -> Atom:
-            """The element of the result that begins at `start`, at an index of that result."""
+            """The element at an index of one result: that of the operand at the index shifted by `start` along the axis."""
             return element_of(self, array, [_add(self, i, start) if d == axis else i for d, i in enumerate(index)])
 
         outs.append(self.lazy(var.aval.shape, var.aval.dtype, make, too_large_of([array], var.aval.shape)))
@@ -203,7 +206,7 @@ def _concatenate(self: Translation, eqn: Equation, args: list[Value]) -> list[Va
     parts = [a for a in args if a.shape[axis]]
 
     def make(index: Index) -> Atom:
-        """The element at an index of the result."""
+        """The element at an index of the result: that of the last operand that starts at or before the index along the axis."""
         chosen, start = None, 0
         for part in parts:
             size = part.shape[axis]
@@ -223,7 +226,7 @@ def _stack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]:
     axis, aval = eqn.params["axis"], eqn.outvars[0].aval
 
     def make(index: Index) -> Atom:
-        """The element at an index of the result."""
+        """The element at an index of the result: that of the operand whose number is the index along the new axis."""
         rest = [i for d, i in enumerate(index) if d != axis]
         return _one_of(self, index[axis], [lambda a=a: element_of(self, a, rest) for a in args])
 
@@ -247,7 +250,7 @@ def _unstack(self: Translation, eqn: Equation, args: list[Value]) -> list[Value]
     for row, var in enumerate(eqn.outvars):
 
         def make(index: Index, row: int = row) -> Atom:
-            """The element of result number `row` at an index of that result."""
+            """The element at an index of result number `row`: that of the operand with `row` put into the index at the axis."""
             return element_of(self, array, [*index[:axis], literal(row, "int32"), *index[axis:]])
 
         outs.append(self.lazy(var.aval.shape, var.aval.dtype, make, too_large_of([array], var.aval.shape)))

@@ -63,7 +63,9 @@ def eager_without_mesh() -> Iterator[None]:
 
 
 def as_operand(array: np.ndarray) -> jax.Array:
-    """Copies a numpy array to a JAX array; raises ModError where JAX's integer type cannot represent its numbers."""
+    """Copies a numpy array to a JAX array, outside of any transformation; raises ModError where JAX's integer type is too
+    narrow.
+    """
     with eager_without_mesh():
         made = jnp.asarray(array)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and array.size:

@@ -129,11 +129,11 @@ class Lowering:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
-        """Translates one equation; returns the values of its results.
+        """Translates one equation on the values `args`; returns the values of its results.
 
-        args   the values of its operands
-
-        Raises ModError for a primitive that a mod may not use: collectives and callbacks.
+        An equation of known values is computed outside of the kernel. An elementwise primitive becomes an operation for each
+        element, a nested function is inlined, any other primitive has a rule or becomes a Call. Raises ModError for collectives
+        and callbacks.
         """
         name = eqn.primitive.name
         if name in COLLECTIVES:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from flexjax.errors import ModError
@@ -222,6 +223,13 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
         closed, split = _jaxpr_of(mod, avals)
     except ModError as error:
         raise ModError(f"`{name}` cannot be compiled: {error}") from error
+    except AttributeError as error:
+        if not isinstance(error.obj, Tracer):
+            raise
+        raise ModError(
+            f"`{name}` uses .{error.name} of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example "
+            "jnp.abs(x) for torch's x.abs() and jnp.clip(x, low, high) for x.clamp(low, high)."
+        ) from error
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
         raise ModError(
             f"`{name}` uses a traced value as a Python integer or hands it to numpy (it indexes a list, calls range() or np.*); "
@@ -244,7 +252,10 @@ def _trace(name: str, mod: Callable, arguments: tuple[str, ...], score_dtype: st
     # a named axis is the effect of a collective, which the lowering refuses by its name
     effects = [str(e) for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
     if effects:
-        raise ModError(f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function.")
+        raise ModError(
+            f"`{name}` has side effects ({', '.join(effects)}); a mod must be a pure function. To see its values, draw them with "
+            "flexjax.visualize, or call it on arrays."
+        )
     return Traced(closed, split)
 
 
@@ -277,6 +288,10 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     try:
         signature.bind(*arguments)
     except TypeError:
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        shown = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        makes_one = getattr(mod, "__name__", "") if len(plain) < len(MASK_ARGUMENTS) else ""
+        advice = f" If it returns one, call it: {name}={makes_one}(...)." if makes_one.isidentifier() else ""
         raise ModError(
-            f"`{name}` has the signature {signature}; expected {len(arguments)} positional arguments, {wanted}."
+            f"`{name}` has the signature {shown}; expected {len(arguments)} positional arguments, {wanted}.{advice}"
         ) from None

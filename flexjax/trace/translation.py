@@ -25,31 +25,52 @@ class Typed(Protocol):
     """
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        ...
+
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements."""
+        ...
+
     @property
-    def weak_type(self) -> bool: ...
+    def weak_type(self) -> bool:
+        """Whether the dtype is weak, as that of the Python number 1.0 is."""
+        ...
 
 
 class Variable(Protocol):
     """A variable or a literal of a jaxpr; `aval` is its type."""
 
     @property
-    def aval(self) -> Typed: ...
+    def aval(self) -> Typed:
+        """The type of the variable or literal."""
+        ...
 
 
 class Equation(Protocol):
     """An equation of a jaxpr: outvars = primitive(invars), with static parameters by name in `params`."""
 
     @property
-    def primitive(self) -> jex_core.Primitive: ...
+    def primitive(self) -> jex_core.Primitive:
+        """The primitive that the equation applies."""
+        ...
+
     @property
-    def params(self) -> dict[str, Any]: ...
+    def params(self) -> dict[str, Any]:
+        """The static parameters of the primitive, by name."""
+        ...
+
     @property
-    def invars(self) -> Sequence[Variable]: ...
+    def invars(self) -> Sequence[Variable]:
+        """The operands."""
+        ...
+
     @property
-    def outvars(self) -> Sequence[Variable]: ...
+    def outvars(self) -> Sequence[Variable]:
+        """The results."""
+        ...
 
 
 class Scope(Protocol):
@@ -58,22 +79,38 @@ class Scope(Protocol):
     """
 
     @property
-    def constvars(self) -> Sequence[object]: ...
+    def constvars(self) -> Sequence[object]:
+        """The variables of the constants."""
+        ...
+
     @property
-    def invars(self) -> Sequence[object]: ...
+    def invars(self) -> Sequence[object]:
+        """The variables of the inputs."""
+        ...
+
     @property
-    def eqns(self) -> Sequence[object]: ...
+    def eqns(self) -> Sequence[object]:
+        """The equations, in order."""
+        ...
+
     @property
-    def outvars(self) -> Sequence[object]: ...
+    def outvars(self) -> Sequence[object]:
+        """The outputs, variables or literals."""
+        ...
 
 
 class ClosedScope(Protocol):
     """A jaxpr with the values of its constants, in the order of its constvars."""
 
     @property
-    def jaxpr(self) -> Scope: ...
+    def jaxpr(self) -> Scope:
+        """The jaxpr."""
+        ...
+
     @property
-    def consts(self) -> Sequence[Any]: ...
+    def consts(self) -> Sequence[Any]:
+        """The values of the jaxpr's constants."""
+        ...
 
 
 class Translation(Protocol):

@@ -1,9 +1,11 @@
-"""`mask`, `scores` and `weights`: any attention program as one matplotlib Figure, a panel a head.
+"""`mask`, `scores` and `weights`: draw attention as a matplotlib Figure with a panel for each head.
 
-Short sequences are drawn token by token, with labels where they are given; long ones by blocks (dense.py), and the axis says how many
-tokens a cell stands for. The figures are made without pyplot, so that they need no display and are not kept alive.
+A panel has queries as rows and keys as columns. Short sequences are drawn token by token, with labels where they are given;
+long ones by blocks (dense.py), and the axis says how many tokens a cell stands for. The figures are made without pyplot, so
+that they need no display and are not kept alive.
 """
 
+import functools
 import math
 import typing
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.errors import bad_argument
-from flexjax.types import MaskMod, ScoreMod
+from flexjax.types import Layout, MaskMod, ScoreMod
 from flexjax.visualize import dense
 
 if typing.TYPE_CHECKING:
@@ -39,42 +41,39 @@ def mask(
     tokens: Sequence[str] | None = None,
     title: str | None = None,
 ) -> "Figure":
-    """Which entries `mask_mod(b, h, q_idx, kv_idx)` keeps, a panel for each of `heads`.
+    """Draws which entries `mask_mod(b, h, q_idx, kv_idx)` keeps, a panel for each of `heads`.
 
     q_len, kv_len   lengths in tokens
     batch, heads    the b and h that mask_mod is asked about
     tokens          labels of the keys, and of the queries where the lengths are equal
+    title           above the panels; the name of mask_mod by default
 
-    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept.
-    Returns a matplotlib Figure. Raises ValueError for arguments that do not fit, ImportError without matplotlib.
+    Up to 256 tokens a cell is one entry; beyond, a cell is a block and its colour the share of entries that are kept. Returns a
+    matplotlib Figure. Raises ValueError for arguments that do not fit, ImportError without matplotlib.
     """
     heads = [heads] if isinstance(heads, int) else list(heads)
 
-    def panel(h: int) -> np.ndarray:
-        """The cells of the picture of head `h`."""
+    @jax.jit
+    def rows_of(h: Array, rows: Array) -> tuple[Array, Array]:
+        """(which entries the mask keeps, True everywhere), both [len(rows), kv_len]: every entry counts in the mean of a cell."""
+        kept = dense.visible(mask_mod, batch, h, rows, kv_len)
+        return kept, jnp.ones_like(kept)
 
-        def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
-            """(which entries the mask keeps, True everywhere), both [len(rows), kv_len]: every entry counts in the mean of a
-            cell.
-            """
-            kept = dense.visible(mask_mod, batch, h, rows, kv_len)
-            return kept, jnp.ones_like(kept)
-
-        return dense.cells(rows_of, q_len, kv_len)
-
+    panels = [dense.cells(rows_of, h, q_len, kv_len) for h in heads]
     name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    return _figure([panel(h) for h in heads], heads, (q_len, kv_len), tokens, title or name, "kept")
+    return _figure(panels, heads, (q_len, kv_len), tokens, title or ("mask" if name == "<lambda>" else name), "kept")
 
 
 class Drawn(typing.TypedDict, total=False):
-    """What `scores` and `weights` draw.
+    """The keywords of `scores` and `weights`: what they draw, and for which heads.
 
     score_mod, mask_mod   as in flex_attention
-    batch    the batch entry; 0 by default
-    heads    one query head or several; the first four by default
-    tokens   labels of the keys, and of the queries where T == S
-    scale    as in flex_attention: 1 / sqrt(D) by default
-    title    above the panels
+    batch                 the batch entry; 0 by default
+    heads                 one query head or several; the first four by default
+    tokens                labels of the keys, and of the queries where T == S
+    scale                 as in flex_attention: 1 / sqrt(D) by default
+    layout                the order of the axes of query and key, "BTNH" by default or "BNTH"
+    title                 above the panels
     """
 
     score_mod: ScoreMod | None
@@ -83,14 +82,16 @@ class Drawn(typing.TypedDict, total=False):
     heads: int | Sequence[int] | None
     tokens: Sequence[str] | None
     scale: float | None
+    layout: Layout
     title: str | None
 
 
 def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
-    """The scores after score_mod as pictures, a panel for each head; masked entries are grey.
+    """Draws the scores after score_mod, a panel for each head; hidden entries are grey.
 
-    query    [B, T, N, D];  key  [B, S, M, D], M divides N
-    score_mod, mask_mod, batch, heads, tokens, scale, title   see Drawn
+    query   [B, T, N, D]
+    key     [B, S, M, D], M divides N; layout="BNTH": heads before tokens
+    drawn   score_mod, mask_mod, batch, heads, tokens, scale, layout, title; see Drawn
 
     Beyond 256 tokens a cell is the mean over the visible entries of a block. Returns a matplotlib Figure. Raises ValueError for
     arguments that do not fit, TypeError for unknown keywords, ImportError without matplotlib.
@@ -101,12 +102,14 @@ def scores(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
 
 
 def weights(query: Array, key: Array, **drawn: typing.Unpack[Drawn]) -> "Figure":
-    """The probabilities as pictures: the softmax over the keys of what `scores` draws. The arguments are those of `scores`."""
+    """Draws the probabilities, a panel for each head: the softmax over the visible keys of what `scores` draws, with the same
+    arguments.
+    """
     return _over_heads(query, key, drawn, "weight")
 
 
 def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
-    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight").
+    """Makes the figure of the scores (`unit` "score") or of the probabilities (`unit` "weight"), a panel for each chosen head.
 
     query, key   as in `scores`
     drawn        the keywords of `scores`
@@ -124,12 +127,17 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
         drawn.get("batch", 0),
         drawn.get("heads"),
     )
+    layout = drawn.get("layout", "BTNH")
+    if layout not in ("BTNH", "BNTH"):
+        raise bad_argument("layout", repr(layout), "'BTNH' or 'BNTH'", "BTNH is [batch, tokens, heads, dim].")
+    if layout == "BNTH" and query.ndim == key.ndim == 4:
+        query, key = query.swapaxes(1, 2), key.swapaxes(1, 2)
     if query.ndim != 4 or key.ndim != 4 or query.shape[2] % max(key.shape[2], 1) or query.shape[3] != key.shape[3]:
         raise bad_argument(
             "query",
             f"of shape {query.shape} beside a key of shape {key.shape}",
             "[B, T, N, D] and [B, S, M, D], M divides N",
-            'Swap the axes of arrays in layout "BNTH".',
+            'Pass layout="BNTH" for [B, N, T, D] and [B, M, S, D].',
         )
     count = query.shape[2]
     chosen = list(range(min(4, count))) if heads is None else [heads] if isinstance(heads, int) else list(heads)
@@ -140,22 +148,22 @@ def _over_heads(query: Array, key: Array, drawn: Drawn, unit: str) -> "Figure":
     factor = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
     kv_len = key.shape[1]
 
-    def panel(h: int) -> np.ndarray:
-        """The cells of the picture of head `h`."""
+    @jax.jit
+    def computed(query: Array, key: Array, h: Array, rows: Array) -> tuple[Array, Array]:
+        """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
         one_query, one_key = query[batch, :, h], key[batch % key.shape[0], :, h // (count // key.shape[2])]
-
-        def rows_of(rows: np.ndarray) -> tuple[Array, Array]:
-            """(scores or probabilities, which of them are visible and finite), both [len(rows), kv_len]."""
-            on = dense.visible(mask_mod, batch, h, rows, kv_len)
-            values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
-            if unit == "weight":
-                values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
-            return values, on & jnp.isfinite(values)
-
-        return dense.cells(rows_of, query.shape[1], kv_len)
+        on = dense.visible(mask_mod, batch, h, rows, kv_len)
+        values = dense.scores_of_rows(one_query, one_key, score_mod, batch, h, rows, factor)
+        if unit == "weight":
+            values = jnp.where(on.any(1, keepdims=True), jax.nn.softmax(jnp.where(on, values, -jnp.inf)), 0)
+        return values, on & jnp.isfinite(values)
 
     lengths, title = (query.shape[1], kv_len), drawn.get("title") or f"{unit}s"
-    return _figure([panel(h) for h in chosen], chosen, lengths, drawn.get("tokens"), title, unit)
+    rows_of = functools.partial(
+        computed, query, key
+    )  # as arguments, because a captured array would be a literal of the program
+    panels = [dense.cells(rows_of, h, *lengths) for h in chosen]
+    return _figure(panels, chosen, lengths, drawn.get("tokens"), title, unit)
 
 
 def _figure(
@@ -178,32 +186,37 @@ def _figure(
     Raises ImportError without matplotlib, ValueError for a wrong number of labels.
     """
     try:
-        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib import colormaps
+        from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("flexjax.visualize needs matplotlib: pip install 'flexjax[plot]'") from error
+        raise ImportError("flexjax.visualize needs matplotlib: pip install matplotlib") from error
     if tokens is not None and len(tokens) != lengths[1]:
         raise bad_argument("tokens", f"{len(tokens)} labels", f"{lengths[1]}, one for each key", "Label every token.")
     finite = np.concatenate([p[np.isfinite(p)] for p in panels] or [np.zeros(0)])
-    low, high = (0.0, 1.0) if unit == "kept" else (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
     if unit == "kept":
-        colours = LinearSegmentedColormap.from_list("kept", [HIDDEN, VISIBLE])
+        colours, norm = LinearSegmentedColormap.from_list("kept", [HIDDEN, VISIBLE]), Normalize(0, 1)
     else:
-        from matplotlib import colormaps
-
         colours = colormaps["viridis"].with_extremes(bad=HIDDEN)
-    columns = min(len(panels), 4)
+        # a row of n keys has weights of about 1 / n: their square roots still differ beside a weight of 1
+        norm = PowerNorm(0.5, 0, high) if unit == "weight" else Normalize(low, high)
+    columns = 3 if len(panels) in (5, 6) else min(len(panels), 4)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(1.2 + 3.2 * columns, 0.7 + 3.2 * rows), layout="constrained")
+    ratio = min(max(panels[0].shape[0] / panels[0].shape[1], 0.3), 1.5) if panels and panels[0].size else 1.0
+    figure = Figure(figsize=(1.2 + 3.2 * columns, max(2.6, 0.7 + 3.2 * rows * ratio)), layout="compressed")
     grid = figure.subplots(rows, columns, squeeze=False)
     image = None
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    for axes, panel, h in zip(grid.flat, panels, heads, strict=False):
-        image = axes.imshow(panel, cmap=colours, vmin=low, vmax=high, interpolation="nearest", aspect="equal")
+    for place, (axes, panel, h) in enumerate(zip(grid.flat, panels, heads, strict=False)):
+        image = axes.imshow(panel, cmap=colours, norm=norm, interpolation="nearest", aspect="equal")
         if len(panels) > 1:
             axes.set_title(f"head {h}", fontsize=9)
         _label(axes, lengths, tokens)
+        if place % columns:  # the panel to the left has the same labels
+            axes.yaxis.set_tick_params(labelleft=False)
+            axes.set_ylabel("")
     figure.suptitle(title, fontsize=11)
     single = all(dense.block_of(n) == 1 for n in lengths)
     if image is not None and not (unit == "kept" and single):

@@ -44,7 +44,7 @@ def test_blocks_are_sound(tree: tuple, sizes: tuple, blocks: tuple, seed: int, x
         check(tree, (max(sizes[0], 1), *sizes[1:]), blocks, seed, False, False, False)
 
 
-@settings(max_examples=1000 if LONG else 3)
+@settings(max_examples=1000 if LONG else 2)
 @given(INTEGER_PROGRAMS, SMALL_SIZES, SEEDS, st.booleans())
 def test_tiles_are_those_of_the_mod(tree: tuple, sizes: tuple, seed: int, x64: bool) -> None:
     """What the xla backend makes of the mask on a tile of two key blocks, past the end of the matrix too."""

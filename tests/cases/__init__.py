@@ -7,11 +7,14 @@
     scores too large to scale                   a number in large_scores.py
     a call to transform (vmap, jvp, export)     a row of the table in small.py
     a call on a mesh                            on_mesh.py
-    a tile of the Hopper kernels in simulation  a row of CASES in test_forward_interpret.py or test_backward_interpret.py of
-                                                tests/backends/mosaic_gpu, which on_hopper.py turns into plans and operands
+    a forward kernel of Hopper in simulation    a row in hopper_forward.py
+    a backward kernel of Hopper in simulation   a row in hopper_backward.py, which has a table for each kind of captured array
 
 Rows of calls.py reach every backend, dtype and layout, the kernels compiled ahead of time, and the GPU checks of tools/device
 without more: the test files go over the table. A row marked `slow` is left to the slow run. `case.py` says what a row is.
+
+`on_hopper.py` makes plans and operands of the rows of Hopper kernels, `tests/backends/mosaic_tpu/plans.py` of the rows of
+calls.py; both read block lists off a dense mask (`dense_masks.py`).
 """
 
 from tests.cases.calls import CASES

@@ -1,4 +1,4 @@
-"""Scores that are far out: additive masks of -1e10 or -1e30 that leave nothing of some rows, and a key that wins by as much.
+"""Scores that are large: additive masks of -1e10 or -1e30 that leave nothing of some rows, and a key that wins by as much.
 
 Each batch entry has another number. Of rows that are hidden as a whole the result is the average of the values, as of any row
 of equal scores, and nothing that is differentiated may be NaN for their sake. Their own gradient is not asked for: lse has no
@@ -117,6 +117,7 @@ def check(
     gated: bool = False,
     options: flexjax.KernelOptions | None = None,
 ) -> None:
+    """Asserts that output and gradients of an implementation agree with `expected` beside each large number of NUMBERS."""
     want, got = expected(*inputs(dtype), sinks, gated), found(implementation, dtype, sinks, gated, options)
     step = STEPS[dtype] * float(jnp.finfo(dtype).eps)
     for name in got:

@@ -36,6 +36,8 @@ MASKS: dict[str, Row] = {}
 
 
 def score(*loads: str) -> Callable:
+    """Makes a decorator that adds a score mod to SCORES, with the load classes that its program must have."""
+
     def keep(mod: Callable) -> Callable:
         SCORES[mod.__name__] = (mod, loads)
         return mod
@@ -44,6 +46,8 @@ def score(*loads: str) -> Callable:
 
 
 def mask(*loads: str) -> Callable:
+    """Makes a decorator that adds a mask mod to MASKS, with the load classes that its program must have."""
+
     def keep(mod: Callable) -> Callable:
         MASKS[mod.__name__] = (mod, loads)
         return mod

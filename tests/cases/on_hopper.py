@@ -1,20 +1,38 @@
-"""Small attention problems for the kernel tests: a plan with its operands, and what numpy makes of it in float64."""
+"""Plans of the Hopper kernels with their operands, made of a row of hopper_forward.py or hopper_backward.py, and what they compute.
 
+What a forward kernel is compared with numpy computes in float64; a backward kernel, jax.vjp of dense attention in float32.
+"""
+
+import dataclasses
+import functools
+import math
 import typing
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
+from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import trace_mod
 from flexjax.types import KernelOptions
+from tests.cases.dense_masks import Mod, block_lists, over_all
 
-Mod = Callable[..., typing.Any]
+RNG = np.random.default_rng(3)
 
 
-class Problem(typing.NamedTuple):
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return q >= k
+
+
+# ------------------------------------------------------------------- forward
+
+
+class ForwardProblem(typing.NamedTuple):
     plan: KernelPlan
     operands: Operands
     out: np.ndarray
@@ -22,38 +40,8 @@ class Problem(typing.NamedTuple):
     max_scores: np.ndarray
 
 
-def over_all(mod: Mod, sizes: tuple[int, int, int, int], scores: jax.Array | None = None) -> np.ndarray:
-    """mod at every (b, h, q, kv), after the score where there is one."""
-    leading = 0 if scores is None else 1
-    for axis in (3, 2, 1, 0):
-        mod = jax.vmap(mod, in_axes=(0,) * leading + tuple(0 if i == axis else None for i in range(4)))
-    index = [jnp.arange(n, dtype=jnp.int32) for n in sizes]
-    return np.asarray(mod(*index) if scores is None else mod(scores, *index))
-
-
-def block_lists(on: np.ndarray, block: tuple[int, int], use_full: bool = True) -> tuple[BlockLayout, BlockLists]:
-    """Lists of a dense [B, H, T, S] mask."""
-    b, h, t, s = on.shape
-    rows, cols = -(-t // block[0]), -(-s // block[1])
-    kinds = np.zeros((b, h, rows, cols), np.int8)
-    for i in range(rows):
-        for j in range(cols):
-            part = on[:, :, i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-            full = part.all((2, 3)) & use_full
-            kinds[:, :, i, j] = np.where(full, 2, part.any((2, 3)))
-
-    def pack(kind: int) -> tuple[jax.Array | None, jax.Array | None, int]:
-        hit = kinds == kind
-        width = int(hit.sum(-1).max())
-        if width == 0:
-            return None, None, 0
-        index = np.argsort(~hit, axis=-1, kind="stable")[..., :width].astype(np.int32)
-        return jnp.asarray(hit.sum(-1).astype(np.int32)), jnp.asarray(index), width
-
-    partial_num, partial_index, partial = pack(1)
-    full_num, full_index, full = pack(2)
-    lists = BlockLists(partial_num, partial_index, full_num, full_index)
-    return BlockLayout(b, h, *block, partial, full, 0, 0), lists
+def _index(sizes: tuple[int, int, int, int]) -> list[jax.Array]:
+    return [jnp.arange(n, dtype=jnp.int32) for n in sizes]
 
 
 def dense(
@@ -72,7 +60,7 @@ def dense(
     k, v = (np.repeat(x, plan.group, axis=1) for x in (k, v))
     s = np.einsum("bntd,bnsd->bnts", q, k) * plan.scale
     if score is not None:
-        s = over_all(score, sizes, jnp.asarray(s, jnp.float32)).astype(np.float64)
+        s = np.asarray(over_all(score, 1)(jnp.asarray(s, jnp.float32), *_index(sizes))).astype(np.float64)
     if on is not None:
         s = np.where(on, s, -np.inf)
     largest = s.max(-1)
@@ -87,14 +75,14 @@ def dense(
     lse = np.where(dead, -np.inf, np.log(total) + shift)
     p = p / total[..., None]
     if dropout is not None:
-        p = p * over_all(dropout, sizes, jnp.asarray(s, jnp.float32))
+        p = p * np.asarray(over_all(dropout, 1)(jnp.asarray(s, jnp.float32), *_index(sizes)))
     out = np.einsum("bnts,bnse->bnte", p, v)
     if plan.layout == "BTNH":
         return out.swapaxes(1, 2), lse.swapaxes(1, 2), largest.swapaxes(1, 2)
     return out, lse, largest
 
 
-def problem(
+def forward_problem(
     *,
     batch: int = 1,
     heads: int = 2,
@@ -117,7 +105,7 @@ def problem(
     max_scores: bool = False,
     interpret: bool = True,
     seed: int = 0,
-) -> Problem:
+) -> ForwardProblem:
     """`block=None`: no lists, the mask applies everywhere."""
     rng = np.random.default_rng(seed)
     value_dim = value_dim or dim
@@ -131,7 +119,7 @@ def problem(
     traced_score = trace_mod.trace_score_mod(score, sizes) if score else None
     traced_mask = trace_mod.trace_mask_mod(mask, sizes) if mask else None
     traced_dropout = trace_mod.trace_score_mod(dropout, sizes) if dropout else None
-    on = over_all(mask, sizes) if mask else None
+    on = np.asarray(over_all(mask, 0)(*_index(sizes))) if mask else None
     blocks, lists = None, None
     if on is not None and block is not None:
         blocks, lists = block_lists(on[:mask_batch, :mask_heads], block, use_full)
@@ -146,4 +134,150 @@ def problem(
     )  # fmt: skip
     captures = [t.arrays if t else () for t in (traced_score, traced_mask, traced_dropout)]
     operands = Operands(*arrays, None, None, logits, *captures, lists)
-    return Problem(plan, operands, *dense(arrays, plan, score, on, dropout, logits))
+    return ForwardProblem(plan, operands, *dense(arrays, plan, score, on, dropout, logits))
+
+
+# ------------------------------------------------------------------- backward
+
+
+class BackwardProblem(typing.NamedTuple):
+    """What `backward` is called with, and the gradients of a dense computation."""
+
+    plan: KernelPlan
+    operands: Operands
+    results: Results
+    d_out: jax.Array
+    d_lse: jax.Array | None
+    wanted: Wanted
+    derivative: Program | None
+    expected: Gradients
+
+    def gradients(self) -> Gradients:
+        from flexjax.backends.mosaic_gpu import backward_sm90  # needs jax 0.11
+
+        run = functools.partial(backward_sm90.backward, self.plan, wanted=self.wanted, derivative=self.derivative)
+        call = jax.jit(lambda o, r, d, l: run(o, r, d, l))
+        return call(self.operands, self.results, self.d_out, self.d_lse)
+
+
+def backward_problem(
+    *,
+    score: Mod | None = None,
+    captured: tuple[jax.Array, ...] = (),
+    mask: Mod | None = None,
+    block: tuple[int, int] | None = (128, 128),
+    mask_heads: int = 1,
+    dropout: Mod | None = None,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    q_len: int = 256,
+    kv_len: int = 256,
+    dim: int = 32,
+    value_dim: int | None = None,
+    extra: int = 0,
+    layout: str = "BTNH",
+    dtype: str = "bfloat16",
+    d_lse: bool = False,
+    sinks: bool = False,
+    options: KernelOptions | None = None,
+) -> BackwardProblem:
+    """`score(captured, s, b, h, q, kv)`; gradients of `captured` are wanted."""
+    kv_heads, value_dim = kv_heads or heads, value_dim or dim
+    sizes, scale = (batch, heads, q_len, kv_len), 1 / math.sqrt(dim)
+    draw = lambda t, n, d: normal(batch, t, n, d).astype(dtype)
+    query, key, value = (
+        draw(q_len, heads, dim),
+        draw(kv_len, kv_heads, dim),
+        draw(kv_len, kv_heads, value_dim),
+    )
+    extras = (draw(q_len, heads, extra), draw(kv_len, 1, extra)) if extra else (None, None)
+    d_out, d_row = draw(q_len, heads, value_dim), normal(batch, q_len, heads)
+    sink = normal(heads) if sinks else None
+    on = None
+    if mask is not None:
+        on = np.asarray(over_all(mask, 0)(*(jnp.arange(n) for n in (1, mask_heads, q_len, kv_len))))
+
+    def attention(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        qe: typing.Any,
+        ke: typing.Any,
+        sink: typing.Any,
+        c: typing.Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        group = heads // kv_heads
+        s = jnp.einsum("btnd,bsnd->bnts", q, jnp.repeat(k, group, 2), precision="highest")
+        if extra:
+            s = s + jnp.einsum("btnd,bsnd->bnts", qe, jnp.repeat(ke, heads, 2), precision="highest")
+        index = [jnp.arange(n) for n in sizes]
+        s = s * scale
+        if score is not None:
+            s = over_all(functools.partial(score, c), 1)(s if on is None else jnp.where(on, s, 0.0), *index)
+        s = s if on is None else jnp.where(on, s, -jnp.inf)
+        whole = s
+        if sink is not None:
+            whole = jnp.concatenate([s, jnp.broadcast_to(sink[None, :, None, None], (*s.shape[:3], 1))], -1)
+        top = jax.lax.stop_gradient(whole.max(-1))
+        top = jnp.where(jnp.isfinite(top), top, 0.0)
+        total = jnp.exp(whole - top[..., None]).sum(-1)
+        dead = total == 0
+        lse = jnp.where(dead, -jnp.inf, jnp.log(jnp.where(dead, 1.0, total)) + top)
+        p = jnp.exp(s - jnp.where(dead, 0.0, lse)[..., None])
+        if dropout is not None:
+            p = p * over_all(dropout, 1)(s, *index)
+        out = jnp.einsum("bnts,bsnd->btnd", p, jnp.repeat(v, group, 2), precision="highest")
+        return out, jnp.swapaxes(lse, 1, 2)
+
+    wide = [None if x is None else x.astype(jnp.float32) for x in (query, key, value, *extras)]
+    (out, lse), pull = jax.vjp(attention, *wide, sink, captured)
+    d_row = jnp.where(jnp.isneginf(lse), 0.0, d_row) if d_lse else jnp.zeros_like(lse)
+    want = pull((d_out.astype(jnp.float32), d_row))
+
+    traced = None if score is None else trace_mod.trace_score_mod(functools.partial(score, captured), sizes)
+    masked = None if mask is None else trace_mod.trace_mask_mod(mask, sizes)
+    dropped = None if dropout is None else trace_mod.trace_score_mod(dropout, sizes)
+    blocks, lists = (None, None) if on is None or block is None else block_lists(on, block)
+    plan = KernelPlan(
+        *(batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype, layout, scale),
+        score=None if traced is None else traced.program,
+        mask=None if masked is None or (blocks is not None and not blocks.partial) else masked.program,
+        dropout=None if dropped is None else dropped.program,
+        blocks=blocks,
+        has_sinks=sinks,
+        extra_dim=extra,
+        extra_heads=int(extra > 0),
+        options=dataclasses.replace(options or KernelOptions(), interpret=True),
+    )
+    turn = lambda x: x if x is None or layout == "BTNH" else jnp.swapaxes(x, 1, 2)
+    arrays = lambda t: () if t is None else tuple(t.arrays)
+    if plan.mask is None:
+        masked = None
+    operands = Operands(
+        *(turn(x) for x in (query, key, value, *extras)),
+        sink,
+        arrays(traced),
+        arrays(masked),
+        arrays(dropped),
+        lists,
+    )
+    assert len(operands.score_captures) == len(captured)
+    return BackwardProblem(
+        plan,
+        operands,
+        Results(turn(out.astype(dtype)), turn(lse), None),
+        turn(d_out),
+        turn(d_row) if d_lse else None,
+        Wanted(True, True, True, bool(extra), bool(extra), sinks, (True,) * len(captured)),
+        None if traced is None else traced.derivative,
+        Gradients(*(turn(x) for x in want[:5]), want[5], want[6]),
+    )
+
+
+def assert_gradients_close(got: Gradients, expected: Gradients, tolerance: float = 8e-3) -> None:
+    for name, a, b in zip(Gradients._fields, got, expected, strict=True):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+            assert np.isfinite(x).all(), name
+            assert np.linalg.norm(x.reshape(y.shape) - y) <= tolerance * np.linalg.norm(y) + 1e-5, name

@@ -66,6 +66,7 @@ def sharded(
 
 
 def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
+    """Random query, key, value, slopes, documents and weights of the output, for two batch entries and eight heads."""
     rng = np.random.default_rng(0)
     batch, length, heads, kv_heads, dim = 2, 200, 8, 4, 16
     q, k, v, w = (
@@ -77,6 +78,7 @@ def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
 
 
 def main() -> None:
+    """Prints the error of each result on a mesh of all devices against one device, inside shard_map and with explicit axes."""
     want = jax.jit(functools.partial(results, "xla", None, 32))(*arrays())
     for check_vma in (False, True):
         on_mesh = sharded(mesh_of(jax.devices()), flexjax.KernelOptions(interpret=True), check_vma)

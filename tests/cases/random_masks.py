@@ -130,6 +130,10 @@ def trees(atoms: dict[str, Callable[[dict, int], Callable]]) -> st.SearchStrateg
 
 
 def build(tree: tuple, arrays: dict) -> Callable:
+    """The mask_mod that a tree describes: ("and", tree, tree), ("or", ...), ("not", tree), ("compared", ...) or a named leaf.
+
+    arrays   the captured arrays by name
+    """
     head, *rest = tree
     if head in ("and", "or"):
         return (and_masks if head == "and" else or_masks)(*(build(r, arrays) for r in rest))

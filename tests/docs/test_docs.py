@@ -24,12 +24,22 @@ def needs(block: str) -> str | None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_blocks_run(page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some blocks save pictures
+    monkeypatch.setenv("FLEXJAX_CACHE_DIR", str(tmp_path))  # and one stores tiles
     names: dict[str, object] = {}
     for block in blocks(page):
         library = needs(block)
         if library is not None and importlib.util.find_spec(library) is None:
             continue
         exec(compile(block, page, "exec"), names)
+
+
+def test_explain_prints_what_its_page_shows() -> None:
+    page = (DOCS / "explain.md").read_text()
+    names: dict[str, str] = {}
+    exec(compile(blocks("explain.md")[0], "explain.md", "exec"), names)
+    printed = iter(names["text"].splitlines())
+    for line in re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0].splitlines():
+        assert line.strip() == "..." or any(line == other for other in printed), line
 
 
 def test_the_navigation_names_every_page() -> None:
@@ -43,3 +53,8 @@ def test_links_and_images_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", (DOCS / page).read_text()):
         if "://" not in target:
             assert (DOCS / target).is_file(), target
+
+
+def test_the_page_of_examples_names_every_script() -> None:
+    scripts = {path.name for path in (DOCS.parent / "examples").glob("*.py") if "def main(" in path.read_text()}
+    assert scripts == set(re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "examples.md").read_text(), re.MULTILINE))

@@ -82,7 +82,10 @@ def test_no_mask_and_low_precision() -> None:
 
 def test_many_heads_show_the_first() -> None:
     text = flexjax.explain(*qkv(), mask_mod=lambda b, h, q, kv: q + h >= kv)
-    assert "blocks (the first of 4): █ full, ░ partial" in text
+    assert (
+        f"blocks (the first of 4): █ full, ░ partial\nBlockMask(shape=(1, {N}, {T}, {S}), block_size=(128, 128)" in text
+    )
+    assert text.count("BlockMask(") == 1
 
 
 def test_traced_block_masks() -> None:

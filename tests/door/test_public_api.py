@@ -17,7 +17,7 @@ from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 # fmt: off
 NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
-    "AuxOutput", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
+    "AuxOutput", "Origin", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
 }
 FUNCTIONS = [
@@ -29,8 +29,8 @@ ALIASES = {"Layout", "Implementation"}
 SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
-        "broadcast_dropout=False, query_extra=None, key_extra=None",
-    "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None",
+        "broadcast_dropout=False, query_extra=None, key_extra=None, origin=None",
+    "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
         "block_size=128, mask_mod=None, q_len=None, kv_len=None",
     "and_masks": "*mask_mods",

@@ -22,8 +22,8 @@ def load(name: str) -> types.ModuleType:
     return module
 
 
-TINY = ["--batch=2", "--length=128", "--layers=2", "--width=32", "--heads=2", "--reach=32", "--files=60"]
-TINY += ["--sample=24", "--steps=80", "--seconds=600"]
+TINY = ["--batch=2", "--length=64", "--layers=2", "--width=32", "--heads=2", "--reach=32", "--files=40"]
+TINY += ["--sample=8", "--steps=60", "--seconds=600"]
 
 
 SHARED = "small_training"  # what examples import, and no example itself
@@ -80,7 +80,7 @@ def test_fp8_keys():
 
 def test_train_packed_lm(capsys):
     results = load("train_packed_lm").main(TINY)
-    assert len(results["losses"]) == 80
+    assert len(results["losses"]) == 60
     assert results["final"] < results["losses"][0] - 0.3
     assert results["held_out"] < results["losses"][0]
     assert results["leak"] < 1e-4

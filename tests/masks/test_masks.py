@@ -101,6 +101,8 @@ def everyone_if_global(chosen: set[int]) -> Callable[[int, int], Iterable[int]]:
 
 
 def summaries(stride: int, summary: int) -> Callable[[int, int], list[int]]:
+    """The keys of each query under `strided_fixed`: a function (query, kv_len) -> list of keys."""
+
     def keys(q: int, kv_len: int) -> list[int]:
         ends = [k for start in range(0, q + 1, stride) for k in range(start + stride - summary, start + stride)]
         return [k for k in [*ends, *chunk_of(q, stride)] if k <= q]
@@ -109,6 +111,8 @@ def summaries(stride: int, summary: int) -> Callable[[int, int], list[int]]:
 
 
 def ancestors(parents: list[int], context: int) -> Callable[[int, int], list[int]]:
+    """The keys of each node of a tree: a function (query, kv_len) -> list of keys."""
+
     def keys(q: int, kv_len: int) -> list[int]:
         found, node = list(range(context)), q
         while node >= 0:
@@ -120,6 +124,7 @@ def ancestors(parents: list[int], context: int) -> Callable[[int, int], list[int
 
 
 def diffusion(length: int, block: int) -> Callable[[int, int], list[int]]:
+    """The keys of each query of block diffusion training: a function (query, kv_len) -> list of keys."""
     noisy = [list(range(s, min(s + block, length))) for s in range(0, length, block)]
     clean = [[k + length for k in group] for group in noisy]
 
@@ -160,6 +165,7 @@ def tile_order(canvas: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
 
 
 def morton_order(side: int) -> np.ndarray:
+    """The points of a canvas of side x side in the order of the Morton curve, by sorting interleaved bits."""
     bits = side.bit_length()
 
     def code(point: int) -> str:
@@ -172,6 +178,7 @@ def morton_order(side: int) -> np.ndarray:
 def tile_neighbours(
     canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...], text: int
 ) -> Callable[[int, int], list[int]]:
+    """The keys of each query under sliding tile attention: a function (query, kv_len) -> list of keys."""
     order, points = tile_order(canvas, tile), int(np.prod(canvas))
 
     def tile_of(token: int) -> tuple[int, ...]:
@@ -190,6 +197,8 @@ def tile_neighbours(
 
 
 def media_so_far(is_media: list[int], tokens: int, latest: bool) -> Callable[[int, int], list[int]]:
+    """The keys of each text token under `interleaved_media`: a function (query, kv_len) -> list of keys."""
+
     def keys(q: int, kv_len: int) -> list[int]:
         met = [i for i, place in enumerate(p for p, here in enumerate(is_media) if here) if place <= q]
         return [m * tokens + t for m in (met[-1:] if latest else met) for t in range(tokens)]
@@ -445,6 +454,7 @@ def test_a_mask_is_a_plain_scalar_function(case: Case) -> None:
 
 
 def primitives(jaxpr: object) -> set[str]:
+    """The names of all primitives of a jaxpr, those of nested jaxprs included."""
     found: set[str] = set()
     for equation in getattr(jaxpr, "eqns", []):
         found.add(equation.primitive.name)
@@ -678,6 +688,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         lambda: masks.document(np.zeros(3, int), offsets=np.array([0, 3])),
         "`document` got `segment_ids` and `offsets`; expected exactly one of `segment_ids`, `lengths` and `offsets`. "
         "They say the same thing in three ways.",
+    ),
+    (
+        lambda: masks.document(lengths=[[3, 4], [7]]),
+        "`document`: `lengths` is no array of numbers; expected integers [n] or [B, n]. Rows of unequal length are padded first. "
+        "Pass the number of tokens of each document.",
     ),
     (
         lambda: masks.document(kv_segment_ids=np.zeros(3, int), lengths=np.array([3])),

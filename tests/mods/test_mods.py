@@ -249,6 +249,7 @@ def test_a_mod_keeps_the_dtype_of_the_score(case: Case, dtype: jnp.dtype) -> Non
 
 
 def primitives(jaxpr: object) -> set[str]:
+    """The names of all primitives of a jaxpr, those of nested jaxprs included."""
     found: set[str] = set()
     for equation in getattr(jaxpr, "eqns", []):
         found.add(equation.primitive.name)

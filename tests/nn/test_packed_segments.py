@@ -20,6 +20,7 @@ Q, K, V = jax.random.normal(jax.random.key(0), (3, ROWS, TOKENS, HEADS, DIM))
 
 
 def dense(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None, causal: bool = True) -> jax.Array:
+    """Attention over the documents IDS with all scores in memory, as numpy would write it."""
     at = jnp.arange(TOKENS)
     distance = at[:, None] - at
     mask = (IDS[:, :, None] == IDS[:, None]) & (IDS[:, :, None] != 0)

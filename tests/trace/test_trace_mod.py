@@ -40,6 +40,7 @@ def same_mask(mod: object, sizes: tuple[int, int, int, int]) -> None:
 
 
 def same_score(mod: object, sizes: tuple[int, int, int, int]) -> None:
+    """Asserts that the program of a score mod gives the mod's own results at random positions."""
     traced = trace_score_mod(mod, sizes)
     places = positions(sizes)
     scores = 2 * np.random.default_rng(4).standard_normal(64).astype(np.float32)
@@ -386,7 +387,7 @@ def test_refused_score_mods(why: str) -> None:
 
 
 def test_side_effects_are_refused() -> None:
-    message = r"^`score_mod` has side effects \(.*\); a mod must be a pure function\.$"
+    message = r"^`score_mod` has side effects \(.*\); a mod must be a pure function\. To see its values, draw them with flexjax\.visualize, or call it on arrays\.$"
     with pytest.raises(ModError, match=message):
         trace_score_mod(prints, SIZES)
 
@@ -402,6 +403,16 @@ REFUSED_MASKS = {
         "`mask_mod` has the signature (s, b, h, q, k); expected 4 positional arguments, mask_mod(b, h, q_idx, kv_idx).",
     ),
     "if": (lambda b, h, q, k: q > k and k > 3, f"`mask_mod` {IN_PYTHON}"),
+    "a factory": (
+        masks.sliding_window,
+        "`mask_mod` has the signature (window); expected 4 positional arguments, mask_mod(b, h, q_idx, kv_idx). If it returns "
+        "one, call it: mask_mod=sliding_window(...).",
+    ),
+    "a method of torch": (
+        lambda b, h, q, k: (q - k).abs() < 3,
+        "`mask_mod` uses .abs of a scalar, which JAX scalars do not have; use a function of jax.numpy, for example jnp.abs(x) "
+        "for torch's x.abs() and jnp.clip(x, low, high) for x.clamp(low, high).",
+    ),
 }
 
 

@@ -97,6 +97,9 @@ def distance(got: Any, want: Any) -> float:
 
 
 def run_case(name: str) -> Outcome:
+    """Runs a case of CASES on a mesh: error against one device, the collectives, and whether results are split as the inputs
+    are.
+    """
     case = CASES[name]
     given = arrays(case.key_heads)
     query, key, table, ids = case.specs
@@ -234,8 +237,8 @@ RUNS: dict[str, Callable[[], Outcome]] = {
 }
 
 
-SLOW = ("heads", "grouped heads", "one key head")
-"""Cases that are left to the slow run."""
+SLOW = ("batch", "heads", "grouped heads", "one key head")
+"""Cases that are left to the slow run: "batch and heads" splits both at once."""
 
 
 def main(*given: str) -> None:
@@ -251,6 +254,7 @@ def main(*given: str) -> None:
 
 
 def child(*given: str) -> dict[str, Outcome]:
+    """Runs `main` on eight CPU devices in a process of its own; returns the outcomes by name."""
     flags = {"xla_force_host_platform_device_count": "8"} | QUICK_TO_COMPILE
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(f"--{n}={v}" for n, v in flags.items())}
     command = [sys.executable, "-m", "tests.transforms.test_auto_axes", *given]
@@ -265,6 +269,7 @@ def outcomes() -> dict[str, Outcome]:
 
 
 def assert_split(name: str, outcome: Outcome) -> None:
+    """Asserts that a case is right and computed in shares, with sums as its only collectives."""
     assert outcome["distance"] < 1e-5
     assert outcome["out"]
     assert all(outcome["primals"])  # of query, key and value; how the others' gradients lie is left to XLA

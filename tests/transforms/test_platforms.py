@@ -89,6 +89,7 @@ def test_an_export_for_a_device_that_nobody_names_is_for_every_device() -> None:
     with pytest.warns(FallbackWarning) as found:
         done = jax.export.export(jax.jit(attend()), platforms=["cpu", "tpu"])(shape())
     assert "tpu_custom_call" not in done.mlir_module()
+    assert found[0].filename == __file__  # the line that a user wrote, not one of flexjax
     assert [str(w.message) for w in found] == [
         "The forward pass of a call runs on xla, not on the kernels of mosaic_tpu, for an unknown device of the platform tpu. "
         "The program is lowered for the platform tpu without a device, so its kind is unknown. Lower it with arguments or a mesh "
@@ -139,11 +140,13 @@ def reference_problem() -> tuple[dict[str, jax.Array], Callable]:
 
 def test_a_sequence_comes_to_the_reference_once_the_platform_is_known() -> None:
     arrays, run = reference_problem()
-    loss = lambda arrays, names: sum((x**2).sum() for x in (lambda out, aux: (out, aux.lse))(*run(arrays, names)))
-    made = []
-    for names in ("reference", ("mosaic_tpu", "reference")):
+
+    def loss(arrays: dict[str, jax.Array], names: typing.Any) -> typing.Any:
         out, aux = run(arrays, names)
-        made.append((out, aux.lse, aux.max_scores, jax.grad(loss)(arrays, names)))
+        return (out**2).sum() + (aux.lse**2).sum(), (out, aux.lse, aux.max_scores)
+
+    step = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    made = [step(arrays, names) for names in ("reference", ("mosaic_tpu", "reference"))]
     for want, got in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
     assert "tpu_custom_call" in program(attend(implementation=("mosaic_tpu", "reference")), V6E, shape())
@@ -275,7 +278,7 @@ def test_other_gpus_and_old_versions_of_jax_say_so() -> None:
     (a100,) = said(attend(), A100, shape())
     if jax.__version_info__ < (0, 11):
         assert "The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax 0.10" in a100
-        assert "In such a Python: `pip install -U 'flexjax[cuda13]'`." in a100
+        assert "In such a Python, in a checkout: `pip install -U '.[cuda13]'`." in a100
     else:
         assert "the compute capability of NVIDIA A100-SXM4-80GB is not known." in a100
 

@@ -22,6 +22,7 @@ HAS_TPU = importlib.util.find_spec("libtpu") is not None
 
 
 def child(what: str) -> list[str]:
+    """The words that `main` prints in a process of its own, which has no accelerator."""
     from tests.backends.mosaic_tpu import aot
 
     command = [sys.executable, "-m", "tests.transforms.test_topologies", what]

@@ -97,8 +97,33 @@ def test_bad_indices(arguments: dict[str, object], message: str):
 
 
 def test_unknown_keywords_are_refused():
-    message = (
-        "visualize got unexpected arguments head; it takes score_mod, mask_mod, batch, heads, tokens, scale, title."
-    )
+    message = "visualize got unexpected arguments head; it takes score_mod, mask_mod, batch, heads, tokens, scale, layout, title."
     with pytest.raises(TypeError, match="^" + re.escape(message) + "$"):
         visualize.weights(Q, K, head=3)
+
+
+def test_heads_before_tokens_and_unnamed_masks():
+    swapped = visualize.scores(Q.swapaxes(1, 2), K.swapaxes(1, 2), layout="BNTH", heads=[1, 2])
+    for image, expected in zip(drawn(swapped), drawn(visualize.scores(Q, K, heads=[1, 2])), strict=True):
+        np.testing.assert_array_equal(image, expected)
+    assert visualize.mask(lambda b, h, q, kv: q > kv, 4, 4).get_suptitle() == "mask"
+    with pytest.raises(
+        ValueError, match=r"^`layout` is 'BHTD'; expected 'BTNH' or 'BNTH'\. BTNH is \[batch, tokens, heads, dim\]\.$"
+    ):
+        visualize.scores(Q, K, layout="BHTD")
+    with pytest.raises(ValueError, match=r'Pass layout="BNTH" for \[B, N, T, D\] and \[B, M, S, D\]\.$'):
+        visualize.scores(Q.swapaxes(1, 2)[:, :3], K.swapaxes(1, 2)[:, :, :5])
+
+
+def test_a_mod_is_traced_once_for_all_heads_and_rows():
+    traced = []
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        traced.append(h)
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < h + 2)
+
+    images = drawn(visualize.mask(mask_mod, 150, 150, heads=[0, 1, 5]))
+    assert len(traced) == 1
+    distance = np.arange(150)[:, None] - np.arange(150)
+    for image, h in zip(images, (0, 1, 5), strict=True):
+        np.testing.assert_array_equal(image, (distance >= 0) & (distance < h + 2))

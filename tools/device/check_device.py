@@ -174,38 +174,40 @@ def _masks(rng: Any, B: int, N: int, T: int, S: int) -> dict[str, Callable[[], A
     import numpy as np
 
     def documents(by_batch: bool) -> Any:
-        """Tokens see those of their own document; with `by_batch` each batch entry has documents of its own."""
+        """A mask_mod by which tokens see those of their own document; with `by_batch` each batch entry has documents
+        of its own.
+        """
         ids = jnp.asarray(np.sort(rng.integers(0, 5, (B, max(T, S)) if by_batch else max(T, S))), jnp.int32)
         at = (lambda b, i: ids[b, i]) if by_batch else (lambda b, i: ids[i])
         return lambda b, h, q, k: at(b, q) == at(b, k)
 
     def lengths() -> Any:
-        """The keys of each batch entry end at a random length."""
+        """A mask_mod that ends the keys of each batch entry at a random length."""
         length = jnp.asarray(rng.integers(0, S + 1, B), jnp.int32)
         return lambda b, h, q, k: k < length[b]
 
     def window() -> Any:
-        """A causal window of a random width."""
+        """A mask_mod: a causal window of a random width."""
         width = int(rng.integers(1, S + 1))
         return lambda b, h, q, k: (q >= k) & (q - k < width)
 
     def head_windows() -> Any:
-        """A causal window of a random width for each head."""
+        """A mask_mod: a causal window of a random width for each head."""
         width = jnp.asarray(rng.integers(1, S + 1, N), jnp.int32)
         return lambda b, h, q, k: (q >= k) & (q - k < width[h])
 
     def prefix() -> Any:
-        """Causal, and every query sees a random number of first keys."""
+        """A mask_mod: causal, and every query sees a random number of first keys."""
         n = int(rng.integers(0, S + 1))
         return lambda b, h, q, k: (k < n) | (q >= k)
 
     def flags() -> Any:
-        """Each key is visible or hidden at random."""
+        """A mask_mod by which each key is visible or hidden at random, for all queries."""
         flag = jnp.asarray(rng.integers(0, 2, S), bool)
         return lambda b, h, q, k: flag[k]
 
     def strided() -> Any:
-        """Queries see the keys at distances that are multiples of a random number."""
+        """A mask_mod by which queries see the keys at distances that are multiples of a random number."""
         n = int(rng.integers(2, 9))
         return lambda b, h, q, k: (q - k) % n == 0
 
@@ -325,9 +327,11 @@ def soak(seed: int) -> str:
 
 
 def _close(name: str, got: Any, want: Any, dtype: str) -> None:
-    """Raises AssertionError where `got` differs too much from `want`: by 2% (bfloat16) or 0.4% (float16) of the norm.
+    """Raises AssertionError where `got` has a NaN, is infinite where `want` is not or the other way round, or differs
+    too much from `want`.
 
-    The norm gets 0.05 a number added, so that sums that cancel are judged beside what is summed, about 1.
+    The norm of the difference may be 2% (bfloat16) or 0.4% (float16) of norm(want) + 0.05 sqrt(n), for n numbers. The
+    second term is for sums that cancel, of terms of about 1.
     """
     import numpy as np
 
@@ -390,9 +394,11 @@ def worker(tasks: list[Task], first_seed: int, until: float) -> None:
 def _spawn(index: int, tasks: list[Task], seed: int, until: float, folder: str) -> tuple[subprocess.Popen, str]:
     """Starts a worker process; returns (the process, path of its files without their suffix).
 
-    index                number of the worker
-    tasks, seed, until   as for `worker`
-    folder               for what it reads and prints
+    index    number of the worker
+    tasks    to run in it
+    seed     of its first soak task
+    until    time.time() at which it begins no more tasks
+    folder   for what it reads and prints
     """
     path = os.path.join(folder, f"worker{index}-{seed}")
     with open(path + ".tasks", "w") as file:

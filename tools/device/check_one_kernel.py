@@ -46,7 +46,9 @@ class Problem(typing.NamedTuple):
     captured: tuple[tuple[int, ...], str] | None = None
 
     def arrays(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-        """Query, key, value, the captured array if there is one, and the cotangent of the result."""
+        """Normal random numbers: query, key, value, the captured array if there is one, and the cotangent of the
+        result.
+        """
         (q_len, kv_len), (heads, kv_heads), (dim, value_dim) = self.lengths, self.heads, self.dims
 
         def draw(tokens: int, heads: int, dim: int) -> jax.Array:
@@ -64,7 +66,7 @@ class Problem(typing.NamedTuple):
     def gradients(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The gradients of query, key, value and the captured array.
 
-        arrays   as `arrays` gives them
+        arrays   query, key, value, the captured array if there is one, and the cotangent of the result
         """
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
@@ -78,28 +80,38 @@ class Problem(typing.NamedTuple):
 
 
 def causal(array: typing.Any) -> dict[str, typing.Any]:
-    """A causal mask; nothing is captured."""
+    """Arguments of flex_attention: a causal mask. `array` is not read."""
     return {"mask_mod": masks.causal}
 
 
 def sloped(array: typing.Any) -> dict[str, typing.Any]:
-    """A causal mask, and a slope by distance with one learned factor for each head."""
+    """Arguments of flex_attention: a causal mask, and a slope by distance with a learned factor for each head,
+    `array` [heads].
+    """
     return {"mask_mod": masks.causal, "score_mod": lambda s, b, h, q, kv: s + array[h] * (kv - q) / 16}
 
 
 def of_distances(array: typing.Any) -> dict[str, typing.Any]:
-    """A score_mod that adds a learned number for each head and distance."""
+    """Arguments of flex_attention: a score_mod that adds a learned number for each head and distance, `array`
+    [heads, distances].
+    """
     middle = array.shape[1] // 2
     return {"score_mod": lambda s, b, h, q, kv: s + array[h, q - kv + middle].astype(jnp.float32)}
 
 
 def of_tokens(array: typing.Any) -> dict[str, typing.Any]:
-    """A score_mod that adds a learned number for each head and query, and one for each head and key."""
+    """Arguments of flex_attention: a score_mod that adds a number for each head and query, and one for each head and
+    key.
+
+    array   [2, heads, tokens], learned
+    """
     return {"score_mod": lambda s, b, h, q, kv: s + array[0, h, q] + array[1, h, kv]}
 
 
 def windows_of_heads(array: typing.Any) -> dict[str, typing.Any]:
-    """A causal window whose width differs from head to head, and sinks."""
+    """Arguments of flex_attention: a causal window whose width differs from head to head, and sinks. `array` is not
+    read.
+    """
     return {"mask_mod": lambda b, h, q, kv: (q - kv < (h + 1) * 200) & (q >= kv), "sinks": jnp.ones(4)}
 
 
@@ -153,10 +165,11 @@ def norm(x: jax.Array) -> float:
 
 
 def compare(two: typing.Any, one: typing.Any, arrays: tuple[jax.Array, ...], deterministic: bool) -> tuple[bool, str]:
-    """(whether the gradients agree, text to print), from the compiled programs of two kernels and of one.
+    """(whether the gradients of the fused kernel are those of two kernels, text to print).
 
+    two, one        compiled programs with two backward kernels and with the fused one
     arrays          what both run on
-    deterministic   whether the second must give the same bits when run again
+    deterministic   whether `one` must give the same bits when run again
     """
     expected, got, again = two(*arrays), one(*arrays), one(*arrays)
     errors = [norm(x.astype(jnp.float32) - y.astype(jnp.float32)) / norm(y) for x, y in zip(got, expected, strict=True)]

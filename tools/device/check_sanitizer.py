@@ -176,8 +176,9 @@ def under(tool: str, what: list[str], until: float) -> tuple[int, str]:
 def verdict(tool: str, what: list[str], until: float, logs: str | None) -> tuple[bool, str]:
     """(whether the process under the tool ended as it should, text to print). A tool that breaks is started again.
 
-    what, until   as for `under`
-    logs          folder for what was printed under a tool that found something; None: nowhere
+    what    arguments of the script in that process, ["--run", case, ...] or ["--plant", tool]
+    until   time.monotonic() at which the process is killed
+    logs    folder for what was printed under a tool that found something; None: nowhere
 
     It should end with nothing found and every case run or refused, or for a planted mistake with something found.
     """

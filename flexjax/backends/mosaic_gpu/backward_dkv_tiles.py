@@ -134,14 +134,17 @@ class SplitDkvTiles(typing.NamedTuple):
 
 
 class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA of the split dK/dV kernel.
+    """Shared memory of a CTA of the split dK/dV kernel; D stands for the padded head dim, E for values.
 
-    query, d_out, stats   rings, as in `Scratch`
-    key, value            [1, SPLIT_KEYS, D] the CTA's own keys and values; dK and dV leave through them
-    p                     [slots, keys, queries] float32: P^T times the derivative of score_mod
-    query_full .. out_free  as in `Scratch`
-    own_full              [3] the keys have arrived, the values have, and both warpgroups have made their last product
-    p_full, p_free        [slots] a tile of P is written, is read
+    query, d_out           [slots, queries, D or E] rings
+    stats                  [query slots, 2, queries] lse2 and delta of the queries in `query`
+    key, value             [1, SPLIT_KEYS, D or E] the CTA's own keys and values; dK and dV leave through them
+    p                      [slots, keys, queries] float32: P^T times the derivative of score_mod
+    query_full, out_full   [slots] a tile has arrived; `query_full` also counts its statistics
+    own_full               [3] the keys have arrived, the values have, and both warpgroups have made their last
+                           product
+    query_free, out_free   [slots] both computing warpgroups have read a tile
+    p_full, p_free         [slots] a tile of P is written, is read
     """
 
     query: Part

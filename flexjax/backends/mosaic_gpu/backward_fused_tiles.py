@@ -117,7 +117,7 @@ def fused_tiles(plan: KernelPlan) -> FusedTiles | None:
     """The largest sizes of the fused kernel that fit; None where the fused kernel cannot run the plan or the options'
     tile.
 
-    It runs head dims D of 33 to 128 (padded to 64 or 128) and E up to 128, with mask blocks that are multiples of its
+    It runs head dims D that are padded to 64 or 128, and E up to 128, with mask blocks that are multiples of its
     tile.
     """
     dim, value_dim = padded_dims(plan)

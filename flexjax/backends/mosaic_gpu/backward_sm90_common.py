@@ -100,17 +100,20 @@ def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats:
 
 
 class Captures(typing.NamedTuple, typing.Generic[Part]):
-    """The captured arrays of score_mod, mask_mod and dropout, in the order of `Program.captures`."""
+    """The captured arrays of score_mod, mask_mod and dropout, in the order of `Program.captures`, and the tables of an origin."""
 
     score: tuple[Part, ...]
     mask: tuple[Part, ...]
     dropout: tuple[Part, ...]
+    origin: tuple[Part, ...] = ()
 
 
 def captures_of(operands: Operands) -> Captures[jax.Array]:
     """The captured arrays of a call, in the form in which kernels take them."""
     groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
-    return Captures(*(tuple(kernel_operand(a) for a in group) for group in groups))
+    origin = () if operands.origin is None else tuple(operands.origin)
+    score, mask, dropout = (tuple(kernel_operand(a) for a in group) for group in groups)
+    return Captures(score, mask, dropout, origin)
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):

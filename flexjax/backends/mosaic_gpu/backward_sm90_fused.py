@@ -204,7 +204,11 @@ def backward_fused(
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA inside the kernel, the one with number `program`."""
+    """One CTA inside the kernel, the one with number `program`.
+
+    problem           what is known of the kernel at compile time
+    inputs, scratch   Refs to operands and shared memory
+    """
 
     problem: _FusedSetup
     inputs: Inputs[Ref]
@@ -225,7 +229,7 @@ class _Cta:
         takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter
 
         In a fixed order the start number says what the CTA owns, and all other warpgroups wait for it. In any order
-        the number of the CTA does, with the longest key tiles first.
+        the number of the CTA does; with block lists, key tiles with most visits come first.
         """
         problem, plan, order = self.problem, self.problem.plan, self.problem.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
@@ -587,7 +591,7 @@ class _ComputingWarpgroup:
         plgpu.barrier_arrive(scratch.dq_full.at[slot])
 
     def finish_late_dq(self, total: Scalar) -> None:
-        """Hands over dQ of the last of `total` visits, where dQ is late."""
+        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does."""
 
         def last(dq_acc: Ref) -> jax.Array:
             """This warpgroup's half of dQ of the last visit, float32."""

@@ -30,7 +30,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captu
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.thread_tiles import add_column_slope, affine_tile, repeat_columns
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import TileOrigin, TileProgram
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -183,6 +183,7 @@ class TileMath:
                 edge=ends if self.overhangs else None,
                 results=results,
                 interpret=plan.options.interpret,
+                origin=TileOrigin.of(plan, captures.origin),
             ).at_rows(row0)
 
         return RowMath(
@@ -232,7 +233,7 @@ class RowMath:
 class ColumnMath:
     """One tile: the rows of `RowMath`, and the columns from `col0`.
 
-    masked                 whether the mask applies, as in `RowMath.at_columns`
+    masked                 whether the mask applies, a bool or, where one loop visits both kinds of tiles, a scalar
     score, mask, dropout   the programs with their column vectors computed; with a scalar `masked`, those of `mask`
                            are not
     """
@@ -258,10 +259,11 @@ class ColumnMath:
         return Probabilities(p, computed.get(1), None if self.dropout is None else self.dropout_multiplier(), slopes)
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
-        """exp(mod(s) - lse) without the mask, and the results `TileMath.evaluated` of the derivative program, each in
+        """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated` of the derivative program), each in
         the shape of the tile.
 
-        s, lse2   as for `probabilities`
+        s      q . k, the product without scale, float32
+        lse2   of row_statistics.py, a vector over the queries
         """
         math, plan = self.rows.math, self.rows.math.plan
         if self.score is None:
@@ -288,7 +290,10 @@ class ColumnMath:
         """What is added to the scaled scores in the exponent, in base 2: row_term + offset + column_slope * c - lse2,
         broadcast to the tile.
 
-        row_term, offset, column_slope   as in `tile_values.Scaled`
+        lse2           a vector over the queries
+        row_term       [rows], the part of the scores that is the same along a row; None: 0, and `offset` too
+        offset         scalar
+        column_slope   scalar, by which the scores grow from column to column; None: 0
         """
         math, interpret = self.rows.math, self.rows.math.plan.options.interpret
         if row_term is None or offset is None:
@@ -305,8 +310,8 @@ class ColumnMath:
         return math.broadcast(columns, "q") + math.broadcast_rows(row)
 
     def with_loaded(self, load: ir.Load, value: jax.Array) -> "ColumnMath":
-        """The tile with the values of one load given as `value`, [rows, columns]; the program then does not load
-        them.
+        """The tile with the values that `load` reads given as `value`, [rows, columns], such as a staged tile; the
+        program then does not load them.
         """
         assert self.score is not None
         return dataclasses.replace(self, score=self.score.with_loaded_tile(load, value))

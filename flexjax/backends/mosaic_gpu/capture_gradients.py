@@ -55,6 +55,7 @@ from flexjax.backends.mosaic_gpu.capture_scatter import (
     diagonal_sums,
     distinct,
     join_windows,
+    positions_differ_by_entry,
 )
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, warpgroups_for
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
@@ -93,7 +94,7 @@ def capture_gradients(
         total, slope = totals[load.capture], derivative.results[2 + load_number]
         if total is None or (isinstance(slope, ir.Lit) and slope.value == 0):
             continue
-        if _kernel_scatters(load):
+        if _kernel_scatters(plan, load):
             found = _scattered(plan, operands, tokens, captures, derivative, load_number, bias)
             totals[load.capture] = total + found.reshape(total.shape)
         else:
@@ -115,7 +116,7 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
         if any("score" in ir.axes_of(a) for a in load.index):
             return f"captured array {load.capture} is read by an index that depends on the score."
         size = math.prod(derivative.captures[load.capture].shape)
-        if not distinct(load) and size > LARGEST_ARRAY:
+        if not distinct(plan, load) and size > LARGEST_ARRAY:
             return (
                 f"several positions may read the same element of captured array {load.capture}, which has {size} elements; the "
                 f"gradient of such an array takes up to {LARGEST_ARRAY}."
@@ -128,19 +129,22 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
     return None
 
 
-def _kernel_scatters(load: ir.Load) -> bool:
+def _kernel_scatters(plan: KernelPlan, load: ir.Load) -> bool:
     """Whether the kernel itself adds g to the elements of the array: for a load by query and key of which several
-    positions may read one element.
+    positions may read one element, and for a load by q - kv whose origin has several runs.
     """
-    tile = ir.classify_load(load).kind == ir.TILE
-    return tile and axis_aligned_dims(load) is None and not distinct(load)
+    kind, origin = ir.classify_load(load).kind, plan.origin
+    if kind == ir.DIAGONAL:
+        return origin is not None and not origin.single
+    known = axis_aligned_dims(load) is not None and origin is None
+    return kind == ir.TILE and not known and not distinct(plan, load)
 
 
-def _shared(load: ir.Load) -> tuple[bool, bool]:
+def _shared(plan: KernelPlan, load: ir.Load) -> tuple[bool, bool]:
     """(whether batch entries share the elements that the load reads, whether heads do): the index does not depend on
     b, or on h.
     """
-    return "b" not in axes(load), "h" not in axes(load)
+    return "b" not in axes(load) and not positions_differ_by_entry(plan, load), "h" not in axes(load)
 
 
 # ------------------------------------------------------------------- sums of tiles
@@ -165,12 +169,12 @@ def _load_sums(
     column, T + S - 1 for a diagonal and (T, S) for a tile load.
     """
     load = gradient_loads(derivative)[load_number]
-    kind, shared, tile = ir.classify_load(load).kind, _shared(load), warpgroups_for(plan) * ROWS
+    kind, shared, tile = ir.classify_load(load).kind, _shared(plan, load), warpgroups_for(plan) * ROWS
     shape = shape_for(plan, kind, tile, shared)
     lists = tile_lists(plan, operands.lists, shape)
     if kind == ir.TILE:
         kernel = CaptureKernel(
-            plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(derivative, load_number)
+            plan, derivative, load_number, shape, bias, Sink.MATRIX, _sum_type(plan, derivative, load_number)
         )
         return kernel.run(tokens, lists, captures)[:, :, : plan.q_len, : plan.kv_len]
     kernel = CaptureKernel(plan, derivative, load_number, shape, bias, Sink.SUMS)
@@ -224,14 +228,14 @@ def _summed(
     return sums.reshape(runs * each, *sums.shape[2:])[:count]
 
 
-def _sum_type(derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
+def _sum_type(plan: KernelPlan, derivative: ir.Program, load_number: int) -> jax.typing.DTypeLike:
     """dtype of the sums of a tile load: that of the array where the sums are its whole gradient, else float32.
 
     They are if no other load reads the array and each index is a constant or an axis of its own plus a constant.
     """
     loads = gradient_loads(derivative)
     alone = sum(other.capture == loads[load_number].capture for other in loads) == 1
-    direct = alone and axis_aligned_dims(loads[load_number]) is not None
+    direct = alone and plan.origin is None and axis_aligned_dims(loads[load_number]) is not None
     return derivative.captures[loads[load_number].capture].dtype if direct else jnp.float32
 
 
@@ -260,7 +264,7 @@ def _scattered(
     load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
     period = _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR
-    shape = shape_for(plan, kind, tile, _shared(load), max(period, 1))
+    shape = shape_for(plan, kind, tile, _shared(plan, load), max(period, 1))
     lists = tile_lists(plan, operands.lists, shape)
     total = _largest_total(plan, tokens, derivative, load_number)
     if total is None:
@@ -272,11 +276,15 @@ def _scattered(
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """The number of tiles along a diagonal after which the load's index repeats; 0 where summing such tiles saves too
-    little.
+    """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough.
 
     tile   queries and keys of a tile
+
+    Soon enough is where there are at most half as many diagonal lists as tiles of a head; otherwise summing the tiles
+    of a diagonal saves too little.
     """
+    if plan.origin is not None and not plan.origin.single:
+        return 0
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
     most = rows * columns // (2 * (rows + columns - 1))
     return next((n for n in range(1, most + 1) if invariant(derivative, load.index, n * tile)), 0)

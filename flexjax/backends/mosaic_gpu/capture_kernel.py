@@ -38,7 +38,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_o
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import TileOrigin, TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan
@@ -216,6 +216,7 @@ class CaptureKernel:
             edge=(plan.q_len, plan.kv_len) if math.overhangs else None,
             results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
+            origin=TileOrigin.of(plan, captures.origin),
         )
         found = iter(program.at_rows(row0).tile_at_columns(column0))
         lengths = self.derivative.captures[self.load.capture].shape
@@ -338,7 +339,7 @@ class _Cta:
         return Products(self.interpret)
 
     def visit(self, i: Scalar | int) -> Visit:
-        """The i-th visit of the CTA's list, as `CaptureKernel.visit` gives it."""
+        """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
 
     def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:

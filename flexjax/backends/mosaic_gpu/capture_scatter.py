@@ -17,6 +17,7 @@ from jax import lax
 from flexjax.backends.mosaic_gpu.pair_bias import axis_aligned_dims, embedded
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate import apply_op
+from flexjax.ir.origin import key_positions, query_positions
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 SORTED_AT_ONCE = 1 << 24
@@ -31,11 +32,18 @@ def axes(load: ir.Load) -> frozenset[str]:
     return frozenset().union(*(ir.axes_of(a) for a in load.index))
 
 
-def distinct(load: ir.Load) -> bool:
+def positions_differ_by_entry(plan: KernelPlan, load: ir.Load) -> bool:
+    """Whether the index depends on positions, and an origin gives each batch entry positions of its own."""
+    return plan.origin is not None and plan.origin.rows > 1 and bool(axes(load) & {"q", "kv", "delta"})
+
+
+def distinct(plan: KernelPlan, load: ir.Load) -> bool:
     """Whether different (b, h, position) certainly read different elements.
 
     True where each axis that the index depends on indexes some dimension alone, with step 1 or -1.
     """
+    if "b" not in axes(load) and positions_differ_by_entry(plan, load):
+        return False
     found = set()
     for atom in load.index:
         own = ir.axes_of(atom)
@@ -72,12 +80,12 @@ def add_at(
     if not load.index:
         return total + sums.sum()
     dims, kind = axis_aligned_dims(load), ir.classify_load(load).kind
-    if dims is not None and kind in POSITIONS:
+    if dims is not None and kind in POSITIONS and (plan.origin is None or kind == ir.SCALAR):
         # no index arrays and no scatter: for a pair bias these would cost more than the kernels
         found = embedded(jnp.expand_dims(sums, POSITIONS[kind]), dims, total.shape)
         return found if found.dtype != total.dtype else total + found
     index = [jnp.broadcast_to(i, sums.shape) for i in _indices(plan, operands, derivative, load, sums.ndim)]
-    if distinct(load):
+    if distinct(plan, load):
         return total.at[tuple(index)].add(sums, mode="drop", unique_indices=True)
     flat = jnp.zeros(sums.shape, jnp.int32)
     for i, n in zip(index, total.shape, strict=True):
@@ -156,11 +164,14 @@ def _indices(plan: KernelPlan, operands: Operands, derivative: ir.Program, load:
         kv = q - difference
     elif kind == ir.TILE:
         q, kv = shape(plan.q_len, 2), shape(plan.kv_len, 3)
+    by_entry = "b" in own or positions_differ_by_entry(plan, load)
+    b = shape(plan.batch, 0) if by_entry else zero
+    placed = (plan.origin, operands.origin)
     env: dict[int, jax.Array] = {
-        ir.B: shape(plan.batch, 0) if "b" in own else zero,
+        ir.B: b,
         ir.H: shape(plan.q_heads, 1) if "h" in own else zero,
-        ir.Q: q,
-        ir.KV: kv,
+        ir.Q: query_positions(*placed, b, q),
+        ir.KV: key_positions(*placed, b, kv),
     }
 
     def read(atom: ir.Atom) -> jax.Array:

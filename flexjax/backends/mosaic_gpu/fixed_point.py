@@ -46,7 +46,10 @@ def _power_of_two(k: jax.Array) -> jax.Array:
 
 
 def scale(total: jax.Array) -> jax.Array:
-    """2^k, the factor of numbers before they are rounded to integers; `total` as for `power`."""
+    """2^k, the factor by which numbers are multiplied before they are rounded to integers, a float32 scalar.
+
+    total   a bound of the sum of all magnitudes, a float32 scalar
+    """
     return _power_of_two(power(total))
 
 

@@ -38,7 +38,7 @@ from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outp
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, rows_of
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import TileOrigin, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir import program as ir
@@ -220,6 +220,7 @@ class QueryTile:
                 head=item.h,
                 edge=(setup.plan.q_len, setup.plan.kv_len) if setup.may_overhang else None,
                 interpret=setup.interpret,
+                origin=TileOrigin.of(setup.plan, inputs.origin),
             ).at_rows(q_start)
 
         programs = Programs(
@@ -287,7 +288,10 @@ class QueryTile:
     def _staggered_steps(self, out: jax.Array) -> tuple[jax.Array, State, Position]:
         """Runs every step in the staggered order: S of step 0 before the loop, P V of the last step after it.
 
-        Parameter and result are those of `_whole_steps`.
+        out   [rows, value dim] float32, zeros
+
+        Returns (`out` plus P V of every step, not yet divided by the softmax denominator; softmax state; position of
+        the query tile).
         """
         setup, item = self.setup, self.item
         state = setup.softmax.start

@@ -39,7 +39,9 @@ class Producer:
     scratch: ForwardScratch[Ref]
 
     def run(self) -> None:
-        """Copies what every work item of this CTA reads."""
+        """Copies what every work item of this CTA reads. In the simulator it then waits for every arrival at the
+        barriers of the slots.
+        """
         tile, slots, scratch = self.setup.tile, self.setup.slots, self.scratch
         if tile.groups > 1:
             plgpu.set_max_registers(tile.producer_registers, action="decrease")

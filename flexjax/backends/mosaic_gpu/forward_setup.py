@@ -25,6 +25,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     score, mask, dropout   captured arrays of the three programs
     counter                [1] int32 of the dynamic scheduler, which the kernel changes; None without it and in the
                            simulator
+    origin       the tables of an origin, of queries and of keys; () without one
     """
 
     query: Part
@@ -36,6 +37,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     mask: tuple[Part, ...]
     dropout: tuple[Part, ...]
     counter: Part | None = None
+    origin: tuple[Part, ...] = ()
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):

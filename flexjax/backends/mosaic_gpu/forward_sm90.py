@@ -78,7 +78,7 @@ def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
     plan   with extra features joined to the head dim
     tile   the kernel's configuration
     """
-    staged = staging.staged_load(plan.score) if tile.staged_slots and plan.score is not None else None
+    staged = staging.staged_load(plan, plan.score) if tile.staged_slots else None
     return ForwardSetup(plan, tile, plan.options.interpret, staged, static_reference(plan), may_be_large(plan.score))
 
 
@@ -117,6 +117,7 @@ def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
         mask=mask,
         dropout=dropout,
         counter=counter,
+        origin=() if operands.origin is None else tuple(operands.origin),
     )
 
 

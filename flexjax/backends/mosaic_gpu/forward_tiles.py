@@ -227,8 +227,10 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     staged_dtype = _staged_dtype(plan)
     order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
     found: list[ForwardTile] = []
+    origin = plan.origin
+    run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
     for groups in order:
-        if not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
+        if run % (64 * groups) or not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
         for keys in (64, 128) if size == 256 or divides else (128, 64):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
@@ -268,8 +270,9 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     groups   consumer warpgroups
 
     The dynamic scheduler always runs. At size 64, softmax and P V overlap only with three groups and nothing masked
-    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, and a static
-    softmax reference (a soft cap) turns off ping-pong, prefetched barriers and reversed keys.
+    or dropped, and two groups alternate. Above, two groups alternate under a block mask at size 128, key barriers are
+    prefetched, and keys are visited in reverse with a score_mod; a static softmax reference (a soft cap) turns off
+    all three.
     """
     scheduler = {"persistent": False, "dynamic_scheduler": True}
     if size == 64:
@@ -321,7 +324,7 @@ def _staged_dtype(plan: KernelPlan) -> str | None:
     """dtype of the captured array of score_mod that goes through shared memory (staging.py); None where there is
     none.
     """
-    load = None if plan.score is None else staging.staged_load(plan.score)
+    load = staging.staged_load(plan, plan.score)
     return None if load is None or plan.score is None else plan.score.captures[load.capture].dtype
 
 

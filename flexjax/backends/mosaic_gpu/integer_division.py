@@ -71,7 +71,7 @@ def integer_division(name: str, step: ir.Op, a: Value, b: Value, overhangs: bool
 def _by_zero(name: str, dtype: str, a: Value) -> Value | np.ndarray:
     """jax's result of dividing `a` by 0, where the hardware's result is undefined.
 
-    name    of the operation, as for `integer_division`
+    name    of the operation: "div", "rem", "floordiv" or "floormod"
     dtype   of the operand in the program, such as "uint8"
     """
     if name == "rem":
@@ -84,8 +84,9 @@ def _by_zero(name: str, dtype: str, a: Value) -> Value | np.ndarray:
 
 
 def _defined_division(name: str, never_negative: bool, a: Value, b: Value) -> Value:
-    """Quotient or remainder of a by b as `integer_division` defines them, where b is not 0 and nothing overflows.
+    """Quotient or remainder of a by b, where b is not 0 and nothing overflows.
 
+    name             "div" or "rem", which round toward zero, "floordiv" or "floormod", toward minus infinity
     never_negative   whether a is at least 0 and b above 0; such numbers are divided as uint32, which is faster
     """
     remainder = name in ("rem", "floormod")

@@ -223,10 +223,13 @@ def load_staged(tile: Ref, interpret: bool) -> jax.Array:
 
 
 def load_staged_transposed(tile: Ref, interpret: bool) -> jax.Array:
-    """The transpose of a tile in shared memory, [columns, rows], in registers; otherwise like `load_staged`.
+    """The transpose of a tile of a captured array, [columns, rows], read from its slot in shared memory to registers.
+
+    tile   [rows, columns] in shared memory, after the copy has arrived
 
     Elements of 16 bits are read by `ldmatrix`, which transposes. Elements of 32 bits are read in pairs along the rows
-    of the result, and neighbouring lanes exchange them.
+    of the result, and neighbouring lanes exchange them. The reads come before the arrival at the barrier that
+    releases the slot.
     """
     if interpret:
         return _in_compute_dtype(tile[...].T)

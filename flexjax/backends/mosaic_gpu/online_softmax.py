@@ -138,11 +138,14 @@ class OnlineSoftmax:
         return p, rescale, State(base, total)
 
     def _step_of_large_scores(self, tile: jax.Array, state: State) -> tuple[jax.Array, Rescale, State]:
-        """`step` for large scores: in units of scores until the reference is subtracted; only the difference is
-        scaled by log2(e).
+        """The exponentials of a tile of large scores, [rows, columns] float32, how to rescale what was summed before,
+        and the state after the tile.
 
-        tile   [rows, columns] final scores, with the parts that `Scaled` otherwise keeps apart (factor, row and
-               column terms) already added
+        tile    [rows, columns] final scores, with the parts that `Scaled` otherwise keeps apart (factor, row and
+                column terms) already added
+        state   before the tile
+
+        Only the difference of a score and the reference is scaled by log2(e).
         """
         largest = thread_tiles.maximum_by_column(tile, self.interpret)
         base, rescale = self._follow_maximum(largest, f32(1), None, state.base)

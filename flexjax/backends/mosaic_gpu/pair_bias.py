@@ -157,6 +157,8 @@ def _direct_gradient(plan: KernelPlan, derivative: ir.Program, load_number: int)
     loads = gradient_loads(derivative)
     load, slope = loads[load_number], derivative.results[2 + load_number]
     dims, array = axis_aligned_dims(load), derivative.captures[load.capture]
+    if plan.origin is not None:  # TMA writes whole pieces, and the positions of a tile may be any
+        return None
     if dims is None or array.dtype not in staging.ITEM_SIZES or sum(o.capture == load.capture for o in loads) > 1:
         return None
     if isinstance(slope, ir.Lit) and slope.value == 0:
@@ -221,7 +223,7 @@ def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tup
     """
     if derivative is None or max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
         return DenseBiasPlan()
-    load = staging.staged_load(derivative)
+    load = staging.staged_load(plan, derivative)
     bias = DenseBiasPlan() if load is None else DenseBiasPlan(load, derivative.captures[load.capture].dtype)
     for load_number, source in enumerate(gradient_loads(derivative)):
         found = _direct_gradient(plan, derivative, load_number) if wanted[source.capture] else None

@@ -104,11 +104,11 @@ class Staging:
     def read_from_ring(
         self, tile: ColumnMath, ring: StagedRing[Ref], number: Scalar, group: Scalar, first: bool, last: bool
     ) -> ColumnMath:
-        """`tile` with the values of the load, read as by `read_staged`; waits until the staged tile is there, and
-        frees its slot.
+        """`tile` with the values of the load, which the warpgroup reads from the ring to registers; waits until they
+        are there, and frees the slot.
 
-        number        running number of the tile
-        group         number of the warpgroup
+        number        running number of the staged tile
+        group         number of the warpgroup, which reads its share of the tile
         first, last   whether this is the warpgroup's first, last read of the tile: it reads once for each batch
                       entry. Only the first read waits, only the last frees the slot
         """
@@ -132,8 +132,12 @@ def staging_for(
 ) -> Staging | None:
     """The `Staging` of a kernel, None where no array is staged or there is no room for it (0 slots).
 
-    bias                                says which array is staged
-    slots, shape, readers, transposed   as in `Staging`
+    derivative   the program of the load; None without a score_mod
+    bias         says which array is staged
+    slots        of the ring
+    shape        (queries, keys) of a tile
+    readers      computing warpgroups that read a tile
+    transposed   whether the kernel's score tile is [keys, queries]
     """
     if bias.staged is None or derivative is None or not slots:
         return None
@@ -144,8 +148,8 @@ def staging_for(
 
 
 def skipped_blocks(plan: KernelPlan, lists: VisitLists[jax.Array]) -> VisitLists[jax.Array]:
-    """The key blocks that neither list of a query block names, in the form of a full list for each query block; all
-    None without a block mask.
+    """The key blocks that neither list of a query block names, as a full list (number, ascending indices) for each
+    query block; all None without a block mask.
 
     lists   the block lists of each query block
     """

@@ -42,7 +42,9 @@ def unsupported(program: ir.Program) -> str | None:
 
 
 def _unsupported_op(step: ir.Op) -> str | None:
-    """Why the kernels cannot evaluate one operation, in the form of `unsupported`; None if they can."""
+    """Why the kernels cannot evaluate one operation, as the end of a sentence whose subject is the program; None if
+    they can.
+    """
     if step.prim not in SUPPORTED:
         return f"uses the primitive `{step.prim}`, which has no form on a tile"
     operand = step.inputs[0].dtype

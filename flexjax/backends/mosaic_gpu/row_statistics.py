@@ -37,8 +37,8 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
     results        of the forward pass
     d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used
 
-    lse2 = lse * log2(e), and +inf for rows without a visible key and past the end. Where scores may be too large to
-    scale (`may_be_large`), lse takes the place of lse2.
+    lse2 = lse * log2(e). Rows without a visible key, and those past the end, have lse2 = +inf and delta = 0. Where
+    scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
     delta = row_dots(plan, pad(results.out), pad(d_out))

@@ -11,6 +11,7 @@ pair_bias.py decides what the backward pass stages.
 """
 
 from flexjax.ir import program as ir
+from flexjax.plan.kernel_plan import KernelPlan
 
 PIECE = (8, 128)
 """Rows and bytes of a swizzled piece; the last two dimensions of the array must be whole pieces."""
@@ -19,12 +20,16 @@ MOST_DIMS = 5
 ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def staged_load(program: ir.Program) -> ir.Load | None:
+def staged_load(plan: KernelPlan, program: ir.Program | None) -> ir.Load | None:
     """The load of a score program whose array is staged: the first load that can be and that the score depends on;
     None if none can.
 
     program   the score program; its first result is the score
+
+    With an origin none is staged, because TMA copies whole swizzled pieces and a tile may begin at any position.
     """
+    if program is None or plan.origin is not None:
+        return None
     live = ir.uses(program.steps, program.results[:1])
     return next((load for load in program.loads if load.out.id in live and _can_be_staged(program, load)), None)
 

@@ -24,6 +24,8 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, W
 
 OLDEST_JAX = (0, 11, 0)
 LARGEST_DIM = 256
+LARGEST_TILE = 128
+"""Queries or keys of the largest tile that a kernel cannot choose to make smaller."""
 
 
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
@@ -35,6 +37,9 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
     """
+    reason = _refuses_origin(plan)
+    if reason is not None:
+        return reason
     plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
     return (
         _refuses_jax(version or jax.__version_info__[:3])
@@ -45,6 +50,25 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     )
 
 
+def _refuses_origin(plan: KernelPlan) -> str | None:
+    """Why the kernels cannot run at the origin of the plan, or None."""
+    origin, blocks = plan.origin, plan.blocks
+    if origin is None:
+        return None
+    if blocks is not None and blocks.from_user_lists and _kernel_blocks(plan) != (blocks.block_q, blocks.block_kv):
+        return (
+            "The GPU kernels take a block mask from user lists beside an origin in blocks of multiples of 64 tokens, "
+            f"not {blocks.block_q} x {blocks.block_kv}."
+        )
+    for name, run, runs in (
+        ("queries", origin.query_run, origin.query_runs),
+        ("keys", origin.key_run, origin.key_runs),
+    ):
+        if runs > 1 and run % LARGEST_TILE:
+            return f"The GPU kernels take several runs of {name} that are multiples of {LARGEST_TILE} tokens long, not {run}."
+    return None
+
+
 def _refuses_jax(version: tuple[int, ...]) -> str | None:
     """Why this version of jax is too old for the kernels, in a sentence; None if it is not."""
     if version >= OLDEST_JAX:
@@ -52,7 +76,7 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
     have, python = ".".join(map(str, version)), ".".join(map(str, sys.version_info[:2]))
     return (
         f"The GPU kernels need jax 0.11 or later, which needs Python 3.12 or later (this is jax {have} on Python {python}). "
-        "In such a Python: `pip install -U 'flexjax[cuda13]'`."
+        "In such a Python, in a checkout: `pip install -U '.[cuda13]'`."
     )
 
 
@@ -159,9 +183,9 @@ class MosaicGpu:
         from flexjax.backends.mosaic_gpu import capture_gradients
 
         why = refuses(plan, target)
-        plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         if why is not None or derivative is None:
             return why
+        plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         reason = program_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."

@@ -57,8 +57,11 @@ LANE_DISTANCES = (1, 2)
 
 
 def _elements_by_column(array: mgpu.FragmentedArray, shape: tuple[int, int]) -> dict[tuple[int, ...], list[ir.Value]]:
-    """The elements that a thread holds of a tile of `shape`: (row, column modulo PERIOD) -> its elements there, by
-    rising column.
+    """The elements that a thread holds of a tile: (row, column modulo PERIOD) -> its elements there, by rising
+    column.
+
+    array   the thread's registers of the tile
+    shape   (rows, columns) of the tile
 
     Rows and columns are positions as the first thread has them (`registers.Positions`).
     """
@@ -72,7 +75,12 @@ def _elements_by_column(array: mgpu.FragmentedArray, shape: tuple[int, int]) -> 
 def _reduced_by_column(
     array: mgpu.FragmentedArray, shape: tuple[int, int], combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> dict[tuple[int, ...], ir.Value]:
-    """`_elements_by_column` with the elements at one key reduced to one by `combine`, a binary MLIR operation.
+    """Reduces what a thread holds of a tile over the columns that are equal modulo PERIOD: (row, column modulo
+    PERIOD) -> result.
+
+    array     the thread's registers of the tile
+    shape     (rows, columns) of the tile
+    combine   emits the reduction of two elements, such as their sum
 
     The four reductions of a row pair advance together, one element at a time, so that their instructions overlap.
     """

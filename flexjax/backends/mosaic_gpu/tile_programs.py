@@ -53,10 +53,46 @@ from flexjax.backends.mosaic_gpu.tile_values import (
     safe_to_defer,
 )
 from flexjax.ir import program as ir
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.rewrite import with_results
+from flexjax.plan.kernel_plan import KernelPlan
 
 MAX_EXACT = 1 << 24
 """Integers up to this size are exact in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrigin:
+    """Where the rows of query and key lie in the whole problem (ir/origin.py), inside a kernel.
+
+    query, key   [rows, runs] int32 in global memory: the positions at which runs begin
+    """
+
+    layout: OriginLayout
+    query: Ref
+    key: Ref
+
+    @classmethod
+    def of(cls, plan: KernelPlan, refs: Sequence[Ref]) -> "TileOrigin | None":
+        """The origin of the plan with its two tables, None without one."""
+        return None if plan.origin is None else cls(plan.origin, *refs)
+
+    def offset(self, axis: str, batch: jax.typing.ArrayLike, start: jax.typing.ArrayLike | None) -> Value:
+        """What to add to the numbers of the rows of a tile to get positions.
+
+        axis    "q" or "kv"
+        start   number of the first row of the tile; None where the axis has one run, for any tile
+        """
+        table, run = (self.query, self.layout.query_run) if axis == "q" else (self.key, self.layout.key_run)
+        entry = batch if self.layout.rows > 1 else 0
+        if start is None:
+            return table[entry, 0]
+        # a tile that lies past the end counts on from the last run
+        number = jnp.minimum(lax.div(jnp.asarray(start, jnp.int32), np.int32(run)), np.int32(table.shape[1] - 1))
+        return table[entry, number] - number * np.int32(run)
+
+    def runs(self, axis: str) -> int:
+        return self.layout.query_runs if axis == "q" else self.layout.key_runs
 
 
 class TileProgram:
@@ -69,6 +105,7 @@ class TileProgram:
     env                    id of a value -> the value on the tile, for the steps that are computed
     row_start, col_start   numbers of the tile's first row and column in the attention matrix, int32 scalars; None
                            until `at_rows` and `at_columns` set them
+    origin          where rows and columns lie in the whole problem, whose positions the program reads; None: they count from 0
     """
 
     def __init__(
@@ -83,8 +120,10 @@ class TileProgram:
         edge: tuple[int, int] | None = None,
         results: tuple[int, ...] | None = None,
         interpret: bool = False,
+        origin: TileOrigin | None = None,
     ) -> None:
-        """Computes the scalars of the program.
+        """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
+        alone.
 
         program       the traced program
         refs          its captured arrays, in the order of `program.captures`
@@ -104,6 +143,10 @@ class TileProgram:
             ir.B: TileValue(SCALAR, jnp.asarray(batch, jnp.int32)),
             ir.H: TileValue(SCALAR, jnp.asarray(head, jnp.int32)),
         }
+        self.origin, self.batch = origin, batch
+        self.offsets: dict[str, Value] = {}
+        if origin is not None:  # that of an axis with one run is the same for all tiles
+            self.offsets = {a: origin.offset(a, batch, None) for a in ("q", "kv") if origin.runs(a) == 1}
         self.row_start: Value = None
         self.col_start: Value = None
         self._compute(SCALAR)
@@ -113,7 +156,7 @@ class TileProgram:
     def at_rows(self, start: jax.typing.ArrayLike) -> "TileProgram":
         """The program with its row vectors computed, for the tiles whose first row has the number `start`."""
         new = self._copy()
-        new.row_start = jnp.asarray(start, jnp.int32)
+        new.row_start = self._position(self.row_axis, start)
         row = ir.Q if self.row_axis == "q" else ir.KV
         if row in new.live:
             new.env[row] = TileValue(ROW, registers.row_iota(self.shape[0]) + new.row_start)
@@ -127,12 +170,20 @@ class TileProgram:
         needs them.
         """
         new = self._copy()
-        new.col_start = jnp.asarray(start, jnp.int32)
+        new.col_start = self._position("kv" if self.row_axis == "q" else "q", start)
         column = ir.KV if self.row_axis == "q" else ir.Q
         if column in new.live:
             new.env[column] = TileValue(COLUMN, registers.columns_from(new.col_start, self.shape[1], self.interpret))
         new._compute(COLUMN)
         return new
+
+    def _position(self, axis: str, start: jax.typing.ArrayLike) -> Value:
+        """The position of the row of query ("q") or key ("kv") with the number `start`, at which a tile begins."""
+        first = jnp.asarray(start, jnp.int32)
+        if self.origin is None:
+            return first
+        offset = self.offsets[axis] if axis in self.offsets else self.origin.offset(axis, self.batch, first)
+        return first + offset
 
     def scalar_values(self, atoms: Sequence[ir.Atom]) -> tuple[Value, ...]:
         """The values of these atoms, scalars that depend on batch entry and head alone."""
@@ -158,9 +209,13 @@ class TileProgram:
     def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
         """The wanted results, of which the first is the score, in the parts of `Scaled`; the others are whole tiles.
 
-        score, factor       as for `tile`
+        score               [rows, columns] float32; the score that the program reads is factor * score
+        factor              a number, such as the plan's scale
         keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside other
                             deferred factors, column_slope * c is added to the tile here
+
+        A score that is an affine tile, that has a negative factor, or that is a scalar or vector comes as a
+        whole tile with factor 1.
         """
         tile_value, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
@@ -184,20 +239,30 @@ class TileProgram:
         return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)
 
     def row_term(self) -> jax.Array | None:
-        """`Scaled.row_term` of the score, [rows], the same for every tile of the row of tiles; None where the score
-        has none.
+        """The part of the score that is the same along a row of the attention matrix and is deferred
+        (`Scaled.row_term`), [rows]; None where the score has none.
 
-        The compiler removes everything else that is computed here.
+        It is computed without scores, after the last tile; the compiler removes everything else that is computed
+        here.
         """
         score = self._broadcast(TileValue(SCALAR, jnp.float32(0)), TILE)
         return self.at_columns(np.int32(0)).scaled_tile(score, 1.0).row_term
 
     def tile_at_columns(self, start: jax.typing.ArrayLike, score: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """`at_columns(start)`, then `tile(score)`."""
+        """The wanted results, each as a whole tile [rows, columns], on the tile whose first column has the number
+        `start`.
+
+        score   [rows, columns] float32, the score that the program reads; None for a program without a score
+        """
         return self.at_columns(start).tile(score)
 
     def _results(self, score: jax.Array | None, factor: float = 1.0) -> list[TileValue]:
-        """The wanted results on this tile as TileValues, which may have deferred parts; arguments as for `tile`."""
+        """The wanted results on this tile as TileValues, which may have deferred parts.
+
+        score    [rows, columns] float32; the score that the program reads is factor * score. None for a program
+                 without a score
+        factor   a number, such as the plan's scale
+        """
         new = self._copy()
         if score is not None:
             new.env[ir.SCORE] = TileValue(TILE, score, factor)
@@ -334,8 +399,8 @@ class TileProgram:
         return self._broadcast(tile_value, TILE)
 
     def _compare_columns(self, step: ir.Op) -> TileValue | None:
-        """The result of a comparison of an affine integer with a value that is the same along each row; None for any
-        other step.
+        """The result of a comparison of an affine integer, which changes from column to column, with a value that is
+        the same along each row; None for any other step.
 
         `thread_tiles.compare_columns` compares multiples of the column number with one number for each row, so no
         register holds column numbers. None also where a difference of the two might overflow int32.
@@ -364,8 +429,8 @@ class TileProgram:
         return None
 
     def _operate(self, step: ir.Op) -> TileValue:
-        """The result of one operation, deferred where `_defer` can, otherwise computed by `tile_ops.apply` at the
-        highest rank of its operands.
+        """The result of one operation of the program, with deferred parts where `_defer` can, otherwise computed at
+        the highest rank of its operands.
         """
         compared = self._compare_columns(step)
         if compared is not None:

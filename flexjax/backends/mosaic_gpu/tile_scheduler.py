@@ -139,8 +139,10 @@ class TileScheduler:
     # ----------------------------------------------------------------- a fixed share of the items
 
     def number(self, turn: Scalar) -> Scalar:
-        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler: forth and back over the CTAs,
-        or its own number.
+        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler.
+
+        With one CTA for each item that is the number of the CTA; in a persistent grid of P CTAs, CTA p takes items p,
+        2 P - 1 - p, 2 P + p, ....
         """
         program = lax.axis_index("program")
         if self.programs == self.items:
@@ -187,8 +189,8 @@ class TileScheduler:
         return WorkItem(b, h, q_tile, at, unmasked, full * per_block, (full + partial) * per_block)
 
     def _position_in_mask(self, mask: MaskRows, number: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """(batch entry, head, query tile, row of the block lists) of the work item with the number `number`, under a
-        block mask.
+        """(batch entry, head, query tile within the head, row of the block lists counted over their heads) of the
+        work item with the number `number`, under a block mask.
         """
         plan, blocks = self.plan, self.plan.blocks
         assert blocks is not None

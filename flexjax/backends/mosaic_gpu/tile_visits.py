@@ -261,7 +261,7 @@ def owned_key_tile(
 
     lists, order   from `visit_lists` and `longest_first`, as Refs
     kv_tiles       key tiles of a key head
-    head_major     launch order of the CTAs, as in `tile_and_head`
+    head_major     whether the key tiles of one head have adjacent CTAs; otherwise the first of all heads come first
     queries        of a visited tile
     """
     program = lax.axis_index("program")

@@ -70,7 +70,7 @@ def backward(
         dq, dk, dv = made.dq if dq_in_dkv else dq, made.dk, made.dv
         sums |= made.columns
     captures = capture_gradients.gather_gradients(
-        plan, derivative, operands.score_captures, wanted.score_captures, sums
+        plan, derivative, operands.score_captures, wanted.score_captures, sums, (plan.origin, operands.origin)
     )
     sinks = _sink_gradient(plan, operands, results, shift) if wanted.sinks and operands.sinks is not None else None
     return _unfolded(plan, operands, wanted, (dq, dk, dv), sinks, captures)

@@ -186,6 +186,8 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
     columns      the column reads whose gradients are wanted, as numbers in derivative.gradients
     want_kv      whether to compute dk and dv
     with_query   whether to compute dq too
+
+    What is not computed is None in the result.
     """
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)

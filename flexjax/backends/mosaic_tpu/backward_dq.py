@@ -78,7 +78,9 @@ class LoadNumbers(typing.NamedTuple):
 
     @classmethod
     def of(cls, wanted: dict[int, str]) -> "LoadNumbers":
-        """Sorts the reads of `wanted`, {number: kind}: kinds scalar and row, diagonal, tile."""
+        """The reads of `wanted`, {number: kind}, sorted: "scalar" and "row" into rows, "diagonal" into diagonals, "tile" into
+        tiles.
+        """
         of_kind = lambda *kinds: tuple(n for n, kind in wanted.items() if kind in kinds)
         return cls(of_kind(ir.SCALAR, ir.ROW), of_kind(ir.DIAGONAL), of_kind(ir.TILE))
 

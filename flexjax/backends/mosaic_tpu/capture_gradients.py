@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from flexjax.backends.mosaic_tpu import hoisted
 from flexjax.ir import program as ir
+from flexjax.ir.origin import Placed
 from flexjax.ir.program import Load, Program
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -47,6 +48,7 @@ def gather_gradients(
     captures: Sequence[jax.Array],
     wanted: Sequence[bool],
     sums: dict[int, jax.Array],
+    placed: Placed,
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of every wanted captured array in its shape and dtype, None for the others.
 
@@ -54,6 +56,7 @@ def gather_gradients(
 
     captures   the captured arrays of score_mod; wanted: for each, whether its gradient is wanted
     sums       {n: what the kernels summed for load n}, float32; `_scattered` has the shapes
+    placed     where queries and keys lie in the whole problem
     """
     totals = [jnp.zeros(c.shape, jnp.float32) if w else None for c, w in zip(captures, wanted, strict=True)]
     for number, values in sorted(sums.items()):
@@ -61,12 +64,17 @@ def gather_gradients(
         load = load_of(derivative, number)
         total = totals[load.capture]
         assert total is not None
-        totals[load.capture] = total + _scattered(plan, derivative, captures, load, values)
+        totals[load.capture] = total + _scattered(plan, derivative, captures, load, values, placed)
     return tuple(None if t is None else t.astype(c.dtype) for t, c in zip(totals, captures, strict=True))
 
 
 def _scattered(
-    plan: KernelPlan, derivative: Program, captures: Sequence[jax.Array], load: Load, values: jax.Array
+    plan: KernelPlan,
+    derivative: Program,
+    captures: Sequence[jax.Array],
+    load: Load,
+    values: jax.Array,
+    placed: Placed,
 ) -> jax.Array:
     """The gradient of the captured array of one load, float32 in its shape: `values` scatter-added where the load reads the
     array.
@@ -79,16 +87,18 @@ def _scattered(
     kind = ir.classify_load(load).kind
     batch, heads, q_len, kv_len = plan.batch, plan.q_heads, plan.q_len, plan.kv_len
     if kind == ir.SCALAR:
-        values, grid = values.sum((2, 3), keepdims=True), hoisted.whole_grid(batch, heads, 1, 1)
+        values, grid = values.sum((2, 3), keepdims=True), hoisted.whole_grid(batch, heads, 1, 1, placed)
     elif kind == ir.ROW:
-        values, grid = jnp.swapaxes(values, 2, 3), hoisted.whole_grid(batch, heads, q_len, 1)
+        values, grid = jnp.swapaxes(values, 2, 3), hoisted.whole_grid(batch, heads, q_len, 1, placed)
     elif kind == ir.COLUMN:
-        values, grid = values[:, :, None, :], hoisted.whole_grid(batch, heads, 1, kv_len)
+        values, grid = values[:, :, None, :], hoisted.whole_grid(batch, heads, 1, kv_len, placed)
     elif kind == ir.DIAGONAL:
-        values, grid = values[..., None], hoisted.diagonal_grid(batch, heads, q_len, kv_len)
+        values, grid = values[..., None], hoisted.diagonal_grid(batch, heads, q_len, kv_len, placed)
     else:
-        grid = hoisted.whole_grid(batch, heads, q_len, kv_len)
+        grid = hoisted.whole_grid(batch, heads, q_len, kv_len, placed)
     used = frozenset().union(*(ir.axes_of(a) for a in load.index))
+    if plan.origin is not None and plan.origin.rows > 1 and kind != ir.SCALAR:
+        used |= {"b"}
     values = values.sum(tuple(d for d, name in ((0, "b"), (1, "h")) if name not in used), keepdims=True)
     shape = captures[load.capture].shape
     if not shape:

@@ -14,6 +14,7 @@ import numpy as np
 
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
 from flexjax.backends.mosaic_tpu.vmem import Tiles
+from flexjax.ir.origin import OriginLayout
 from flexjax.plan.kernel_plan import KernelPlan
 
 
@@ -24,6 +25,7 @@ class TileGeometry:
     batch, heads, q_len, kv_len   of the call; heads are query heads
     block_q, block_kv             queries and keys of a tile
     q_axis   0: queries are the rows of a tile (sublanes) and keys its columns (lanes); 1: the other way round
+    origin   of the plan (ir/origin.py); all other numbers here count rows of the call
     """
 
     batch: int
@@ -33,11 +35,12 @@ class TileGeometry:
     block_q: int
     block_kv: int
     q_axis: int
+    origin: OriginLayout | None = None
 
     @classmethod
     def of(cls, plan: KernelPlan, tiles: Tiles, q_axis: int) -> "TileGeometry":
-        """The geometry of a kernel for a plan, with these tiles."""
-        return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis)
+        """The geometry of a kernel that computes a plan in these tiles; `q_axis` as above."""
+        return cls(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, tiles.q, tiles.kv, q_axis, plan.origin)
 
     @property
     def q_tiles(self) -> int:

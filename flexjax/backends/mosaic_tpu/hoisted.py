@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flexjax.ir import evaluate as ir_evaluate
 from flexjax.ir import program as ir
 from flexjax.ir.evaluate_rank4 import diagonal_value, map_call
+from flexjax.ir.origin import Placed, key_positions, query_positions
 from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Val
 from flexjax.ir.rewrite import with_results
 
@@ -40,18 +41,24 @@ def _positions(size: int, dim: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32).reshape(shape)
 
 
-def whole_grid(batch: int, heads: int, q_len: int, kv_len: int) -> Grid:
-    """The grid of every position of the attention matrix: b, h, q and kv along dimensions 0 to 3."""
-    return Grid(_positions(batch, 0), _positions(heads, 1), _positions(q_len, 2), _positions(kv_len, 3))
+def whole_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Placed) -> Grid:
+    """The grid of every position of the attention matrix: b, h, q and kv along dimensions 0 to 3; q and kv of the whole problem."""
+    return _placed(batch, heads, _positions(q_len, 2), _positions(kv_len, 3), placed)
 
 
-def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int) -> Grid:
+def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Placed) -> Grid:
     """The grid of one position on each diagonal of the attention matrix of each (b, h).
 
-    The diagonals lie along dimension 2, by ascending q - kv from 1 - kv_len to q_len - 1; dimension 3 has size 1.
+    The diagonals lie along dimension 2, by ascending q - kv from 1 - kv_len to q_len - 1; dimension 3 has size 1. An origin
+    has one run of queries and one of keys.
     """
     delta = jnp.arange(1 - kv_len, q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
-    return Grid(_positions(batch, 0), _positions(heads, 1), jnp.maximum(delta, 0), jnp.maximum(-delta, 0))
+    return _placed(batch, heads, jnp.maximum(delta, 0), jnp.maximum(-delta, 0), placed)
+
+
+def _placed(batch: int, heads: int, q_rows: jax.Array, kv_rows: jax.Array, placed: Placed) -> Grid:
+    b = _positions(batch, 0)
+    return Grid(b, _positions(heads, 1), query_positions(*placed, b, q_rows), key_positions(*placed, b, kv_rows))
 
 
 def evaluate(program: Program, captures: Sequence[jax.Array], grid: Grid, wanted: Sequence[Atom]) -> list[jax.Array]:

@@ -32,6 +32,7 @@ from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.split_program import HoistedValue, SplitProgram
 from flexjax.backends.mosaic_tpu.tile_programs import Strip, StripView
 from flexjax.backends.mosaic_tpu.vector_ops import LANES
+from flexjax.ir.origin import NOWHERE, Starts
 from flexjax.ir.program import Load
 
 ZERO = np.int32(0)
@@ -103,14 +104,17 @@ class HoistedOperands:
         programs: Sequence[tuple[SplitProgram, Sequence[jax.Array]]],
         tile_at: TileAt,
         scalars_from_end: int,
+        starts: Starts | None = None,
     ):
         """Evaluates the hoisted values of all programs and lays them out as operands.
 
         programs           split programs with their captured arrays; a program's number is its place here
         scalars_from_end   how many prefetched references there are from the first scalar table on, that one included
+        starts             the tables of an origin
         """
         self.geometry = geometry
         self.tile_at = tile_at
+        self._placed = (geometry.origin, starts)
         self.operands: list[Operand] = []
         self._scalars_from_end = scalars_from_end
         self._operand_of: dict[Key, int] = {}
@@ -128,7 +132,28 @@ class HoistedOperands:
                     self._add(key, self._operand(value, _as_operand_dtype(values[value.val.id], value.dtype)))
             for load in split.gathers:
                 self._add((number, load.out.id), _gather_table(captures[load.capture]))
+        self._first_offset = {axis: self._add_offsets(tables, axis) for axis in ("q", "kv")}
         self.scalar_tables = tables.arrays
+
+    def _add_offsets(self, tables: ScalarTables, axis: str) -> int:
+        """Adds a row to the int32 table for each run of queries ("q") or keys ("kv"): position minus row. The first such row."""
+        layout, starts = self._placed
+        if layout is None or starts is None:
+            return 0
+        table, run = (starts.query, layout.query_run) if axis == "q" else (starts.key, layout.key_run)
+        runs = range(table.shape[1])
+        rows = [tables.add((table[:, n] - n * run).reshape(-1, 1, 1, 1), "int32")[1] for n in runs]
+        return rows[0]
+
+    def _offset(self, scalars: Sequence[jax.Ref], axis: str, row: jax.Array, head: jax.Array) -> jax.Array:
+        """Inside the kernel: position minus row, in the run of the row of query or key that has the number `row`."""
+        layout = self._placed[0]
+        assert layout is not None
+        run, runs = (layout.query_run, layout.query_runs) if axis == "q" else (layout.key_run, layout.key_runs)
+        number = np.int32(self._first_offset[axis])
+        if runs > 1:
+            number = number + jnp.minimum(lax.div(row, np.int32(run)), np.int32(runs - 1))
+        return scalars[1][number, head]
 
     def _add(self, key: Key, operand: Operand) -> None:
         """Adds an operand for the value `key`."""
@@ -139,8 +164,8 @@ class HoistedOperands:
         """The hoisted values of one program that XLA evaluates, as arrays of rank 4 (see hoisted.py), by id."""
         g = self.geometry
         found: dict[int, jax.Array] = {}
-        whole = hoisted.whole_grid(g.batch, g.heads, g.q_len, g.kv_len)
-        along_diagonals = hoisted.diagonal_grid(g.batch, g.heads, g.q_len, g.kv_len)
+        whole = hoisted.whole_grid(g.batch, g.heads, g.q_len, g.kv_len, self._placed)
+        along_diagonals = hoisted.diagonal_grid(g.batch, g.heads, g.q_len, g.kv_len, self._placed)
         for grid, classes in ((whole, ("uniform", "q", "kv", "tile")), (along_diagonals, ("delta",))):
             values = [v for v in split.hoisted_of(*classes) if v.direct_load is None]
             arrays = hoisted.evaluate(split.program, captures, grid, [v.val for v in values]) if values else []
@@ -203,7 +228,7 @@ class HoistedOperands:
         g = self.geometry
         array = captures[load.capture]
         shape = array.shape[:-2]
-        grid = hoisted.whole_grid(g.batch, g.heads, 1, 1)
+        grid = hoisted.whole_grid(g.batch, g.heads, 1, 1, NOWHERE)
         plane = jnp.zeros((1, 1, 1, 1), jnp.int32)
         if shape:
             indices = hoisted.evaluate(split.program, captures, grid, load.index[:-2])
@@ -265,8 +290,13 @@ class HoistedOperands:
             """The whole table (1, n) from which the load gathers."""
             return refs[self._operand_of[(number, load.out.id)]][...]
 
-        q_start, kv_start = q0 + np.int32(q_off), k0 + np.int32(kv_off)
-        return StripView(g.q_axis, q_start, kv_start, b, h, strip.rows, strip.cols, read, table)
+        q_row, kv_row = q0 + np.int32(q_off), k0 + np.int32(kv_off)
+        q_start, kv_start = q_row, kv_row
+        if g.origin is not None:
+            head = b * np.int32(g.heads) + h
+            q_start = q_row + self._offset(scalars, "q", q0, head)
+            kv_start = kv_row + self._offset(scalars, "kv", k0, head)
+        return StripView(g.q_axis, q_start, kv_start, q_row, kv_row, b, h, strip.rows, strip.cols, read, table)
 
 
 def _to_sublanes(line: jax.Array) -> jax.Array:

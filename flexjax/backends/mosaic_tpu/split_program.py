@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from flexjax.backends.mosaic_tpu import tile_ops
 from flexjax.ir import program as ir
+from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import Atom, Axes, Call, Lit, Load, Op, Program, Step, Val
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -65,11 +66,13 @@ class HoistedValue:
     val           the result of a step of the program
     axis_class    the row of the table above to which it belongs
     direct_load   the load whose captured array is itself the operand, block by block; None where XLA evaluates the value
+    by_entry      whether the value differs between batch entries because their positions do
     """
 
     val: Val
     axis_class: str
     direct_load: Load | None = None
+    by_entry: bool = False
 
     @property
     def dtype(self) -> str:
@@ -84,7 +87,7 @@ class HoistedValue:
         """The sizes (along b, along h) of the operand: `batch` and `heads` of the call, or 1 if the value does not depend on
         them.
         """
-        return (batch if "b" in self.val.axes else 1, heads if "h" in self.val.axes else 1)
+        return (batch if self.by_entry or "b" in self.val.axes else 1, heads if "h" in self.val.axes else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,9 @@ class SplitProgram:
 
 
 @functools.lru_cache(maxsize=512)
-def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> SplitProgram:
+def split(
+    program: Program, batch: int, heads: int, q_len: int, kv_len: int, origin: OriginLayout | None = None
+) -> SplitProgram:
     """Decides for each value of a program whether XLA or the kernel computes it, for a call of these sizes.
 
     heads   query heads
@@ -127,12 +132,18 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
         if val.id < ir.FIRST_FREE_ID or val.id in hoisted or val.id in in_kernel:
             continue
         step = made_by[val.id]
-        direct = step if isinstance(step, Load) and _is_direct(program, step, q_len, kv_len) else None
+        # with an origin, blocks of the captured array need not begin where tiles do
+        direct = step if isinstance(step, Load) and not origin and _is_direct(program, step, q_len, kv_len) else None
         if direct is None and not costs[val.id].cheaper_hoisted(val) and _runs_in_kernel(program, step, val):
             in_kernel.add(val.id)
             pending += [a for a in step.inputs if isinstance(a, Val)]
             continue
-        value = HoistedValue(val, axis_class(val.axes), direct)
+        kind = axis_class(val.axes)
+        value = HoistedValue(val, kind, direct, origin is not None and origin.rows > 1 and kind != UNIFORM)
+        if kind == DELTA and origin is not None and not origin.single:
+            raise Unsupported(
+                "it needs a value computed outside the kernel for each q - kv, and the origin has several runs of queries or keys"
+            )
         _check_hoisted(value, batch, heads, q_len * kv_len)
         hoisted[val.id] = value
 
@@ -143,7 +154,7 @@ def split(program: Program, batch: int, heads: int, q_len: int, kv_len: int) -> 
 
 def split_for(program: Program, plan: KernelPlan) -> SplitProgram:
     """`split` for the sizes of a plan."""
-    return split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    return split(program, plan.batch, plan.q_heads, plan.q_len, plan.kv_len, plan.origin)
 
 
 class _Cost(typing.NamedTuple):

@@ -123,6 +123,10 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
     between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM.
     """
+    if plan.origin is not None:
+        reason = _origin_refusal(plan)
+        if reason is not None:
+            return reason
     plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
     if plan.dtype not in ("float32", "bfloat16"):
         return f"mosaic_tpu computes float32 and bfloat16; query, key and value are {plan.dtype}."
@@ -146,6 +150,27 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
         vmem.backward_tiles(plan, chip, plan.score)
     except vmem.NoTile as why:
         return f"mosaic_tpu has no tile for this call: {why}."
+    return None
+
+
+OFFSETS = 1 << 14
+"""The most runs, counted over all batch entries and heads, whose positions a kernel keeps in SMEM, four bytes each."""
+
+
+def _origin_refusal(plan: KernelPlan) -> str | None:
+    """The sentence that says why the kernels cannot run at the origin of the plan, None if they can."""
+    origin, blocks = plan.origin, plan.blocks
+    assert origin is not None
+    if blocks is not None and blocks.from_user_lists and _kernel_blocks(plan) != (blocks.block_q, blocks.block_kv):
+        return (
+            "mosaic_tpu cannot change the blocks of a block mask from user lists beside an origin; "
+            f"these are {blocks.block_q} x {blocks.block_kv}, and its tiles take {' x '.join(map(str, _kernel_blocks(plan)))}."
+        )
+    runs = (origin.query_runs + origin.key_runs) * plan.batch * plan.q_heads
+    if not origin.single and runs > OFFSETS:
+        return (
+            f"mosaic_tpu takes at most {OFFSETS} runs of queries and keys over all batch entries and heads, not {runs}."
+        )
     return None
 
 
@@ -193,6 +218,11 @@ def _capture_refusal(
     shown = derivative.captures[load.capture]
     if any("score" in ir.axes_of(a) for a in load.index):
         return f"mosaic_tpu has no gradient for a captured array ({shown}) read at an index computed from the score."
+    if load_class == ir.DIAGONAL and plan.origin is not None and not plan.origin.single:
+        return (
+            f"mosaic_tpu has no gradient for a captured array ({shown}) read at q - kv where the origin has several runs of "
+            "queries or keys."
+        )
     if load_class == ir.DIAGONAL:
         size = 4 * diagonals.SKEW * geometry.diagonals
         if size > DIAGONAL_BYTES:

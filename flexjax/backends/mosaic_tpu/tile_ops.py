@@ -223,7 +223,7 @@ def _integer_pow(op: Op, x: jax.Array) -> jax.Array:
 
 
 def _pow(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """x ** y in float32, in the dtype of the operation; y may be an integer."""
+    """x ** y, computed in float32 and cast to the dtype of the operation; y may be an integer."""
     x, y = broadcast([x, y])
     return jnp.power(jnp.asarray(x).astype(F32), jnp.asarray(y).astype(F32)).astype(jnp.dtype(op.out.dtype))
 

@@ -46,7 +46,8 @@ class StripView:
     """Where a strip lies in the attention matrix, and how to read the operands of one program on it.
 
     q_axis              0: queries are rows (sublanes), keys columns (lanes); 1: the other way round
-    q_start, kv_start   indices of the query and the key of the strip's first element (traced scalars)
+    q_start, kv_start   positions of the query and the key of the strip's first element (traced scalars)
+    q_row, kv_row       the same counted in rows of the call
     b, h                batch entry and query head (traced scalars)
     rows, cols          size of the strip
     read                gives a hoisted value on the strip, in a shape that broadcasts to (rows, cols)
@@ -56,6 +57,8 @@ class StripView:
     q_axis: int
     q_start: jax.Array
     kv_start: jax.Array
+    q_row: jax.Array
+    kv_row: jax.Array
     b: jax.Array
     h: jax.Array
     rows: int
@@ -80,6 +83,16 @@ class StripView:
     def kv(self) -> jax.Array:
         """The indices of the strip's keys in the attention matrix, int32 (1, cols), or (rows, 1) if q_axis is 1."""
         return self.kv_start + self._count(1 - self.q_axis)
+
+    @property
+    def q_rows(self) -> jax.Array:
+        """Rows of query, in the shape of `q`."""
+        return self.q_row + self._count(self.q_axis)
+
+    @property
+    def kv_rows(self) -> jax.Array:
+        """Rows of key, in the shape of `kv`."""
+        return self.kv_row + self._count(1 - self.q_axis)
 
 
 def evaluate_strip(split: SplitProgram, view: StripView, score: jax.Array | None) -> list[jax.Array]:

@@ -79,7 +79,9 @@ class TileScores:
                 self._split.append(split_for(program, self.plan))
                 with_captures.append((self._split[-1], captures))
         scalars_from_end = prefetch_count_after_order(self.added_prefetch)
-        self.hoisted = HoistedOperands(self.order.geometry, with_captures, self.order.tile_at, scalars_from_end)
+        self.hoisted = HoistedOperands(
+            self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin
+        )
 
     def _needs_only_bias(self) -> bool:
         """Whether c * s + bias is all that the kernel needs of the score program.
@@ -122,7 +124,9 @@ class TileScores:
         return None if number is None else evaluate_strip(self._split[number], self._view(number, step), score)
 
     def bias(self, step: KernelStep) -> StripBias:
-        """The bias of a separated score on the strip of `step` (see StripBias). Only if `separated` is not None."""
+        """The bias of a separated score on the strip of `step`: its part that depends on the query alone, and what is added to
+        each score (see StripBias). Only if `separated` is not None.
+        """
         assert self.separated is not None
         values = self._evaluate(SCORE, step)
         assert values is not None
@@ -167,9 +171,9 @@ class TileScores:
             conditions.append(masked[0])
         view = self._view(0, step)
         if g.kv_len % g.block_kv:
-            conditions.append(view.kv < np.int32(g.kv_len))
+            conditions.append(view.kv_rows < np.int32(g.kv_len))
         if self.check_q_end and g.q_len % g.block_q:
-            conditions.append(view.q < np.int32(g.q_len))
+            conditions.append(view.q_rows < np.int32(g.q_len))
         if not conditions:
             return None
         conditions = [jnp.broadcast_to(c, (step.strip.rows, step.strip.cols)) for c in conditions]

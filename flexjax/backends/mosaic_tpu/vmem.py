@@ -127,14 +127,28 @@ def _tile_sizes(plan: KernelPlan, wanted_q: int, wanted_kv: int) -> tuple[int, i
 
     Raises NoTile if no legal tile exists for the plan's lengths and mask blocks.
     """
-    blocks = plan.blocks
+    blocks, origin = plan.blocks, plan.origin
+    if origin is not None and origin.query_runs > 1:
+        wanted_q = _dividing(origin.query_run, wanted_q)
+    if origin is not None and origin.key_runs > 1:
+        wanted_kv = _dividing(origin.key_run, wanted_kv)
     q = tile_size(wanted_q, plan.q_len, blocks.block_q if blocks else None, LANES)
     kv = tile_size(wanted_kv, plan.kv_len, blocks.block_kv if blocks else None, LANES)
     if blocks and kv > 32 * blocks.block_kv:  # a word of the bit sets holds 32 blocks of keys
         kv = 32 * blocks.block_kv
         if kv % LANES:
             raise NoTile(f"blocks of {blocks.block_kv} keys are too small for the bit sets of a tile")
+    if origin is not None and not origin.tile_fits(q, kv):
+        raise NoTile(f"no tile divides the runs of the origin, {origin.query_run} queries and {origin.key_run} keys")
     return q, kv
+
+
+def _dividing(run: int, wanted: int) -> int:
+    """The largest number of whole lanes up to `wanted` that divides the run. Raises NoTile if there is none."""
+    found = [n for n in range(LANES, max(wanted, LANES) + 1, LANES) if run % n == 0]
+    if not found:
+        raise NoTile(f"the origin has several runs of {run} tokens, which is no multiple of {LANES}")
+    return found[-1]
 
 
 def hoisted_bytes(program: Program | None, plan: KernelPlan, q: int, kv: int) -> int:

@@ -17,6 +17,7 @@ from jax import lax
 
 from flexjax.backends.xla.tile import Region
 from flexjax.backends.xla.tile_sizes import TileSizes
+from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 Array = jax.Array
@@ -73,19 +74,20 @@ class BlockVisit(typing.NamedTuple):
     whole: Array | None
 
 
-def region_of(sizes: TileSizes, row: TileRow, blocks: Array) -> Region:
+def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NOWHERE) -> Region:
     """The rectangles of the attention matrix where the queries of a tile row meet key blocks.
 
     blocks   int32 [n]: numbers of the key blocks
+    placed   where queries and keys lie in the whole problem; by default the region counts rows of the call
     """
     return Region(
         row.b0,
         sizes.batch,
         row.h0,
         sizes.heads,
-        row.q_block * sizes.block_q,
+        query_positions(*placed, row.b0, row.q_block * sizes.block_q),
         sizes.block_q,
-        (blocks * sizes.block_kv).astype(jnp.int32),
+        key_positions(*placed, row.b0, blocks * sizes.block_kv),
         sizes.block_kv,
     )
 

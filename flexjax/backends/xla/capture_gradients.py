@@ -27,8 +27,24 @@ from flexjax.backends.xla.tile_slices import SlicePlan, slice_plan
 from flexjax.backends.xla.tiled_operands import TiledOperands
 from flexjax.backends.xla.visit_scores import VisitScores, times_partial, zero_where_off
 from flexjax.ir.evaluate import evaluate
-from flexjax.ir.program import COLUMN, DIAGONAL, ROW, SCALAR, Axes, Lit, Load, Program, axes_of, classify_load
+from flexjax.ir.origin import Placed, key_positions, query_positions
+from flexjax.ir.program import (
+    COLUMN,
+    DIAGONAL,
+    KV,
+    ROW,
+    SCALAR,
+    Axes,
+    B,
+    Lit,
+    Load,
+    Program,
+    Q,
+    axes_of,
+    classify_load,
+)
 from flexjax.ir.rewrite import with_results
+from flexjax.plan.kernel_plan import KernelPlan
 
 Array = jax.Array
 
@@ -88,6 +104,7 @@ class CaptureGradients:
         self.derivative = derivative
         self.wanted = wanted
         self.slots = slots(derivative, wanted) if derivative is not None else []
+        self.one_run = self.plan.origin is None or self.plan.origin.single
 
     # ------------------------------------------------------------------ buffers
 
@@ -107,13 +124,20 @@ class CaptureGradients:
             return (*head, s.padded_q)
         if slot.kind == COLUMN:
             return (*head, s.padded_kv)
-        if slot.kind == DIAGONAL:
+        if slot.kind == DIAGONAL and self.one_run:
             return (*head, s.padded_q + s.padded_kv - 1)
         return self.tiled.score_captures[slot.load.capture].shape
 
     def _head(self, slot: LoadSlot) -> tuple[int, int]:
         """Sizes of a buffer along b and h: 1 where the index of the load does not depend on them."""
-        return (self.plan.batch if "b" in slot.axes else 1, self.plan.q_heads if "h" in slot.axes else 1)
+        batch = self.plan.batch if "b" in self._axes(slot) else 1
+        return (batch, self.plan.q_heads if "h" in slot.axes else 1)
+
+    def _axes(self, slot: LoadSlot) -> Axes:
+        """The axes on which the index of the load depends, b among them where positions differ between batch entries."""
+        origin = self.plan.origin
+        by_entry = origin is not None and origin.rows > 1 and bool(slot.axes & {"q", "kv", "delta"})
+        return slot.axes | {"b"} if by_entry else slot.axes
 
     def add(
         self, buffers: list[Array], row: TileRow, visit: BlockVisit, scores: VisitScores, cotangent: Array
@@ -135,9 +159,10 @@ class CaptureGradients:
 
         tile   [batch, heads, block_q, keys]: the cotangent of what the load reads at each entry, 0 at hidden entries
         """
-        drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in slot.axes)
+        axes = self._axes(slot)
+        drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in axes)
         tile = tile.sum(drop, keepdims=True) if drop else tile
-        at = (row.b0 if "b" in slot.axes else 0, row.h0 if "h" in slot.axes else 0)
+        at = (row.b0 if "b" in axes else 0, row.h0 if "h" in slot.axes else 0)
         s = self.tiled.sizes
         q0 = row.q_block * s.block_q
         starts = visit.blocks * s.block_kv
@@ -153,6 +178,9 @@ class CaptureGradients:
             return buffer
         if slot.kind == DIAGONAL:
             windows = sum_diagonals(tile, s.block_q, s.block_kv)
+            if not self.one_run:  # the array has one element for a difference, whatever runs have it
+                index = [jnp.broadcast_to(i, windows.shape) for i in scores.tile.indices[slot.load.out.id]]
+                return buffer.at[tuple(index)].add(windows.astype(buffer.dtype), mode="drop")
             for j in blocks:
                 first = q0 - starts[j] + s.padded_kv - s.block_kv
                 buffer = add_at(buffer, windows[:, :, j], (*at, first))
@@ -209,7 +237,7 @@ class CaptureGradients:
         at every position of the buffer and says to which element of the array the position belongs.
         """
         plan, s = self.plan, self.tiled.sizes
-        if slot.kind not in (SCALAR, ROW, COLUMN, DIAGONAL):
+        if slot.kind not in (SCALAR, ROW, COLUMN, DIAGONAL) or (slot.kind == DIAGONAL and not self.one_run):
             return total + buffer[tuple(slice(0, n) for n in total.shape)]
         if slot.kind == SCALAR:
             values = buffer[:, :, None, None]
@@ -221,14 +249,39 @@ class CaptureGradients:
             first = s.padded_kv - plan.kv_len
             values = buffer[:, :, None, first : first + plan.q_len + plan.kv_len - 1]
         nb, nh = self._head(slot)
-        everywhere = Region(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len)
-        tile = XlaTile(everywhere, self.tiled.score_captures)
+        tile = XlaTile(Everywhere.of(plan, self.tiled.placed, nb, nh), self.tiled.score_captures)
         assert self.derivative is not None
         index = evaluate(with_results(self.derivative, slot.load.index), tile, [slot.axes] * len(slot.load.index))
         if not index:
             return total + values.sum()
         places = tuple(jnp.broadcast_to(i, values.shape) for i in index)
         return total.at[places].add(values, mode="drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Everywhere(Region):
+    """The whole attention matrix of a call, whose positions may be several runs of queries and keys.
+
+    placed   where queries and keys lie in the whole problem; the fields of Region count rows of the call
+    """
+
+    placed: Placed
+
+    @classmethod
+    def of(cls, plan: KernelPlan, placed: Placed, nb: int, nh: int) -> "Everywhere":
+        """For nb batch entries and nh heads."""
+        return cls(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len, placed)
+
+    def index(self, axis: int) -> Array:
+        """int32 of 4 dims: positions along b, h, q or kv; those of q and kv for each batch entry where they differ."""
+        rows = super().index(axis)
+        of = {Q: query_positions, KV: key_positions}.get(axis)
+        return rows if of is None else of(*self.placed, super().index(B), rows)
+
+    def differences(self) -> Array:
+        """q - kv along the diagonals of one run of queries and one of keys, [1 or batch, 1, 1, bq + bk - 1]."""
+        b = super().index(B)
+        return query_positions(*self.placed, b, 0) - key_positions(*self.placed, b, 0) + super().differences()
 
 
 def add_at(buffer: Array, part: Array, start: Sequence[Array | int]) -> Array:

@@ -13,7 +13,7 @@ On a CPU the blocks of the block mask stay as they are: steps cost little there,
 import dataclasses
 
 from flexjax.backends.target import Target
-from flexjax.backends.xla.tile_sizes import ONE_STEP, scores_of
+from flexjax.backends.xla.tile_sizes import ONE_STEP, largest_divisor, scores_of
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -47,18 +47,28 @@ def on_larger_blocks(
 
 def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
     """(queries, keys) of the larger blocks: the whole score matrix where one step computes it."""
-    blocks, options = plan.blocks, plan.options
+    blocks, options, origin = plan.blocks, plan.options, plan.origin
     assert blocks is not None
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
-    if asked_q is None and asked_kv is None and scores_of(plan) <= ONE_STEP:
+    one_run = origin is None or origin.single
+    if asked_q is None and asked_kv is None and one_run and scores_of(plan) <= ONE_STEP:
         return max(plan.q_len, 1), max(plan.kv_len, 1)
 
-    def merged(block: int, most: int) -> int:
-        """As many whole mask blocks as `most` tokens have, at least one."""
-        return block * max(1, most // block)
+    def merged(block: int, most: int, run: int | None) -> int:
+        """As many whole mask blocks as `most` tokens have, at least one, and so many that they divide a run of an origin.
 
-    return merged(blocks.block_q, asked_q or QUERIES), merged(blocks.block_kv, min(asked_kv or KEYS, KEYS))
+        run   tokens of a run; None: there is one run
+        """
+        count = max(1, most // block)
+        return block * (count if run is None else largest_divisor(run // block, count))
+
+    return (
+        merged(blocks.block_q, asked_q or QUERIES, origin.query_run if origin and origin.query_runs > 1 else None),
+        merged(
+            blocks.block_kv, min(asked_kv or KEYS, KEYS), origin.key_run if origin and origin.key_runs > 1 else None
+        ),
+    )
 
 
 def _in_one_step(plan: KernelPlan, size: tuple[int, int]) -> bool:

@@ -1,7 +1,7 @@
 """Where a tile of the xla backend lies in the attention matrix.
 
-A tile has `nb` batch entries from b0, `nh` query heads from h0, `bq` queries from q0 and, side by side, one or more key
-blocks of `bk` keys each, starting at `kv_starts`.
+A tile has `nb` batch entries from b0, `nh` query heads from h0, `bq` queries from position q0 and, side by side, one or more key
+blocks of `bk` keys each, starting at the positions `kv_starts`. Positions are those of the whole problem (ir/origin.py).
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ Array = jax.Array
 class Region:
     """Where a tile lies in the attention matrix.
 
-    b0, h0, q0   index of the first batch entry, query head and query (ints or traced scalars)
+    b0, h0       index of the first batch entry and query head (ints or traced scalars)
+    q0           position of the first query
     nb, nh, bq   how many of each
-    kv_starts    int32 [blocks]: index of the first key of each key block; the blocks need not be neighbours
+    kv_starts    int32 [blocks]: position of the first key of each key block; the blocks need not be neighbours
     bk           how many keys a key block has
     """
 

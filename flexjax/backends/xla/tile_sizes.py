@@ -92,6 +92,7 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
             most_q, most_kv = ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS
         block_q = min(asked_q or even_block(plan.q_len, max(most_q, 1)), max(plan.q_len, 1))
         block_kv = min(asked_kv or even_block(plan.kv_len, max(most_kv, 1)), max(plan.kv_len, 1))
+        block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:
         # A call with fewer queries than a block, as in decoding, computes those queries alone.
@@ -104,7 +105,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     groups = (plan.group, plan.q_heads // plan.extra_heads) if plan.extra_heads else (plan.group,)
     heads = 1 if lists_heads > 1 else largest_divisor(plan.q_heads, budget // area, groups)
     batch = 1
-    if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads:
+    same_positions = plan.origin is None or plan.origin.rows == 1
+    if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads and same_positions:
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
     together = widest if on_cpu else -(-widest // ROW_STEPS)
@@ -127,6 +129,16 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 def scores_of(plan: KernelPlan) -> int:
     """The number of scores of a call, over all batch entries and query heads, masked or not."""
     return plan.batch * plan.q_heads * plan.q_len * plan.kv_len
+
+
+def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:
+    """The tile, cut so that its sides divide the runs of queries and keys of an origin."""
+    origin = plan.origin
+    if origin is not None and origin.query_runs > 1:
+        block_q = largest_divisor(origin.query_run, block_q)
+    if origin is not None and origin.key_runs > 1:
+        block_kv = largest_divisor(origin.key_run, block_kv)
+    return block_q, block_kv
 
 
 def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:

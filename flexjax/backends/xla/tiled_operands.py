@@ -19,7 +19,7 @@ from jax import lax
 
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import TileRow
-from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes
+from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -48,10 +48,11 @@ def pad_to(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, widths, constant_values=0.0)
 
 
-def pad_captures(program: Program | None, arrays: Sequence[Array], sizes: TileSizes) -> tuple[Array, ...]:
+def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
     """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their end.
 
-    arrays   in the order of program.captures; some may have been padded before, for another program
+    arrays     in the order of program.captures; some may have been padded before, for another program
+    overhang   how many queries and keys the last tiles reach past the end of the call
     """
     grown = list(arrays)
     if program is None:
@@ -59,7 +60,8 @@ def pad_captures(program: Program | None, arrays: Sequence[Array], sizes: TileSi
     for load in program.loads:
         plan = slice_plan(load)
         if plan is not None:
-            more = plan.padding(program.captures[load.capture], sizes.padded_q, sizes.padded_kv)
+            ends = ((v.high or 0) + 1 for v in program.inputs[3:])
+            more = plan.padding(program.captures[load.capture], *(map(sum, zip(ends, overhang, strict=True))))
             have = [g - s for g, s in zip(grown[load.capture].shape, program.captures[load.capture].shape, strict=True)]
             rest = [(0, max(0, high - h)) for (_, high), h in zip(more, have, strict=True)]
             if any(high for _, high in rest):
@@ -81,6 +83,8 @@ class TiledOperands:
     lists              block lists of the operands
     score_programs     score_mod's program and that of its derivatives (either may be None); both read `score_captures`
     score_captures, mask_captures   captured arrays, padded by pad_captures; dropout_captures: as they are
+    placed           where queries and keys lie in the whole problem
+    overhang         how many queries and keys the last tiles reach past the end
     overhang_q, overhang_kv   whether the last query block or key block reaches past the end
     """
 
@@ -114,12 +118,13 @@ class TiledOperands:
         self.key_extra = None if operands.key_extra is None else self.columns(operands.key_extra)
         self.sinks = None if operands.sinks is None else operands.sinks.astype(self.compute)
         self.lists = operands.lists
+        self.placed = (plan.origin, operands.origin)
+        self.overhang = (sizes.padded_q - plan.q_len, sizes.padded_kv - plan.kv_len)
         self.score_programs = (plan.score, derivative)
         self.score_captures = self.pad_score_captures(operands.score_captures)
-        self.mask_captures = pad_captures(plan.mask, operands.mask_captures, sizes)
+        self.mask_captures = pad_captures(plan.mask, operands.mask_captures, self.overhang)
         self.dropout_captures = operands.dropout_captures
-        self.overhang_q = sizes.padded_q != plan.q_len
-        self.overhang_kv = sizes.padded_kv != plan.kv_len
+        self.overhang_q, self.overhang_kv = (n > 0 for n in self.overhang)
 
     def vary_like_operands(self, carry: Tree) -> Tree:
         """The carry with which a loop starts, each array cast to vary over the mesh axes over which query varies (in shard_map).
@@ -129,7 +134,7 @@ class TiledOperands:
         over = jax.typeof(self.query).mat.varying
 
         def cast(x: Array) -> Array:
-            """x, varying over the axes of `over` too."""
+            """x, cast to vary also over those axes of `over` (the axes over which query varies) that it does not vary over yet."""
             missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
             return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -140,7 +145,7 @@ class TiledOperands:
     def pad_score_captures(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """score_mod's captured arrays, or tangents of them, padded for every program that reads them (see pad_captures)."""
         for program in self.score_programs:
-            arrays = pad_captures(program, arrays, self.sizes)
+            arrays = pad_captures(program, arrays, self.overhang)
         return tuple(arrays)
 
     def rows(self, x: Array) -> Array:

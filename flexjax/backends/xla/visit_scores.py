@@ -66,8 +66,8 @@ def visit_scores(
     mask_q_end   whether queries past the end must be off, because sums over queries would count them; a forward pass need not,
                  since it drops their results
     """
-    region = region_of(tiled.sizes, row, visit.blocks)
-    on = _on(tiled, region, visit, mask_q_end)
+    region = region_of(tiled.sizes, row, visit.blocks, tiled.placed)
+    on = _on(tiled, region, region_of(tiled.sizes, row, visit.blocks), visit, mask_q_end)
     tile = XlaTile(region, tiled.score_captures, raw, guard=on if tiled.plan.differentiable else None)
     results: Sequence[Array | Lit] = [raw]
     if program is not None:
@@ -99,11 +99,13 @@ def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
     return jnp.where(on, partial, jnp.zeros_like(partial))
 
 
-def _on(tiled: TiledOperands, region: Region, visit: BlockVisit, mask_q_end: bool) -> Array | None:
+def _on(tiled: TiledOperands, region: Region, rows: Region, visit: BlockVisit, mask_q_end: bool) -> Array | None:
     """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all count.
 
     An entry counts if the mask program shows it (not asked in full blocks), its key block is valid, and its key, and with
     mask_q_end its query, is not past the end.
+
+    region, rows   the visit in positions of the whole problem, and in rows of the call
     """
     plan = tiled.plan
     parts: list[Array] = []
@@ -115,9 +117,9 @@ def _on(tiled: TiledOperands, region: Region, visit: BlockVisit, mask_q_end: boo
     if visit.valid is not None:
         parts.append(jnp.repeat(visit.valid, region.bk)[None, None, None, :])
     if tiled.overhang_kv:
-        parts.append(region.index(KV) < plan.kv_len)
+        parts.append(rows.index(KV) < plan.kv_len)
     if tiled.overhang_q and mask_q_end:
-        parts.append(region.index(Q) < plan.q_len)
+        parts.append(rows.index(Q) < plan.q_len)
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
@@ -137,7 +139,7 @@ def dropout_multiplier(tiled: TiledOperands, row: TileRow, visit: BlockVisit) ->
     program = tiled.plan.dropout
     if program is None:
         return None
-    tile = XlaTile(region_of(tiled.sizes, row, visit.blocks), tiled.dropout_captures)
+    tile = XlaTile(region_of(tiled.sizes, row, visit.blocks, tiled.placed), tiled.dropout_captures)
     (multiplier,) = evaluate(program, tile, [frozenset({"b", "h", "q", "kv"})])
     return multiplier.astype(tiled.compute)
 

@@ -144,7 +144,7 @@ def compile_cases(names: list[str]) -> None:
     from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel
     from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
     from flexjax.types import KernelOptions
-    from tests.backends.mosaic_gpu.test_backward_interpret import problem
+    from tests.cases.on_hopper import backward_problem
 
     for name in names:
         case = cases()[name]
@@ -152,7 +152,7 @@ def compile_cases(names: list[str]) -> None:
             case.pop("fused", False),
             KernelOptions(deterministic=case.pop("deterministic", True)),
         )
-        made = problem(**case)
+        made = backward_problem(**case)
         plan = dataclasses.replace(made.plan, options=options)
         choose_kernel.fused_is_faster = lambda plan, fused=fused: fused
         tiles = fused_tiles(plan) if fused else None

@@ -26,21 +26,11 @@ from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
 from flexjax.trace import trace_mod
-from tests.backends.mosaic_gpu.test_backward_interpret import (
-    Problem,
-    assert_close,
-    block_lists,
-    causal,
-    normal,
-    problem,
-)
+from tests.cases.dense_masks import block_lists
+from tests.cases.hopper_backward import BY_PLACES
+from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backward_problem, normal
 
 KINDS = (ir.SCALAR, ir.ROW, ir.COLUMN, ir.DIAGONAL, ir.TILE)
-
-
-def relative_2d(width: int, rows: int) -> typing.Callable[..., typing.Any]:
-    """A table [heads, 2 * rows - 1, 2 * width - 1] of relative positions on a grid."""
-    return lambda c, s, b, h, i, j: s + c[0][h, i // width - j // width + rows - 1, i % width - j % width + width - 1]
 
 
 def plan_of(
@@ -187,7 +177,9 @@ def test_memory_follows_the_block_mask(name: str) -> None:
 
 
 def test_the_order_of_sums_does_not_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = problem(score=lambda c, s, b, h, q, k: s + c[0][h] * (k - q), captured=(jnp.ones(2),), q_len=128, kv_len=128)
+    made = backward_problem(
+        score=lambda c, s, b, h, q, k: s + c[0][h] * (k - q), captured=(jnp.ones(2),), q_len=128, kv_len=128
+    )
     asked: list[int] = []
     for name in ("devices", "local_devices"):  # which know the number of SMs
         found = getattr(jax, name)()
@@ -199,33 +191,14 @@ def test_the_order_of_sums_does_not_depend_on_the_device(monkeypatch: pytest.Mon
 # ------------------------------------------------------------------- gradients
 
 
-BY_PLACES: dict[str, dict[str, typing.Any]] = {
-    "2-D table, odd, with dropout": {
-        "score": relative_2d(11, 13), "captured": (normal(1, 25, 21),), "q_len": 143, "kv_len": 143, "heads": 1,
-        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
-    },
-    "2-D table, tiles of a diagonal": {
-        "score": relative_2d(8, 32), "captured": (normal(1, 63, 15),), "mask": causal, "block": (64, 64), "heads": 1,
-    },
-    "2-D table that all share": {
-        "score": lambda c, s, b, h, i, j: s + c[0][i // 8 - j // 8 + 15, i % 8 - j % 8 + 7],
-        "captured": (normal(31, 15),), "q_len": 128, "kv_len": 128, "batch": 2,
-    },
-    "gain, of which nothing bounds the derivative": {
-        "score": lambda c, s, b, h, i, j: s * c[0][h, (i * 7 + j * 3) % 50], "captured": (normal(1, 50),),
-        "q_len": 128, "kv_len": 128, "heads": 1,
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", BY_PLACES)
 def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sinks: list[tuple[capture_kernel.Sink, str]] = []
     run = capture_kernel.CaptureKernel.run
     watched = lambda self, *given: (sinks.append((self.sink, self.shape.kind)), run(self, *given))[1]
     monkeypatch.setattr(capture_kernel.CaptureKernel, "run", watched)
-    made = problem(**BY_PLACES[name])
-    assert_close(made.gradients(), made.expected, tolerance=3e-2)
+    made = backward_problem(**BY_PLACES[name])
+    assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
     kind = ir.DIAGONAL if "diagonal" in name else ir.SCALAR
     measured = [(capture_kernel.Sink.MAGNITUDES, ir.SCALAR)] if "nothing bounds" in name else []
     assert sinks == [*measured, (capture_kernel.Sink.SCATTER, kind)]
@@ -234,15 +207,15 @@ def test_at_places_that_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_gradients, "_period", lambda *_: 2)
     case = {**BY_PLACES["2-D table, tiles of a diagonal"], "q_len": 192, "kv_len": 192}
-    made = problem(**case)
-    assert_close(made.gradients(), made.expected, tolerance=3e-2)
+    made = backward_problem(**case)
+    assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
 
 
 def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_lists, "LISTS_WANTED", 1)
     monkeypatch.setattr(capture_gradients, "LISTS_AT_ONCE", 2)
     monkeypatch.setattr(capture_scatter, "SORTED_AT_ONCE", 100)
-    made = problem(
+    made = backward_problem(
         score=lambda c, s, b, h, q, k: s + c[0][jnp.clip(q - k, -20, 20) + 20],
         captured=(normal(41),),
         mask=lambda b, h, q, k: (q >= k) & (k % (h + 2) != 0) & ((h == 0) | (k < 64)),
@@ -251,11 +224,11 @@ def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytes
         q_len=192,
         kv_len=128,
     )
-    assert_close(made.gradients(), made.expected, tolerance=3e-2)
+    assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
 
 
 def test_what_all_gradients_add_up_to_is_bounded() -> None:
-    made = problem(**BY_PLACES["2-D table, odd, with dropout"])
+    made = backward_problem(**BY_PLACES["2-D table, odd, with dropout"])
     given = backward_sm90_common.padded_tokens(
         made.plan,
         made.operands,
@@ -273,14 +246,14 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
 # ------------------------------------------------------------------- refusals
 
 
-def refusal(made: Problem, **change: int) -> str | None:
+def refusal(made: BackwardProblem, **change: int) -> str | None:
     assert made.derivative is not None
     return capture_gradients.refuses(dataclasses.replace(made.plan, **change), made.derivative, (True,))
 
 
 def test_refuses_more_tiles_than_can_be_numbered() -> None:
     small = {"captured": (jnp.ones(1),), "q_len": 64, "kv_len": 64, "heads": 1}
-    made = problem(score=lambda c, s, b, h, q, k: s + c[0][h] * (k - q), **small)
+    made = backward_problem(score=lambda c, s, b, h, q, k: s + c[0][h] * (k - q), **small)
     assert refusal(made) is None
     assert refusal(made, q_len=1 << 21, kv_len=1 << 22) is None
     sentence = "the gradient of captured array 0 adds up more tiles of 128 x 128 than int32 can number: {} queries and {} keys."
@@ -292,7 +265,7 @@ def test_refuses_more_tiles_than_can_be_numbered() -> None:
 
 def test_refuses_a_place_that_depends_on_the_score() -> None:
     score = lambda c, s, b, h, q, k: s + c[0][jnp.clip(s, 0, 3).astype(jnp.int32)]
-    made = problem(score=score, captured=(jnp.ones(4),), q_len=64, kv_len=64, heads=1)
+    made = backward_problem(score=score, captured=(jnp.ones(4),), q_len=64, kv_len=64, heads=1)
     assert refusal(made) == "captured array 0 is read by an index that depends on the score."
 
 

@@ -92,12 +92,12 @@ NAMES = tuple(cases())
 
 def compile_cases(names: list[str]) -> None:
     from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles
-    from tests.cases.on_hopper import problem
+    from tests.cases.on_hopper import forward_problem
 
     for name in names:
         case = cases()[name]
         fields = case.pop("tile", {})
-        made = problem(interpret=False, **case)
+        made = forward_problem(interpret=False, **case)
         tile = dataclasses.replace(forward_tiles.forward_tile(made.plan), **fields)
         plan = made.plan
 

@@ -9,11 +9,12 @@ import numpy as np
 
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Wanted
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests import oracle
 from tests.cases import Case
+from tests.cases.dense_masks import block_lists, over_all
 
 CPU = Target("cpu")
 """Where the kernels are simulated."""
@@ -26,33 +27,6 @@ class Problem(typing.NamedTuple):
     operands: Operands
     derivative: Program | None
     learn: tuple[str | None, ...]
-
-
-def block_lists(kinds: np.ndarray) -> tuple[BlockLists, tuple[int, int, int, int]]:
-    """Lists of a [batch, heads, q blocks, kv blocks] array of kinds (0 empty, 1 partial, 2 full), and their widths."""
-
-    def lists(mark: int, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        hit = array == mark
-        num = hit.sum(-1).astype(np.int32)
-        index = np.argsort(~hit, axis=-1, kind="stable").astype(np.int32)
-        return num, index[..., : max(1, num.max())]
-
-    turned = np.swapaxes(kinds, -1, -2)
-    parts = [x for array in (kinds, turned) for mark in (1, 2) for x in lists(mark, array)]
-    widths = tuple(parts[n].shape[-1] for n in (1, 3, 5, 7))
-    return BlockLists(*[jnp.asarray(x) for x in parts[:4]]), widths
-
-
-def kinds_of(on: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
-    """Kinds of the blocks of a dense mask [batch, heads, T, S]."""
-    b, n, t, s = on.shape
-    tq, tk = -(-t // block_q), -(-s // block_kv)
-    some = np.zeros((b, n, tq * block_q, tk * block_kv), bool)
-    every = np.ones_like(some)
-    some[:, :, :t, :s] = on
-    every[:, :, :t, :s] = on
-    shape = (b, n, tq, block_q, tk, block_kv)
-    return some.reshape(shape).any((3, 5)).astype(int) + every.reshape(shape).all((3, 5))
 
 
 def dropout_mod(rate: float):
@@ -94,11 +68,9 @@ def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> 
     if case.block is not None:
         size = case.block.size
         block_q, block_kv = (size, size) if isinstance(size, int) else size
-        at = jnp.indices(sizes, dtype=jnp.int32)
-        on = np.asarray(jax.vmap(mask_mod)(*[a.ravel() for a in at])).reshape(sizes)
+        on = np.asarray(over_all(mask_mod, 0)(*(jnp.arange(n, dtype=jnp.int32) for n in sizes)))
         on = on[: B if case.block.batch else 1, : N if case.block.heads else 1]
-        lists, widths = block_lists(kinds_of(on, block_q, block_kv))
-        layout = BlockLayout(on.shape[0], on.shape[1], block_q, block_kv, *widths)
+        layout, lists = block_lists(on, (block_q, block_kv))
     extra_heads, extra_dim = case.extra or (0, 0)
     plan = KernelPlan(
         B,
@@ -186,4 +158,4 @@ def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[st
     return found
 
 
-__all__ = ["Problem", "block_lists", "dataclasses", "dropout_keep", "kinds_of", "problem_of", "run", "wanted_of"]
+__all__ = ["Problem", "dataclasses", "dropout_keep", "problem_of", "run", "wanted_of"]

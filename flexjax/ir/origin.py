@@ -1,0 +1,321 @@
+"""Where the arrays of a call lie in the whole problem: the position of every query and key, as tables of runs.
+
+A call may compute a part of a larger problem: a device's queries, a chunk of a prefill, key blocks that came from other devices.
+Mods and dropout then see the indices of the whole problem. Four numbers say where the part lies, and two of them are tables,
+because the rows of a call may be several runs of the sequence (zigzag layouts, exchanged blocks):
+
+    b of the mod   = b of the call + batch                            one int32 for the call
+    h of the mod   = h of the call + head                             one int32 for the call
+    q_idx          = query[row of the table, r // G] + r % G          r: row of query, G: tokens of a run of queries
+    kv_idx         = key[row of the table, c // G'] + c % G'          c: row of key, G': tokens of a run of keys
+
+All are operands, so new values neither trace nor compile anything. A tile never straddles two runs (`tile_fits`). So within a
+tile the position is the position of its first row plus the number of the row, and everything that a program knows of q and kv
+holds as it does without an origin: `q - kv + c` is a diagonal, `x[q]` a row. **The inputs q and kv of a program are positions**;
+a backend reads the positions at which a tile starts and evaluates the program there. Only the addresses of query, key, value and
+of the results, and the ends of the arrays, count rows of the call.
+
+Batch and head are one number each for all tiles, so no backend knows of them: `shift_heads` writes `b + batch` and `h + head`
+into the programs, with the two scalars as captured arrays.
+
+The ranges of a program's inputs (ir/program.py) are those of the whole problem. Where its lengths are unknown, a position is
+anything below UNKNOWN. Then `table[h, q - kv + c]` keeps the clamp of its index: it is still one value for each difference, but
+no longer a slice.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from flexjax.errors import bad_argument
+from flexjax.ir.builder import Builder
+from flexjax.ir.program import SCORE, Atom, B, H, Program
+from flexjax.ir.replay import replay
+from flexjax.types import Origin
+
+Array = jax.Array
+Sizes = tuple[int, int, int, int]
+"""Batch, heads, q_len, kv_len."""
+
+UNKNOWN = 1 << 29
+"""Positions, batch entries and heads are below this number if the lengths of the whole problem are not known. Sums and differences of
+two fit int32."""
+NOT_KNOWN: Sizes = (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
+
+
+class Starts(typing.NamedTuple):
+    """The operands: query int32 [rows, runs of queries], key int32 [rows, runs of keys]; rows is 1 or the batch size."""
+
+    query: Array
+    key: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class OriginLayout:
+    """The static part of an origin.
+
+    rows                  1, or the batch size: rows of both tables
+    query_run, key_run    tokens of a run; the last run may be shorter, and a single run is as long as the call
+    query_runs, key_runs  how many
+    """
+
+    rows: int
+    query_run: int
+    query_runs: int
+    key_run: int
+    key_runs: int
+
+    def tile_fits(self, queries: int, keys: int) -> bool:
+        """Whether no tile of that size straddles two runs."""
+        return not (self.query_runs > 1 and self.query_run % queries) and not (
+            self.key_runs > 1 and self.key_run % keys
+        )
+
+    @property
+    def single(self) -> bool:
+        """Whether queries and keys are one run each."""
+        return self.query_runs == self.key_runs == 1
+
+
+Placed = tuple[OriginLayout | None, Starts | None]
+"""Where queries and keys lie in the whole problem; NOWHERE: positions count from 0."""
+NOWHERE: Placed = (None, None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OriginTable:
+    """An origin in full generality, as `flex_attention` and `create_block_mask` use it; see `table_of_runs`.
+
+    batch, head   int32 scalars; None: 0
+    starts        where the runs of queries and keys begin; None with `layout`: both at 0
+    whole         (batch, heads, q_len, kv_len) of the whole problem, UNKNOWN where unknown; above every index of every row
+    """
+
+    batch: Array | None
+    head: Array | None
+    starts: Starts | None
+    layout: OriginLayout | None
+    whole: Sizes
+
+    def __repr__(self) -> str:
+        return f"OriginTable({self.layout}, whole={self.whole})"
+
+
+jax.tree_util.register_dataclass(OriginTable, data_fields=["batch", "head", "starts"], meta_fields=["layout", "whole"])
+
+
+def sizes_of(origin: OriginTable | None, sizes: Sizes) -> Sizes:
+    """The ranges of b, h, q and kv for which the mods of a call are traced; sizes: batch, heads, q_len, kv_len of the call."""
+    if origin is None:
+        return sizes
+    moved = (origin.batch is not None, origin.head is not None, *(origin.layout is not None,) * 2)
+    batch, heads, q_len, kv_len = (
+        max(whole, own) if m else own for whole, own, m in zip(origin.whole, sizes, moved, strict=True)
+    )
+    return (batch, heads, q_len, kv_len)
+
+
+def table_of_runs(
+    query_starts: Array,
+    key_starts: Array,
+    *,
+    query_run: int,
+    key_run: int,
+    whole: Sizes = NOT_KNOWN,
+    batch: Array | None = None,
+    head: Array | None = None,
+) -> OriginTable:
+    """The origin of a call whose rows are several runs of the whole sequence.
+
+    query_starts, key_starts   int32 [1 or B, runs]: position of the first token of each run
+    query_run, key_run         tokens of a run, multiples of the block size of the mask
+    whole                      see OriginTable; a number above every position of every row, padding included. With it indices are
+                               known to lie in captured arrays of those lengths, and reads stay slices
+    batch, head                int32 scalars; None: 0
+    """
+    rows = max(query_starts.shape[0], key_starts.shape[0])
+    spread = lambda x: jnp.broadcast_to(x.astype(jnp.int32), (rows, x.shape[1]))
+    layout = OriginLayout(rows, query_run, query_starts.shape[1], key_run, key_starts.shape[1])
+    return OriginTable(batch, head, Starts(spread(query_starts), spread(key_starts)), layout, whole)
+
+
+def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int, int]) -> OriginTable | None:
+    """The origin of a call with that many batch entries and (queries, keys); None if it is 0 everywhere.
+
+    batch   1 where one block mask serves any number of batch entries
+
+    Raises ValueError for numbers of other types or shapes, and for indices that are negative or past `whole`.
+    """
+    if origin is None or isinstance(origin, OriginTable):
+        return origin
+    if not isinstance(origin, Origin):
+        raise bad_argument(
+            "origin", f"a {type(origin).__name__}", "a flexjax.Origin", "Pass flexjax.Origin(query=...), for example."
+        )
+    whole = _whole(origin.whole)
+    fields = {name: getattr(origin, name) for name in ("batch", "head", "query", "key")}
+    zero = {name for name, x in fields.items() if isinstance(x, int) and not isinstance(x, bool) and x == 0}
+    if len(zero) == 4:
+        return None
+    start, head = (
+        None if name in zero else _number(f"origin.{name}", fields[name], (), size)
+        for name, size in (("batch", whole[0]), ("head", whole[1]))
+    )
+    if {"query", "key"} <= zero:
+        return OriginTable(start, head, None, None, whole)
+    tables = []
+    for name, size, length in (("query", whole[2], lengths[0]), ("key", whole[3], lengths[1])):
+        if size < length:
+            raise bad_argument(
+                "origin.whole", f"{size} for the length of {name}", f"at least {length}, the length in this call",
+                "Pass the lengths of the whole problem.",
+            )  # fmt: skip
+        starts = _number(f"origin.{name}", fields[name], (batch,), size, length)
+        if size < UNKNOWN:
+            starts = jnp.clip(starts, 0, size - length)  # so that no read leaves its array, whatever a traced number is
+        tables.append(starts.reshape(-1, 1))
+    runs = [max(length, 1) for length in lengths]
+    return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=start, head=head)
+
+
+def _whole(given: object) -> tuple[int, int, int, int]:
+    """`Origin.whole` as four ints, UNKNOWN where unknown."""
+    if given is None:
+        return NOT_KNOWN
+    valid = isinstance(given, tuple) and len(given) == 4
+    if not valid or not all(n is None or (isinstance(n, int) and 0 < n <= UNKNOWN) for n in typing.cast(tuple, given)):
+        raise bad_argument(
+            "origin.whole",
+            repr(given),
+            "(batch, heads, q_len, kv_len) of the whole problem, positive ints up to 2^29 or None",
+            "None where a number is not known.",
+        )
+    whole = [UNKNOWN if n is None else int(n) for n in typing.cast(tuple, given)]
+    return (whole[0], whole[1], whole[2], whole[3])
+
+
+def _number(name: str, given: object, batch: tuple[int, ...], size: int, length: int = 1) -> Array:
+    """A number of an Origin as int32 [] or `batch`. Raises ValueError unless 0 <= it <= size - length, as far as it is known."""
+    array = np.asarray(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else given
+    valid = isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, jnp.integer)
+    if not isinstance(array, np.ndarray | jax.Array) or not valid or array.shape not in ((), batch):
+        is_array = isinstance(array, np.ndarray | jax.Array)
+        got = f"{array.dtype.name}{list(array.shape)}" if is_array else repr(given)
+        shapes = "an int or an int32 scalar" + (f", or int32[{batch[0]}], one for each batch entry" if batch else "")
+        raise bad_argument(name, got, shapes, "Cast it, for example with jnp.int32().")
+    most = size - length
+    if (
+        isinstance(array, np.ndarray) and array.size
+    ):  # a jax array is not looked at, because that would wait for the device
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > most:
+            raise bad_argument(
+                name,
+                str(low if low < 0 else high),
+                f"0 to {most}",
+                "The arrays of the call must lie in the whole problem.",
+            )
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def agree(a: OriginTable, b: OriginTable) -> bool:
+    """Whether two origins may be the same: they are, or a number of one is not known yet."""
+    if (a.layout, a.whole, a.batch is None, a.head is None) != (b.layout, b.whole, b.batch is None, b.head is None):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(
+        isinstance(x, Tracer) or isinstance(y, Tracer) or np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs
+    )
+
+
+# ------------------------------------------------------------------- positions
+
+
+def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> Array:
+    """The positions of rows of a call, int32; `starts` [rows, runs] is one of the two tables.
+
+    batch, row   batch entries and rows of the call, numbers or arrays that broadcast; rows past the end count on from the last run
+    """
+    rows, runs = starts.shape
+    if runs == 1:
+        number: Array | int = 0
+        rest = row
+    else:
+        number = jnp.minimum(jnp.asarray(row, jnp.int32) // run, runs - 1)
+        rest = row - number * run
+    entry = batch if rows > 1 else 0
+    if rows == runs == 1:
+        first = starts[0, 0]
+    else:
+        first = starts.at[jnp.asarray(entry, jnp.int32), jnp.asarray(number, jnp.int32)].get(mode="clip")
+    return first + jnp.asarray(rest, jnp.int32)
+
+
+def query_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
+    """The positions of query rows; the rows themselves without an origin."""
+    if layout is None or starts is None:
+        return jnp.asarray(row, jnp.int32)
+    return position(starts.query, layout.query_run, batch, row)
+
+
+def key_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
+    """The positions of key rows; the rows themselves without an origin."""
+    if layout is None or starts is None:
+        return jnp.asarray(row, jnp.int32)
+    return position(starts.key, layout.key_run, batch, row)
+
+
+def indices_of(origin: OriginTable, sizes: Sizes) -> list[Array]:
+    """b, h, q_idx and kv_idx that the mods of a call see, int32 of 4 dims that broadcast to `sizes`: batch, heads, q_len, kv_len."""
+    own = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij", sparse=True)
+    b, h, q, kv = own
+    placed = (origin.layout, origin.starts)
+    return [
+        b if origin.batch is None else b + origin.batch,
+        h if origin.head is None else h + origin.head,
+        query_positions(*placed, b, q),
+        key_positions(*placed, b, kv),
+    ]
+
+
+# ------------------------------------------------------------------- batch and heads
+
+
+def shift_heads(
+    programs: Sequence[Program], origin: OriginTable | None, batch: int, heads: int
+) -> tuple[tuple[Program, ...], tuple[Array, ...]]:
+    """The programs for a call of `batch` entries and `heads` heads that begin at origin.batch and origin.head.
+
+    The programs have the same captures and were traced for `sizes_of`. Also returns what they capture beyond
+    those: the scalars of the axes that any of them reads.
+    """
+    if origin is None:
+        return tuple(programs), ()
+    given = {"b": origin.batch, "h": origin.head}
+    axes = tuple(a for a, start in given.items() if start is not None and any(p.reads(a) for p in programs))
+    shifted = tuple(_shifted(p, axes, batch, heads) for p in programs)
+    return shifted, tuple(typing.cast(Array, given[a]) for a in axes)
+
+
+@functools.lru_cache(maxsize=512)
+def _shifted(program: Program, axes: tuple[str, ...], batch: int, heads: int) -> Program:
+    """The program that reads b or h (`axes`) plus a scalar, which follows its captures."""
+    whole = [(v.high or 0) + 1 for v in program.inputs[1:]]
+    if not axes and (batch, heads) == tuple(whole[:2]):
+        return program
+    builder = Builder((batch, heads, whole[2], whole[3]), program.inputs[SCORE].dtype)
+    builder.captures = list(program.captures)
+    inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
+    for axis in axes:
+        ident, most, own = (B, whole[0], batch) if axis == "b" else (H, whole[1], heads)
+        # clamped, so that the builder knows the range of b and h
+        start = builder.clamped(builder.load(builder.capture((), "int32"), ()), max(0, most - own))
+        inputs[ident] = builder.op("add", (inputs[ident], start), "int32")
+    found = replay(program, builder, inputs)
+    return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
