@@ -170,6 +170,19 @@ def on_all(
     return Compiled(both_passes(attend, given), given)
 
 
+def error(one: Compiled, every: Compiled, layout: flexjax.ContextLayout) -> float:
+    """The largest difference of a result on all devices from that on one, relative to the largest value of that result.
+
+    Results over the sequence have rank 4, and are permuted by the layout on all devices.
+    """
+    worst = 0.0
+    for a, b in zip(*(jax.tree.leaves(x.step(*x.arrays)) for x in (one, every)), strict=True):
+        want, got = np.asarray(a, np.float32), np.asarray(b)
+        got = np.asarray(layout.unshard(got, axis=1) if got.ndim == 4 else got, np.float32)
+        worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))
+    return worst
+
+
 def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
     """Prints the table of split sequences."""
     count = len(jax.devices())
@@ -178,7 +191,7 @@ def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
     print(
         f"\nT={tokens}, {heads} heads, d{dim}, {count} devices\n\n"
         "| mask | method | one device, ms | all, ms | efficiency | heaviest over mean load | keys and values received, MB | "
-        "share of all-gather | collectives |\n|---|---|---:|---:|---:|---:|---:|---:|---|"
+        "share of all-gather | collectives | error |\n|---|---|---:|---:|---:|---:|---:|---:|---|---:|"
     )
     plain: list[float] = []
     for name, mask_mod in masks_of_sequence(tokens).items():
@@ -196,7 +209,8 @@ def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
             label = name if bias is None else f"{name}, learned relative bias"
             row = f"{alone:.2f} | {together:.2f} | {alone / together / count:.2f} | {loads.max() / loads.mean():.2f}"
             print(
-                f"| {label} | auto | {row} | {key_bytes / 1e6:.1f} | {key_bytes / others:.2f} | {every.collectives()} |",
+                f"| {label} | auto | {row} | {key_bytes / 1e6:.1f} | {key_bytes / others:.2f} | {every.collectives()} | "
+                f"{error(one, every, layout):.1e} |",
                 flush=True,
             )
     alone, together, alone_bias, together_bias = plain
