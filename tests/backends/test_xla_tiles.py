@@ -12,11 +12,12 @@ import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.target import Target
+from flexjax.backends.xla import larger_blocks, tile_sizes
 from flexjax.backends.xla.region import Region
 from flexjax.backends.xla.tile import XlaTile
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.ir.evaluate import evaluate
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Results, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.cases.random_masks import dense
 
@@ -142,6 +143,43 @@ def test_the_backward_pass_runs_the_tile_it_is_asked_for() -> None:
     text = lambda **tiles: str(jax.make_jaxpr(lambda: value_and_slopes("plain", **tiles))())
     assert text(block_q_bwd=60) != text()
     assert text(block_q_bwd=60) != text(block_q=60)
+
+
+GPU = Target("cuda")
+IDS = jnp.asarray(np.repeat(np.arange(6), 50), jnp.int32)
+ON_A_GPU: dict[str, Callable | None] = {
+    "plain": None,
+    "causal": masks.causal,
+    "documents": lambda b, h, q, k: IDS[q] == IDS[k],
+    "by head": lambda b, h, q, k: q >= k + h * 20,
+}
+
+
+@pytest.mark.parametrize(("mask", "one_step"), [("by head", True), *((mask, False) for mask in ON_A_GPU)])
+def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a small call is one step and other calls merge mask blocks; both passes are those of the CPU's tiles."""
+    for module in (larger_blocks, tile_sizes):
+        monkeypatch.setattr(module, "ONE_STEP", 1 << 20 if one_step else 1 << 10)
+    monkeypatch.setattr(larger_blocks, "QUERIES", 160)
+    monkeypatch.setattr(larger_blocks, "KEYS", 160)
+    monkeypatch.setattr(tile_sizes, "ACCELERATOR_DENSE_QUERIES", 100)
+    q, k, v = arrays()
+    score_mod = lambda s, b, h, i, j: s + jnp.sin(1.0 * (i - j))
+    options: Any = DEFAULTS | {"mask_mod": ON_A_GPU[mask], "score_mod": score_mod}
+    call = prepare(q, k, v, **options)
+    backend, derivative = dispatch.backend("xla"), call.problem(None).needed_derivative()
+    wanted = Wanted(True, True, True, False, False, False, ())
+
+    def both_passes(target: Target) -> tuple[Results, Gradients]:
+        results = backend.forward(call.plan, call.operands, target)
+        return results, backend.backward(call.plan, call.operands, results, q, None, wanted, derivative, target)
+
+    rows = backend.tile_sizes(call.plan, GPU).rows
+    assert rows == (1 if one_step else 3)
+    for got, want in zip(
+        *(jax.tree.leaves(jax.jit(both_passes, static_argnums=0)(t)) for t in (GPU, CPU)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 # Differences of positions that int32 does not hold, or holds only modulo 2^32: (whether they need 64 bits, the mask).

@@ -33,6 +33,7 @@ TRAINED: dict[str, dict[str, int]] = {
     "vision_natten": {"side": 64, "steps": 20, "width": 24},
     "train_nnx": {"length": 64, "steps": 12, "width": 32, "batch": 2},
     "moe_on_a_mesh": {"length": 32, "steps": 20, "width": 32},
+    "train_on_a_mesh": {"length": 120, "steps": 20, "width": 32},
 }
 """Examples that train, with the arguments of a small run."""
 
@@ -67,6 +68,7 @@ def test_training_examples_learn(name: str, tmp_path: pathlib.Path):
     else:
         assert results["last"] < results["first"] - (0.01 if name == "vision_natten" else 0.15)
     assert results.get("devices", 4) == 4
+    assert results.get("apart", 0.0) < 1e-3
     assert (tmp_path / f"{name}.png").stat().st_size > 2000
     assert "step" in done.stderr
 

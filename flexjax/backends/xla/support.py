@@ -11,6 +11,7 @@ from jax.interpreters import mlir
 from flexjax.backends.target import Target
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
+from flexjax.backends.xla.larger_blocks import on_larger_blocks, plan_on_larger_blocks
 from flexjax.backends.xla.tangent import tangent
 from flexjax.backends.xla.tile_sizes import TileSizes, choose_tile_sizes, tile_candidates
 from flexjax.ir.program import Program
@@ -34,15 +35,15 @@ class XlaBackend:
 
     def tile_sizes(self, plan: KernelPlan, target: Target) -> TileSizes:
         """The tiles of the forward pass, for `explain`."""
-        return choose_tile_sizes(plan, target)
+        return choose_tile_sizes(plan_on_larger_blocks(plan, target), target)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Tiles for autotuning, as KernelOptions, the default first."""
-        return tile_candidates(plan, target)
+        return tile_candidates(plan_on_larger_blocks(plan, target), target)
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass of the plan (see Results and forward.py)."""
-        return forward(plan, operands, target)
+        return forward(*on_larger_blocks(plan, operands, target), target)
 
     def backward(
         self,
@@ -56,6 +57,7 @@ class XlaBackend:
         target: Target,
     ) -> Gradients:
         """The gradients of the wanted operands (see Backend.backward and backward.py)."""
+        plan, operands = on_larger_blocks(plan, operands, target, backward=True)
         return backward(plan, operands, results, d_out, d_lse, wanted, derivative, target)
 
     def tangent(
@@ -73,6 +75,7 @@ class XlaBackend:
         tangents     of the operands, None where an operand has no tangent
         derivative   program of score_mod's derivatives; None where score_mod is the identity
         """
+        plan, operands = on_larger_blocks(plan, operands, target)
         return tangent(plan, operands, results, tangents, derivative, target)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:

@@ -18,12 +18,18 @@ CPU_CHUNK = 1 << 14
 """Scores up to which a CPU takes several key blocks of a list at a time. More blocks at a time must be copied together from
 separate places, and the last step of a row also computes blocks that are not there. Blocks of 128 one by one take 0.4 to 0.9 of
 the time of four at a time."""
-ACCELERATOR_TILE = 1 << 24
-"""Scores of a tile on other platforms."""
+ACCELERATOR_TILE = 1 << 25
+"""Scores of a tile on other platforms: 128 MB in float32."""
+ROW_STEPS = 4
+"""Into how many steps an accelerator cuts the longest list of key blocks, so that shorter lists take fewer steps."""
 MAX_CHUNK = 8
 """The most key blocks of a list that are taken at a time, unless the options ask for more."""
-DENSE_BLOCK, ACCELERATOR_DENSE_BLOCK = 256, 512
-"""Queries of a tile without a block mask, on a CPU and elsewhere; it has twice as many keys."""
+DENSE_QUERIES, DENSE_KEYS = 256, 512
+"""Queries and keys of a tile without a block mask on a CPU."""
+ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS = 512, 4096
+"""The same on other platforms, where a call of at most ONE_STEP scores has one tile."""
+ONE_STEP = 1 << 26
+"""The most scores, over all batch entries and heads, of a call that an accelerator computes in one step: 256 MB in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +85,13 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     listed = plan.blocks is not None
     budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
-        dense = DENSE_BLOCK if on_cpu else ACCELERATOR_DENSE_BLOCK
-        block_q = min(asked_q or even_block(plan.q_len, dense), max(plan.q_len, 1))
-        block_kv = min(asked_kv or even_block(plan.kv_len, 2 * dense), max(plan.kv_len, 1))
+        most_q, most_kv = DENSE_QUERIES, DENSE_KEYS
+        if not on_cpu and scores_of(plan) <= ONE_STEP:
+            most_q, most_kv, budget = plan.q_len, plan.kv_len, ONE_STEP
+        elif not on_cpu:
+            most_q, most_kv = ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS
+        block_q = min(asked_q or even_block(plan.q_len, max(most_q, 1)), max(plan.q_len, 1))
+        block_kv = min(asked_kv or even_block(plan.kv_len, max(most_kv, 1)), max(plan.kv_len, 1))
         block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:
@@ -99,7 +109,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads and same_positions:
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
-    chunk = max(1, min(most // (area * heads * batch), widest, MAX_CHUNK)) if listed else 1
+    together = widest if on_cpu else -(-widest // ROW_STEPS)
+    chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if listed else 1
     if listed and asked_kv:
         chunk = max(1, min(asked_kv // block_kv, -(-plan.kv_len // block_kv)))
     return TileSizes(
@@ -113,6 +124,11 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         plan.batch // batch,
         plan.q_heads // heads,
     )
+
+
+def scores_of(plan: KernelPlan) -> int:
+    """The number of scores of a call, over all batch entries and query heads, masked or not."""
+    return plan.batch * plan.q_heads * plan.q_len * plan.kv_len
 
 
 def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:

@@ -1,0 +1,76 @@
+"""Larger mask blocks for accelerators: few large steps instead of many small ones.
+
+On a GPU or TPU every step of a loop costs the launch of its operations, and a loop whose length is data costs a round trip to the
+host for each step. A block of 128 x 128 is too little work for that. So the xla backend does one of two things there:
+
+    one step      a call with at most ONE_STEP scores drops its block lists and computes the whole score matrix at once, masked by
+                  the mask program
+    larger blocks  other calls merge blocks of their block mask into blocks of about QUERIES x KEYS
+
+On a CPU the blocks of the block mask stay as they are: steps cost little there, and a small tile stays in the cache.
+"""
+
+import dataclasses
+
+from flexjax.backends.target import Target
+from flexjax.backends.xla.tile_sizes import ONE_STEP, largest_divisor, scores_of
+from flexjax.plan import mask_blocks
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+
+QUERIES, KEYS = 512, 512
+"""The size of the larger blocks, rounded down to whole mask blocks."""
+
+
+def plan_on_larger_blocks(plan: KernelPlan, target: Target, backward: bool = False) -> KernelPlan:
+    """The plan that a pass computes on the target: with larger mask blocks, with none, or the plan itself.
+
+    backward   whether the options of the backward pass count, block_q_bwd and block_kv_bwd, or those of the forward pass.
+               Options that set a tile also bound the size of the larger blocks.
+    """
+    if plan.blocks is None or target.platform == "cpu":
+        return plan
+    size = _block_size(plan, backward)
+    made = mask_blocks.plan_with_blocks(plan, *size)
+    return dataclasses.replace(made, blocks=None) if _in_one_step(plan, size) else made
+
+
+def on_larger_blocks(
+    plan: KernelPlan, operands: Operands, target: Target, backward: bool = False
+) -> tuple[KernelPlan, Operands]:
+    """The plan of `plan_on_larger_blocks`, and the operands for it: with its block lists, and None where it has none."""
+    made = plan_on_larger_blocks(plan, target, backward)
+    if made is plan:
+        return plan, operands
+    _, found = mask_blocks.with_blocks(plan, operands, *_block_size(plan, backward))
+    return made, found if made.blocks is not None else found._replace(lists=None)
+
+
+def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
+    """(queries, keys) of the larger blocks: the whole score matrix where one step computes it."""
+    blocks, options, origin = plan.blocks, plan.options, plan.origin
+    assert blocks is not None
+    asked_q = options.block_q_bwd if backward else options.block_q
+    asked_kv = options.block_kv_bwd if backward else options.block_kv
+    one_run = origin is None or origin.single
+    if asked_q is None and asked_kv is None and one_run and scores_of(plan) <= ONE_STEP:
+        return max(plan.q_len, 1), max(plan.kv_len, 1)
+
+    def merged(block: int, most: int, run: int | None) -> int:
+        """As many whole mask blocks as `most` tokens have, at least one, and so many that they divide a run of an origin.
+
+        run   tokens of a run; None: there is one run
+        """
+        count = max(1, most // block)
+        return block * (count if run is None else largest_divisor(run // block, count))
+
+    return (
+        merged(blocks.block_q, asked_q or QUERIES, origin.query_run if origin and origin.query_runs > 1 else None),
+        merged(
+            blocks.block_kv, min(asked_kv or KEYS, KEYS), origin.key_run if origin and origin.key_runs > 1 else None
+        ),
+    )
+
+
+def _in_one_step(plan: KernelPlan, size: tuple[int, int]) -> bool:
+    """Whether a block of that size is the whole score matrix, so that no list is needed."""
+    return size[0] >= plan.q_len and size[1] >= plan.kv_len

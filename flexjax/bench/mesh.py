@@ -1,0 +1,269 @@
+"""`python -m flexjax.bench --suite mesh`: attention over all devices of this machine, beside one of them.
+
+Four tables:
+
+    batch and heads   split under jit; efficiency = one device's time for its share / the time on all devices
+    sequence          split by ContextParallel; efficiency = one device's time for the whole problem / (devices x the time on all)
+    memory            of a longer sequence on all devices by method="ring", over a shorter one on one device; as compiled
+    layouts           seconds to make one on the host
+
+Times are of both passes, medians of rounds in which one device and all devices alternate. `collectives` counts those in the
+compiled program. `--small` runs everything with short sequences, to try the suite without GPUs.
+"""
+
+import re
+import statistics
+import time
+import typing
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import flexjax
+from flexjax import masks
+from flexjax.types import MaskMod, ScoreMod
+
+ROUNDS, SECONDS = 5, 0.1  # measurements of each, and the least duration of one
+AXIS = "devices"
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+Attend = Callable[..., jax.Array]
+Arrays = tuple[jax.Array, ...]
+
+
+class Compiled(typing.NamedTuple):
+    """A compiled step and the arrays that it is called with."""
+
+    step: typing.Any
+    arrays: Arrays
+
+    def collectives(self) -> str:
+        """The collectives in the compiled program, with their number."""
+        text = self.step.as_text()
+        counts = {name: len(re.findall(rf"= [^=]*\b{name}(?:-start)?\(", text)) for name in COLLECTIVES}
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+
+    def megabytes(self) -> float:
+        """What one device needs for arguments, results and temporaries, 10^6 bytes."""
+        used = self.step.memory_analysis()
+        return (used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes) / 1e6
+
+
+def both_passes(attend: Attend, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> typing.Any:
+    """Compiles out and the gradients of all arrays but the last, which is the cotangent of out."""
+
+    def step(*given: jax.Array) -> typing.Any:
+        out, pull = jax.vjp(attend, *given[:-1])
+        return out, pull(given[-1])
+
+    return jax.jit(step).lower(*arrays).compile()
+
+
+def milliseconds(*steps: Compiled) -> list[float]:
+    """The median time of each step, in rounds that run every step in turn."""
+    times: list[list[float]] = [[] for _ in steps]
+    for step, arrays in steps:
+        jax.block_until_ready([step(*arrays) for _ in range(2)])
+    for _ in range(ROUNDS):
+        for (step, arrays), taken in zip(steps, times, strict=True):
+            count, begin = 0, time.perf_counter()
+            while count == 0 or time.perf_counter() - begin < SECONDS:
+                jax.block_until_ready([step(*arrays) for _ in range(2)])
+                count += 2
+            taken.append(1e3 * (time.perf_counter() - begin) / count)
+    return [statistics.median(t) for t in times]
+
+
+def draw(batch: int, tokens: int, heads: int, dim: int) -> Arrays:
+    """Random query, key, value and cotangent, bfloat16 [batch, tokens, heads, dim]."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.random.normal(key, (batch, tokens, heads, dim), jnp.bfloat16) for key in keys)
+
+
+def mesh_of_all(kind: AxisType) -> jax.sharding.Mesh:
+    """All devices along one axis."""
+    return jax.make_mesh((len(jax.devices()),), (AXIS,), axis_types=(kind,))
+
+
+# ------------------------------------------------------------------- batch and heads
+
+
+def batch_and_heads(tokens: int) -> None:
+    """Prints the table of splits that need nothing written."""
+    count = len(jax.devices())
+    print(
+        "| split | axes | one device on its share, ms | all, ms | efficiency | collectives |\n|---|---|---:|---:|---:|---|"
+    )
+    for name, shape, spec in (
+        ("batch, causal d128", (2 * count, tokens, 16, 128), (AXIS,)),
+        ("heads, causal d128", (2, tokens, 8 * count, 128), (None, None, AXIS)),
+    ):
+        arrays = draw(*shape)
+        attend = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=masks.causal)
+        axis = 0 if spec[0] else 2
+        share = tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] // count, axis=axis) for x in arrays)
+        one = Compiled(both_passes(attend, share), share)
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            mesh = mesh_of_all(kind)
+            spread = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))) for x in arrays)
+            every = Compiled(both_passes(attend, spread), spread)
+            alone, together = milliseconds(one, every)
+            row = f"{alone:.2f} | {together:.2f} | {alone / together:.2f} | {every.collectives()}"
+            print(f"| {name} | {kind.name} | {row} |", flush=True)
+
+
+# ------------------------------------------------------------------- sequence
+
+
+def document_ids(tokens: int, count: int) -> np.ndarray:
+    """int32 [tokens]: so many documents of random lengths, one after the other."""
+    ends = np.sort(np.random.default_rng(0).choice(tokens - 1, count - 1, replace=False) + 1)
+    return np.searchsorted(ends, np.arange(tokens), side="right").astype(np.int32)
+
+
+def masks_of_sequence(tokens: int) -> dict[str, MaskMod]:
+    """The masks of the table, by name."""
+    window = max(1, tokens // 32)
+    ids = document_ids(tokens, 22)
+    return {
+        "causal": masks.causal,
+        f"window {window}": flexjax.and_masks(masks.causal, masks.sliding_window(window)),
+        "22 documents": flexjax.and_masks(masks.causal, masks.document(ids)),
+    }
+
+
+def learned_bias(table: jax.Array, tokens: int) -> ScoreMod:
+    """Adds an entry of the table [heads, 2 * tokens] for the distance between query and key."""
+    return lambda score, b, h, q, k: score + table[h, q - k + tokens]
+
+
+def on_one(mask_mod: MaskMod, arrays: Arrays, table: jax.Array | None) -> Compiled:
+    """Both passes of the whole problem on the first device."""
+    tokens = arrays[0].shape[1]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+        return flexjax.flex_attention(
+            q, k, v, mask_mod=mask_mod, score_mod=learned_bias(bias[0], tokens) if bias else None
+        )
+
+    given = (*arrays[:3], *([table] if table is not None else []), arrays[3])
+    return Compiled(both_passes(attend, given), given)
+
+
+def on_all(
+    mask_mod: MaskMod, arrays: Arrays, table: jax.Array | None, layout: flexjax.ContextLayout, method: str
+) -> Compiled:
+    """Both passes with the sequence split over all devices; call it with the mesh set."""
+    tokens, mesh = arrays[0].shape[1], jax.sharding.get_mesh()
+    context = flexjax.ContextParallel(AXIS, layout, method=typing.cast(typing.Any, method))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+        score_mod = learned_bias(bias[0], tokens) if bias else None
+        return flexjax.flex_attention(q, k, v, mask_mod=mask_mod, score_mod=score_mod, context=context)
+
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    permuted = [put(layout.shard(x, axis=1), None, AXIS) for x in arrays]
+    given = (*permuted[:3], *([put(table)] if table is not None else []), permuted[3])
+    return Compiled(both_passes(attend, given), given)
+
+
+def error(one: Compiled, every: Compiled, layout: flexjax.ContextLayout) -> float:
+    """The largest difference of a result on all devices from that on one, relative to the largest value of that result.
+
+    Results over the sequence have rank 4, and are permuted by the layout on all devices.
+    """
+    worst = 0.0
+    for a, b in zip(*(jax.tree.leaves(x.step(*x.arrays)) for x in (one, every)), strict=True):
+        want, got = np.asarray(a, np.float32), np.asarray(b)
+        got = np.asarray(layout.unshard(got, axis=1) if got.ndim == 4 else got, np.float32)
+        worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))
+    return worst
+
+
+def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
+    """Prints the table of split sequences."""
+    count = len(jax.devices())
+    arrays = draw(1, tokens, heads, dim)
+    table = 0.1 * jax.random.normal(jax.random.key(1), (heads, 2 * tokens), jnp.float32)
+    print(
+        f"\nT={tokens}, {heads} heads, d{dim}, {count} devices\n\n"
+        "| mask | method | one device, ms | all, ms | efficiency | heaviest over mean load | keys and values received, MB | "
+        "share of all-gather | collectives | error |\n|---|---|---:|---:|---:|---:|---:|---:|---|---:|"
+    )
+    plain: list[float] = []
+    for name, mask_mod in masks_of_sequence(tokens).items():
+        layout = flexjax.context_layout(mask_mod, tokens, devices=count)
+        loads, received = np.asarray(layout.loads), np.asarray(layout.blocks_received)
+        key_bytes = received.max() * layout.block_size[1] * heads * 2 * dim * 2
+        others = tokens * (count - 1) // count * heads * 2 * dim * 2
+        for bias in (None, table) if name == "causal" else (None,):
+            with jax.set_mesh(mesh_of_all(AxisType.Auto)):
+                every = on_all(mask_mod, arrays, bias, layout, "auto")
+            one = on_one(mask_mod, arrays, bias)
+            alone, together = milliseconds(one, every)
+            if name == "causal":
+                plain += [alone, together]
+            label = name if bias is None else f"{name}, learned relative bias"
+            row = f"{alone:.2f} | {together:.2f} | {alone / together / count:.2f} | {loads.max() / loads.mean():.2f}"
+            print(
+                f"| {label} | auto | {row} | {key_bytes / 1e6:.1f} | {key_bytes / others:.2f} | {every.collectives()} | "
+                f"{error(one, every, layout):.1e} |",
+                flush=True,
+            )
+    alone, together, alone_bias, together_bias = plain
+    ratio = (together_bias / together) / (alone_bias / alone)
+    print(
+        f"\nThe bias costs {alone_bias / alone:.2f} on one device, {together_bias / together:.2f} on all: ratio {ratio:.2f}."
+    )
+
+
+# ------------------------------------------------------------------- memory and layouts
+
+
+def memory(tokens: int, heads: int = 8, dim: int = 128) -> None:
+    """Prints what a ring over all devices needs for `tokens` tokens a device, beside one device with as many."""
+    count = len(jax.devices())
+    shape = lambda n: tuple(jax.ShapeDtypeStruct((1, n, heads, dim), jnp.bfloat16) for _ in range(4))
+    attend = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=masks.causal)
+    alone = Compiled(both_passes(attend, shape(tokens)), ()).megabytes()
+    layout = flexjax.context_layout(masks.causal, count * tokens, devices=count)
+    with jax.set_mesh(mesh_of_all(AxisType.Auto)) as mesh:
+        context = flexjax.ContextParallel(AXIS, layout, method="ring")
+        split = NamedSharding(mesh or jax.sharding.get_mesh(), PartitionSpec(None, AXIS))
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in shape(count * tokens)]
+        attend_all = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=masks.causal, context=context)
+        every = Compiled(both_passes(attend_all, given), ()).megabytes()
+    print(
+        f"\nring, causal, both passes: {every:.0f} MB a device at {count * tokens} tokens on {count} devices, {alone:.0f} MB at "
+        f"{tokens} tokens on one: {every / alone:.2f} times"
+    )
+
+
+def layouts(lengths: Sequence[int]) -> None:
+    """Prints the seconds that layouts take on the host."""
+    print("\n| tokens | causal, s | window, s | 22 documents, s |\n|---|---:|---:|---:|")
+    for tokens in lengths:
+        taken = []
+        for mask_mod in masks_of_sequence(tokens).values():
+            begin = time.perf_counter()
+            flexjax.context_layout(mask_mod, tokens, devices=max(4, len(jax.devices())))
+            taken.append(f"{time.perf_counter() - begin:.3f}")
+        print(f"| {tokens} | {' | '.join(taken)} |", flush=True)
+
+
+def main(small: bool = False) -> int:
+    """Prints the tables. Returns 0.
+
+    small   short sequences, to try the suite on virtual devices
+    """
+    print(
+        f"{len(jax.devices())} x {jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}\n"
+    )
+    batch_and_heads(256 if small else 8192)
+    sequence(1024 if small else 131072, *((8, 16) if small else ()))
+    memory(512 if small else 262144)
+    layouts((4096,) if small else (131072, 1 << 20))
+    return 0
