@@ -430,7 +430,8 @@ def _scale(scale: object, inputs: Inputs) -> float | Array:
 def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
     """The score function `score_mod(score * scale, ...)`, with the signature of score_mod; scale is cast to the score's dtype.
 
-    Without score_mod it is `score * scale`.
+    For a scale that is an array: a plan holds no array, so the scale becomes a captured array of the score function. Without
+    score_mod it is `score * scale`.
     """
 
     def scaled(score: Array, *at: Array) -> Array:

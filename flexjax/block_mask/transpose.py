@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 Array = jax.Array
@@ -113,6 +114,8 @@ def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Arra
     num, index   how many columns each row lists, and their numbers
     width        at least the largest number of rows that list one column
     """
+    # Lists are often constants, and XLA takes minutes to fold what follows for 1024 x 1024 blocks.
+    num, index = lax.optimization_barrier((num, index))
     back_num, back = lists_of(jnp.swapaxes(flags_of_lists(num, index, columns), -1, -2))
     return back_num, back[..., :width]
 

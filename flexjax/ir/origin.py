@@ -63,6 +63,7 @@ class OriginLayout:
     rows                  1, or the batch size: rows of both tables
     query_run, key_run    tokens of a run; the last run may be shorter, and a single run is as long as the call
     query_runs, key_runs  how many
+    aligned               every start is a multiple of this many tokens
     """
 
     rows: int
@@ -70,6 +71,7 @@ class OriginLayout:
     query_runs: int
     key_run: int
     key_runs: int
+    aligned: int = 1
 
     def tile_fits(self, queries: int, keys: int) -> bool:
         """Whether no tile of that size straddles two runs."""
@@ -130,6 +132,7 @@ def table_of_runs(
     whole: Sizes = NOT_KNOWN,
     batch: Array | None = None,
     head: Array | None = None,
+    aligned: int = 1,
 ) -> OriginTable:
     """The origin of a call whose rows are several runs of the whole sequence.
 
@@ -138,10 +141,12 @@ def table_of_runs(
     whole                      see OriginTable; a number above every position of every row, padding included. With it indices are
                                known to lie in captured arrays of those lengths, and reads stay slices
     batch, head                int32 scalars; None: 0
+    aligned                    every start is a multiple of this many tokens: tiles that divide it and lie on one diagonal of the
+                               whole problem then share it exactly, and gradients of reads by q - kv are summed by diagonals
     """
     rows = max(query_starts.shape[0], key_starts.shape[0])
     spread = lambda x: jnp.broadcast_to(x.astype(jnp.int32), (rows, x.shape[1]))
-    layout = OriginLayout(rows, query_run, query_starts.shape[1], key_run, key_starts.shape[1])
+    layout = OriginLayout(rows, query_run, query_starts.shape[1], key_run, key_starts.shape[1], aligned)
     return OriginTable(batch, head, Starts(spread(query_starts), spread(key_starts)), layout, whole)
 
 

@@ -90,7 +90,7 @@ class ContextLayout:
         return not any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def _of(self, side: Side) -> tuple[int, Array | np.ndarray, int]:
-        """Length, blocks and block size of a side."""
+        """Length without padding, blocks and block size of a side; raises ValueError for any other side."""
         if side not in ("query", "key"):
             raise bad_argument("side", repr(side), "'query' or 'key'", "Keys and values are on the side 'key'.")
         if side == "query":

@@ -6,6 +6,7 @@ are made on the device: interval analysis of the mask program on the positions o
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 
@@ -122,7 +123,7 @@ def stage_of(
         q_len=rows * block_q,
         kv_len=columns * block_kv,
         blocks=blocks,
-        origin=OriginLayout(1, block_q, rows, block_kv, columns),
+        origin=OriginLayout(1, block_q, rows, block_kv, columns, math.gcd(block_q, block_kv)),
         has_sinks=False,
         partial=True,
     )

@@ -61,6 +61,7 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
     assert old is not None
     assert new is not None
     assert lists is not None
+    lists = jax.lax.optimization_barrier(lists)  # see transpose.transposed
     classes = _classes(plan, lists)
     captures = operands.mask_captures
     if old.from_user_lists:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexjax import create_block_mask, masks
-from flexjax.block_mask import classify
+from flexjax.block_mask import classify, transpose
 from flexjax.trace.trace_mod import trace_mask_mod
 
 TOKENS = 1 << 20
@@ -55,3 +55,11 @@ def test_coarse_to_fine_is_what_all_blocks_say(heads: tuple[int, int], monkeypat
     fine = classify.classify_on_host(traced.program, traced.arrays, heads, sizes, True)
     for a, b in zip(plain, fine, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_transposed_lists_are_not_folded_while_compiling() -> None:
+    """XLA took two minutes to fold them for 131072 tokens: what is computed from constant lists stays in the program."""
+    num, index = np.full((1, 1, 64), 64, np.int32), np.tile(np.arange(64, dtype=np.int32), (1, 1, 64, 1))
+    make = jax.jit(lambda: transpose.transposed(jnp.asarray(num), jnp.asarray(index), columns=64, width=64))
+    assert "optimization_barrier" in make.lower().as_text()
+    np.testing.assert_array_equal(make()[0], num)

@@ -53,7 +53,9 @@ def every_load(table: jax.Array, row: jax.Array, column: jax.Array, pair: jax.Ar
 TABLE, ROW, COLUMN, PAIR = normal(2, 2 * W - 1), normal(2, W), normal(W), normal(2, W, W)
 AT, KNOWN = (jnp.int32(200), jnp.int32(130)), (2, 2, W, W)
 BY_ENTRY = (jnp.asarray([200, 10]), jnp.asarray([130, 0]))
-RUNS = table_of_runs(jnp.asarray([[384, 128]]), jnp.asarray([[256, 0]]), query_run=128, key_run=128, whole=KNOWN)
+RUNS = table_of_runs(
+    jnp.asarray([[384, 128]]), jnp.asarray([[256, 0]]), query_run=128, key_run=128, whole=KNOWN, aligned=128
+)
 
 PLACED = {
     "causal": Placed((1, 128, 128, 2, 2), Origin(0, 0, *AT), masks.causal),

@@ -65,6 +65,7 @@ def query_visits(
     visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
     if not visits.lists:
         return QueryVisits()
+    lists = lax.optimization_barrier(lists)  # see block_mask/transpose.py
     parts, nums = [], []
     for num, index, masked in ((lists.full_num, lists.full_index, 0), (lists.partial_num, lists.partial_index, 1)):
         if num is None or index is None:

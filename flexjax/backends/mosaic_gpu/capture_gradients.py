@@ -47,6 +47,7 @@ from flexjax.backends.mosaic_gpu.capture_lists import (
     most_visits,
     shape_for,
     tile_lists,
+    whole_tiles,
 )
 from flexjax.backends.mosaic_gpu.capture_scatter import (
     LARGEST_ARRAY,
@@ -266,17 +267,19 @@ def _scattered(
 
     The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the derivative
     of the mod has no bound up to LARGEST_SLOPE, a first kernel sums |g|. If the load's index repeats along the
-    diagonals (`_period`), the kernel sums the tiles of a diagonal in registers before it adds them. A total that is not
+    diagonals (`_period`), or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel sums
+    the tiles of a diagonal in registers before it adds them. A total that is not
     finite makes every element NaN.
 
     load_number   of the load among `gradient_loads(derivative)`
     bias          says which captured array the kernel stages in shared memory
     """
     load, tile = gradient_loads(derivative)[load_number], warpgroups_for(plan) * ROWS
-    period = _period(plan, derivative, load, tile)
+    whole = whole_tiles(plan, tile) if ir.classify_load(load).kind == ir.DIAGONAL else None
+    period = 1 if whole else _period(plan, derivative, load, tile)
     kind = ir.DIAGONAL if period else ir.SCALAR
-    shape = shape_for(plan, kind, tile, _shared(plan, load), max(period, 1))
-    lists = tile_lists(plan, operands.lists, shape)
+    shape = shape_for(plan, kind, tile, _shared(plan, load), max(period, 1), whole)
+    lists = tile_lists(plan, operands.lists, shape, operands.origin)
     total = _largest_total(plan, tokens, derivative, load_number)
     if total is None:
         everything = shape_for(plan, ir.SCALAR, tile, (True, True))

@@ -423,12 +423,13 @@ class _Cta:
         return Carry(tuple(new), upcoming, later, upcoming_statistics)
 
     def load_cotangents(self, s_acc: Ref, dp_acc: Ref, tile: ColumnMath, own: "OwnTile") -> jax.Array:
-        """g of one part of a tile, [ROWS, ROWS] float32; frees the slot of the keys. Q, dO, K, V and the staged tile
-        have arrived.
+        """Computes S = Q K^T and dP = dO V^T of one part of a tile by WGMMAs, and from them g, [ROWS, ROWS] float32.
 
-        s_acc, dp_acc   accumulators for S and dP
+        s_acc, dp_acc   accumulators for S and dP, 0 at the start
         tile            the part, from whose scores P is computed
         own             its slots in the rings, and the row statistics
+
+        The copies of Q, dO, K, V and the staged tile must have arrived. Releases the slot of the keys and values.
         """
         math, scratch, products = self.kernel.math, self.scratch, self.products
         products.add(s_acc, scratch.query.at[own.q_slot, own.rows], scratch.key.at[own.k_slot], b_t=True)
@@ -478,7 +479,10 @@ class _Cta:
                 @when(self.steps > 0)
                 def scatter_part(part: int = part, total: jax.Array = total) -> None:
                     """Scatters the sums of one part of the diagonal's tiles, where the list has visits."""
-                    q0, kv0 = kernel.first_on_diagonal(self.list_number)
+                    if shape.whole is None:
+                        q0, kv0 = kernel.first_on_diagonal(self.list_number)
+                    else:
+                        _, _, q0, kv0 = kernel.corner(self.visit(0))
                     b, h = kernel.head(self.inputs.lists.head[self.list_number])
                     self.scatter(b, h, q0, kv0 + part * ROWS, total, group)
 

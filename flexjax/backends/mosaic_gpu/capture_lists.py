@@ -8,7 +8,8 @@ the same key:
     scalar      none: the visits of a head are cut into runs of equal length
     row         the row of tiles
     column      the column of tiles
-    diagonal    row minus column; with `period` > 1 also the row modulo `period`
+    diagonal    row minus column; with `period` > 1 also the row modulo `period`. Under an origin of several runs the row and
+                the column in the whole problem count (`whole`)
     tile        the tile itself
 
 Batch entries and heads that read the same elements of the array can be *joined* into one list. If they also have the
@@ -28,6 +29,7 @@ from jax import lax
 
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.ir import program as ir
+from flexjax.ir.origin import Starts, key_positions, query_positions
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 LISTS_WANTED = 8 * 132
@@ -37,6 +39,8 @@ number of lists.
 """
 LARGEST_NUMBER = 1 << 31
 """Visits and tile codes are int32, so there may be fewer of them than this."""
+MOST_DIAGONALS = 1 << 16
+"""The most diagonals of tiles of a whole problem for which there are lists: those of 4 million tokens and tiles of 128."""
 AFTER_ALL_KEYS = jnp.iinfo(jnp.int32).max
 """The key of a visit that does not exist, so that sorting puts it last."""
 
@@ -70,6 +74,7 @@ class ListShape:
     keys            lists for each (batch entry, head)
     repeats         (batch entries, heads) for each of which a list repeats its run
     period          of a diagonal, in tiles
+    whole           (rows, columns) of tiles of the whole problem, for diagonals under an origin of several runs; None otherwise
     """
 
     kind: str
@@ -81,6 +86,7 @@ class ListShape:
     keys: int
     repeats: tuple[int, int]
     period: int = 1
+    whole: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -106,12 +112,20 @@ def most_codes(plan: KernelPlan, tile: int) -> int:
     return 2 * -(-plan.q_len // tile) * -(-plan.kv_len // tile)
 
 
-def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool], period: int = 1) -> ListShape:
+def shape_for(
+    plan: KernelPlan,
+    kind: str,
+    tile: int,
+    shared: tuple[bool, bool],
+    period: int = 1,
+    whole: tuple[int, int] | None = None,
+) -> ListShape:
     """The shape of the lists for a load of class `kind`: which heads are joined, and how many lists there are.
 
     tile     queries, and keys, of a tile
     shared   (whether batch entries, whether heads share the elements that the load reads)
     period   of a diagonal, in tiles (shift_invariance.py)
+    whole    (rows, columns) of tiles of the whole problem, if lists are to be for its diagonals (`whole_tiles`)
 
     Those that share are joined for scalar and tile loads, and for the others where enough lists for a GPU
     (LISTS_WANTED) are left; heads are joined before batch entries. Joined ones that share the block mask too are
@@ -119,7 +133,7 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
     tile. A scalar has as many as make LISTS_WANTED in all, but no more than it has visits, and at least one.
     """
     rows, columns = -(-plan.q_len // tile), -(-plan.kv_len // tile)
-    diagonals = (rows + columns - 1) * period
+    diagonals = (sum(whole or (rows, columns)) - 1) * period
     keys = {ir.ROW: rows, ir.COLUMN: columns, ir.DIAGONAL: diagonals, ir.TILE: rows * columns}
     lengths = [plan.batch, plan.q_heads]
     for axis in (1, 0):
@@ -137,14 +151,31 @@ def shape_for(plan: KernelPlan, kind: str, tile: int, shared: tuple[bool, bool],
         count = max(1, min(-(-LISTS_WANTED // (batch * heads)), visits))
     else:
         count = keys[kind]
-    return ListShape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period)
+    return ListShape(kind, tile, rows, columns, batch, heads, count, (repeats[0], repeats[1]), period, whole)
 
 
-def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> TileLists[jax.Array]:
+def whole_tiles(plan: KernelPlan, tile: int) -> tuple[int, int] | None:
+    """(rows, columns) of tiles of the whole problem, if visits can be listed by its diagonals; None if not.
+
+    They can where the starts of all runs of the origin are multiples of the tile, the same for all batch entries, and the
+    lengths of the whole problem are known and not so large that most lists are empty (MOST_DIAGONALS).
+    """
+    origin, program = plan.origin, plan.score
+    if origin is None or program is None or origin.aligned % tile or origin.rows > 1:
+        return None
+    lengths = [(program.inputs[axis].high or 0) + 1 for axis in (ir.Q, ir.KV)]
+    rows, columns = (-(-length // tile) for length in lengths)
+    return (rows, columns) if rows + columns <= MOST_DIAGONALS else None
+
+
+def tile_lists(
+    plan: KernelPlan, lists: BlockLists | None, shape: ListShape, starts: Starts | None = None
+) -> TileLists[jax.Array]:
     """The lists of one kernel.
 
-    lists   the block lists of the call; None: every tile is visited
-    shape   from `shape_for`
+    lists    the block lists of the call; None: every tile is visited
+    shape    from `shape_for`
+    starts   of the runs of an origin; read if `shape.whole` says that the diagonals are those of the whole problem
 
     Within a list visits are in the order of heads, then tiles. A list may be empty. The visits of a scalar's list are
     one of `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset`
@@ -155,7 +186,7 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> 
         ir.SCALAR: jnp.zeros_like(row),
         ir.ROW: row,
         ir.COLUMN: column,
-        ir.DIAGONAL: (row - column + shape.columns - 1) * shape.period + row % shape.period,
+        ir.DIAGONAL: _diagonals(plan, shape, row, column, starts),
         ir.TILE: row * shape.columns + column,
     }[shape.kind]
     key = jnp.where(listed, key, AFTER_ALL_KEYS)
@@ -182,6 +213,22 @@ def tile_lists(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> 
     flat = lambda x: jnp.broadcast_to(x, full).reshape(-1)
     heads = offset[0].reshape(-1) if offset else None
     return TileLists(flat(first[..., None]), flat(begin), flat(counts), heads, tile.reshape(-1))
+
+
+def _diagonals(
+    plan: KernelPlan, shape: ListShape, row: jax.Array, column: jax.Array, starts: Starts | None
+) -> jax.Array:
+    """The number of the list of each tile (row, column), for lists of diagonals.
+
+    starts   of the runs of an origin; read if `shape.whole` is given
+    """
+    if shape.whole is None:
+        return (row - column + shape.columns - 1) * shape.period + row % shape.period
+    row, column = (
+        of(plan.origin, starts, 0, at * shape.tile) // shape.tile
+        for of, at in ((query_positions, row), (key_positions, column))
+    )
+    return row - column + shape.whole[1] - 1
 
 
 def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tuple[jax.Array, ...]:
