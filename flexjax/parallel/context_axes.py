@@ -42,8 +42,11 @@ def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
         )
         for stage, of_stage in enumerate(tables.lists)
     )
+    visitors = tables.visitors and ("devices visitors", "devices visitors")
     tree_of: typing.Any = Tables
-    named = tree_of("devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, classes)
+    named = tree_of(
+        "devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, visitors, classes
+    )
     return operand_dims(call.problem), jax.tree.leaves(named)
 
 

@@ -26,7 +26,7 @@ from flexjax.block_mask.transpose import EMPTY
 from flexjax.ir.origin import OriginTable, shift_heads
 from flexjax.parallel.context_exchange import Exchange, exchange_on
 from flexjax.parallel.context_parallel import ContextCall, Tables
-from flexjax.parallel.context_stages import Keys, Stage, classes_on, stage_of, token_axis
+from flexjax.parallel.context_stages import Keys, Stage, classes_on, put_blocks, stage_of, take_blocks, token_axis
 from flexjax.plan.kernel_plan import Operands
 from flexjax.plan.problem import Problem
 
@@ -90,8 +90,10 @@ class OnDevice:
     def own(self) -> Keys:
         return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
 
-    def stage(self, keys: Keys) -> Stage:
-        return stage_of(self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys)
+    def stage(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Stage:
+        return stage_of(
+            self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys, sinks, partial
+        )
 
     def with_method(self, method: str) -> "OnDevice":
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
@@ -117,25 +119,19 @@ class OnDevice:
 
     def forward(self) -> list[Array]:
         """out in the dtype of query, lse and, if the plan asks for it, max_scores."""
-        if self.call.method == "all_to_all":
-            part = self._over_heads()
-        else:
-            part = self._with_sinks(self.rows(), self.operands.sinks)
-        out = part.out.astype(self.call.plan.dtype)
-        return [x for x in (out, part.lse, part.top) if x is not None]
+        part = self._over_heads() if self.call.method == "all_to_all" else self.rows()
+        return [x for x in part if x is not None]
 
     def rows(self) -> Part:
-        """The rows over all keys, without sinks."""
+        """The rows over all keys and the sinks, out in the dtype of query."""
         if self.call.checked:
             ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
             return Part(*lax.cond(self.nothing_missing(), *ways))
-        exchange = self.exchange
         if self.call.method == "all_gather":
-            return self.over(exchange.gather(self.own))
+            return self.over(self.exchange.gather(self.own), sinks=True, partial=False)
         if self.call.method == "neighbours":
-            received = exchange.receive(self.own) if self.call.shifts else None
-            part = self.over(self.own)
-            return part if received is None else merged(part, self.over(received))
+            return self._with_neighbours()
+        exchange = self.exchange
         packed = exchange.pack(self.own.arrays)
 
         def step(state: tuple[Array, Part], number: Array) -> tuple[tuple[Array, Part], None]:
@@ -146,11 +142,55 @@ class OnDevice:
         last = self.call.devices - 1
         state = self.varying((packed, self.nothing()))
         (packed, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
-        return merged(part, self.over_visitor(packed, jnp.int32(last)))
+        part = merged(part, self.over_visitor(packed, jnp.int32(last)))
+        if self.operands.sinks is not None:
+            lse = jnp.logaddexp(part.lse, self._by_head(self.operands.sinks))
+            part = part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
+        return self._finished(part)
 
-    def over(self, keys: Keys) -> Part:
-        """The rows over some keys."""
-        stage = self.stage(keys)
+    def _with_neighbours(self) -> Part:
+        """Own keys while others travel, then, for the query blocks that visit them, the received keys."""
+        if not self.call.shifts:
+            return self.over(self.own, sinks=True, partial=False)
+        received = self.exchange.receive(self.own)
+        part = self.over(self.own, sinks=True)
+        device = self.visitors
+        if device is self:
+            return self._finished(merged(part, self.over(received)))
+        both = merged(Part(*map(self.taken, part)), device.over(received))
+        return Part(*map(self.put, self._finished(part), self._finished(both)))
+
+    def _finished(self, part: Part) -> Part:
+        return part._replace(out=part.out.astype(self.call.plan.dtype))
+
+    @functools.cached_property
+    def visitors(self) -> "OnDevice":
+        """The device with only those of its query blocks that visit received keys; itself where they are not known."""
+        if self.tables.visitors is None:
+            return self
+        operands, numbers = self.operands, self.tables.visitors[1]
+        query, query_extra = map(self.taken, (operands.query, operands.query_extra))
+        own = operands._replace(query=query, query_extra=query_extra)
+        tables = self.tables._replace(query_blocks=numbers, visitors=None)
+        return dataclasses.replace(self, operands=own, tables=tables)
+
+    def taken(self, x: typing.Any) -> typing.Any:
+        """The rows of an array over queries that visit received keys."""
+        if x is None or self.tables.visitors is None:
+            return x
+        slots = self.tables.visitors[0][self.exchange.me]
+        return take_blocks(self.call.plan, x, slots, self.call.block_size[0])
+
+    def put(self, x: typing.Any, new: typing.Any) -> typing.Any:
+        """x with the rows that visit received keys replaced."""
+        if x is None or self.tables.visitors is None:
+            return new
+        slots = self.tables.visitors[0][self.exchange.me]
+        return put_blocks(self.call.plan, x, slots, self.call.block_size[0], new)
+
+    def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
+        """The rows over some keys and, if asked, the sinks."""
+        stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
         out, lse, *top = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
         return Part(out, lse, top[0] if top else None)
 
@@ -173,12 +213,6 @@ class OnDevice:
     def _by_head(self, sinks: Array) -> Array:
         sinks = sinks.astype(self.call.plan.score_dtype)
         return sinks if token_axis(self.call.plan) == 1 else sinks[:, None]
-
-    def _with_sinks(self, part: Part, sinks: Array | None) -> Part:
-        if sinks is None:
-            return part
-        lse = jnp.logaddexp(part.lse, self._by_head(sinks))
-        return part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
 
     # ------------------------------------------------------------------ backward
 
@@ -221,13 +255,14 @@ class OnDevice:
             found = self.backward_over(self.own, cotangents, wanted)
             if received is None:
                 return found
-            others = self.backward_over(received, cotangents, wanted)
+            device, places = self.visitors, _places(wanted)
+            others = device.backward_over(received, [self.taken(x) for x in cotangents], wanted)
+            sums = {}
+            for i, (a, b) in enumerate(zip(found, others, strict=True)):
+                over_queries = places[i] in (QUERY, QUERY_EXTRA)
+                sums[i] = self.put(a, self.taken(a) + b) if over_queries else a if i in travels else a + b
             back = exchange.give_back([others[i] for i in travels], [found[i] for i in travels]) if travels else []
-            return _replaced(
-                [a if i in travels else a + b for i, (a, b) in enumerate(zip(found, others, strict=True))],
-                travels,
-                back,
-            )
+            return _replaced([sums[i] for i in range(len(found))], travels, back)
         return self._backward_ring(cotangents, wanted, travels)
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
@@ -331,8 +366,7 @@ class OnDevice:
     def _over_heads(self) -> Part:
         """The rows over all keys, with sinks; out travels in the dtype of query."""
         device, _, back = self._heads()
-        part = device._with_sinks(device.over(device.own), device.operands.sinks)
-        part = part._replace(out=part.out.astype(self.call.plan.dtype))
+        part = device.over(device.own, sinks=True, partial=False)
         there = [back(x, "query") for x in part if x is not None]
         return Part(there[0], there[1], there[2] if part.top is not None else None)
 

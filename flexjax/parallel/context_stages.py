@@ -44,7 +44,7 @@ class Keys(typing.NamedTuple):
 
 
 class Stage(typing.NamedTuple):
-    """A stage: its problem, and its operands as a flat list. Sinks are no part of a stage (context_device.py adds them)."""
+    """A stage: its problem, and its operands as a flat list."""
 
     problem: Problem
     operands: Operands
@@ -56,6 +56,21 @@ class Stage(typing.NamedTuple):
 
 def token_axis(plan: KernelPlan) -> int:
     return 1 if plan.layout == "BTNH" else 2
+
+
+def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:
+    """Some blocks of `size` tokens of an array over tokens, in the layout of the plan; slots past the end take the last block."""
+    axis = token_axis(plan)
+    blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return jnp.take(blocks, slots, axis=axis, mode="clip").reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
+    """x with other blocks in place of those at `slots`; slots past the end are left out."""
+    axis = token_axis(plan)
+    blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    new = new.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return blocks.at[(*[slice(None)] * axis, slots)].set(new, mode="drop").reshape(x.shape)
 
 
 def classes_on(
@@ -93,12 +108,16 @@ def stage_of(
     tables: Tables,
     me: Array | int,
     keys: Keys,
+    sinks: bool = False,
+    partial: bool = True,
 ) -> Stage:
     """The stage of a device's queries with some key blocks.
 
     problem    of the device's batch entries and heads
     operands   of the call; query and query_extra are those of the device
     me         the number of the device
+    sinks      whether the stage has the sinks
+    partial    whether there are other stages, to whose results those of this one are added
     """
     plan, queries = problem.plan, tables.query_blocks[me]
     rows, columns = queries.shape[0], keys.numbers.shape[0]
@@ -123,10 +142,15 @@ def stage_of(
         kv_len=columns * block_kv,
         blocks=blocks,
         origin=OriginLayout(1, block_q, rows, block_kv, columns),
-        has_sinks=False,
-        partial=True,
+        has_sinks=sinks,
+        partial=partial,
     )
     own = operands._replace(
-        key=keys.key, value=keys.value, key_extra=keys.key_extra, sinks=None, lists=lists, origin=Starts(*starts)
-    )  # fmt: skip
+        key=keys.key,
+        value=keys.value,
+        key_extra=keys.key_extra,
+        sinks=operands.sinks if sinks else None,
+        lists=lists,
+        origin=Starts(starts[0], starts[1]),
+    )
     return Stage(dataclasses.replace(problem, plan=own_plan, structure=jax.tree.structure(own)), own)
