@@ -132,17 +132,16 @@ class OnDevice:
         if self.call.method == "neighbours":
             return self._with_neighbours()
         exchange = self.exchange
-        packed = exchange.pack(self.own.arrays)
 
-        def step(state: tuple[Array, Part], number: Array) -> tuple[tuple[Array, Part], None]:
+        def step(state: tuple[list[Array], Part], number: Array) -> tuple[tuple[list[Array], Part], None]:
             visiting, part = state
             coming = exchange.next(visiting)
-            return (coming, merged(part, self.over_visitor(visiting, number))), None
+            return (coming, merged(part, self.over(exchange.visiting(visiting, number)))), None
 
         last = self.call.devices - 1
-        state = self.varying((packed, self.nothing()))
-        (packed, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
-        part = merged(part, self.over_visitor(packed, jnp.int32(last)))
+        state = self.varying((self.own.arrays, self.nothing()))
+        (visiting, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
+        part = merged(part, self.over(exchange.visiting(visiting, jnp.int32(last))))
         if self.operands.sinks is not None:
             lse = jnp.logaddexp(part.lse, self._by_head(self.operands.sinks))
             part = part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
@@ -193,9 +192,6 @@ class OnDevice:
         stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
         out, lse, *top = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
         return Part(out, lse, top[0] if top else None)
-
-    def over_visitor(self, packed: Array, step: Array) -> Part:
-        return self.over(self.exchange.visiting(packed, self.own, step))
 
     def nothing(self) -> Part:
         """The rows over no keys."""
@@ -269,24 +265,19 @@ class OnDevice:
         """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices."""
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]
-        packed = exchange.pack(self.own.arrays)
         first = self.backward_over(self.own, cotangents, wanted)
 
-        def step(state: tuple[Array, Array | None, list[Array]], number: Array) -> tuple:
+        def step(state: tuple[list[Array], list[Array], list[Array]], number: Array) -> tuple:
             visiting, sent, kept = state
-            arrived = None if sent is None else exchange.next(sent)
-            coming = exchange.next(visiting)
-            found = self.backward_over(exchange.visiting(visiting, self.own, number), cotangents, wanted)
-            total = None if arrived is None else arrived + exchange.pack([found[i] for i in travels])
-            return (coming, total, [a + found[i] for a, i in zip(kept, stay, strict=True)]), None
+            arrived, coming = exchange.next(sent), exchange.next(visiting)
+            found = self.backward_over(exchange.visiting(visiting, number), cotangents, wanted)
+            add = lambda totals, places: [a + found[i] for a, i in zip(totals, places, strict=True)]
+            return (coming, add(arrived, travels), add(kept, stay)), None
 
-        sent = exchange.pack([first[i] for i in travels]) if travels else None
-        start = self.varying((exchange.next(packed), sent, [first[i] for i in stay]))
-        (_, sent, kept), _ = lax.scan(step, start, jnp.arange(1, self.call.devices, dtype=jnp.int32))
-        found = dict(zip(stay, kept, strict=True))
-        if sent is not None:
-            home = exchange.unpack(exchange.next(sent), [first[i] for i in travels])
-            found |= dict(zip(travels, home, strict=True))
+        start = (exchange.next(self.own.arrays), [first[i] for i in travels], [first[i] for i in stay])
+        numbers = jnp.arange(1, self.call.devices, dtype=jnp.int32)
+        (_, sent, kept), _ = lax.scan(step, self.varying(start), numbers)
+        found = dict(zip(stay, kept, strict=True)) | dict(zip(travels, exchange.next(sent), strict=True))
         return [found[i] for i in range(len(first))]
 
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:

@@ -1,6 +1,7 @@
 """How key blocks travel between the devices of a split sequence, and how their gradients come back: XLA's collectives alone.
 
-Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective. Gradients
+Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective; only the
+ring sends whole arrays. Gradients
 travel as float32 and are added in a fixed order: the own ones first, then those of each round. What a collective of jax adds up
 itself (psum_scatter) has an order that XLA chooses, so gradients of gathered keys go through all_to_all and are added here.
 """
@@ -102,14 +103,14 @@ class Exchange(typing.NamedTuple):
 
     # ------------------------------------------------------------------ ring
 
-    def next(self, packed: Array) -> Array:
-        """What the device before this one holds."""
-        return self.shifted(packed, 1)
+    def next(self, arrays: Sequence[Array]) -> list[Array]:
+        """What the device before this one holds. The arrays are not packed, because copies of whole shards take memory."""
+        return [self.shifted(x, 1) for x in arrays]
 
-    def visiting(self, packed: Array, like: Keys, step: Array | int) -> Keys:
-        """The key blocks that visit after that many steps, from `packed`."""
+    def visiting(self, arrays: Sequence[Array], step: Array | int) -> Keys:
+        """The key blocks that visit after that many steps: key, value and, if the call has it, key_extra."""
         numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
-        return self.keys(packed, like, numbers)._replace(stage=(0, step))
+        return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, (0, step))
 
     # ------------------------------------------------------------------ all_gather
 

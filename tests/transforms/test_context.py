@@ -84,7 +84,7 @@ def test_communication_is_in_proportion_to_the_mask(outcomes: dict[str, Outcome]
     assert outcomes["forward"] == {
         "window": {"collective-permute": [1, 2 * block, 0]},  # 64 keys from the neighbour
         "documents": {},
-        "ring": {"collective-permute": [1, 4 * block, 1]},  # in a loop
+        "ring": {"collective-permute": [2, 4 * block, 2]},  # keys and values, in a loop
         "all_gather": {"all-gather": [1, 32 * block, 0]},
     }
 
