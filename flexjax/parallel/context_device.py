@@ -25,6 +25,7 @@ from jax.extend.core import Primitive
 from flexjax.block_mask.transpose import EMPTY
 from flexjax.ir.origin import OriginTable, shift_heads
 from flexjax.parallel.context_exchange import Exchange, exchange_on
+from flexjax.parallel.context_exchange import Part as ShardPart
 from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.parallel.context_stages import Keys, Stage, classes_on, put_blocks, stage_of, take_blocks, token_axis
 from flexjax.plan.kernel_plan import Operands
@@ -35,6 +36,9 @@ Array = jax.Array
 QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
 """Places in Operands.movable."""
 OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
+
+RING_PARTS, PART_BLOCKS = 4, 64
+"""Parts of a shard that go round the ring one after the other in the backward pass, and key blocks that a part has at least."""
 
 
 class Passes(typing.NamedTuple):
@@ -262,19 +266,53 @@ class OnDevice:
         return self._backward_ring(cotangents, wanted, travels)
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
+        """The ring, for long shards in parts one after the other, because what travels in float32 is large."""
+        own, blocks = self.own, self.tables.key_blocks.shape[1]
+        if self.tables.lists is not None or blocks < RING_PARTS * PART_BLOCKS or blocks % RING_PARTS:
+            return self._around(own, cotangents, wanted, travels, None)
+        exchange, places = self.exchange, _places(wanted)
+        stay = [i for i in range(len(places)) if i not in travels]
+        movable = [typing.cast(Array, self.operands.movable[p]) for p in places]
+
+        def one_part(state: tuple[list[Array], list[Array]], number: Array) -> tuple:
+            part = ShardPart(number, blocks // RING_PARTS)
+            arrays = [exchange.part_of(x, part) for x in own.arrays]
+            found = self._around(exchange.visiting(arrays, 0, part), cotangents, wanted, travels, part)
+            back = [
+                exchange.with_part(x, part, found[i].astype(x.dtype)) for x, i in zip(state[0], travels, strict=True)
+            ]
+            return (back, [x + found[i] for x, i in zip(state[1], stay, strict=True)]), None
+
+        wide = lambda x: jnp.promote_types(x.dtype, self.call.plan.score_dtype)
+        start = (
+            [jnp.zeros_like(movable[i]) for i in travels],
+            [jnp.zeros(movable[i].shape, wide(movable[i])) for i in stay],
+        )
+        (back, kept), _ = lax.scan(one_part, self.varying(start), jnp.arange(RING_PARTS, dtype=jnp.int32))
+        found = dict(zip(stay, kept, strict=True)) | dict(zip(travels, back, strict=True))
+        return [found[i] for i in range(len(places))]
+
+    def _around(
+        self,
+        own: Keys,
+        cotangents: Sequence[Array],
+        wanted: tuple[bool, ...],
+        travels: list[int],
+        part: "ShardPart | None",
+    ) -> list[Array]:
         """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices."""
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]
-        first = self.backward_over(self.own, cotangents, wanted)
+        first = self.backward_over(own, cotangents, wanted)
 
         def step(state: tuple[list[Array], list[Array], list[Array]], number: Array) -> tuple:
             visiting, sent, kept = state
             arrived, coming = exchange.next(sent), exchange.next(visiting)
-            found = self.backward_over(exchange.visiting(visiting, number), cotangents, wanted)
+            found = self.backward_over(exchange.visiting(visiting, number, part), cotangents, wanted)
             add = lambda totals, places: [a + found[i] for a, i in zip(totals, places, strict=True)]
             return (coming, add(arrived, travels), add(kept, stay)), None
 
-        start = (exchange.next(self.own.arrays), [first[i] for i in travels], [first[i] for i in stay])
+        start = (exchange.next(own.arrays), [first[i] for i in travels], [first[i] for i in stay])
         numbers = jnp.arange(1, self.call.devices, dtype=jnp.int32)
         (_, sent, kept), _ = lax.scan(step, self.varying(start), numbers)
         found = dict(zip(stay, kept, strict=True)) | dict(zip(travels, exchange.next(sent), strict=True))

@@ -20,6 +20,13 @@ from flexjax.parallel.context_stages import Keys, token_axis
 Array = jax.Array
 
 
+class Part(typing.NamedTuple):
+    """One of several equal parts of a shard: its number, and its key blocks."""
+
+    number: Array
+    blocks: int
+
+
 class Exchange(typing.NamedTuple):
     """The collectives of a call on one device.
 
@@ -107,10 +114,25 @@ class Exchange(typing.NamedTuple):
         """What the device before this one holds. The arrays are not packed, because copies of whole shards take memory."""
         return [self.shifted(x, 1) for x in arrays]
 
-    def visiting(self, arrays: Sequence[Array], step: Array | int) -> Keys:
-        """The key blocks that visit after that many steps: key, value and, if the call has it, key_extra."""
+    def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
+        """The key blocks that visit after that many steps: key, value and, if the call has it, key_extra.
+
+        part   which part of a shard goes round; None: whole shards
+        """
         numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
+        if part is not None:
+            numbers = lax.dynamic_slice_in_dim(numbers, part.number * part.blocks, part.blocks)
         return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, (0, step))
+
+    def part_of(self, x: Array, part: "Part") -> Array:
+        """The key blocks of a part of an array over keys."""
+        size = part.blocks * self.call.block_size[1]
+        return lax.dynamic_slice_in_dim(x, part.number * size, size, token_axis(self.call.plan))
+
+    def with_part(self, x: Array, part: "Part", new: Array) -> Array:
+        """x with the key blocks of a part replaced."""
+        size = part.blocks * self.call.block_size[1]
+        return lax.dynamic_update_slice_in_dim(x, new, part.number * size, token_axis(self.call.plan))
 
     # ------------------------------------------------------------------ all_gather
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import ContextParallel, masks
+from flexjax.parallel import context_device, context_lists
 from tests.conftest import QUICK_TO_COMPILE
 from tests.transforms.context_cases import CASES, SLOW, Case, Outcome
 
@@ -191,6 +192,21 @@ def test_forward_mode_and_second_derivatives(kind: str) -> None:
             )
         else:
             close(layout.unshard(np.asarray(second(arrays, moved))), jax.jvp(gradient(want), given, tangents)[1])
+
+
+@needs_two
+def test_a_ring_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for long shards, whose devices also classify their blocks themselves."""
+    monkeypatch.setattr(context_device, "PART_BLOCKS", 1)
+    monkeypatch.setattr(context_lists, "MOST_BLOCKS", 0)
+    layout = flexjax.context_layout(masks.causal, 32, devices=2, block_size=2)
+    given = qkv(32)
+    loss = lambda context, *a: (flexjax.flex_attention(*a, mask_mod=masks.causal, context=context) ** 2).sum()
+    gradient = lambda context: jax.jit(jax.grad(functools.partial(loss, context), argnums=(0, 1, 2)))
+    mesh = two()
+    with jax.set_mesh(mesh):
+        got = gradient(ContextParallel("sp", layout, "ring"))(*placed([layout.shard(x) for x in given], mesh))
+    close([layout.unshard(np.asarray(x)) for x in got], gradient(None)(*given))
 
 
 @needs_two
