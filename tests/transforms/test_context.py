@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -225,6 +226,27 @@ def test_vmap() -> None:
         "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, make the "
         "axes explicit, or call it inside jax.shard_map."
     )
+
+
+@needs_two
+def test_programs_without_partitioning_rules() -> None:
+    mesh = two()
+    call = lambda q: flexjax.flex_attention(q, q, q, mask_mod=masks.causal, context=ContextParallel("sp", LAYOUT))
+    where = NamedSharding(mesh, P(None, "sp"))
+    shape = jax.ShapeDtypeStruct((1, T, N, D), jnp.float32)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError) as error:
+        jax.export.export(jax.jit(call, in_shardings=where))(shape)
+    assert str(error.value) == (
+        "A call with context= over automatic mesh axes needs a partitioning rule of XLA, which exported programs, programs for TPUs and "
+        "jax.shard_map over some axes of a mesh do not have. Make the axes explicit (jax.make_mesh with AxisType.Explicit, then "
+        "jax.set_mesh), or call it inside jax.shard_map over all axes. in flex_attention(query=float32[1, 16, 2, 4], "
+        "key=float32[1, 16, 2, 4], value=float32[1, 16, 2, 4], mask_mod=causal)"
+    )
+    split = jax.shard_map(call, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    exported = jax.export.export(jax.jit(split, in_shardings=where))(shape)
+    x = qkv()[0]
+    got = exported.call(placed([LAYOUT.shard(x)], mesh)[0])
+    close(LAYOUT.unshard(np.asarray(got)), flexjax.flex_attention(x, x, x, mask_mod=masks.causal))
 
 
 LAYOUT = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
