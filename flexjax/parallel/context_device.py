@@ -23,13 +23,21 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from flexjax.block_mask.transpose import EMPTY
-from flexjax.ir.origin import OriginTable, shift_heads
 from flexjax.parallel.context_exchange import Exchange, exchange_on
 from flexjax.parallel.context_exchange import Part as ShardPart
+from flexjax.parallel.context_merge import Part, merged, weight_of
 from flexjax.parallel.context_parallel import ContextCall, Tables
-from flexjax.parallel.context_stages import Keys, Stage, classes_on, put_blocks, stage_of, take_blocks, token_axis
+from flexjax.parallel.context_stages import (
+    Keys,
+    Stage,
+    at_head,
+    classes_on,
+    put_blocks,
+    stage_of,
+    take_blocks,
+    token_axis,
+)
 from flexjax.plan.kernel_plan import Operands
-from flexjax.plan.problem import Problem
 
 Array = jax.Array
 
@@ -38,7 +46,7 @@ QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
 OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
 
 RING_PARTS, PART_BLOCKS = 4, 64
-"""Parts of a shard that go round the ring one after the other in the backward pass, and key blocks that a part has at least."""
+"""Parts of a long shard that go round the ring one after the other, and key blocks that a part has at least."""
 
 
 class Passes(typing.NamedTuple):
@@ -48,27 +56,6 @@ class Passes(typing.NamedTuple):
     tangent: Primitive
     backward: Primitive
     alike: Callable[[Sequence[Array]], list[Array]]
-
-
-class Part(typing.NamedTuple):
-    """What a device computed of its rows: out [B, T, N, E], lse and max_scores [B, T, N] in float32; max_scores None if not asked."""
-
-    out: Array
-    lse: Array
-    top: Array | None
-
-
-def merged(a: Part, b: Part) -> Part:
-    """The rows over the keys of both parts."""
-    lse = jnp.logaddexp(a.lse, b.lse)
-    out = sum(_weight(x.lse, lse)[..., None] * x.out for x in (a, b))
-    top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)
-    return Part(typing.cast(Array, out), lse, top)
-
-
-def _weight(part: Array, whole: Array) -> Array:
-    """exp(part - whole), 0 where part is -inf."""
-    return jnp.where(jnp.isneginf(part), 0, jnp.exp(part - jnp.where(jnp.isneginf(part), 0, whole)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,21 +122,44 @@ class OnDevice:
             return self.over(self.exchange.gather(self.own), sinks=True, partial=False)
         if self.call.method == "neighbours":
             return self._with_neighbours()
+        part = self._ring()
+        if self.operands.sinks is not None:
+            lse = jnp.logaddexp(part.lse, self._by_head(self.operands.sinks))
+            part = part._replace(out=weight_of(part.lse, lse)[..., None] * part.out, lse=lse)
+        return self._finished(part)
+
+    def _ring(self) -> Part:
+        """The rows over the keys that go round; for long shards in parts one after the other, which take less memory."""
+        own, blocks = self.own, self._blocks_of_part
+        if not blocks:
+            return self._visited_by(own.arrays, self.nothing(), None)
+
+        def one_part(part: Part, number: Array) -> tuple[Part, None]:
+            which = ShardPart(number, blocks)
+            return self._visited_by([self.exchange.part_of(x, which) for x in own.arrays], part, which), None
+
+        return lax.scan(one_part, self.varying(self.nothing()), jnp.arange(RING_PARTS, dtype=jnp.int32))[0]
+
+    @property
+    def _blocks_of_part(self) -> int:
+        """Key blocks of a part of a shard that goes round the ring; 0 where whole shards go."""
+        blocks = self.tables.key_blocks.shape[1]
+        in_parts = self.tables.lists is None and blocks >= RING_PARTS * PART_BLOCKS and blocks % RING_PARTS == 0
+        return blocks // RING_PARTS if in_parts else 0
+
+    def _visited_by(self, arrays: Sequence[Array], part: Part, which: ShardPart | None) -> Part:
+        """The rows of `part` with all shards (or one part of each) that go round, beginning with `arrays`, the own one."""
         exchange = self.exchange
 
         def step(state: tuple[list[Array], Part], number: Array) -> tuple[tuple[list[Array], Part], None]:
             visiting, part = state
             coming = exchange.next(visiting)
-            return (coming, merged(part, self.over(exchange.visiting(visiting, number)))), None
+            return (coming, merged(part, self.over(exchange.visiting(visiting, number, which)))), None
 
         last = self.call.devices - 1
-        state = self.varying((self.own.arrays, self.nothing()))
+        state = self.varying((list(arrays), part))
         (visiting, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
-        part = merged(part, self.over(exchange.visiting(visiting, jnp.int32(last))))
-        if self.operands.sinks is not None:
-            lse = jnp.logaddexp(part.lse, self._by_head(self.operands.sinks))
-            part = part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
-        return self._finished(part)
+        return merged(part, self.over(exchange.visiting(visiting, jnp.int32(last), which)))
 
     def _with_neighbours(self) -> Part:
         """Own keys while others travel, then, for the query blocks that visit them, the received keys."""
@@ -267,15 +277,15 @@ class OnDevice:
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
         """The ring, for long shards in parts one after the other, because what travels in float32 is large."""
-        own, blocks = self.own, self.tables.key_blocks.shape[1]
-        if self.tables.lists is not None or blocks < RING_PARTS * PART_BLOCKS or blocks % RING_PARTS:
+        own, blocks = self.own, self._blocks_of_part
+        if not blocks:
             return self._around(own, cotangents, wanted, travels, None)
         exchange, places = self.exchange, _places(wanted)
         stay = [i for i in range(len(places)) if i not in travels]
         movable = [typing.cast(Array, self.operands.movable[p]) for p in places]
 
         def one_part(state: tuple[list[Array], list[Array]], number: Array) -> tuple:
-            part = ShardPart(number, blocks // RING_PARTS)
+            part = ShardPart(number, blocks)
             arrays = [exchange.part_of(x, part) for x in own.arrays]
             found = self._around(exchange.visiting(arrays, 0, part), cotangents, wanted, travels, part)
             back = [
@@ -298,7 +308,7 @@ class OnDevice:
         cotangents: Sequence[Array],
         wanted: tuple[bool, ...],
         travels: list[int],
-        part: "ShardPart | None",
+        part: ShardPart | None,
     ) -> list[Array]:
         """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices."""
         exchange = self.exchange
@@ -330,7 +340,7 @@ class OnDevice:
         out, lse, d_out, *d_lse = cotangents
         delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), -1)
         delta = delta - d_lse[0] if d_lse else delta
-        return -jnp.sum(_weight(sinks, lse) * delta, (0, token_axis(self.call.plan)))
+        return -jnp.sum(weight_of(sinks, lse) * delta, (0, token_axis(self.call.plan)))
 
     # ------------------------------------------------------------------ tangent
 
@@ -357,7 +367,7 @@ class OnDevice:
             t_out, t_lse = self.passes.tangent.bind(*flat, problem=stage.problem, moving=of_stage)
         if t_sinks is not None:
             sinks = self._by_head(typing.cast(Array, self.operands.sinks))
-            of_sink = _weight(sinks, lse) * self._by_head(t_sinks)
+            of_sink = weight_of(sinks, lse) * self._by_head(t_sinks)
             t_out, t_lse = t_out.astype(dtype) - out.astype(dtype) * of_sink[..., None], t_lse + of_sink
         return [t_out.astype(out.dtype), t_lse]
 
@@ -377,7 +387,7 @@ class OnDevice:
             query=there(operands.query, "query"), query_extra=there(operands.query_extra, "query"),
             key=there(operands.key, "key"), value=there(operands.value, "key"), key_extra=there(operands.key_extra, "key"),
         )  # fmt: skip
-        problem, own = _at_head(call.problem, own, exchange.me * (plan.q_heads // n), n)
+        problem, own = at_head(call.problem, own, exchange.me * (plan.q_heads // n), n)
         if own.sinks is not None:
             own = own._replace(
                 sinks=lax.dynamic_slice_in_dim(own.sinks, exchange.me * (plan.q_heads // n), plan.q_heads // n)
@@ -405,32 +415,6 @@ class OnDevice:
         found = device.backward_over(device.own, [there(x, "query") for x in cotangents], (*wanted, *[False] * extra))
         side = dict.fromkeys(OVER_KEYS, "key") | dict.fromkeys((QUERY, QUERY_EXTRA), "query")
         return [back(g, side[p]) if p in side else g for p, g in zip(_places(wanted), found, strict=True)]
-
-
-def _at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:
-    """The problem of one of `parts` equal parts of the heads, which begins at `head`; mods still see the heads of the whole."""
-    plan = problem.plan
-    whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-    origin = OriginTable(None, jnp.asarray(head, jnp.int32), None, None, whole)
-    shifted = []
-    for programs in ((plan.score, problem.derivative), (plan.mask,), (plan.dropout,)):
-        given = [p for p in programs if p is not None]
-        new, more = shift_heads(given, origin, plan.batch, plan.q_heads // parts)
-        shifted.append((iter(new), more))
-    take = lambda part, old: None if old is None else next(part[0])
-    score, mask, dropout = shifted
-    own_plan = dataclasses.replace(
-        plan,
-        q_heads=plan.q_heads // parts, kv_heads=plan.kv_heads // parts, extra_heads=plan.extra_heads // parts,
-        score=take(score, plan.score), mask=take(mask, plan.mask), dropout=take(dropout, plan.dropout),
-    )  # fmt: skip
-    own = operands._replace(
-        score_captures=(*operands.score_captures, *score[1]),
-        mask_captures=(*operands.mask_captures, *mask[1]),
-        dropout_captures=(*operands.dropout_captures, *dropout[1]),
-    )
-    derivative = take(score, problem.derivative)
-    return dataclasses.replace(problem, plan=own_plan, derivative=derivative, structure=jax.tree.structure(own)), own
 
 
 def _places(flags: Sequence[bool]) -> list[int]:

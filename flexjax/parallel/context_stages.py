@@ -17,7 +17,7 @@ from flexjax.analysis.intervals import decide
 from flexjax.block_mask.classify import classes_of
 from flexjax.block_mask.traced_lists import lists_of_classes
 from flexjax.block_mask.transpose import EMPTY
-from flexjax.ir.origin import OriginLayout, Starts
+from flexjax.ir.origin import OriginLayout, OriginTable, Starts, shift_heads
 from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
 from flexjax.plan.problem import Problem
@@ -154,3 +154,29 @@ def stage_of(
         origin=Starts(starts[0], starts[1]),
     )
     return Stage(dataclasses.replace(problem, plan=own_plan, structure=jax.tree.structure(own)), own)
+
+
+def at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:
+    """The problem of one of `parts` equal parts of the heads, which begins at `head`; mods still see the heads of the whole."""
+    plan = problem.plan
+    whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    origin = OriginTable(None, jnp.asarray(head, jnp.int32), None, None, whole)
+    shifted = []
+    for programs in ((plan.score, problem.derivative), (plan.mask,), (plan.dropout,)):
+        given = [p for p in programs if p is not None]
+        new, more = shift_heads(given, origin, plan.batch, plan.q_heads // parts)
+        shifted.append((iter(new), more))
+    take = lambda part, old: None if old is None else next(part[0])
+    score, mask, dropout = shifted
+    own_plan = dataclasses.replace(
+        plan,
+        q_heads=plan.q_heads // parts, kv_heads=plan.kv_heads // parts, extra_heads=plan.extra_heads // parts,
+        score=take(score, plan.score), mask=take(mask, plan.mask), dropout=take(dropout, plan.dropout),
+    )  # fmt: skip
+    own = operands._replace(
+        score_captures=(*operands.score_captures, *score[1]),
+        mask_captures=(*operands.mask_captures, *mask[1]),
+        dropout_captures=(*operands.dropout_captures, *dropout[1]),
+    )
+    derivative = take(score, problem.derivative)
+    return dataclasses.replace(problem, plan=own_plan, derivative=derivative, structure=jax.tree.structure(own)), own
