@@ -279,7 +279,7 @@ class OnDevice:
         """The ring, for long shards in parts one after the other, because what travels in float32 is large."""
         own, blocks = self.own, self._blocks_of_part
         if not blocks:
-            return self._around(own, cotangents, wanted, travels, None)
+            return self._around(own, cotangents, wanted, travels)
         exchange, places = self.exchange, _places(wanted)
         stay = [i for i in range(len(places)) if i not in travels]
         movable = [typing.cast(Array, self.operands.movable[p]) for p in places]
@@ -287,11 +287,12 @@ class OnDevice:
         def one_part(state: tuple[list[Array], list[Array]], number: Array) -> tuple:
             part = ShardPart(number, blocks)
             arrays = [exchange.part_of(x, part) for x in own.arrays]
-            found = self._around(exchange.visiting(arrays, 0, part), cotangents, wanted, travels, part)
+            keys = exchange.visiting(arrays, 0, part)
+            found = self._around(keys, cotangents, wanted, travels, part, state[1])
             back = [
                 exchange.with_part(x, part, found[i].astype(x.dtype)) for x, i in zip(state[0], travels, strict=True)
             ]
-            return (back, [x + found[i] for x, i in zip(state[1], stay, strict=True)]), None
+            return (back, [found[i] for i in stay]), None
 
         wide = lambda x: jnp.promote_types(x.dtype, self.call.plan.score_dtype)
         start = (
@@ -308,9 +309,13 @@ class OnDevice:
         cotangents: Sequence[Array],
         wanted: tuple[bool, ...],
         travels: list[int],
-        part: ShardPart | None,
+        part: ShardPart | None = None,
+        kept: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices."""
+        """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices.
+
+        kept   what the gradients that do not travel are added to
+        """
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]
         first = self.backward_over(own, cotangents, wanted)
@@ -322,10 +327,12 @@ class OnDevice:
             add = lambda totals, places: [a + found[i] for a, i in zip(totals, places, strict=True)]
             return (coming, add(arrived, travels), add(kept, stay)), None
 
-        start = (exchange.next(own.arrays), [first[i] for i in travels], [first[i] for i in stay])
+        staying = [first[i] for i in stay]
+        staying = staying if kept is None else [a + b for a, b in zip(kept, staying, strict=True)]
+        start = (exchange.next(own.arrays), [first[i] for i in travels], staying)
         numbers = jnp.arange(1, self.call.devices, dtype=jnp.int32)
-        (_, sent, kept), _ = lax.scan(step, self.varying(start), numbers)
-        found = dict(zip(stay, kept, strict=True)) | dict(zip(travels, exchange.next(sent), strict=True))
+        (_, sent, staying), _ = lax.scan(step, self.varying(start), numbers)
+        found = dict(zip(stay, staying, strict=True)) | dict(zip(travels, exchange.next(sent), strict=True))
         return [found[i] for i in range(len(first))]
 
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
