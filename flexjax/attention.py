@@ -292,10 +292,14 @@ def prepare(
     return_aux: AuxRequest | None = None,
     **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> Call:
-    """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the operands.
+    """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the
+    operands.
 
-    The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under jax.eval_shape or with
-    random numbers for shapes). Raises ValueError for bad arguments.
+    The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under
+    jax.eval_shape or with random numbers for shapes). A score_mod that returns its score is left out; a scale that is a
+    jax scalar becomes a captured array of the score program, and the plan's scale is then 1. With an origin, the
+    programs are those of the whole problem, and the plan and the operands have the origin. Raises ValueError for bad
+    arguments.
     """
     get = arguments.get
     layout, sinks = get("layout", "BTNH"), get("sinks")
@@ -445,7 +449,8 @@ def _block_mask(
 ) -> BlockMask | None:
     """The block mask of the call: the one given, or one computed from mask_mod; None if neither is given.
 
-    A computed mask has a batch (heads) dimension of size 1 if mask_mod does not read b (h).
+    A computed mask has blocks of DEFAULT_BLOCK tokens, and a batch (heads) dimension of size 1 if mask_mod does not
+    read b (h). Raises ValueError if both are given; that the given one fits is checked elsewhere.
     """
     if mask_mod is not None and block_mask is not None:
         raise both_masks()

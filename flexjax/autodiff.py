@@ -198,7 +198,8 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
 def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
     """Chooses the backend of the backward pass; warns if a call on a GPU or TPU leaves its kernels unasked.
 
-    The warning names the gradients of captured arrays if the kernels would compute the other gradients.
+    The warning names the gradients of captured arrays if another backend would compute the other gradients without
+    them. Raises ValueError if score_mod has no derivative.
     """
     asked = problem.plan, problem.implementation, target
     run = dispatch.choose_backward(*asked, _wanted(wanted), problem.needed_derivative())
@@ -346,7 +347,13 @@ def _is_zero(tangent: object) -> bool:
 
 
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
-    """The jvp rule of `forward`: (results, their tangents by the primitive `tangent`); the tangent of max_scores is zero."""
+    """The jvp rule of `forward`: (results, their tangents). The tangents of out and lse are those of the primitive
+    `tangent`; that of max_scores, where the plan asks for it, is zeros.
+
+    `tangent` gets the tangents of movable operands that are not known to be zero, and `moving`, which operands these
+    are. If there are none, it is not bound and all tangents are zeros. out and lse get their names for checkpoint
+    policies here.
+    """
     out, lse, *top = _bind_forward(*primals, problem=problem)
     out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
     indices = problem.arrange(range(len(primals))).movable
@@ -363,13 +370,16 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
 def _tangent_transpose(
     cotangents: Sequence[Cotangent], *flat: typing.Any, problem: Problem, moving: tuple[bool, ...]
 ) -> list:
-    """The transpose rule of `tangent`: for each of its arguments that is a tangent the cotangent, by the primitive `backward`.
+    """The transpose rule of `tangent`: for each of its arguments that is a tangent the cotangent, by the primitive
+    `backward`.
 
     cotangents   of the tangents of out and lse
     flat         the arguments of `tangent`; those that are tangents are placeholders
     moving       which movable operands have a tangent
 
-    Returns an entry for each argument: None for operands, out and lse.
+    Returns an entry for each argument: None for operands, out and lse. If both cotangents are known to be zero,
+    `backward` is not bound and the entries are symbolic zeros; that of out alone becomes an array of zeros, that of lse
+    alone is left out.
     """
     n = problem.structure.num_leaves + 2
     fixed = flat[:n]

@@ -78,7 +78,8 @@ def dropout_program(
 def key_words(key: object) -> Array:
     """uint32 [2], the seed of the hash, from the argument dropout_key: one jax PRNG key, typed or raw.
 
-    Raises ValueError for None and for anything that is not a single key.
+    The first two words of the key; the third and fourth, if it has them, are mixed in. Raises ValueError for None and
+    for anything that is not a single key.
     """
     if key is None:
         raise bad_argument("dropout_key", "None", "a key, since dropout_rate is positive", "Pass jax.random.key(seed).")

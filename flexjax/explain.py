@@ -152,7 +152,10 @@ def _runs(origin: OriginLayout) -> str:
 
 
 def _programs(call: Call) -> list[str]:
-    """Two sections: the steps of score_mod's program with the length of its derivative program, and those of mask_mod's program."""
+    """Two sections, a string each: score_mod's program and mask_mod's, as `describe` writes them, or "none".
+
+    That of score_mod ends with the number of steps of its derivative program, or with why there is none.
+    """
     out = []
     for name, program in (("score_mod", call.plan.score), ("mask_mod", call.plan.mask)):
         out.append(f"{name}: " + ("none" if program is None else describe(program)))
@@ -216,7 +219,8 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
 
     implementation   names of backends to ask, in order; None: the default order
 
-    The backward pass is asked for without and with the gradients of captured arrays. Each refusal is printed once.
+    The backward pass is asked for without and with the gradients of captured arrays; if score_mod has no derivative, a
+    line says why instead. Each refusal is printed once. Raises NotImplementedError if no backend runs the forward pass.
     """
     run = dispatch.choose(call.plan, implementation, target)
     said = set(run.refusals)

@@ -264,6 +264,8 @@ def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
 
     out, lse   of the softmax without the column, [.., E] and [..]
     sinks      broadcastable to lse
+
+    Where lse and the sink are both -inf, lse stays -inf and out is 0.
     """
     top = lax.stop_gradient(tile_math.finite_or_zero(jnp.maximum(lse, sinks)))
     weight = jnp.exp(lse - top)
@@ -284,7 +286,8 @@ def _program(program: Program | None, size: int, batch: int, mapped: Sequence[bo
     batch    batch size of one copy
     mapped   for each captured array, whether it has an axis of copies in front
 
-    Raises CannotFold if the program reads a mapped array as a whole.
+    The program itself if no array is mapped and it does not read b, and for an empty batch. Raises CannotFold if the
+    program reads a mapped array as a whole.
     """
     if program is None or size * batch == 0 or not (any(mapped) or program.reads("b")):
         return program

@@ -106,8 +106,12 @@ def _indices(shape: tuple[int, ...]) -> list[jax.Array]:
 def _mask_everywhere(
     mask_mod: MaskMod | None, mask: jax.Array | None, shape: tuple[int, ...], at: Sequence[jax.Array]
 ) -> jax.Array | None:
-    """Which entries both `mask` and `mask_mod` keep (one alone if the other is None): bool of `shape` [B, N, T, S]; None if
-    neither is given.
+    """Which entries both `mask` and `mask_mod` keep (one alone if the other is None): bool of `shape` [B, N, T, S];
+    None if neither is given.
+
+    at   b, h, q and kv of each entry, arrays that broadcast to `shape`
+
+    mask_mod is not evaluated where the shape has no entries.
     """
     on = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool), shape)
     if mask_mod is None:
@@ -141,11 +145,15 @@ def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _modified(score_mod: ScoreMod, scores: jax.Array, on: jax.Array | None, index: Sequence[jax.Array]) -> jax.Array:
-    """The scores [B, N, T, S] after `score_mod`; meaningful at kept entries only, those where `on` is True (None: everywhere).
+    """The scores [B, N, T, S] after `score_mod`, in their own dtype; meaningful at kept entries only.
 
-    Masked entries are evaluated with the score and the position of some kept entry.  At its own position a masked
+    on      [B, N, T, S], True at kept entries; None: every entry is kept
+    index   b, h, q and kv of each entry, arrays that broadcast to the scores
+
+    Masked entries are evaluated with the score and the position of the first kept entry.  At its own position a masked
     entry may be undefined (a square root of a negative distance, a read of padding): its derivative may be infinite,
-    and times a zero cotangent that is NaN, so masking the result is not enough.
+    and times a zero cotangent that is NaN, so masking the result is not enough.  If no entry is kept, the result is 0
+    and `score_mod` is not evaluated.
     """
 
     def entry(score: jax.Array, *at: jax.Array) -> jax.Array:

@@ -46,10 +46,11 @@ class BlockMask(Parts):
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar, in the coordinates of this block mask: all count from 0
-        in the arrays of the call, with an origin too.
+        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar, in the coordinates of this block mask: all count
+        from 0 in the arrays of the call, with an origin too.
 
-        For a mask made from lists, the function looks up the entry's block in the lists first.
+        For a mask made from lists, the function looks up the entry's block in the lists first; a stack of such masks
+        raises ValueError.
         """
         inside = self._within_partial_blocks
         if not self.from_user_lists:
@@ -148,7 +149,10 @@ class BlockMask(Parts):
         return (spread(partial) & on) | spread(full)
 
     def sparsity(self) -> float:
-        """The percentage of blocks that are empty and so are skipped, 0 to 100. Raises ValueError for traced lists."""
+        """The percentage of blocks that are empty and so are skipped, 0 to 100; 0 for a mask without blocks.
+
+        Of a stack, that of all its masks together. Raises ValueError for traced lists.
+        """
         if isinstance(self.kv_num_blocks, Tracer):
             raise bad_argument("block_mask", "traced", "concrete lists", "Count its blocks outside jit.")
         total = self.kv_num_blocks.size * self.blocks[1]
@@ -259,7 +263,11 @@ def _flatten(mask: BlockMask) -> tuple[tuple, tuple]:
 
 
 def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
-    """The block mask of static and array fields; the inverse of `_flatten`."""
+    """Makes the block mask of its static and array fields, in the order of STATIC_FIELDS and ARRAY_FIELDS; the inverse
+    of `_flatten`.
+
+    Checks nothing, because jax puts placeholders in the leaves.
+    """
     # jax puts placeholders in the leaves while it rearranges trees, so nothing is checked here
     mask = object.__new__(BlockMask)
     for name, value in (*zip(ARRAY_FIELDS, arrays, strict=True), *zip(STATIC_FIELDS, static, strict=True)):

@@ -82,10 +82,13 @@ def from_traced(
     traced  as `trace_placed_mask` returns it
     heads   (batch, heads): how many batch entries and heads have lists of their own; 1 if all share one
     sizes   q_len, kv_len, block_q, block_kv
-    exact   see create_block_mask
+    exact   see create_block_mask; None counts as False if a captured array is traced
+    origin  where the mask's queries and keys lie in the whole problem; its arrays count as captured arrays. Raises
+            ValueError if a block is longer than its runs allow. None: the mask is the whole problem
 
-    If a captured array is traced, blocks are classified on the device, in the caller's program. Otherwise they are classified
-    now, and the lists are concrete.
+    If a captured array is traced, blocks are classified on the device, in the caller's program, with lists as wide as
+    there are key blocks. Otherwise they are classified now, and the lists are concrete and as wide as the longest row
+    (rounded up if the mask captures arrays).
     """
     layout, given = None, tuple(traced.arrays)
     if origin is not None and origin.layout is not None and origin.starts is not None:
@@ -148,12 +151,18 @@ def from_lists(
     q_len: int | None,
     kv_len: int | None,
 ) -> Parts:
-    """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as Parts.
+    """The block mask of a user's lists, after a check of all arguments: what BlockMask.from_kv_blocks returns, as
+    Parts.
 
-    lists       kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices; the last two may be None
-    block_size, mask_mod, q_len, kv_len   see BlockMask.from_kv_blocks
+    lists        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices; the last two may both be None: no full
+                 blocks
+    block_size   tokens of a block: one number or (queries, keys)
+    mask_mod     is traced; None: all entries of the blocks of the first pair are visible
+    q_len        by default as long as the query blocks of the lists; kv_len, by default (largest block number + 1) *
+                 the key block size, which needs concrete lists
 
-    Raises ValueError for arguments that do not fit.
+    Concrete lists are checked. Traced ones cannot be: block numbers out of range are dropped. Raises ValueError for
+    arguments that do not fit.
     """
     num, index, full_num, full_index = lists
     if (full_num is None) != (full_index is None):
@@ -253,9 +262,10 @@ def _in_range(num: Array, index: Array, columns: int) -> tuple[Array, Array]:
 
 
 def _kv_len(lists: tuple[Array, Array, Array | None, Array | None], block_kv: int) -> int:
-    """The key length that is assumed for lists without kv_len: (largest block number in them + 1) * block_kv.
+    """The key length that is assumed for lists without kv_len: (largest block number in them + 1) * block_kv; 0 if they
+    name no block.
 
-    Raises ValueError if the lists are traced.
+    Numbers past the counts are ignored. Raises ValueError if the lists are traced.
     """
     if any(isinstance(x, Tracer) for x in lists):
         raise bad_argument(

@@ -97,7 +97,10 @@ def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | No
 
 
 def cache_file() -> pathlib.Path | None:
-    """The path of the user's file, which need not exist; None where FLEXJAX_CACHE_DIR is empty."""
+    """The path of the user's file, which need not exist; None where FLEXJAX_CACHE_DIR is empty.
+
+    The user's cache directory is XDG_CACHE_HOME, or ~/.cache without it.
+    """
     chosen = os.environ.get("FLEXJAX_CACHE_DIR")
     if chosen is not None:
         return pathlib.Path(chosen) / "tuned.json" if chosen else None
@@ -201,9 +204,11 @@ def write(path: str | os.PathLike[str], entries: Entries) -> None:
 
 @contextlib.contextmanager
 def _locked(target: pathlib.Path) -> Iterator[None]:
-    """A context that holds a lock beside the file `target` (`.NAME.lock`), so that one process at a time changes the file.
+    """A context that holds an exclusive lock on `.NAME.lock` beside the file `target`, so that one process at a time
+    changes the file; waits until the lock is free.
 
-    On a system without `fcntl` nothing is locked, and the last of two writers wins.
+    The folder must exist, and the lock file stays. On a system without `fcntl` nothing is locked, and the last of two
+    writers wins.
     """
     try:
         import fcntl
@@ -300,6 +305,9 @@ def _find(plan: KernelPlan, backend: str, device: str, path: pathlib.Path | None
     """What `find` returns for a device of known kind, cached by the arguments.
 
     path, reads   the `state()` of the user's file; the cache looks again when it changes
+
+    The user's file comes before the package's tables. A pass is looked up only if the plan's options leave all of its
+    tile open.
     """
     places = (
         ("user", _of_user(path, reads), versions()),

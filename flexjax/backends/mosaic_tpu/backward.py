@@ -43,6 +43,10 @@ def backward(
     d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
     derivative    program of score_mod's derivatives; None where score_mod is the identity
     chip          the TPU whose VMEM decides the tiles
+
+    The dk/dv kernel computes dq too if both dq and dk or dv are wanted, no captured read but columns is, no launch
+    splits a head, and the sums fit VMEM. A kernel runs only if one of its gradients is wanted. The caller has checked
+    that nothing is refused.
     """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.backward_tiles(plan, chip, derivative)
@@ -87,6 +91,9 @@ def _kernel_arrays(
 
     folded   query, key and value as layouts.fold returns them
     shift    delta - d_lse, float32 in the shape of lse
+
+    lse is to base 2, natural where scores may be large, and +inf instead of -inf; d_out is cast to the dtype of the
+    plan.
     """
     shapes = layouts.FoldedShapes.of(plan)
     lse = results.lse.astype(jnp.float32)

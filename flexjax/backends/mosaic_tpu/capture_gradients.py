@@ -52,7 +52,7 @@ def gather_gradients(
 ) -> tuple[jax.Array | None, ...]:
     """The gradient of every wanted captured array in its shape and dtype, None for the others.
 
-    An array that several loads read gets the sum of their gradients.
+    An array that several loads read gets the sum of their gradients; one that no load reads gets zeros.
 
     captures   the captured arrays of score_mod; wanted: for each, whether its gradient is wanted
     sums       {n: what the kernels summed for load n}, float32; `_scattered` has the shapes

@@ -120,7 +120,10 @@ def split(
 
     heads   query heads
 
-    Raises Unsupported if a value must be computed in the kernel and cannot be, or would take too large an array outside.
+    A value is hoisted if blocks of a captured array are the value itself, if that is cheaper (`cheaper_hoisted`), or if
+    the kernel cannot compute it. With an origin no block of a captured array is a value as it is. Values that only
+    hoisted ones need are not in the split. Raises Unsupported if a value must be computed in the kernel and cannot be,
+    would take too large an array outside, or is a hoisted value of q - kv where the origin has several runs.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     costs = _costs(program)
@@ -180,7 +183,11 @@ class _Cost(typing.NamedTuple):
 
 
 def _costs(program: Program) -> dict[int, _Cost]:
-    """The cost of every value of the program, by id: of its own step and of the earlier steps of its axis class."""
+    """The cost of every value of the program, by id: of its own step and of the earlier steps of its axis class.
+
+    `no_kernel_form` is that of all these steps for rows, columns and values of q - kv, and that of the value's own step
+    for others.
+    """
     costs: dict[int, _Cost] = {}
     for step in program.steps:
         for out in step.outs:
@@ -206,8 +213,9 @@ def _has_kernel_form(step: Step) -> bool:
 def _runs_in_kernel(program: Program, step: Step, val: Val) -> bool:
     """Whether the kernel can compute `val`, the result of `step`.
 
-    It can gather from small tables and run the operations of tile_ops.py. Raises Unsupported, with the reason, if it cannot and
-    the value depends on the score, because XLA cannot either.
+    It can gather float32, bfloat16, int32 and bool elements of small tables that differ for each (q, kv), and run the
+    operations of tile_ops.py. Raises Unsupported, with the reason, if it cannot and the value depends on the score,
+    because XLA cannot either.
     """
     kind = axis_class(val.axes)
     if isinstance(step, Load):
@@ -256,10 +264,11 @@ def table_size(program: Program, load: Load) -> int:
 
 
 def _is_direct(program: Program, load: Load, q_len: int, kv_len: int) -> bool:
-    """Whether the load reads `capture[..., q, kv]` with other indices of b and h alone.
+    """Whether the load reads `capture[..., q, kv]`, by plain q and kv without an offset, with other indices of b and h
+    alone.
 
-    Blocks of the captured array itself are then the operand. Its dtype must be one that kernels read, and its last two dimensions
-    at least q_len and kv_len.
+    Blocks of the captured array itself are then the operand. Its dtype must be float32, bfloat16 or int32, and its last
+    two dimensions at least q_len and kv_len.
     """
     kind = ir.classify_load(load)
     capture = program.captures[load.capture]
@@ -287,10 +296,12 @@ FINITE_OPS = frozenset(
 
 
 def stays_finite(program: Program) -> bool:
-    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the operations
-    alone.
+    """Whether every result of a score or derivative program is surely finite wherever the score is, judged by the
+    operations alone.
 
-    A result that depends on a captured array does not count as finite.
+    Values of b and h alone, integers and bools count as finite, an infinite literal does not. A result that depends on
+    an element of a captured array for each query or key, or on a product of two values that depend on the score, does
+    not count as finite.
     """
     finite: set[int] = set(range(ir.FIRST_FREE_ID))
 

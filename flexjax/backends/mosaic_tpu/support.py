@@ -52,7 +52,11 @@ class MosaicTpuBackend:
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-        """Tiles that fit the target's VMEM, each a dict of KernelOptions fields for both passes; the default tiles first."""
+        """Tiles that fit the target's VMEM, each a dict of KernelOptions fields for both passes; the default tiles
+        first.
+
+        The n-th forward tile comes with the n-th backward tile, or the last one where these are fewer.
+        """
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         chip = vmem.chip_of(target)
         forward_tiles = vmem.forward_candidates(plan, chip)
@@ -181,10 +185,13 @@ def _heads_do_not_divide(plan: KernelPlan) -> bool:
 
 
 def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | None, chip: vmem.Chip) -> str | None:
-    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None if they
-    can.
+    """The sentence that says why the kernels cannot compute the wanted gradients of an accepted plan on the chip, None
+    if they can.
 
     derivative   program of score_mod's derivatives; None without score_mod
+
+    Reasons: score_mod has no derivative, the derivative program cannot be split, no tile fits, or `_capture_refusal` of
+    a wanted read.
     """
     if plan.score is not None and derivative is None:
         return "mosaic_tpu needs the derivative of score_mod, and there is none."
@@ -208,12 +215,16 @@ def _backward_refusal(plan: KernelPlan, wanted: Wanted, derivative: Program | No
 def _capture_refusal(
     plan: KernelPlan, geometry: TileGeometry, load: Load, load_class: str, derivative: Program
 ) -> str | None:
-    """The sentence that says why the kernels cannot compute the gradient of the captured array that `load` reads; None if they
-    can.
+    """The sentence that says why the kernels cannot compute the gradient of the captured array that `load` reads; None
+    if they can.
 
     geometry     of the backward kernels
     load_class   the class of the load: "scalar", "row", "column", "diagonal" or "tile"
     derivative   the program that the load belongs to
+
+    Reasons: an index depends on the score; a read at q - kv where the origin has several runs, where the sums along
+    diagonals exceed DIAGONAL_BYTES, or where launches split a head; or a read at each (q, kv) needs more than
+    DENSE_LIMIT bytes.
     """
     shown = derivative.captures[load.capture]
     if any("score" in ir.axes_of(a) for a in load.index):

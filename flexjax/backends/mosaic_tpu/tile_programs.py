@@ -152,7 +152,7 @@ def _gather(table: jax.Array, index: jax.Array, size: int) -> jax.Array:
     """table[0, index], (rows, cols), by lane gathers from 128 entries at a time.
 
     table   (1, n), n a multiple of 128, of which `size` entries are real
-    index   int32 (rows, cols); clipped to the table, since positions past the end of the matrix may read anything
+    index   int32 (rows, cols); clipped to 0 .. size - 1, since positions past the end of the matrix may read anything
     """
     rows, cols = index.shape
     index = jnp.clip(index, 0, size - 1)

@@ -59,7 +59,9 @@ class TileScores:
     wants_load_slopes: bool = False
 
     def __post_init__(self) -> None:
-        """Splits the programs between XLA and the kernel, and evaluates the hoisted operands."""
+        """Decides whether the score is separated, splits the programs between XLA and the kernel, and evaluates the
+        hoisted operands.
+        """
         self.large = may_be_large(self.plan.score)
         self.separated = None if self.score is None or self.large else separate_bias(self.score)
         if self.separated is not None and not self._needs_only_bias():
@@ -133,8 +135,8 @@ class TileScores:
         return strip_bias(self.separated, values, self._view(self._number[SCORE], step))
 
     def scores(self, step: KernelStep, score: jax.Array) -> list[jax.Array]:
-        """The results of the score program on the strip of `step`: [s'], and of a derivative program also ds'/ds and each
-        ds'/dload.
+        """The results of the score program on the strip of `step`: [s'], and of a derivative program also ds'/ds and
+        each ds'/dload; [score] without a program.
 
         score   the scaled scores s, float32 (rows, cols)
 

@@ -261,7 +261,11 @@ def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...]
 
 
 def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
-    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first; the plan's options fix q and kv if given."""
+    """Tiles of the forward kernel that fit the chip's VMEM by the model, best first; the plan's options fix q and kv if
+    given.
+
+    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks.
+    """
     found: list[Tiles] = []
     options = plan.options
     whole_tile = chip.name in WHOLE_TILE_CHIPS
@@ -277,9 +281,12 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
 
 
 def backward_candidates(plan: KernelPlan, chip: Chip, score: Program | None) -> list[Tiles]:
-    """Tiles for both backward kernels whose model of VMEM fits the chip, best first; the plan's options fix q and kv if given.
+    """Tiles for both backward kernels whose model of VMEM fits the chip, best first; the plan's options fix q and kv if
+    given.
 
     score   score_mod's derivative program, None without score_mod
+
+    [] if none fits. Raises NoTile if no tile suits the plan's mask blocks.
     """
     found: list[Tiles] = []
     options = plan.options

@@ -80,6 +80,9 @@ def backward(
     results       out and lse of the forward pass
     d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
     derivative    program of score_mod's derivatives; None where score_mod is the identity
+
+    Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the
+    sinks (`_empty_gradients`). A query that sees no key gets and gives no gradient.
     """
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return _empty_gradients(operands, wanted, d_lse, plan)
@@ -160,7 +163,10 @@ class BackwardSweep(typing.NamedTuple):
     derivative: Program | None
 
     def add_row(self, row: TileRow, sums: KeySums) -> tuple[KeySums, QuerySums]:
-        """Computes the gradients from one tile row: returns `sums` with its part added, and the gradients of its queries."""
+        """Computes the gradients from one tile row: returns `sums` with its part added, and the gradients of its
+        queries, in the dtype of scores. What is not wanted stays None; products for dS are left out if only gradients
+        of values and sinks are wanted.
+        """
         tiled, wanted = self.tiled, self.wanted
         plan, sizes = tiled.plan, tiled.sizes
         q = tiled.take_rows(tiled.query, row)
@@ -170,7 +176,9 @@ class BackwardSweep(typing.NamedTuple):
         need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
         def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
-            """`state`, the gradients of the row's queries and those summed over queries, with the tile of one visit added."""
+            """`state`, the gradients of the row's queries and those summed over queries, with the tile of one visit
+            added. Without gradients of scores and captured arrays, only that of value is.
+            """
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)
             scores = visit_scores(tiled, row, visit, raw, self.derivative, mask_q_end=True)
@@ -220,7 +228,8 @@ def _add_columns(
 
 
 def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Operands) -> Array:
-    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta.
+    """The gradient of the sinks, [N] in their dtype: minus the sum over batch and queries of exp(sink - lse) * delta. A
+    query whose lse is -inf adds nothing.
 
     delta   sum(d_out * out) - dlse, [B, N, T]; lse [B, N, T]
     """
@@ -231,8 +240,8 @@ def _sink_gradient(tiled: TiledOperands, delta: Array, lse: Array, operands: Ope
 
 
 def _empty_gradients(operands: Operands, wanted: Wanted, d_lse: Array | None, plan: KernelPlan) -> Gradients:
-    """The gradients of a call without batch entries, queries or keys: 0, but that of a sink is the sum of d_lse, because lse is
-    the sink there.
+    """The gradients of a call without batch entries, queries or keys: 0, but that of a sink is the sum of d_lse,
+    because lse is the sink there (0 if d_lse is None). None for what is not wanted.
     """
     zero = lambda x, want: jnp.zeros_like(x) if want else None
     sinks = zero(operands.sinks, wanted.sinks)

@@ -23,7 +23,9 @@ Array = jax.Array
 
 
 def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
-    """The forward pass of a plan: out, lse and, if the plan asks, max_scores (see Results)."""
+    """The forward pass of a plan: out in the plan's dtype, lse and, if the plan asks, max_scores (else None) in the
+    dtype of scores, in the plan's layout. A call without batch entries, queries or keys has `empty_results`.
+    """
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return empty_results(plan, operands)
     tiled = TiledOperands(plan, operands, target)
@@ -45,7 +47,8 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
     """(out [batch, heads, block_q, E], lse and max_scores [batch, heads, block_q, 1]) of one tile row.
 
-    batch, heads and block_q are those of the tile sizes. The dtype is that of scores.
+    batch, heads and block_q are those of the tile sizes. The dtype is that of scores. lse includes the sinks,
+    max_scores does not; queries past the end have results too, which the caller cuts off.
     """
     plan, s = tiled.plan, tiled.sizes
     q = tiled.take_rows(tiled.query, row)

@@ -56,7 +56,7 @@ class XlaBackend:
         derivative: Program | None,
         target: Target,
     ) -> Gradients:
-        """The gradients of the wanted operands (see Backend.backward and backward.py)."""
+        """The gradients of the wanted operands, None for the others (see Backend.backward and backward.py)."""
         plan, operands = on_larger_blocks(plan, operands, target, backward=True)
         return backward(plan, operands, results, d_out, d_lse, wanted, derivative, target)
 
@@ -72,7 +72,7 @@ class XlaBackend:
         """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
 
         results      of the forward pass
-        tangents     of the operands, None where an operand has no tangent
+        tangents     of the operands, None where an operand has no tangent, which counts as 0
         derivative   program of score_mod's derivatives; None where score_mod is the identity
         """
         plan, operands = on_larger_blocks(plan, operands, target)

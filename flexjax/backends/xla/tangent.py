@@ -49,8 +49,10 @@ def tangent(
     """(tangent of out, tangent of lse), in the shapes and dtypes of out and lse.
 
     results      out and lse of the forward pass
-    tangents     of the operands; None where an operand has no tangent
+    tangents     of the operands; None where an operand has no tangent, which counts as 0
     derivative   program of score_mod's derivatives; None where score_mod is the identity
+
+    A call without batch entries, queries or keys has tangent 0, but that of lse is the tangent of the sinks.
     """
     if plan.batch * plan.q_len * plan.kv_len == 0:
         t_lse = jnp.zeros_like(results.lse)

@@ -71,12 +71,17 @@ class TileSizes:
 
 
 def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) -> TileSizes:
-    """The tiles of a pass: as many heads, batch entries and key blocks as fit the number of scores that a tile may have.
+    """The tiles of a pass: as many heads, then batch entries, then key blocks as fit the number of scores that a tile
+    may have.
 
-    That number depends on the platform of the target (the constants above). `backward` chooses the pass whose tile options count:
-    block_q_bwd and block_kv_bwd in place of block_q and block_kv. Without a block mask these options, if given, set the size of a
-    tile, at most the sequence lengths. Under a block mask a tile has the queries of one mask block, and the option for keys,
-    rounded down to whole mask blocks (at least one), sets `chunk`.
+    That number depends on the platform of the target and on whether there is a block mask (the constants above). Heads
+    are 1 where the mask's lists have heads; batch entries are 1 where they have heads or batch entries, where a tile
+    lacks some heads, or where an origin gives each batch entry positions of its own. `backward` chooses the pass whose
+    tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv. Without a block mask these
+    options, if given, set the size of a tile, at most the sequence lengths and cut to a divisor of the runs of an
+    origin, and `chunk` is 1. Under a block mask a tile has the queries of one mask block (or all queries, if these are
+    fewer); the option for keys, rounded down to whole mask blocks (at least one, at most all), sets `chunk`; without
+    that option `chunk` is at most MAX_CHUNK and the longest list.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
@@ -132,7 +137,9 @@ def scores_of(plan: KernelPlan) -> int:
 
 
 def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, int]:
-    """The tile, cut so that its sides divide the runs of queries and keys of an origin."""
+    """The sides of the tile, each cut to the largest divisor of the runs of an origin that is not above it; unchanged
+    without an origin, or along an axis with one run.
+    """
     origin = plan.origin
     if origin is not None and origin.query_runs > 1:
         block_q = largest_divisor(origin.query_run, block_q)
@@ -142,10 +149,12 @@ def _within_runs(plan: KernelPlan, block_q: int, block_kv: int) -> tuple[int, in
 
 
 def tile_candidates(plan: KernelPlan, target: Target) -> list[dict[str, int]]:
-    """Tiles that autotuning tries, each a dict of KernelOptions fields; the default first, and the same tile for both passes.
+    """Tiles that autotuning tries, each a dict of KernelOptions fields; the default of the forward pass first, and the
+    same tile for both passes.
 
-    With a block mask, candidates differ in how many key blocks a tile has. Without one, they have as many keys as queries or
-    twice as many.
+    With a block mask, candidates differ in how many key blocks a tile has, 1 to 16 in powers of two, at most all.
+    Without one, they have as many keys as queries or twice as many, from 64 queries to about the longer length, at most
+    1024.
     """
     default = choose_tile_sizes(plan, target)
     width = default.chunk * default.block_kv
