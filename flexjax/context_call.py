@@ -232,8 +232,10 @@ def attend(
     made = None
     if classes is None and is_known(layout, traced):
         made = known_lists(traced, layout, decision.method, rounds)
-    lists = None if made is None else tuple(jax.tree.map(jnp.asarray, stage.lists) for stage in made)
-    tables = Tables(query_blocks, key_blocks, send, received, lists, classes)
+    lists = visitors = None
+    if made is not None:
+        lists, visitors = jax.tree.map(jnp.asarray, (tuple(stage.lists for stage in made.stages), made.visitors))
+    tables = Tables(query_blocks, key_blocks, send, received, lists, visitors, classes)
     operands = operands._replace(mask_captures=tuple(traced.arrays), origin=None)
     plan = dataclasses.replace(plan, mask=traced.program, origin=None)
     problem = dataclasses.replace(problem, plan=plan, structure=jax.tree.structure(operands))
@@ -248,7 +250,7 @@ def attend(
         block_size=layout.block_size,
         shifts=() if rounds is None else rounds.shifts,
         checked=decision.checked,
-        blocks=() if made is None else tuple(stage.layout for stage in made),
+        blocks=() if made is None else tuple(stage.layout for stage in made.stages),
         is_global=placed.kind == AxisType.Auto,
         structure=jax.tree.structure(tables),
     )

@@ -42,8 +42,11 @@ def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
         )
         for stage, of_stage in enumerate(tables.lists)
     )
+    visitors = tables.visitors and ("devices visitors", "devices visitors")
     tree_of: typing.Any = Tables
-    named = tree_of("devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, classes)
+    named = tree_of(
+        "devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, visitors, classes
+    )
     return operand_dims(call.problem), jax.tree.leaves(named)
 
 
@@ -220,7 +223,9 @@ def lower_with_rule(
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if isinstance(how, NoRule):
         raise NotImplementedError(
-            f"context= over automatic mesh axes needs a partitioning rule. {how.why} {call.problem.call}"
+            "A call with context= over automatic mesh axes needs a partitioning rule of XLA, which exported programs, programs for TPUs "
+            "and jax.shard_map over some axes of a mesh do not have. Make the axes explicit (jax.make_mesh with AxisType.Explicit, then "
+            f"jax.set_mesh), or call it inside jax.shard_map over all axes. {call.problem.call}"
         )
     axes = () if how is None else tuple(n for axis in call.axes for n in how.axis_names if n.split(".")[0] == axis)
     if how is None or Split(how, (), ()).count(axes) != call.devices:

@@ -23,18 +23,30 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from flexjax.block_mask.transpose import EMPTY
-from flexjax.ir.origin import OriginTable, shift_heads
 from flexjax.parallel.context_exchange import Exchange, exchange_on
+from flexjax.parallel.context_exchange import Part as ShardPart
+from flexjax.parallel.context_merge import Part, merged, weight_of
 from flexjax.parallel.context_parallel import ContextCall, Tables
-from flexjax.parallel.context_stages import Keys, Stage, classes_on, stage_of, token_axis
+from flexjax.parallel.context_stages import (
+    Keys,
+    Stage,
+    at_head,
+    classes_on,
+    put_blocks,
+    stage_of,
+    take_blocks,
+    token_axis,
+)
 from flexjax.plan.kernel_plan import Operands
-from flexjax.plan.problem import Problem
 
 Array = jax.Array
 
 QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
 """Places in Operands.movable."""
 OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
+
+RING_PARTS, PART_BLOCKS = 4, 64
+"""Parts of a long shard that go round the ring one after the other, and key blocks that a part has at least."""
 
 
 class Passes(typing.NamedTuple):
@@ -44,27 +56,6 @@ class Passes(typing.NamedTuple):
     tangent: Primitive
     backward: Primitive
     alike: Callable[[Sequence[Array]], list[Array]]
-
-
-class Part(typing.NamedTuple):
-    """What a device computed of its rows: out [B, T, N, E], lse and max_scores [B, T, N] in float32; max_scores None if not asked."""
-
-    out: Array
-    lse: Array
-    top: Array | None
-
-
-def merged(a: Part, b: Part) -> Part:
-    """The rows over the keys of both parts."""
-    lse = jnp.logaddexp(a.lse, b.lse)
-    out = sum(_weight(x.lse, lse)[..., None] * x.out for x in (a, b))
-    top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)
-    return Part(typing.cast(Array, out), lse, top)
-
-
-def _weight(part: Array, whole: Array) -> Array:
-    """exp(part - whole), 0 where part is -inf."""
-    return jnp.where(jnp.isneginf(part), 0, jnp.exp(part - jnp.where(jnp.isneginf(part), 0, whole)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +81,10 @@ class OnDevice:
     def own(self) -> Keys:
         return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
 
-    def stage(self, keys: Keys) -> Stage:
-        return stage_of(self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys)
+    def stage(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Stage:
+        return stage_of(
+            self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys, sinks, partial
+        )
 
     def with_method(self, method: str) -> "OnDevice":
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
@@ -117,45 +110,102 @@ class OnDevice:
 
     def forward(self) -> list[Array]:
         """out in the dtype of query, lse and, if the plan asks for it, max_scores."""
-        if self.call.method == "all_to_all":
-            part = self._over_heads()
-        else:
-            part = self._with_sinks(self.rows(), self.operands.sinks)
-        out = part.out.astype(self.call.plan.dtype)
-        return [x for x in (out, part.lse, part.top) if x is not None]
+        part = self._over_heads() if self.call.method == "all_to_all" else self.rows()
+        return [x for x in part if x is not None]
 
     def rows(self) -> Part:
-        """The rows over all keys, without sinks."""
+        """The rows over all keys and the sinks, out in the dtype of query."""
         if self.call.checked:
             ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
             return Part(*lax.cond(self.nothing_missing(), *ways))
-        exchange = self.exchange
         if self.call.method == "all_gather":
-            return self.over(exchange.gather(self.own))
+            return self.over(self.exchange.gather(self.own), sinks=True, partial=False)
         if self.call.method == "neighbours":
-            received = exchange.receive(self.own) if self.call.shifts else None
-            part = self.over(self.own)
-            return part if received is None else merged(part, self.over(received))
-        packed = exchange.pack(self.own.arrays)
+            return self._with_neighbours()
+        part = self._ring()
+        if self.operands.sinks is not None:
+            lse = jnp.logaddexp(part.lse, self._by_head(self.operands.sinks))
+            part = part._replace(out=weight_of(part.lse, lse)[..., None] * part.out, lse=lse)
+        return self._finished(part)
 
-        def step(state: tuple[Array, Part], number: Array) -> tuple[tuple[Array, Part], None]:
+    def _ring(self) -> Part:
+        """The rows over the keys that go round; for long shards in parts one after the other, which take less memory."""
+        own, blocks = self.own, self._blocks_of_part
+        if not blocks:
+            return self._visited_by(own.arrays, self.nothing(), None)
+
+        def one_part(part: Part, number: Array) -> tuple[Part, None]:
+            which = ShardPart(number, blocks)
+            return self._visited_by([self.exchange.part_of(x, which) for x in own.arrays], part, which), None
+
+        return lax.scan(one_part, self.varying(self.nothing()), jnp.arange(RING_PARTS, dtype=jnp.int32))[0]
+
+    @property
+    def _blocks_of_part(self) -> int:
+        """Key blocks of a part of a shard that goes round the ring; 0 where whole shards go."""
+        blocks = self.tables.key_blocks.shape[1]
+        in_parts = self.tables.lists is None and blocks >= RING_PARTS * PART_BLOCKS and blocks % RING_PARTS == 0
+        return blocks // RING_PARTS if in_parts else 0
+
+    def _visited_by(self, arrays: Sequence[Array], part: Part, which: ShardPart | None) -> Part:
+        """The rows of `part` with all shards (or one part of each) that go round, beginning with `arrays`, the own one."""
+        exchange = self.exchange
+
+        def step(state: tuple[list[Array], Part], number: Array) -> tuple[tuple[list[Array], Part], None]:
             visiting, part = state
             coming = exchange.next(visiting)
-            return (coming, merged(part, self.over_visitor(visiting, number))), None
+            return (coming, merged(part, self.over(exchange.visiting(visiting, number, which)))), None
 
         last = self.call.devices - 1
-        state = self.varying((packed, self.nothing()))
-        (packed, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
-        return merged(part, self.over_visitor(packed, jnp.int32(last)))
+        state = self.varying((list(arrays), part))
+        (visiting, part), _ = lax.scan(step, state, jnp.arange(last, dtype=jnp.int32))
+        return merged(part, self.over(exchange.visiting(visiting, jnp.int32(last), which)))
 
-    def over(self, keys: Keys) -> Part:
-        """The rows over some keys."""
-        stage = self.stage(keys)
+    def _with_neighbours(self) -> Part:
+        """Own keys while others travel, then, for the query blocks that visit them, the received keys."""
+        if not self.call.shifts:
+            return self.over(self.own, sinks=True, partial=False)
+        received = self.exchange.receive(self.own)
+        part = self.over(self.own, sinks=True)
+        device = self.visitors
+        if device is self:
+            return self._finished(merged(part, self.over(received)))
+        both = merged(Part(*map(self.taken, part)), device.over(received))
+        return Part(*map(self.put, self._finished(part), self._finished(both)))
+
+    def _finished(self, part: Part) -> Part:
+        return part._replace(out=part.out.astype(self.call.plan.dtype))
+
+    @functools.cached_property
+    def visitors(self) -> "OnDevice":
+        """The device with only those of its query blocks that visit received keys; itself where they are not known."""
+        if self.tables.visitors is None:
+            return self
+        operands, numbers = self.operands, self.tables.visitors[1]
+        query, query_extra = map(self.taken, (operands.query, operands.query_extra))
+        own = operands._replace(query=query, query_extra=query_extra)
+        tables = self.tables._replace(query_blocks=numbers, visitors=None)
+        return dataclasses.replace(self, operands=own, tables=tables)
+
+    def taken(self, x: typing.Any) -> typing.Any:
+        """The rows of an array over queries that visit received keys."""
+        if x is None or self.tables.visitors is None:
+            return x
+        slots = self.tables.visitors[0][self.exchange.me]
+        return take_blocks(self.call.plan, x, slots, self.call.block_size[0])
+
+    def put(self, x: typing.Any, new: typing.Any) -> typing.Any:
+        """x with the rows that visit received keys replaced."""
+        if x is None or self.tables.visitors is None:
+            return new
+        slots = self.tables.visitors[0][self.exchange.me]
+        return put_blocks(self.call.plan, x, slots, self.call.block_size[0], new)
+
+    def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
+        """The rows over some keys and, if asked, the sinks."""
+        stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
         out, lse, *top = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
         return Part(out, lse, top[0] if top else None)
-
-    def over_visitor(self, packed: Array, step: Array) -> Part:
-        return self.over(self.exchange.visiting(packed, self.own, step))
 
     def nothing(self) -> Part:
         """The rows over no keys."""
@@ -173,12 +223,6 @@ class OnDevice:
     def _by_head(self, sinks: Array) -> Array:
         sinks = sinks.astype(self.call.plan.score_dtype)
         return sinks if token_axis(self.call.plan) == 1 else sinks[:, None]
-
-    def _with_sinks(self, part: Part, sinks: Array | None) -> Part:
-        if sinks is None:
-            return part
-        lse = jnp.logaddexp(part.lse, self._by_head(sinks))
-        return part._replace(out=_weight(part.lse, lse)[..., None] * part.out, lse=lse)
 
     # ------------------------------------------------------------------ backward
 
@@ -221,37 +265,74 @@ class OnDevice:
             found = self.backward_over(self.own, cotangents, wanted)
             if received is None:
                 return found
-            others = self.backward_over(received, cotangents, wanted)
+            device, places = self.visitors, _places(wanted)
+            others = device.backward_over(received, [self.taken(x) for x in cotangents], wanted)
+            sums = {}
+            for i, (a, b) in enumerate(zip(found, others, strict=True)):
+                over_queries = places[i] in (QUERY, QUERY_EXTRA)
+                sums[i] = self.put(a, self.taken(a) + b) if over_queries else a if i in travels else a + b
             back = exchange.give_back([others[i] for i in travels], [found[i] for i in travels]) if travels else []
-            return _replaced(
-                [a if i in travels else a + b for i, (a, b) in enumerate(zip(found, others, strict=True))],
-                travels,
-                back,
-            )
+            return _replaced([sums[i] for i in range(len(found))], travels, back)
         return self._backward_ring(cotangents, wanted, travels)
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
-        """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices."""
+        """The ring, for long shards in parts one after the other, because what travels in float32 is large."""
+        own, blocks = self.own, self._blocks_of_part
+        if not blocks:
+            return self._around(own, cotangents, wanted, travels)
+        exchange, places = self.exchange, _places(wanted)
+        stay = [i for i in range(len(places)) if i not in travels]
+        movable = [typing.cast(Array, self.operands.movable[p]) for p in places]
+
+        def one_part(state: tuple[list[Array], list[Array]], number: Array) -> tuple:
+            part = ShardPart(number, blocks)
+            arrays = [exchange.part_of(x, part) for x in own.arrays]
+            keys = exchange.visiting(arrays, 0, part)
+            found = self._around(keys, cotangents, wanted, travels, part, state[1])
+            back = [
+                exchange.with_part(x, part, found[i].astype(x.dtype)) for x, i in zip(state[0], travels, strict=True)
+            ]
+            return (back, [found[i] for i in stay]), None
+
+        wide = lambda x: jnp.promote_types(x.dtype, self.call.plan.score_dtype)
+        start = (
+            [jnp.zeros_like(movable[i]) for i in travels],
+            [jnp.zeros(movable[i].shape, wide(movable[i])) for i in stay],
+        )
+        (back, kept), _ = lax.scan(one_part, self.varying(start), jnp.arange(RING_PARTS, dtype=jnp.int32))
+        found = dict(zip(stay, kept, strict=True)) | dict(zip(travels, back, strict=True))
+        return [found[i] for i in range(len(places))]
+
+    def _around(
+        self,
+        own: Keys,
+        cotangents: Sequence[Array],
+        wanted: tuple[bool, ...],
+        travels: list[int],
+        part: ShardPart | None = None,
+        kept: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices.
+
+        kept   what the gradients that do not travel are added to
+        """
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]
-        packed = exchange.pack(self.own.arrays)
-        first = self.backward_over(self.own, cotangents, wanted)
+        first = self.backward_over(own, cotangents, wanted)
 
-        def step(state: tuple[Array, Array | None, list[Array]], number: Array) -> tuple:
+        def step(state: tuple[list[Array], list[Array], list[Array]], number: Array) -> tuple:
             visiting, sent, kept = state
-            arrived = None if sent is None else exchange.next(sent)
-            coming = exchange.next(visiting)
-            found = self.backward_over(exchange.visiting(visiting, self.own, number), cotangents, wanted)
-            total = None if arrived is None else arrived + exchange.pack([found[i] for i in travels])
-            return (coming, total, [a + found[i] for a, i in zip(kept, stay, strict=True)]), None
+            arrived, coming = exchange.next(sent), exchange.next(visiting)
+            found = self.backward_over(exchange.visiting(visiting, number, part), cotangents, wanted)
+            add = lambda totals, places: [a + found[i] for a, i in zip(totals, places, strict=True)]
+            return (coming, add(arrived, travels), add(kept, stay)), None
 
-        sent = exchange.pack([first[i] for i in travels]) if travels else None
-        start = self.varying((exchange.next(packed), sent, [first[i] for i in stay]))
-        (_, sent, kept), _ = lax.scan(step, start, jnp.arange(1, self.call.devices, dtype=jnp.int32))
-        found = dict(zip(stay, kept, strict=True))
-        if sent is not None:
-            home = exchange.unpack(exchange.next(sent), [first[i] for i in travels])
-            found |= dict(zip(travels, home, strict=True))
+        staying = [first[i] for i in stay]
+        staying = staying if kept is None else [a + b for a, b in zip(kept, staying, strict=True)]
+        start = (exchange.next(own.arrays), [first[i] for i in travels], staying)
+        numbers = jnp.arange(1, self.call.devices, dtype=jnp.int32)
+        (_, sent, staying), _ = lax.scan(step, self.varying(start), numbers)
+        found = dict(zip(stay, staying, strict=True)) | dict(zip(travels, exchange.next(sent), strict=True))
         return [found[i] for i in range(len(first))]
 
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
@@ -266,7 +347,7 @@ class OnDevice:
         out, lse, d_out, *d_lse = cotangents
         delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), -1)
         delta = delta - d_lse[0] if d_lse else delta
-        return -jnp.sum(_weight(sinks, lse) * delta, (0, token_axis(self.call.plan)))
+        return -jnp.sum(weight_of(sinks, lse) * delta, (0, token_axis(self.call.plan)))
 
     # ------------------------------------------------------------------ tangent
 
@@ -293,7 +374,7 @@ class OnDevice:
             t_out, t_lse = self.passes.tangent.bind(*flat, problem=stage.problem, moving=of_stage)
         if t_sinks is not None:
             sinks = self._by_head(typing.cast(Array, self.operands.sinks))
-            of_sink = _weight(sinks, lse) * self._by_head(t_sinks)
+            of_sink = weight_of(sinks, lse) * self._by_head(t_sinks)
             t_out, t_lse = t_out.astype(dtype) - out.astype(dtype) * of_sink[..., None], t_lse + of_sink
         return [t_out.astype(out.dtype), t_lse]
 
@@ -313,7 +394,7 @@ class OnDevice:
             query=there(operands.query, "query"), query_extra=there(operands.query_extra, "query"),
             key=there(operands.key, "key"), value=there(operands.value, "key"), key_extra=there(operands.key_extra, "key"),
         )  # fmt: skip
-        problem, own = _at_head(call.problem, own, exchange.me * (plan.q_heads // n), n)
+        problem, own = at_head(call.problem, own, exchange.me * (plan.q_heads // n), n)
         if own.sinks is not None:
             own = own._replace(
                 sinks=lax.dynamic_slice_in_dim(own.sinks, exchange.me * (plan.q_heads // n), plan.q_heads // n)
@@ -331,8 +412,7 @@ class OnDevice:
     def _over_heads(self) -> Part:
         """The rows over all keys, with sinks; out travels in the dtype of query."""
         device, _, back = self._heads()
-        part = device._with_sinks(device.over(device.own), device.operands.sinks)
-        part = part._replace(out=part.out.astype(self.call.plan.dtype))
+        part = device.over(device.own, sinks=True, partial=False)
         there = [back(x, "query") for x in part if x is not None]
         return Part(there[0], there[1], there[2] if part.top is not None else None)
 
@@ -342,32 +422,6 @@ class OnDevice:
         found = device.backward_over(device.own, [there(x, "query") for x in cotangents], (*wanted, *[False] * extra))
         side = dict.fromkeys(OVER_KEYS, "key") | dict.fromkeys((QUERY, QUERY_EXTRA), "query")
         return [back(g, side[p]) if p in side else g for p, g in zip(_places(wanted), found, strict=True)]
-
-
-def _at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:
-    """The problem of one of `parts` equal parts of the heads, which begins at `head`; mods still see the heads of the whole."""
-    plan = problem.plan
-    whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
-    origin = OriginTable(None, jnp.asarray(head, jnp.int32), None, None, whole)
-    shifted = []
-    for programs in ((plan.score, problem.derivative), (plan.mask,), (plan.dropout,)):
-        given = [p for p in programs if p is not None]
-        new, more = shift_heads(given, origin, plan.batch, plan.q_heads // parts)
-        shifted.append((iter(new), more))
-    take = lambda part, old: None if old is None else next(part[0])
-    score, mask, dropout = shifted
-    own_plan = dataclasses.replace(
-        plan,
-        q_heads=plan.q_heads // parts, kv_heads=plan.kv_heads // parts, extra_heads=plan.extra_heads // parts,
-        score=take(score, plan.score), mask=take(mask, plan.mask), dropout=take(dropout, plan.dropout),
-    )  # fmt: skip
-    own = operands._replace(
-        score_captures=(*operands.score_captures, *score[1]),
-        mask_captures=(*operands.mask_captures, *mask[1]),
-        dropout_captures=(*operands.dropout_captures, *dropout[1]),
-    )
-    derivative = take(score, problem.derivative)
-    return dataclasses.replace(problem, plan=own_plan, derivative=derivative, structure=jax.tree.structure(own)), own
 
 
 def _places(flags: Sequence[bool]) -> list[int]:

@@ -1,6 +1,7 @@
 """How key blocks travel between the devices of a split sequence, and how their gradients come back: XLA's collectives alone.
 
-Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective. Gradients
+Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective; only the
+ring sends whole arrays. Gradients
 travel as float32 and are added in a fixed order: the own ones first, then those of each round. What a collective of jax adds up
 itself (psum_scatter) has an order that XLA chooses, so gradients of gathered keys go through all_to_all and are added here.
 """
@@ -17,6 +18,13 @@ from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.parallel.context_stages import Keys, token_axis
 
 Array = jax.Array
+
+
+class Part(typing.NamedTuple):
+    """One of several equal parts of a shard: its number, and its key blocks."""
+
+    number: Array
+    blocks: int
 
 
 class Exchange(typing.NamedTuple):
@@ -102,14 +110,29 @@ class Exchange(typing.NamedTuple):
 
     # ------------------------------------------------------------------ ring
 
-    def next(self, packed: Array) -> Array:
-        """What the device before this one holds."""
-        return self.shifted(packed, 1)
+    def next(self, arrays: Sequence[Array]) -> list[Array]:
+        """What the device before this one holds. The arrays are not packed, because copies of whole shards take memory."""
+        return [self.shifted(x, 1) for x in arrays]
 
-    def visiting(self, packed: Array, like: Keys, step: Array | int) -> Keys:
-        """The key blocks that visit after that many steps, from `packed`."""
+    def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
+        """The key blocks that visit after that many steps: key, value and, if the call has it, key_extra.
+
+        part   which part of a shard goes round; None: whole shards
+        """
         numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
-        return self.keys(packed, like, numbers)._replace(stage=(0, step))
+        if part is not None:
+            numbers = lax.dynamic_slice_in_dim(numbers, part.number * part.blocks, part.blocks)
+        return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, (0, step))
+
+    def part_of(self, x: Array, part: "Part") -> Array:
+        """The key blocks of a part of an array over keys."""
+        size = part.blocks * self.call.block_size[1]
+        return lax.dynamic_slice_in_dim(x, part.number * size, size, token_axis(self.call.plan))
+
+    def with_part(self, x: Array, part: "Part", new: Array) -> Array:
+        """x with the key blocks of a part replaced."""
+        size = part.blocks * self.call.block_size[1]
+        return lax.dynamic_update_slice_in_dim(x, new, part.number * size, token_axis(self.call.plan))
 
     # ------------------------------------------------------------------ all_gather
 

@@ -32,7 +32,18 @@ class StageLists(typing.NamedTuple):
     layout: BlockLayout
 
 
-def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rounds | None) -> list[StageLists] | None:
+class KnownLists(typing.NamedTuple):
+    """The lists of all stages, and the query blocks that the second stage of "neighbours" computes.
+
+    visitors   int32 [devices, blocks] twice: which of its own query blocks visit received keys (past the end: the number of its
+               query blocks), and their numbers in the sequence (past the end: -1). None: all blocks
+    """
+
+    stages: list[StageLists]
+    visitors: tuple[np.ndarray, np.ndarray] | None
+
+
+def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rounds | None) -> KnownLists | None:
     """The lists of each stage; None where devices have to classify blocks. Mask and layout are known."""
     query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
     reads = any(mask.program.reads(axis) for axis in ("b", "h"))
@@ -48,9 +59,32 @@ def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rou
         stages = [(query_blocks, np.stack(visitors))]
     else:
         stages = [(query_blocks, key_blocks[None])]
-        if rounds is not None and rounds.shifts:
-            stages.append((query_blocks, np.concatenate([np.asarray(x) for x in rounds.received], 1)[None]))
-    return [_stage(mask, layout, queries, keys) for queries, keys in stages]
+    visitors = None
+    if method == "neighbours" and rounds is not None and rounds.shifts:
+        received = np.concatenate([np.asarray(x) for x in rounds.received], 1)
+        visitors = _visitors(mask, layout, query_blocks, received)
+        stages.append((query_blocks if visitors is None else visitors[1], received[None]))
+    return KnownLists([_stage(mask, layout, queries, keys) for queries, keys in stages], visitors)
+
+
+FEW = 0.75
+"""The share of a device's query blocks up to which the others are left out of a stage."""
+
+
+def _visitors(
+    mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """See KnownLists; queries and keys [devices, blocks]: numbers of the devices' query blocks, and of the received key blocks."""
+    devices, rows = queries.shape
+    each = [np.unique(np.concatenate(_classified(mask, layout, queries[d], keys[d]))[:, 2]) for d in range(devices)]
+    most = max(1, *map(len, each))
+    if most > FEW * rows:
+        return None
+    slots, numbers = np.full((devices, most), rows, np.int32), np.full((devices, most), -1, np.int32)
+    for device, found in enumerate(each):
+        slots[device, : len(found)] = found
+        numbers[device, : len(found)] = queries[device, found]
+    return slots, numbers
 
 
 def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray) -> StageLists:

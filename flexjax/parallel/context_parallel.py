@@ -87,6 +87,7 @@ class Tables(typing.NamedTuple):
     """Arrays that say who owns and who sends which blocks, the same on every device; see ContextLayout and Rounds.
 
     lists     of each stage, for every device (context_lists.py); None where devices classify their blocks
+    visitors  which query blocks visit received keys; see KnownLists. None: all
     classes   int8 [1 or B, 1 or N, query blocks, key blocks]: the classes of the blocks for a mask made from the user's lists;
               None where the mask program says all
     """
@@ -96,6 +97,7 @@ class Tables(typing.NamedTuple):
     send: tuple[Array, ...]
     received: tuple[Array, ...]
     lists: tuple[BlockLists, ...] | None = None
+    visitors: tuple[Array, Array] | None = None
     classes: Array | None = None
 
 

@@ -18,7 +18,7 @@ from flexjax.analysis.intervals import decide
 from flexjax.block_mask.classify import classes_of
 from flexjax.block_mask.traced_lists import lists_of_classes
 from flexjax.block_mask.transpose import EMPTY
-from flexjax.ir.origin import OriginLayout, Starts
+from flexjax.ir.origin import OriginLayout, OriginTable, Starts, shift_heads
 from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
 from flexjax.plan.problem import Problem
@@ -45,7 +45,7 @@ class Keys(typing.NamedTuple):
 
 
 class Stage(typing.NamedTuple):
-    """A stage: its problem, and its operands as a flat list. Sinks are no part of a stage (context_device.py adds them)."""
+    """A stage: its problem, and its operands as a flat list."""
 
     problem: Problem
     operands: Operands
@@ -57,6 +57,21 @@ class Stage(typing.NamedTuple):
 
 def token_axis(plan: KernelPlan) -> int:
     return 1 if plan.layout == "BTNH" else 2
+
+
+def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:
+    """Some blocks of `size` tokens of an array over tokens, in the layout of the plan; slots past the end take the last block."""
+    axis = token_axis(plan)
+    blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return jnp.take(blocks, slots, axis=axis, mode="clip").reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
+    """x with other blocks in place of those at `slots`; slots past the end are left out."""
+    axis = token_axis(plan)
+    blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    new = new.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return blocks.at[(*[slice(None)] * axis, slots)].set(new, mode="drop").reshape(x.shape)
 
 
 def classes_on(
@@ -94,12 +109,16 @@ def stage_of(
     tables: Tables,
     me: Array | int,
     keys: Keys,
+    sinks: bool = False,
+    partial: bool = True,
 ) -> Stage:
     """The stage of a device's queries with some key blocks.
 
     problem    of the device's batch entries and heads
     operands   of the call; query and query_extra are those of the device
     me         the number of the device
+    sinks      whether the stage has the sinks
+    partial    whether there are other stages, to whose results those of this one are added
     """
     plan, queries = problem.plan, tables.query_blocks[me]
     rows, columns = queries.shape[0], keys.numbers.shape[0]
@@ -124,10 +143,41 @@ def stage_of(
         kv_len=columns * block_kv,
         blocks=blocks,
         origin=OriginLayout(1, block_q, rows, block_kv, columns, math.gcd(block_q, block_kv)),
-        has_sinks=False,
-        partial=True,
+        has_sinks=sinks,
+        partial=partial,
     )
     own = operands._replace(
-        key=keys.key, value=keys.value, key_extra=keys.key_extra, sinks=None, lists=lists, origin=Starts(*starts)
-    )  # fmt: skip
+        key=keys.key,
+        value=keys.value,
+        key_extra=keys.key_extra,
+        sinks=operands.sinks if sinks else None,
+        lists=lists,
+        origin=Starts(starts[0], starts[1]),
+    )
     return Stage(dataclasses.replace(problem, plan=own_plan, structure=jax.tree.structure(own)), own)
+
+
+def at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:
+    """The problem of one of `parts` equal parts of the heads, which begins at `head`; mods still see the heads of the whole."""
+    plan = problem.plan
+    whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
+    origin = OriginTable(None, jnp.asarray(head, jnp.int32), None, None, whole)
+    shifted = []
+    for programs in ((plan.score, problem.derivative), (plan.mask,), (plan.dropout,)):
+        given = [p for p in programs if p is not None]
+        new, more = shift_heads(given, origin, plan.batch, plan.q_heads // parts)
+        shifted.append((iter(new), more))
+    take = lambda part, old: None if old is None else next(part[0])
+    score, mask, dropout = shifted
+    own_plan = dataclasses.replace(
+        plan,
+        q_heads=plan.q_heads // parts, kv_heads=plan.kv_heads // parts, extra_heads=plan.extra_heads // parts,
+        score=take(score, plan.score), mask=take(mask, plan.mask), dropout=take(dropout, plan.dropout),
+    )  # fmt: skip
+    own = operands._replace(
+        score_captures=(*operands.score_captures, *score[1]),
+        mask_captures=(*operands.mask_captures, *mask[1]),
+        dropout_captures=(*operands.dropout_captures, *dropout[1]),
+    )
+    derivative = take(score, problem.derivative)
+    return dataclasses.replace(problem, plan=own_plan, derivative=derivative, structure=jax.tree.structure(own)), own

@@ -307,7 +307,19 @@ CASES = {
     "all_to_all": Case("explicit", "heads", "gate", "all_to_all", heads=(8, 4), sinks=True, **CUBED),
 }
 SLOW = {
-    "window": Case("auto", "window", "alibi", "neighbours", lse=True),
+    "window": Case("auto", "window", "alibi", "neighbours", lse=True, block=2),
+    "few rows of a window": Case(
+        "explicit",
+        "window",
+        "table",
+        "neighbours",
+        lengths=(128, 128),
+        sinks=True,
+        lse=True,
+        extra=True,
+        form="BNTH",
+        mesh=(("sp", 4),),
+    ),
     "documents": Case("shard_map", "documents", "none", "neighbours", lengths=(61, 61), traced=True),
     "fewer key heads": Case("auto", "causal", "table", "neighbours", heads=(4, 1), block=8, **CUBED),
     "queries and keys": Case("auto", "window", "table", "neighbours", lengths=(37, 97)),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import ContextParallel, masks
+from flexjax.parallel import context_device, context_lists
 from tests.conftest import QUICK_TO_COMPILE
 from tests.transforms.context_cases import CASES, SLOW, Case, Outcome
 
@@ -84,7 +86,7 @@ def test_communication_is_in_proportion_to_the_mask(outcomes: dict[str, Outcome]
     assert outcomes["forward"] == {
         "window": {"collective-permute": [1, 2 * block, 0]},  # 64 keys from the neighbour
         "documents": {},
-        "ring": {"collective-permute": [1, 4 * block, 1]},  # in a loop
+        "ring": {"collective-permute": [2, 4 * block, 2]},  # keys and values, in a loop
         "all_gather": {"all-gather": [1, 32 * block, 0]},
     }
 
@@ -194,6 +196,21 @@ def test_forward_mode_and_second_derivatives(kind: str) -> None:
 
 
 @needs_two
+def test_a_ring_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for long shards, whose devices also classify their blocks themselves."""
+    monkeypatch.setattr(context_device, "PART_BLOCKS", 1)
+    monkeypatch.setattr(context_lists, "MOST_BLOCKS", 0)
+    layout = flexjax.context_layout(masks.causal, 32, devices=2, block_size=2)
+    given = qkv(32)
+    loss = lambda context, *a: (flexjax.flex_attention(*a, mask_mod=masks.causal, context=context) ** 2).sum()
+    gradient = lambda context: jax.jit(jax.grad(functools.partial(loss, context), argnums=(0, 1, 2)))
+    mesh = two()
+    with jax.set_mesh(mesh):
+        got = gradient(ContextParallel("sp", layout, "ring"))(*placed([layout.shard(x) for x in given], mesh))
+    close([layout.unshard(np.asarray(x)) for x in got], gradient(None)(*given))
+
+
+@needs_two
 def test_vmap() -> None:
     layout = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
     call = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=masks.causal, context=ContextParallel("sp", layout))
@@ -209,6 +226,27 @@ def test_vmap() -> None:
         "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, make the "
         "axes explicit, or call it inside jax.shard_map."
     )
+
+
+@needs_two
+def test_programs_without_partitioning_rules() -> None:
+    mesh = two()
+    call = lambda q: flexjax.flex_attention(q, q, q, mask_mod=masks.causal, context=ContextParallel("sp", LAYOUT))
+    where = NamedSharding(mesh, P(None, "sp"))
+    shape = jax.ShapeDtypeStruct((1, T, N, D), jnp.float32)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError) as error:
+        jax.export.export(jax.jit(call, in_shardings=where))(shape)
+    assert str(error.value) == (
+        "A call with context= over automatic mesh axes needs a partitioning rule of XLA, which exported programs, programs for TPUs and "
+        "jax.shard_map over some axes of a mesh do not have. Make the axes explicit (jax.make_mesh with AxisType.Explicit, then "
+        "jax.set_mesh), or call it inside jax.shard_map over all axes. in flex_attention(query=float32[1, 16, 2, 4], "
+        "key=float32[1, 16, 2, 4], value=float32[1, 16, 2, 4], mask_mod=causal)"
+    )
+    split = jax.shard_map(call, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    exported = jax.export.export(jax.jit(split, in_shardings=where))(shape)
+    x = qkv()[0]
+    got = exported.call(placed([LAYOUT.shard(x)], mesh)[0])
+    close(LAYOUT.unshard(np.asarray(got)), flexjax.flex_attention(x, x, x, mask_mod=masks.causal))
 
 
 LAYOUT = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
