@@ -38,6 +38,7 @@ from jaxlib.mlir import ir
 
 from flexjax import dispatch, partition
 from flexjax.backends import target as targets
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.dispatch import Run
 from flexjax.errors import add_note_once
@@ -187,9 +188,8 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
     operands, results, cotangents = _split(problem, flat)
     d_lse = cotangents[1] if has_lse else None
     derivative = problem.needed_derivative()
-    gradients = run.backend.backward(
-        run.plan, operands, results, cotangents[0], d_lse, _wanted(wanted), derivative, run.target
-    )
+    given = BackwardInputs(operands, results, cotangents[0], d_lse, _wanted(wanted), derivative)
+    gradients = run.backend.backward(run.plan, given, run.target)
     found = [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
     types = _backward_shapes([core.ShapedArray(x.shape, x.dtype) for x in flat], problem, wanted, has_lse)
     return [g.astype(x.dtype) for g, x in zip(found, types, strict=True)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.parts import parts_of
@@ -66,18 +67,9 @@ class DenseBackend:
         dtype = plan.score_dtype
         return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)
 
-    def backward(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        d_out: Array,
-        d_lse: Array | None,
-        wanted: Wanted,
-        derivative: Program | None,
-        target: Target,
-    ) -> Gradients:
+    def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""
+        operands, results, d_out, d_lse, wanted, _ = given
         flags = (*wanted[:6], *wanted.score_captures)
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 

@@ -24,6 +24,24 @@ from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 
 
+class BackwardInputs(typing.NamedTuple):
+    """What a backward pass gets beside the plan.
+
+    results       of the forward pass; max_scores may be None
+    d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
+    wanted        which operands get a gradient
+    derivative    program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured
+                  array); None where score_mod is the identity
+    """
+
+    operands: Operands
+    results: Results
+    d_out: jax.Array
+    d_lse: jax.Array | None
+    wanted: Wanted
+    derivative: Program | None
+
+
 class Backend(typing.Protocol):
     """One way to run a plan: a set of kernels, or plain JAX. `name` is what `implementation` calls it."""
 
@@ -59,25 +77,8 @@ class Backend(typing.Protocol):
         """Computes the forward pass: out, lse and, if the plan asks for it, max_scores, as Results documents them."""
         ...
 
-    def backward(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        d_out: jax.Array,
-        d_lse: jax.Array | None,
-        wanted: Wanted,
-        derivative: Program | None,
-        target: Target,
-    ) -> Gradients:
-        """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others.
-
-        results       of the forward pass; max_scores may be None
-        d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
-        wanted        which operands get a gradient
-        derivative    program of score_mod's derivatives (score, d score / d raw score, d score / d each load of a captured
-                      array); None where score_mod is the identity
-        """
+    def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
+        """Computes the backward pass: the gradients of the wanted operands, in their shapes and dtypes; None for the others."""
         ...
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:

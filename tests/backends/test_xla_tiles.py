@@ -11,6 +11,7 @@ import pytest
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
 from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.backends.xla import larger_blocks, tile_sizes
 from flexjax.backends.xla.region import Region
@@ -172,7 +173,9 @@ def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: 
 
     def both_passes(target: Target) -> tuple[Results, Gradients]:
         results = backend.forward(call.plan, call.operands, target)
-        return results, backend.backward(call.plan, call.operands, results, q, None, wanted, derivative, target)
+        return results, backend.backward(
+            call.plan, BackwardInputs(call.operands, results, q, None, wanted, derivative), target
+        )
 
     rows = backend.tile_sizes(call.plan, GPU).rows
     assert rows == (1 if one_step else 3)

@@ -30,7 +30,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captu
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.thread_tiles import add_column_slope, affine_tile, repeat_columns
-from flexjax.backends.mosaic_gpu.tile_programs import TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -177,13 +177,11 @@ class TileMath:
                 source,
                 refs,
                 self.shape,
-                batch=b,
-                head=h,
+                Place(b, h, TileOrigin.of(plan, captures.origin)),
                 row_axis=self.row_axis,
                 edge=ends if self.overhangs else None,
                 results=results,
                 interpret=plan.options.interpret,
-                origin=TileOrigin.of(plan, captures.origin),
             ).at_rows(row0)
 
         return RowMath(

@@ -38,7 +38,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_o
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
-from flexjax.backends.mosaic_gpu.tile_programs import TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.ir import program as ir
 from flexjax.ir.rewrite import with_results
 from flexjax.plan.kernel_plan import KernelPlan
@@ -215,12 +215,10 @@ class CaptureKernel:
             with_results(self.derivative, index),
             captures.score,
             math.shape,
-            batch=b,
-            head=h,
+            Place(b, h, TileOrigin.of(plan, captures.origin)),
             edge=(plan.q_len, plan.kv_len) if math.overhangs else None,
             results=tuple(n for n, a in enumerate(index) if ir.axes_of(a) - ir.UNIFORM),
             interpret=plan.options.interpret,
-            origin=TileOrigin.of(plan, captures.origin),
         )
         found = iter(program.at_rows(row0).tile_at_columns(column0))
         lengths = self.derivative.captures[self.load.capture].shape

@@ -38,7 +38,7 @@ from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outp
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, rows_of
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
-from flexjax.backends.mosaic_gpu.tile_programs import TileOrigin, TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir import program as ir
@@ -217,11 +217,9 @@ class QueryTile:
                 program,
                 refs,
                 (tile.rows, tile.block_kv),
-                batch=item.b,
-                head=item.h,
+                Place(item.b, item.h, TileOrigin.of(setup.plan, inputs.origin)),
                 edge=(setup.plan.q_len, setup.plan.kv_len) if setup.may_overhang else None,
                 interpret=setup.interpret,
-                origin=TileOrigin.of(setup.plan, inputs.origin),
             ).at_rows(q_start)
 
         programs = Programs(

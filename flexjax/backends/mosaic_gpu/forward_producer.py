@@ -21,7 +21,7 @@ from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
 
@@ -165,8 +165,7 @@ class Producer:
             setup.plan.score,
             self.inputs.score,
             (tile.rows, tile.block_kv),
-            batch=item.b,
-            head=item.h,
+            Place(item.b, item.h),
             interpret=setup.interpret,
         ).scalar_values(setup.staged.index[:-2])
         rows, columns = pl.ds(item.q_tile * tile.block_q, tile.block_q), pl.ds(start, tile.block_kv)

@@ -22,7 +22,7 @@ from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, DirectGradient
-from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitLists
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -59,8 +59,7 @@ class Staging:
             self.derivative,
             captures.score,
             self.shape,
-            batch=b,
-            head=h,
+            Place(b, h),
             results=(0,),
             interpret=self.plan.options.interpret,
         )

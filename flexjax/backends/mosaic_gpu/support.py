@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import jax
 from jax.interpreters import mlir
 
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, program_support
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
@@ -232,27 +233,12 @@ class MosaicGpu:
             plan, operands, dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
         )
 
-    def backward(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        d_out: jax.Array,
-        d_lse: jax.Array | None,
-        wanted: Wanted,
-        derivative: Program | None,
-        target: Target,
-    ) -> Gradients:
-        """Runs the backward kernels: the gradients of the wanted operands.
-
-        results        of the forward pass
-        d_out, d_lse   cotangents of out and lse, in their shapes; d_lse is None where lse is not used
-        derivative     score_mod with its derivatives, None for a call without a score_mod
-        """
+    def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
+        """Runs the backward kernels: the gradients of the wanted operands (see BackwardInputs)."""
         from flexjax.backends.mosaic_gpu import backward_sm90
 
-        plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
-        return backward_sm90.backward(plan, operands, results, d_out, d_lse, wanted, derivative)
+        plan, operands = mask_blocks.with_blocks(plan, given.operands, *_kernel_blocks(plan))
+        return backward_sm90.backward(plan, operands, *given[1:])
 
     @contextlib.contextmanager
     def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:

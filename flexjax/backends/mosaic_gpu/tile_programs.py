@@ -4,7 +4,7 @@ Each value is computed at its own rank and broadcast only where ranks meet: what
 the axis of the tile's rows a row vector, on the other axis a column vector, the rest a tile. Ranks are computed at
 different places of a kernel:
 
-    program = TileProgram(plan.score, refs, (64, 128), batch=b, head=h)       # scalars, once for each head
+    program = TileProgram(plan.score, refs, (64, 128), Place(b, h))            # scalars, once for each head
     program = program.at_rows(q_start)                                        # row vectors, once for each row of tiles
     program = program.at_columns(kv_start)                                    # column vectors, once for each tile
     scores, = program.tile(scores)                                            # the tile, once its scores are there
@@ -97,6 +97,14 @@ class TileOrigin:
         return self.layout.query_runs if axis == "q" else self.layout.key_runs
 
 
+class Place(typing.NamedTuple):
+    """Where tiles lie: numbers of the batch entry and of the query head, and the origin of the call, None without one."""
+
+    batch: jax.typing.ArrayLike
+    head: jax.typing.ArrayLike
+    origin: TileOrigin | None = None
+
+
 class TileProgram:
     """A program on a tile, with the values of the steps that are computed so far; methods return a new one.
 
@@ -115,14 +123,12 @@ class TileProgram:
         program: ir.Program,
         refs: Sequence[Ref],
         shape: tuple[int, int],
+        place: Place,
         *,
-        batch: jax.typing.ArrayLike,
-        head: jax.typing.ArrayLike,
         row_axis: str = "q",
         edge: tuple[int, int] | None = None,
         results: tuple[int, ...] | None = None,
         interpret: bool = False,
-        origin: TileOrigin | None = None,
     ) -> None:
         """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
         alone.
@@ -130,13 +136,14 @@ class TileProgram:
         program       the traced program
         refs          its captured arrays, in the order of `program.captures`
         shape         (rows, columns) of a tile
-        batch, head   numbers of the batch entry and of the query head
+        place         of the tiles
         row_axis      "q" or "kv": what the rows of a tile are
         edge          (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp
                       their indices to the array. None where no tile does
         results       numbers of the program's results to compute; None: all
         interpret     whether the kernel runs in the simulator
         """
+        batch, head, origin = place
         self.program, self.refs, self.shape = program, refs, shape
         self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results

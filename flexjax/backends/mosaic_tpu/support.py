@@ -11,9 +11,9 @@ A Chip (vmem.py) is a generation of TPUs, whose VMEM decides the tiles.
 
 import contextlib
 
-import jax
 from jax.interpreters import mlir
 
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu import capture_gradients, diagonals, layouts, split_program, vmem
 from flexjax.backends.mosaic_tpu.backward import backward
 from flexjax.backends.mosaic_tpu.forward import forward
@@ -68,24 +68,14 @@ class MosaicTpuBackend:
         """The forward pass of the plan by its kernel (see Results)."""
         return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), vmem.chip_of(target))
 
-    def backward(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        d_out: jax.Array,
-        d_lse: jax.Array | None,
-        wanted: Wanted,
-        derivative: Program | None,
-        target: Target,
-    ) -> Gradients:
+    def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands (see Backend.backward). Raises NotImplementedError for those that it refuses."""
         chip = vmem.chip_of(target)
-        plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
-        reason = _backward_refusal(plan, wanted, derivative, chip)
+        plan, operands = mask_blocks.with_blocks(plan, given.operands, *_kernel_blocks(plan))
+        reason = _backward_refusal(plan, given.wanted, given.derivative, chip)
         if reason is not None:
             raise NotImplementedError(reason)
-        return backward(plan, operands, results, d_out, d_lse, wanted, derivative, chip)
+        return backward(plan, operands, *given[1:], chip)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """An empty context: nothing about the lowered module changes."""

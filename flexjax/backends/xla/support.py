@@ -8,6 +8,7 @@ import contextlib
 import jax
 from jax.interpreters import mlir
 
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.backends.xla.backward import backward
 from flexjax.backends.xla.forward import forward
@@ -45,20 +46,10 @@ class XlaBackend:
         """The forward pass of the plan (see Results and forward.py)."""
         return forward(*on_larger_blocks(plan, operands, target), target)
 
-    def backward(
-        self,
-        plan: KernelPlan,
-        operands: Operands,
-        results: Results,
-        d_out: jax.Array,
-        d_lse: jax.Array | None,
-        wanted: Wanted,
-        derivative: Program | None,
-        target: Target,
-    ) -> Gradients:
+    def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands, None for the others (see Backend.backward and backward.py)."""
-        plan, operands = on_larger_blocks(plan, operands, target, backward=True)
-        return backward(plan, operands, results, d_out, d_lse, wanted, derivative, target)
+        plan, operands = on_larger_blocks(plan, given.operands, target, backward=True)
+        return backward(plan, operands, *given[1:], target)
 
     def tangent(
         self,

@@ -10,6 +10,7 @@ import pytest
 import flexjax
 from flexjax import BlockMask, KernelOptions, masks
 from flexjax.attention import DEFAULTS, prepare
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu.support import BACKEND
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import Wanted
@@ -61,7 +62,7 @@ def test_it_runs_on_the_kernels(block_size: typing.Any, slopes: bool) -> None:
     if slopes:
         wanted = Wanted(True, True, True, False, False, False, ())
         assert BACKEND.refuses_backward(call.plan, CPU, wanted, None) is None
-        run = jax.jit(lambda o, r, d: BACKEND.backward(call.plan, o, r, d, None, wanted, None, CPU))
+        run = jax.jit(lambda o, r, d: BACKEND.backward(call.plan, BackwardInputs(o, r, d, None, wanted, None), CPU))
         for one, other in zip(run(call.operands, found, want)[:3], transpose(want), strict=True):
             close(one, other)
 

@@ -95,7 +95,7 @@ def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool
     def body(score_ref: typing.Any, *refs: typing.Any) -> None:
         *captures, out = refs
         program = tile_programs.TileProgram(
-            traced.program, captures, SHAPE, batch=BATCH, head=HEAD, row_axis="kv" if transposed else "q",
+            traced.program, captures, SHAPE, tile_programs.Place(BATCH, HEAD), row_axis="kv" if transposed else "q",
             edge=(Q, KV) if edge else None, interpret=True,
         )  # fmt: skip
         (out[...],) = program.at_rows(Q_START).tile_at_columns(64 if transposed else 128, score_ref[...])

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flexjax.backends import target as targets
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
@@ -224,7 +225,7 @@ def compile_large(entry: str, chip: str) -> str:
     def step(d_out: jax.Array, d_lse: jax.Array, *flat: jax.Array):
         given = jax.tree.unflatten(tree, flat)
         results = backend.forward(plan, given, target)
-        return results, backend.backward(plan, given, results, d_out, d_lse, wanted, derivative, target)
+        return results, backend.backward(plan, BackwardInputs(given, results, d_out, d_lse, wanted, derivative), target)
 
     avals = [jax.ShapeDtypeStruct((*rows, value_dim), plan.dtype), jax.ShapeDtypeStruct(rows, "float32")]
     return compile_for(without_the_door(step, chip), [*avals, *leaves], chip).as_text()

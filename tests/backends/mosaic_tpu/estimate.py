@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu import (
     backward_dkv,
     backward_dq,
@@ -169,7 +170,7 @@ def ours(chip: str, heads: int, what: str) -> None:
             return backend.forward(plan, given(q, k, v), target)
         wanted = Wanted(True, True, True, False, False, False, tuple(False for _ in operands.score_captures))
         results = Results(out, lse, None)
-        return backend.backward(plan, given(q, k, v), results, d_out, None, wanted, derivative, target)
+        return backend.backward(plan, BackwardInputs(given(q, k, v), results, d_out, None, wanted, derivative), target)
 
     line = jax.ShapeDtypeStruct((1, heads, LENGTH), "float32")
     q = operands.query

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
@@ -140,7 +141,9 @@ def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[st
         if not backward:
             return results, None
         d_lse = jnp.where(jnp.isfinite(results.lse), u, 0.0)
-        return results, backend.backward(plan, operands, results, w, d_lse, wanted, problem.derivative, CPU)
+        return results, backend.backward(
+            plan, BackwardInputs(operands, results, w, d_lse, wanted, problem.derivative), CPU
+        )
 
     results, grads = step(problem.operands)
     found = {"out": turn(results.out), "lse": turn(results.lse), "max_scores": turn(results.max_scores)}
