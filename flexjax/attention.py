@@ -1,39 +1,28 @@
-"""`flex_attention`: checks a call, plans it, and binds the primitives of autodiff.py that compute it.
+"""`flex_attention`: checks and plans a call (prepare.py), and binds the primitives of autodiff.py that compute it.
 
-The steps, in order: check the arrays, trace the mods, build or check the block mask, write the plan, bind the forward
-primitive. A backend is chosen later, when the primitive is lowered for a platform. Every error that leaves here has the user's
-call as a note.
-
-Inputs (check_arguments.py) are the checked arrays of a call with their sizes.
-
-A plan is everything static about one call; operands are its arrays (plan/kernel_plan.py).
+A backend is chosen later, when a primitive is lowered for a platform; the reference implementation alone runs here. Every error
+that leaves here has the user's call as a note.
 """
 
-import dataclasses
 import functools
-import math
 import typing
 
 import jax
-import jax.numpy as jnp
 
 from flexjax import context_call, dispatch
 from flexjax.autodiff import attention
 from flexjax.block_mask.block_mask import BlockMask
-from flexjax.block_mask.build import from_traced, trace_placed_mask
-from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_inputs, check_options
-from flexjax.dropout import dense_keep, dropout_program, key_words
-from flexjax.errors import add_note_once, bad_argument
-from flexjax.ir.origin import OriginTable, agree, indices_of, shift_heads, sizes_of, table_of
+from flexjax.call_arguments import Arguments, describe_call
+from flexjax.dropout import dense_keep, key_words
+from flexjax.errors import add_note_once
+from flexjax.ir.origin import OriginTable, indices_of
 from flexjax.parallel.context_parallel import ContextParallel
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
-from flexjax.plan.problem import Problem
+from flexjax.plan.kernel_plan import Results
+from flexjax.prepare import Call, prepare
 from flexjax.reference import reference_attention
 from flexjax.trace.lift_numpy import lift_numpy
-from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import (
     ArrayArgument,
-    ArrayOrShape,
     AuxOutput,
     AuxRequest,
     Implementations,
@@ -45,35 +34,6 @@ from flexjax.types import (
 )
 
 Array = jax.Array
-A = typing.TypeVar("A", bound=ArrayOrShape)
-
-DEFAULT_BLOCK = 128
-"""Block size, in queries and in keys, of a block mask that a call computes from its mask_mod."""
-
-
-class Arguments(typing.TypedDict, typing.Generic[A], total=False):
-    """The keywords of `flex_attention` that say what is computed. Arrays are of type A.
-
-    Two keywords are not here: `return_aux` decides the type of the result, and `implementation` is no part of a plan.
-    """
-
-    score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
-    block_mask: BlockMask | None
-    scale: float | A | None
-    sinks: A | None
-    layout: Layout
-    kernel_options: KernelOptions | None
-    dropout_rate: float
-    dropout_key: A | None
-    broadcast_dropout: bool
-    query_extra: A | None
-    key_extra: A | None
-    origin: Origin | OriginTable | None
-
-
-DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
-"""The keywords of `Arguments` whose default is not None, with their defaults."""
 
 
 @typing.overload
@@ -220,266 +180,6 @@ def _with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[
     return results.out, AuxOutput(
         results.lse if return_aux.lse else None, results.max_scores if return_aux.max_scores else None
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A checked call of flex_attention, ready to be computed.
-
-    plan       everything static about the call
-    operands   its arrays: those that the user gave, captured arrays and block lists
-    score      the traced score_mod with its derivative; None if there is none or it is the identity
-    origin     where the arrays lie in the whole problem; None: at 0
-    """
-
-    plan: KernelPlan
-    operands: Operands
-    score: TracedMod | None
-    origin: OriginTable | None = None
-
-    def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem:
-        """The static parameter of the primitives of autodiff.py for this call.
-
-        implementation   names of the backends to ask, in order; None: the default order
-        text             the user's call in a line (`describe_call`), for errors and warnings
-        """
-        derivative, why_not = (None, "") if self.score is None else (self.score.derivative, self.score.why_not)
-        return Problem(self.plan, derivative, why_not, implementation, jax.tree.structure(self.operands), text)
-
-
-def describe_call(
-    function: str,
-    query: object,
-    key: object,
-    value: object,
-    return_aux: AuxRequest | None,
-    arguments: Arguments[A],
-) -> str:
-    """The user's call in a line, for the notes of errors: "in flex_attention(query=float32[1, 8, 2, 64], ..., mask_mod=causal)".
-
-    function    the name of the function that the user called
-    arguments   its other keywords; those with their default are left out. Arrays are shown as dtype and shape, mods by name
-    """
-    is_default = lambda name, x: x is None or (isinstance(x, str | int | float) and x == DEFAULTS.get(name))
-    given = {name: x for name, x in arguments.items() if not is_default(name, x)}
-    if return_aux is not None:
-        given["return_aux"] = return_aux
-    arrays = {"query": query, "key": key, "value": value}
-    return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in (arrays | given).items())})"
-
-
-def _describe(x: object) -> str:
-    """The value of an argument in at most 80 characters: dtype and shape of an array, name of a function, lengths of a block
-    mask, else its repr, or only its type if that is longer.
-    """
-    if isinstance(x, BlockMask):
-        b, h, q_len, kv_len = x.shape
-        return f"BlockMask({b}, {h}, {q_len}, {kv_len})"
-    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
-    if dtype is not None and shape is not None:
-        return f"{dtype}{list(shape)}"
-    if callable(x):
-        return getattr(x, "__name__", type(x).__name__)
-    text = repr(x)
-    return text if len(text) <= 80 else f"{type(x).__name__}"
-
-
-def prepare(
-    query: ArrayOrShape,
-    key: ArrayOrShape,
-    value: ArrayOrShape,
-    *,
-    return_aux: AuxRequest | None = None,
-    **arguments: typing.Unpack[Arguments[ArrayOrShape]],
-) -> Call:
-    """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the
-    operands.
-
-    The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under
-    jax.eval_shape or with random numbers for shapes). A score_mod that returns its score is left out; a scale that is a
-    jax scalar becomes a captured array of the score program, and the plan's scale is then 1. With an origin, the
-    programs are those of the whole problem, and the plan and the operands have the origin. Raises ValueError for bad
-    arguments.
-    """
-    get = arguments.get
-    layout, sinks = get("layout", "BTNH"), get("sinks")
-    options = check_options(return_aux, get("kernel_options"))
-    inputs = check_inputs(query, key, value, sinks, layout, get("query_extra"), get("key_extra"))
-    scale = _scale(get("scale"), inputs)
-    score_dtype = "float64" if inputs.dtype == "float64" else "float32"
-    origin = _origin(get("origin"), get("block_mask"), inputs, layout)
-    own_sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
-    sizes = sizes_of(origin, own_sizes)
-    score_mod = get("score_mod")
-    if isinstance(scale, Array):
-        # a jax scalar becomes a captured array of the score function, because a plan holds no array
-        if score_mod is None or callable(score_mod):  # trace_score_mod refuses anything else
-            score_mod = _scaled(score_mod, scale)
-        scale = 1.0
-    score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
-    if score is not None and score.program.results[0] == score.program.inputs[0]:
-        score = None  # the identity
-    block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, origin)
-    dropout = dropout_program(
-        get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype, get("broadcast_dropout", False)
-    )
-    score, dropout = (None if x is None else _at_origin(x, origin, own_sizes) for x in (score, dropout))
-    plan = KernelPlan(
-        batch=inputs.batch,
-        q_heads=inputs.q_heads,
-        kv_heads=inputs.kv_heads,
-        q_len=inputs.q_len,
-        kv_len=inputs.kv_len,
-        head_dim=inputs.head_dim,
-        value_dim=inputs.value_dim,
-        dtype=inputs.dtype,
-        layout=layout,
-        scale=scale,
-        score=None if score is None else score.program,
-        mask=None if block_mask is None else block_mask.program,
-        dropout=None if dropout is None else dropout.program,
-        blocks=None if block_mask is None else _layout(block_mask),
-        has_sinks=sinks is not None,
-        extra_dim=inputs.extra_dim,
-        extra_heads=inputs.extra_heads,
-        max_scores=return_aux is not None and return_aux.max_scores,
-        options=options,
-        origin=None if origin is None else origin.layout,
-    )
-    operands = Operands(
-        query=inputs.query,
-        key=inputs.key,
-        value=inputs.value,
-        query_extra=inputs.query_extra,
-        key_extra=inputs.key_extra,
-        sinks=inputs.sinks,
-        score_captures=() if score is None else score.arrays,
-        mask_captures=() if block_mask is None else block_mask.captures,
-        dropout_captures=() if dropout is None else dropout.arrays,
-        lists=None if block_mask is None else _lists(block_mask),
-        origin=None if origin is None else origin.starts,
-    )
-    return Call(plan, operands, score, origin)
-
-
-def _origin(
-    given: Origin | OriginTable | None, block_mask: BlockMask | None, inputs: Inputs, layout: Layout
-) -> OriginTable | None:
-    """The origin of the call: the one given or that of the block mask. Raises ValueError where they differ."""
-    origin = table_of(given, inputs.batch, (inputs.q_len, inputs.kv_len))
-    if block_mask is None:
-        return origin
-    check_block_mask(block_mask, inputs, layout)
-    if origin is None:
-        return block_mask.origin
-    if block_mask.origin is None:
-        if block_mask.program is None:
-            sizes = block_mask.block_size
-            if origin.layout is not None and not origin.layout.tile_fits(*sizes):
-                raise bad_argument(
-                    "block_mask", f"made of blocks of {sizes}", "blocks that divide the runs of the origin",
-                    "Use smaller blocks.",
-                )  # fmt: skip
-            return origin  # lists alone, which count from 0 in the arrays of the call
-        raise bad_argument(
-            "block_mask", "made without an origin beside `origin`", "one made with the same origin",
-            "Pass origin= to create_block_mask too.",
-        )  # fmt: skip
-    if not agree(origin, block_mask.origin):
-        raise bad_argument(
-            "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
-        )
-    return origin
-
-
-def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, int, int, int]) -> TracedMod:
-    """The traced mod of a call of these sizes (batch, heads, q_len, kv_len), which reads b and h of the whole problem."""
-    given = [p for p in (traced.program, traced.derivative) if p is not None]
-    programs, more = shift_heads(given, origin, *sizes[:2])
-    derivative = None if traced.derivative is None else programs[1]
-    return dataclasses.replace(traced, program=programs[0], derivative=derivative, arrays=(*traced.arrays, *more))
-
-
-def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product, from the argument scale: a float, which the plan holds, or a jax scalar, which becomes a
-    captured array. None gives 1 / sqrt(head dim).
-
-    Raises ValueError for a number that is not finite and for an array that is no real scalar.
-    """
-    if scale is None:
-        return 1.0 / math.sqrt(max(inputs.head_dim, 1))
-    if isinstance(scale, Array):
-        real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
-        if scale.shape != () or not real:
-            raise bad_argument(
-                "scale",
-                f"{scale.dtype}{list(scale.shape)}",
-                "a real scalar",
-                "A factor for each head or position goes into score_mod.",
-            )
-        return scale
-    try:
-        value = float(scale)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise bad_argument("scale", repr(scale), "a finite float", "None means 1 / sqrt(head dim).")
-    return value
-
-
-def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
-    """The score function `score_mod(score * scale, ...)`, with the signature of score_mod; scale is cast to the score's dtype.
-
-    For a scale that is an array: a plan holds no array, so the scale becomes a captured array of the score function. Without
-    score_mod it is `score * scale`.
-    """
-
-    def scaled(score: Array, *at: Array) -> Array:
-        """The scaled score after score_mod; `at` are b, h, q_idx and kv_idx."""
-        score = score * scale.astype(score.dtype)
-        return score if score_mod is None else score_mod(score, *at)
-
-    return scaled if score_mod is None else functools.wraps(score_mod)(scaled)
-
-
-def _block_mask(
-    mask_mod: MaskMod | None,
-    block_mask: BlockMask | None,
-    inputs: Inputs,
-    origin: OriginTable | None,
-) -> BlockMask | None:
-    """The block mask of the call: the one given, or one computed from mask_mod; None if neither is given.
-
-    A computed mask has blocks of DEFAULT_BLOCK tokens, and a batch (heads) dimension of size 1 if mask_mod does not
-    read b (h). Raises ValueError if both are given; that the given one fits is checked elsewhere.
-    """
-    if mask_mod is not None and block_mask is not None:
-        raise both_masks()
-    if block_mask is not None:
-        return block_mask
-    if mask_mod is None:
-        return None
-    sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
-    traced = trace_placed_mask(mask_mod, sizes, origin)
-    heads = (
-        inputs.batch if traced.program.reads("b") else 1,
-        inputs.q_heads if traced.program.reads("h") else 1,
-    )
-    lengths = (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)
-    return BlockMask.of(from_traced(traced, heads, lengths, origin=origin))
-
-
-def _layout(mask: BlockMask) -> BlockLayout:
-    """The static shape of the block mask, for the plan."""
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
-    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists)
-
-
-def _lists(mask: BlockMask) -> BlockLists:
-    """The block lists for the operands, by query block: partial, then full blocks; None for lists of width 0."""
-    pairs = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
-    return BlockLists(*(x if index.shape[-1] else None for num, index in pairs for x in (num, index)))
 
 
 def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:

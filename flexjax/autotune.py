@@ -15,7 +15,7 @@ A candidate is a tile that the backend proposes for a pass: a dict of KernelOpti
 A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again. A Run
 (dispatch.py) is the backend that was chosen for the call, with its plan and target.
 
-A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+A Call (prepare.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
 traced score_mod.
 """
 
@@ -37,15 +37,16 @@ import numpy as np
 from jax import core
 
 from flexjax import dispatch
-from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.autodiff import attention
 from flexjax.backends import target as targets
+from flexjax.call_arguments import Arguments, describe_call
 from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
 from flexjax.plan.tuned import merge as merge
+from flexjax.prepare import Call, prepare
 from flexjax.progress_bar import ProgressBar
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations, KernelOptions
 

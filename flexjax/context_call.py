@@ -76,7 +76,7 @@ class Given(typing.NamedTuple):
 
 
 class Prepared(typing.Protocol):
-    """What `prepare` of attention.py returns."""
+    """What `prepare` of prepare.py returns."""
 
     plan: KernelPlan
     operands: Operands
@@ -91,7 +91,7 @@ def attention(
 
     names     backends to ask, in order
     text      the user's call in a line
-    prepare   that of attention.py. It prepares the call without its mask, which is traced here, for the whole sequence
+    prepare   that of prepare.py. It prepares the call without its mask, which is traced here, for the whole sequence
     """
     arguments = dict(given.arguments)
     mask_mod, block_mask, origin = (arguments.pop(name) for name in ("mask_mod", "block_mask", "origin"))

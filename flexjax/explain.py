@@ -1,6 +1,6 @@
 """`explain`: what a call of flex_attention will do and why, as text, without computing it.
 
-A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+A Call (prepare.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
 traced score_mod. The text is made of sections, one for each function below. A Target is the device that the call would run on.
 """
 
@@ -14,11 +14,11 @@ from jax import core
 from jax.sharding import AxisType
 
 from flexjax import dispatch
-from flexjax.attention import Arguments, Call, describe_call, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.slice import take
+from flexjax.call_arguments import Arguments, describe_call
 from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
@@ -26,6 +26,7 @@ from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
+from flexjax.prepare import Call, prepare
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations
 from flexjax.work import work_of
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import core
 
 from flexjax import dispatch
-from flexjax.attention import Arguments, describe_call, prepare
 from flexjax.attention import flex_attention as attend
 from flexjax.backends import target as targets
+from flexjax.call_arguments import Arguments, describe_call
 from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.errors import add_note_once, bad_argument
+from flexjax.prepare import prepare
 from flexjax.types import ArrayArgument, AuxRequest, Implementations
 from flexjax.work import Work, work_of
 

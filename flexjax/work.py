@@ -1,6 +1,6 @@
 """The work of a call, counted from its plan and its block lists: blocks, entries, floating-point operations, bytes.
 
-A Call (attention.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
+A Call (prepare.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
 traced score_mod.
 """
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from flexjax.attention import Call
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.dense import block_mask_of
+from flexjax.prepare import Call
 
 
 @dataclasses.dataclass(frozen=True)

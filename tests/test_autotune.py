@@ -18,9 +18,10 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends import target as targets
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
+from flexjax.prepare import prepare
 from tests.marks import some_slow
 
 MODULE = importlib.import_module("flexjax.autotune")

@@ -24,6 +24,8 @@ ORDER = (
         "dispatch",
         "dense",
         "autodiff",
+        "call_arguments",
+        "prepare",
         "fold_batch",
         "check_arguments",
         "dropout",

@@ -8,8 +8,9 @@ import pytest
 
 from flexjax import masks
 from flexjax.analysis import patterns
-from flexjax.attention import DEFAULTS, prepare
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.prepare import prepare
 
 SLOPES = jnp.ones(2)
 

@@ -10,15 +10,16 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.backends.xla import larger_blocks, tile_sizes
 from flexjax.backends.xla.region import Region
 from flexjax.backends.xla.tile import XlaTile
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes
+from flexjax.call_arguments import DEFAULTS
 from flexjax.ir.evaluate import evaluate
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Results, Wanted
+from flexjax.prepare import prepare
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.cases.random_masks import dense
 

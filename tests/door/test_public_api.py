@@ -10,7 +10,7 @@ import types
 import pytest
 
 import flexjax
-from flexjax.attention import Arguments
+from flexjax.call_arguments import Arguments
 from flexjax.jax_nn import Options
 from flexjax.types import AuxOutput, AuxRequest, KernelOptions
 

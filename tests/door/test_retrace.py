@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import attention, masks, mods
+from flexjax import masks, mods
+from flexjax.call_arguments import DEFAULTS
+from flexjax.prepare import prepare
 
 B, T, N, D = 1, 24, 2, 8
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -114,7 +116,7 @@ def test_packed_layouts_share_their_programs(compilations: list[str]) -> None:
     plans, compiled = set(), []
     for seed in range(100):
         mask_mod = flexjax.and_masks(masks.causal, masks.document(packed(seed, 2048)[None]))
-        plans.add(attention.prepare(q, k, v, **attention.DEFAULTS | {"mask_mod": mask_mod}).plan)
+        plans.add(prepare(q, k, v, **DEFAULTS | {"mask_mod": mask_mod}).plan)
         compiled.append(len(compilations))
     assert len(plans) == 1
     assert compiled[-1] == compiled[9], "all that the analysis needs is compiled by then"

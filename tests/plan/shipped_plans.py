@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 import flexjax
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.bench.suites import MODS, SUITES
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.prepare import prepare
 
 FOLDER = pathlib.Path(flexjax.__file__).parent / "plan" / "tuned"
 PROBLEMS = {p.name: p for p in SUITES["gpu"]}

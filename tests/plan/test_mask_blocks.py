@@ -9,9 +9,10 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, masks
-from flexjax.attention import DEFAULTS, Call, prepare
+from flexjax.call_arguments import DEFAULTS
 from flexjax.dense import block_mask_of
 from flexjax.plan import mask_blocks
+from flexjax.prepare import Call, prepare
 from tests.block_mask.test_classify import classes_of
 
 Q_LEN, KV_LEN = 250, 330

@@ -15,11 +15,12 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions, dispatch, masks
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends import target as targets
 from flexjax.backends.mosaic_gpu import choose_kernel, forward_tiles
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.prepare import prepare
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
 
 HERE = targets.default()

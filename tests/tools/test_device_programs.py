@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel
+from flexjax.call_arguments import DEFAULTS
+from flexjax.prepare import prepare
 from tools.device import check_one_kernel, check_sanitizer
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "tools/device/check_device.py"

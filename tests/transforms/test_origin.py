@@ -12,9 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flexjax
-from flexjax import Implementation, Origin, attention, masks, mods
+from flexjax import Implementation, Origin, masks, mods
 from flexjax.ir import program as ir
 from flexjax.ir.origin import table_of_runs
+from flexjax.prepare import prepare
 from tests import compare, oracle
 from tests.cases import CASES, Case
 from tests.marks import some_slow
@@ -295,7 +296,7 @@ def test_new_numbers_neither_trace_nor_compile() -> None:
 def load_classes(origin: Any, lengths: tuple[int, int]) -> list[str]:
     captured = arrays()[3:]
     x, y = normal(B, lengths[0], N, D), normal(B, lengths[1], M, D)
-    call = attention.prepare(x, y, y, score_mod=score_of(*captured), origin=origin)
+    call = prepare(x, y, y, score_mod=score_of(*captured), origin=origin)
     assert call.plan.score is not None
     found = [str(ir.classify_load(load)) for load in call.plan.score.loads]
     return [f for f in found if f != ir.SCALAR]  # a scalar: where batch entries or heads begin

@@ -9,11 +9,12 @@ import pytest
 
 import flexjax
 from flexjax import BlockMask, KernelOptions, masks
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu.support import BACKEND
 from flexjax.backends.target import Target
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import Wanted
+from flexjax.prepare import prepare
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)

@@ -12,13 +12,14 @@ import pytest
 
 import flexjax
 from flexjax import KernelOptions
-from flexjax.attention import DEFAULTS, prepare
 from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, support
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
 from flexjax.backends.target import Target
+from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
+from flexjax.prepare import prepare
 
 HOPPER = Target("cuda", "NVIDIA H200", "9.0", 132)
 JAX = (0, 11, 2)

@@ -1,0 +1,80 @@
+"""The keywords of `flex_attention` that other functions take too: their types, their defaults, and a call of them as text."""
+
+import typing
+
+from flexjax.block_mask.block_mask import BlockMask
+from flexjax.ir.origin import OriginTable
+from flexjax.types import (
+    ArrayArgument,
+    ArrayOrShape,
+    AuxRequest,
+    KernelOptions,
+    Layout,
+    MaskMod,
+    Origin,
+    ScoreMod,
+)
+
+A = typing.TypeVar("A", bound=ArrayOrShape)
+
+
+class Arguments(typing.TypedDict, typing.Generic[A], total=False):
+    """The keywords of `flex_attention` that say what is computed. Arrays are of type A.
+
+    Two keywords are not here: `return_aux` decides the type of the result, and `implementation` is no part of a plan.
+    """
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    block_mask: BlockMask | None
+    scale: float | A | None
+    sinks: A | None
+    layout: Layout
+    kernel_options: KernelOptions | None
+    dropout_rate: float
+    dropout_key: A | None
+    broadcast_dropout: bool
+    query_extra: A | None
+    key_extra: A | None
+    origin: Origin | OriginTable | None
+
+
+DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
+"""The keywords of `Arguments` whose default is not None, with their defaults."""
+
+
+def describe_call(
+    function: str,
+    query: object,
+    key: object,
+    value: object,
+    return_aux: AuxRequest | None,
+    arguments: Arguments[A],
+) -> str:
+    """The user's call in a line, for the notes of errors: "in flex_attention(query=float32[1, 8, 2, 64], ..., mask_mod=causal)".
+
+    function    the name of the function that the user called
+    arguments   its other keywords; those with their default are left out. Arrays are shown as dtype and shape, mods by name
+    """
+    is_default = lambda name, x: x is None or (isinstance(x, str | int | float) and x == DEFAULTS.get(name))
+    given = {name: x for name, x in arguments.items() if not is_default(name, x)}
+    if return_aux is not None:
+        given["return_aux"] = return_aux
+    arrays = {"query": query, "key": key, "value": value}
+    return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in (arrays | given).items())})"
+
+
+def _describe(x: object) -> str:
+    """The value of an argument in at most 80 characters: dtype and shape of an array, name of a function, lengths of a block
+    mask, else its repr, or only its type if that is longer.
+    """
+    if isinstance(x, BlockMask):
+        b, h, q_len, kv_len = x.shape
+        return f"BlockMask({b}, {h}, {q_len}, {kv_len})"
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is not None and shape is not None:
+        return f"{dtype}{list(shape)}"
+    if callable(x):
+        return getattr(x, "__name__", type(x).__name__)
+    text = repr(x)
+    return text if len(text) <= 80 else f"{type(x).__name__}"
