@@ -56,6 +56,7 @@ from flexjax.partition import Mesh, names_of
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
+from flexjax.primitive import aval_like
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod
 from flexjax.types import ArrayArgument, AuxRequest, MaskMod, Origin
@@ -414,7 +415,7 @@ def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list
     rows = query.shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
     found = [core.ShapedArray((*rows, plan.value_dim), query.dtype), stats, *[stats] * plan.max_scores]
-    return [autodiff.aval_like(query, x.shape, x.dtype) for x in found]
+    return [aval_like(query, x.shape, x.dtype) for x in found]
 
 
 def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving: tuple[bool, ...]) -> list:

@@ -26,6 +26,7 @@ ORDER = (
         "autodiff",
         "call_arguments",
         "prepare",
+        "primitive",
         "fold_batch",
         "check_arguments",
         "dropout",
