@@ -12,8 +12,8 @@ files of measured tiles; `merge` joins them.
 
 A candidate is a tile that the backend proposes for a pass: a dict of KernelOptions fields, such as {"block_q": 128}.
 
-A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again. A Run
-(dispatch.py) is the backend that was chosen for the call, with its plan and target.
+A Timing is the measurement of one candidate, a Trial a Timing with the compiled call, so that it can be timed again
+(time_tiles.py). A Run (dispatch.py) is the backend that was chosen for the call, with its plan and target.
 
 A Call (prepare.py) is a checked call of flex_attention: its plan (everything static about it), its operands (arrays) and the
 traced score_mod.
@@ -21,71 +21,30 @@ traced score_mod.
 
 import dataclasses
 import datetime
-import logging
 import math
 import os
 import pathlib
-import statistics
-import time
 import typing
 import zlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from flexjax import dispatch
-from flexjax.autodiff import attention
+from flexjax import dispatch, time_tiles
 from flexjax.backends import target as targets
 from flexjax.call_arguments import Arguments, describe_call
 from flexjax.check_arguments import refuse_unknown_keywords
 from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.plan import tuned
-from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
+from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.plan.tuned import merge as merge
 from flexjax.prepare import Call, prepare
 from flexjax.progress_bar import ProgressBar
+from flexjax.time_tiles import Tile, Timing, Trial, shown
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations, KernelOptions
-
-Array = jax.Array
-Tile = dict[str, int]
-
-LOG = logging.getLogger(__name__)
-MARGIN = 0.98  # a tile replaces the backend's own choice if its time is below this share of the time of that choice
-CALLS = (3, 200)  # the least and the largest number of timed calls of a candidate
-SHORT, LONG = (
-    0.5,
-    5.0,
-)  # seconds after which no further call of a candidate is timed: after the least number, in any case
-ROUNDS = 10  # of timing two candidates in alternation
-
-clock = time.perf_counter
-
-
-class Timing(typing.NamedTuple):
-    """The measurement of one candidate.
-
-    which    "forward" (a tile of the forward pass; that pass was timed) or "backward" (a tile of the backward pass; both were)
-    tile     the candidate
-    seconds  median time of a call; None if the candidate does not run, and `skipped` says why
-    calls    number of timed calls
-    """
-
-    which: str
-    tile: Tile
-    seconds: float | None
-    calls: int
-    skipped: str = ""
-
-
-class Trial(typing.NamedTuple):
-    """A candidate's measurement, and a function that runs the compiled call and waits for it; None if it does not run."""
-
-    timing: Timing
-    run: Callable[[], object] | None
 
 
 class Tuning(typing.NamedTuple):
@@ -111,22 +70,17 @@ class Tuning(typing.NamedTuple):
         A last line says if the time was up before every candidate was tried.
         """
         best = {which: {n: getattr(self.options, n) for n in names} for which, names in tuned.PASSES.items()}
-        lines = [f"{self.backend}: best {_shown({n: v for t in best.values() for n, v in t.items() if v})}"]
+        lines = [f"{self.backend}: best {shown({n: v for t in best.values() for n, v in t.items() if v})}"]
         for t in self.timings:
             took = f"{1e3 * t.seconds:10.3f} ms" if t.seconds is not None else f"{'-':>10}   "
             chosen = t.seconds is not None and all(best[t.which][n] == v for n, v in t.tile.items())
             what = "forward" if t.which == "forward" else "both passes"
             lines.append(
-                f"{'*' if chosen else ' '} {what:<12} {took}  {_shown(t.tile)}{'  ' + t.skipped if t.skipped else ''}"
+                f"{'*' if chosen else ' '} {what:<12} {took}  {shown(t.tile)}{'  ' + t.skipped if t.skipped else ''}"
             )
         if not self.finished:
             lines.append("  the time was up before every candidate was tried")
         return "\n".join(lines)
-
-
-def _shown(tile: Tile) -> str:
-    """A tile as text, for example "block_q=128 block_kv=64"; "nothing to choose" for an empty one."""
-    return " ".join(f"{n}={v}" for n, v in tile.items()) or "nothing to choose"
 
 
 def autotune(
@@ -178,7 +132,7 @@ def autotune(
         timed = dispatch.choose(call.plan, dispatch.candidates(implementation), targets.default())
         if timed.backend.name == dispatch.REFERENCE:
             raise NotImplementedError("The reference implementation has no tiles to choose.")
-        return _search(call, timed, backward, clock() + seconds, cache, progress)
+        return _search(call, timed, backward, time_tiles.clock() + seconds, cache, progress)
     except Exception as error:
         error.add_note(describe_call("autotune", q, k, v, return_aux, filled))
         raise
@@ -231,7 +185,7 @@ def _search(
     timed      the choice of the backend whose candidates are timed
     backward   whether the backward pass is searched too, with the fastest forward tile; it may be run by another
                backend that `timed` refuses the gradients to
-    until      the time of `clock` at which no further candidate begins; the forward search leaves the backward search
+    until      the time of `time_tiles.clock` at which no further candidate begins; the forward search leaves the backward search
                60% of it
     cache, progress   as for `autotune`
 
@@ -239,7 +193,7 @@ def _search(
     """
     plan, options = call.plan, call.plan.options
     forwards = _tiles(timed, plan, "forward")
-    wanted, movable = _movable(call.operands)
+    wanted, movable = time_tiles.gradients_of(call.operands)
     backwards: list[Tile] = []
     if backward:
         derivative = call.problem(None).needed_derivative()
@@ -250,29 +204,29 @@ def _search(
     found: dict[str, Timing] = {}
     for which, tiles in (("forward", forwards), ("backward", backwards)):
         # the forward search leaves the backward search 60% of the time
-        limit = until - (0.6 * (until - clock()) if which == "forward" and backwards else 0.0)
+        limit = until - (0.6 * (until - time_tiles.clock()) if which == "forward" and backwards else 0.0)
         ran: list[Trial] = []  # the backend's own choice, which is first, and the fastest of the others
         for tile in tiles:
-            if timings and clock() >= limit:
+            if timings and time_tiles.clock() >= limit:
                 break
             changed = dataclasses.replace(plan, options=dataclasses.replace(options, **tile))
             best = found[which].seconds if which in found else None
-            bar.show(len(timings), max(0.0, until - clock()), best, _shown(tile))
-            trial = _time(call, changed, timed, which, tile, movable, limit)
+            bar.show(len(timings), max(0.0, until - time_tiles.clock()), best, shown(tile))
+            trial = time_tiles.time_tile(call, changed, timed, which, tile, movable, limit)
             timings.append(trial.timing)
             if trial.timing.seconds is not None:
-                ran = [*ran[:1], min([*ran[1:], trial], key=_seconds)]
-                found[which] = min(ran, key=_seconds).timing
+                ran = [*ran[:1], min([*ran[1:], trial], key=time_tiles.seconds_of)]
+                found[which] = min(ran, key=time_tiles.seconds_of).timing
         if ran:
-            own, fastest = _timed_again(ran[0], ran[-1])
+            own, fastest = time_tiles.time_again(ran[0], ran[-1])
             timings[timings.index(ran[0].timing)] = own
             if ran[1:]:
                 timings[timings.index(ran[1].timing)] = fastest
-            found[which] = fastest if _is_better(fastest, own) else own
+            found[which] = fastest if time_tiles.is_better(fastest, own) else own
             options = dataclasses.replace(options, **found[which].tile)
     bar.close()
     if not found:
-        reasons = " ".join(f"{_shown(t.tile)}: {t.skipped}" for t in timings)
+        reasons = " ".join(f"{shown(t.tile)}: {t.skipped}" for t in timings)
         raise RuntimeError(f"No candidate of {timed.backend.name} runs. {reasons}")
     finished = len(timings) == len(forwards) + len(backwards)
     kept = _keep(plan, timed, found, timings, {"forward": forwards, "backward": backwards}, cache)
@@ -287,144 +241,6 @@ def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
     every = timed.backend.tile_candidates(plan, timed.target)
     found = [{n: c[n] for n in open_options if n in c} for c in every]
     return list({tuple(t.items()): t for t in found}.values())
-
-
-def _seconds(trial: Trial) -> float:
-    """The seconds of a trial, infinite if its candidate does not run."""
-    return math.inf if trial.timing.seconds is None else trial.timing.seconds
-
-
-def _is_better(timing: Timing, own: Timing) -> bool:
-    """Whether a candidate's measurement `timing` is below MARGIN times that of the backend's `own` choice, so that it replaces
-    it.
-    """
-    return timing.seconds is not None and own.seconds is not None and timing.seconds < MARGIN * own.seconds
-
-
-def _timed_again(own: Trial, fastest: Trial) -> tuple[Timing, Timing]:
-    """The measurements of the backend's own choice and of the fastest candidate.
-
-    Both are timed again, in alternation, if the first measurements would replace the backend's own choice; the first
-    measurements stay if that raises an error, which is logged.
-    """
-    first = own.timing, fastest.timing
-    if not (_is_better(fastest.timing, own.timing) and own.run and fastest.run):
-        return first
-    try:
-        times = _in_alternation(own.run, fastest.run)
-    except Exception as error:  # the memory of the device may not hold the results of both
-        LOG.warning("autotune does not time its choice again: %s", _reason(error))
-        return first
-    again = [t._replace(seconds=statistics.median(x), calls=len(x)) for t, x in zip(first, times, strict=True)]
-    return again[0], again[1]
-
-
-def _in_alternation(*runs: Callable[[], object]) -> list[list[float]]:
-    """For each function the seconds of its calls, timed in alternation: in each of at most ROUNDS rounds some calls of each.
-
-    After one round, timing ends when SHORT seconds for each function are over.
-    """
-    times: list[list[float]] = [[] for _ in runs]
-    until = clock() + SHORT * len(runs)
-    for _ in range(ROUNDS):
-        for taken, run in zip(times, runs, strict=True):
-            taken += _calls(run, (1, CALLS[1] // ROUNDS), SHORT / ROUNDS, until)
-        if clock() >= until:
-            break
-    return times
-
-
-def _calls(run: Callable[[], object], counts: tuple[int, int], short: float, limit: float) -> list[float]:
-    """Calls `run` again and again and returns the seconds of each call; there are at least one and at most counts[1].
-
-    No further call begins when `clock` shows `limit` or later, when counts[0] calls and `short` seconds are over, or after LONG
-    seconds.
-    """
-    times: list[float] = []
-    began = clock()
-    while len(times) < counts[1]:
-        start = clock()
-        enough = len(times) >= counts[0] and start - began >= short
-        if times and (enough or start >= limit or start - began >= LONG):
-            break
-        run()
-        times.append(clock() - start)
-    return times
-
-
-def _movable(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
-    """Which gradients the timed backward pass computes: those of all operands that are present, but not of captured arrays.
-
-    Returns them as Wanted, and as their indices in Operands.
-    """
-    present = [x is not None for x in operands[:6]]
-    places = tuple(n for n, there in enumerate(present) if there)
-    return Wanted._make((*present, (False,) * len(operands.score_captures))), places
-
-
-def _step(
-    call: Call, plan: KernelPlan, timed: Run, which: str, movable: tuple[int, ...]
-) -> Callable[[Operands], object]:
-    """The function of the operands that is timed for the plan of a candidate: the forward pass, or both passes.
-
-    plan      that of the call with the candidate's tile among its options
-    timed     the choice of the backend
-    which     "forward" or "backward" (both passes)
-    movable   indices in Operands of the arrays that get gradients
-    """
-    # xla computes the gradients that the timed backend refuses
-    problem = dataclasses.replace(call, plan=plan).problem((timed.backend.name, "xla"))
-    if which == "forward":
-        return lambda operands: attention(problem, operands).out
-
-    def both(operands: Operands) -> object:
-        """The output array of the call, and the gradients of the movable operands; the output itself is the cotangent."""
-
-        def out_of(moving: list[Array]) -> Array:
-            """The output array as a function of the movable operands alone."""
-            names = [Operands._fields[place] for place in movable]
-            return attention(problem, operands._replace(**dict(zip(names, moving, strict=True)))).out
-
-        out, pull = jax.vjp(out_of, [operands[place] for place in movable])
-        return out, pull(out)
-
-    return both
-
-
-def _time(
-    call: Call, plan: KernelPlan, timed: Run, which: str, tile: Tile, movable: tuple[int, ...], limit: float
-) -> Trial:
-    """Compiles and times one candidate; one that is refused or raises an error is left out, with a line in the log.
-
-    plan      that of the call with the candidate's tile among its options
-    which, tile, movable   see `_step` and Timing
-    limit     the time of `clock` after which no further call begins; one call is timed in any case, after a first
-              untimed one
-
-    The trial of a candidate that is left out has no seconds and says why.
-    """
-
-    def skip(reason: str) -> Trial:
-        """The trial of a candidate that does not run, which is logged."""
-        LOG.warning("autotune leaves out %s: %s", _shown(tile), reason)
-        return Trial(Timing(which, tile, None, 0, reason), None)
-
-    refusal = timed.backend.refuses(plan, timed.target)
-    if refusal is not None:
-        return skip(refusal)
-    try:
-        compiled = jax.jit(_step(call, plan, timed, which, movable)).lower(call.operands).compile()
-        run = lambda: jax.block_until_ready(compiled(call.operands))
-        run()
-        times = _calls(run, CALLS, SHORT, limit)
-    except Exception as error:  # a compiler raises what it likes for a kernel that does not fit the device
-        return skip(_reason(error))
-    return Trial(Timing(which, tile, statistics.median(times), len(times)), run)
-
-
-def _reason(error: Exception) -> str:
-    """The error's type and the first line of its message, at most 200 characters of it."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
 
 
 def _keep(

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import KernelOptions, dispatch, masks
+from flexjax import KernelOptions, dispatch, masks, time_tiles
 from flexjax.backends import target as targets
 from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.prepare import prepare
 from tests.marks import some_slow
 
-MODULE = importlib.import_module("flexjax.autotune")
+MODULE = importlib.import_module("flexjax.autotune")  # flexjax.autotune is the function
 FORWARD, BACKWARD = tuned.PASSES["forward"], tuned.PASSES["backward"]
 
 
@@ -54,8 +54,8 @@ class Scripted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float | None]) -> None:
         self.now, self.tried, self.seconds = 100.0, [], seconds
-        monkeypatch.setattr(MODULE, "clock", lambda: self.now)
-        monkeypatch.setattr(MODULE, "_time", self._time)
+        monkeypatch.setattr(time_tiles, "clock", lambda: self.now)
+        monkeypatch.setattr(time_tiles, "time_tile", self._time)
 
     def _time(
         self, call: typing.Any, plan: typing.Any, name: str, which: str, tile: dict, *_: typing.Any
@@ -64,7 +64,7 @@ class Scripted:
         self.tried.append((which, tile, plan.options))
         took = self.seconds(which, number)
         self.now += 10 * (took or 0.1)
-        return MODULE.Trial(MODULE.Timing(which, tile, took, 1, "" if took else "it does not fit"), None)
+        return time_tiles.Trial(time_tiles.Timing(which, tile, took, 1, "" if took else "it does not fit"), None)
 
 
 # ------------------------------------------------------------------- the real thing
@@ -151,10 +151,10 @@ class Turns:
         self.now, self.ran, self.seconds = 0.0, [], seconds
         script = Scripted(monkeypatch, lambda which, n: (2 * seconds[0], seconds[1])[n] if n < 2 else 9.0)
         alone = script._time
-        monkeypatch.setattr(MODULE, "clock", lambda: self.now)
+        monkeypatch.setattr(time_tiles, "clock", lambda: self.now)
         monkeypatch.setattr(
-            MODULE,
-            "_time",
+            time_tiles,
+            "time_tile",
             lambda *given: alone(*given)._replace(run=functools.partial(self.run, len(script.tried) - 1)),
         )
 
@@ -170,13 +170,13 @@ def test_the_first_candidate_may_have_run_while_the_device_woke_up(
     """The second is faster than the first was; it is chosen if it is when they are timed in turns."""
     turns = Turns(monkeypatch, (0.01, 0.01 * steady))
     found = flexjax.autotune(*qkv(), seconds=1e6, backward=False, cache=False)
-    chosen = int(steady < MODULE.MARGIN)
+    chosen = int(steady < time_tiles.MARGIN)
     assert found.options == KernelOptions(**parts(FORWARD, candidates())[chosen])
     assert [t.seconds for t in found.timings[:3]] == [pytest.approx(0.01), pytest.approx(0.01 * steady), 9.0]
     assert [t.calls for t in found.timings[:3]] == [turns.ran.count(0), turns.ran.count(1), 1]
     assert (turns.ran[0], turns.ran[-1]) == (0, 1)
     assert min(turns.ran.count(0), turns.ran.count(1)) >= 30
-    assert sum(a != b for a, b in itertools.pairwise(turns.ran)) == 2 * MODULE.ROUNDS - 1
+    assert sum(a != b for a, b in itertools.pairwise(turns.ran)) == 2 * time_tiles.ROUNDS - 1
     assert turns.now < 1.2
 
 
@@ -228,17 +228,17 @@ def test_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     filled: typing.Any = DEFAULTS
     call = prepare(*qkv(), **filled)
     took = {"now": 0.0, "call": 0.0}
-    monkeypatch.setattr(MODULE, "clock", lambda: took["now"])
+    monkeypatch.setattr(time_tiles, "clock", lambda: took["now"])
 
     def ready(x: typing.Any) -> typing.Any:
         took["now"] += took["call"]
         return x
 
-    monkeypatch.setattr(MODULE.jax, "block_until_ready", ready)
+    monkeypatch.setattr(time_tiles.jax, "block_until_ready", ready)
 
     def timing(seconds: float, limit: float) -> typing.Any:
         took.update(now=0.0, call=seconds)
-        return MODULE._time(
+        return time_tiles.time_tile(
             call, call.plan, dispatch.on_xla(call.plan, targets.default()), "forward", {}, (0, 1, 2), limit
         ).timing
 
@@ -252,14 +252,14 @@ def test_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_candidates_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    real = MODULE.attention
+    real = time_tiles.attention
 
     def attention(problem: typing.Any, operands: typing.Any) -> typing.Any:
         if problem.plan.options.block_q == parts(FORWARD, candidates())[0]["block_q"]:
             raise NotImplementedError("too large.\nThe rest is long.")
         return real(problem, operands)
 
-    monkeypatch.setattr(MODULE, "attention", attention)
+    monkeypatch.setattr(time_tiles, "attention", attention)
     with caplog.at_level(logging.WARNING):
         found = flexjax.autotune(*qkv(), seconds=300.0, backward=False, cache=False)
     first = parts(FORWARD, candidates())[0]

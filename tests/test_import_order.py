@@ -27,6 +27,7 @@ ORDER = (
         "call_arguments",
         "prepare",
         "primitive",
+        "time_tiles",
         "fold_batch",
         "check_arguments",
         "dropout",

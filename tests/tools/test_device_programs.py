@@ -95,7 +95,7 @@ def test_the_stages_of_a_first_call_are_timed():
 
 
 def test_heuristics_are_judged_by_the_fastest_tile():
-    from flexjax.autotune import Timing
+    from flexjax.time_tiles import Timing
     from tools.device import check_heuristics
 
     seconds = dict(forward=(2.0, None, 1.6, 2.4), backward=(1.0,))
