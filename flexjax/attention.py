@@ -18,6 +18,7 @@ from flexjax.errors import add_note_once
 from flexjax.ir.origin import OriginTable, indices_of
 from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.plan.kernel_plan import Results
+from flexjax.plan.lengths import NONE
 from flexjax.prepare import Call, prepare
 from flexjax.reference import reference_attention
 from flexjax.trace.lift_numpy import lift_numpy
@@ -85,6 +86,8 @@ def flex_attention(
     broadcast_dropout: bool = False,
     query_extra: ArrayArgument | None = None,
     key_extra: ArrayArgument | None = None,
+    query_seq_lengths: int | ArrayArgument | None = None,
+    key_value_seq_lengths: int | ArrayArgument | None = None,
     origin: Origin | OriginTable | None = None,
     context: ContextParallel | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
@@ -109,6 +112,8 @@ def flex_attention(
     dropout_rate, dropout_key  sets each probability to 0 with this chance; the backward pass uses the same mask
     broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
+    query_seq_lengths, key_value_seq_lengths  int32 [B], or an int for all: how many queries and keys of each batch entry exist,
+                 clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Work follows the lengths
     origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
                  made with an origin brings it along
     context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout
@@ -148,13 +153,21 @@ def flex_attention(
     sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot hold log(n) beside -1e10, so each entry's
     gradient uses p = 1; hide with mask_mod or -inf instead. NaN and infinity in key and value at a hidden position can reach the
     output (from value) and gradients (from both), because 0 * NaN is NaN, as in jax.nn.dot_product_attention; only blocks that
-    are skipped as a whole are never read. Zero such entries before the call: jnp.where(valid[:, :, None, None], value, 0).
+    are skipped as a whole are never read. Zero such entries before the call: jnp.where(valid[:, :, None, None], value, 0), or hide
+    them by key_value_seq_lengths.
+
+    Lengths. Queries and keys from a length on do not exist, whatever their slots hold, NaN and infinity included: out is 0 and lse
+    -inf in such a row (also with sinks), gradients of such slots are 0, and cotangents of such rows are ignored. Tiles past a length
+    are not computed. Lengths count from 0 in the arrays, also with an origin. `origin=Origin(query="end")` places the last query at
+    the last key, as in decoding with a cache:
+
+        out = flex_attention(query, keys, values, mask_mod=masks.causal, origin=Origin(query="end"), key_value_seq_lengths=lengths)
     """
     arguments: Arguments[ArrayArgument] = {
         "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask, "scale": scale, "sinks": sinks,
         "layout": layout, "kernel_options": kernel_options, "dropout_rate": dropout_rate, "dropout_key": dropout_key,
         "broadcast_dropout": broadcast_dropout, "query_extra": query_extra, "key_extra": key_extra,
-        "origin": origin,
+        "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths, "origin": origin,
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:
@@ -212,6 +225,7 @@ def _reference(call: Call, arguments: Arguments[ArrayArgument]) -> Results:
         key_extra=operands.key_extra,
         dropout_rate=rate,
         dropout_keep=keep,
+        lengths=operands.lengths or NONE,
     )
     dtype = plan.score_dtype
     return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)

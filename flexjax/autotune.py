@@ -100,8 +100,8 @@ def autotune(
 
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                 dropout_key, broadcast_dropout, query_extra, key_extra, origin; random numbers are timed in place of a
-                 jax.ShapeDtypeStruct. The first backend that accepts the call is the one that is timed
+                 dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths, key_value_seq_lengths,
+                 origin; random numbers are timed in place of a jax.ShapeDtypeStruct, and full lengths in place of that of lengths. The first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;
@@ -156,8 +156,8 @@ def _check(backward: object, seconds: object, cache: object, progress: object) -
 def _concrete(name: str, x: object) -> typing.Any:
     """The value x of the argument `name`; if it is a jax.ShapeDtypeStruct, an array of that shape and dtype in its place.
 
-    The array has random numbers if it is floating, a fixed key if it is a PRNG key, and zeros otherwise. Raises ValueError for a
-    tracer.
+    The array has random numbers if it is floating, a fixed key if it is a PRNG key, numbers above every length if it has lengths,
+    and zeros otherwise. Raises ValueError for a tracer.
     """
     if isinstance(x, core.Tracer):
         raise bad_argument(
@@ -170,6 +170,8 @@ def _concrete(name: str, x: object) -> typing.Any:
     if jnp.issubdtype(x.dtype, jnp.floating):
         rng = np.random.default_rng(zlib.crc32(name.encode()))  # other numbers for each argument
         return jnp.asarray(rng.standard_normal(tuple(x.shape), np.float32), x.dtype)
+    if name.endswith("_seq_lengths"):
+        return jnp.full(x.shape, jnp.iinfo(x.dtype).max, x.dtype)
     return jnp.zeros(x.shape, x.dtype)
 
 

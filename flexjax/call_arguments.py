@@ -36,6 +36,8 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
     broadcast_dropout: bool
     query_extra: A | None
     key_extra: A | None
+    query_seq_lengths: int | A | None
+    key_value_seq_lengths: int | A | None
     origin: Origin | OriginTable | None
 
 

@@ -6,6 +6,7 @@ Inputs are the checked arrays with their sizes. Shape letters are those of plan/
 """
 
 import dataclasses
+import typing
 import warnings
 from collections.abc import Iterable
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.errors import bad_argument
+from flexjax.plan.kernel_plan import Lengths
 from flexjax.types import AuxRequest, KernelOptions
 
 Array = jax.Array
@@ -362,3 +364,36 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
                 "block_mask", f"made for {name}=1 by a mask_mod that depends on `{axis}`", f"{name}={want}",
                 f"Build it with {name}={want}.",
             )  # fmt: skip
+
+
+def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
+    """The arguments query_seq_lengths and key_value_seq_lengths as int32 [B], clipped to 0 .. T and 0 .. S; None without either.
+
+    Raises ValueError for anything but an int, an integer scalar or an integer array [B]. The numbers themselves are not looked at.
+    """
+    if query is None and key is None:
+        return None
+
+    def checked(name: str, given: object, most: int) -> Array | None:
+        """One of the two arguments; None for None."""
+        if given is None:
+            return None
+        is_int = isinstance(given, int) and not isinstance(given, bool)
+        array: typing.Any = np.asarray(min(max(int(given), 0), most), np.int32) if is_int else given  # type: ignore[call-overload]
+        is_array = isinstance(array, np.ndarray | np.generic | Array)
+        fits = is_array and jnp.issubdtype(array.dtype, jnp.integer) and array.shape in ((), (inputs.batch,))
+        if not fits:
+            raise bad_argument(
+                name,
+                f"{array.dtype.name}{list(array.shape)}" if is_array else repr(given),
+                f"an int, or int32[{inputs.batch}], one for each batch entry",
+                "Reshape or cast it, for example with lengths.astype(jnp.int32).",
+            )
+        # clipped before the cast of 64-bit numbers, which would wrap around; `most` may not fit 8 and 16 bits
+        array = array.astype(np.int32) if array.dtype.itemsize < 4 else array
+        clip = jnp.clip if isinstance(array, Array) else np.clip
+        return jnp.broadcast_to(jnp.asarray(clip(array, 0, most), jnp.int32), (inputs.batch,))
+
+    return Lengths(
+        checked("query_seq_lengths", query, inputs.q_len), checked("key_value_seq_lengths", key, inputs.kv_len)
+    )

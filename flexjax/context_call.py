@@ -98,6 +98,12 @@ def attention(
     mask_mod, block_mask, origin = (arguments.pop(name) for name in ("mask_mod", "block_mask", "origin"))
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        if arguments[name] is not None:
+            raise NotImplementedError(
+                f"A call with context= takes no {name}, because its tokens are split over devices and permuted. Hide tokens past "
+                "a length with mask_mod."
+            )
     query, key, value = map(jnp.asarray, given[:3])
     placed = place(context, query, key, arguments.get("layout", "BTNH"), origin)
     call: Prepared = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)

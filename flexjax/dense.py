@@ -22,6 +22,7 @@ from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.origin import OriginTable, indices_of
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.lengths import NONE
 from flexjax.reference import over_entries, reference_attention
 
 Array = jax.Array
@@ -62,6 +63,7 @@ class DenseBackend:
             query_extra=operands.query_extra,
             key_extra=operands.key_extra,
             indices=_indices(plan, operands),
+            lengths=operands.lengths or NONE,
             **_dropout(plan, operands),
         )
         dtype = plan.score_dtype

@@ -53,7 +53,8 @@ def explain(
 
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
-                dropout_key, broadcast_dropout, query_extra, key_extra, origin; each array may be a jax.ShapeDtypeStruct
+                dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths,
+                key_value_seq_lengths, origin; each array may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
 
@@ -142,6 +143,8 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         + ("  sinks" if plan.has_sinks else "")
         + ("  dropout" if plan.dropout is not None else "")
         + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
+        + ("  query_seq_lengths" if plan.lengths[0] else "")
+        + ("  key_value_seq_lengths" if plan.lengths[1] else "")
     )
 
 

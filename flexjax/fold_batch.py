@@ -24,7 +24,7 @@ from flexjax.backends import tile_math
 from flexjax.ir.fold_vmap import fold_batch
 from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -170,6 +170,7 @@ def fold(call: Mapped) -> Folded:
         ),
         lists=lists,
         origin=origin,
+        lengths=_lengths(operands.lengths, flags.lengths, lead),
     )
     rest = []
     for index in range(call.leaves, len(call.flat)):
@@ -202,6 +203,7 @@ def _with_sinks(call: Mapped) -> list[Array]:
     """The results of a call whose sinks differ between copies: those of the folded call without sinks, corrected for the sinks.
 
     z is the logit of a sink, tz its tangent, and p = exp(z - lse) its probability.
+    Rows of queries that do not exist have no sink: its logit is -inf there.
     Forward: `join_sinks` adds the column to out and lse. Tangent: the tangent of out loses out * p * tz, that of lse gains p *
     tz. Backward: the gradient of z is the sum over rows of -p * (d_out . out - d_lse); the others stay as they are.
     """
@@ -230,7 +232,10 @@ def _with_sinks(call: Mapped) -> list[Array]:
 
     argument = lambda i: (call.flat[i] if call.axes[i] else call.flat[i][None]).astype(plan.score_dtype)
     spread = lambda x: x[:, None, None, :] if plan.layout == "BTNH" else x[:, None, :, None]
+    existing = _existing_rows(call)
     sinks = spread(argument(sinks_index))
+    if existing is not None:
+        sinks = jnp.where(existing, sinks, jnp.asarray(-jnp.inf, sinks.dtype))
     each_copy = lambda x: jnp.broadcast_to(x, (call.size, *x.shape[1:]))
     if call.moving is None and call.wanted is None:
         out, lse = join_sinks(outs[0], outs[1], sinks)
@@ -246,6 +251,8 @@ def _with_sinks(call: Mapped) -> list[Array]:
         delta = (argument(call.leaves + 2) * out).sum(-1)
         if call.params["has_lse"]:
             delta = delta - argument(call.leaves + 3)
+        if existing is not None:
+            delta = jnp.where(existing, delta, jnp.zeros_like(delta))
         heads = (1, 2) if plan.layout == "BTNH" else (1, 3)
         gradient = -(weight * delta).sum(heads)
         outs.insert(sum(wanted[:SINKS]), each_copy(gradient).astype(call.flat[sinks_index].dtype))
@@ -257,6 +264,16 @@ def _out_and_lse(call: Mapped) -> list[Array]:
     their shapes only.
     """
     return [call.flat[i][0] if call.axes[i] else call.flat[i] for i in (call.leaves, call.leaves + 1)]
+
+
+def _existing_rows(call: Mapped) -> Array | None:
+    """Which queries exist, bool [copies or 1, B, T, 1] ([copies or 1, B, 1, T] for BNTH); None without query lengths."""
+    plan, lengths = call.problem.plan, call.operands.lengths
+    if lengths is None or lengths.query is None:
+        return None
+    ends = lengths.query if call.flags.lengths.query else lengths.query[None]
+    rows = jnp.arange(plan.q_len, dtype=jnp.int32)
+    return (rows[:, None] if plan.layout == "BTNH" else rows) < ends[:, :, None, None]
 
 
 def join_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
@@ -322,6 +339,15 @@ def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> 
         return whole.reshape(size * plan.batch, *whole.shape[2:])
 
     return jax.tree.map(spread, operands.lists, flags.lists), size * plan.batch
+
+
+def _lengths(
+    lengths: Lengths | None, mapped: Lengths | None, lead: Callable[[Array | None, typing.Any], Array | None]
+) -> Lengths | None:
+    """The lengths for the folded batch. mapped: which of them are mapped; lead: `_lead`, None for None."""
+    if lengths is None or mapped is None:
+        return None
+    return Lengths(lead(lengths.query, mapped.query), lead(lengths.key, mapped.key))
 
 
 def _origin(

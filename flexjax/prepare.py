@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import from_traced, trace_placed_mask
 from flexjax.call_arguments import Arguments
-from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_inputs, check_options
+from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_inputs, check_lengths, check_options
 from flexjax.dropout import dropout_program
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands
+from flexjax.plan.lengths import NONE
 from flexjax.plan.problem import Problem
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import ArrayOrShape, AuxRequest, Layout, MaskMod, Origin, ScoreMod
@@ -82,7 +83,8 @@ def prepare(
     inputs = check_inputs(query, key, value, sinks, layout, get("query_extra"), get("key_extra"))
     scale = _scale(get("scale"), inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
-    origin = _origin(get("origin"), get("block_mask"), inputs, layout)
+    lengths = check_lengths(get("query_seq_lengths"), get("key_value_seq_lengths"), inputs)
+    origin = _origin(get("origin"), get("block_mask"), inputs, layout, lengths)
     own_sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     sizes = sizes_of(origin, own_sizes)
     score_mod = get("score_mod")
@@ -120,6 +122,7 @@ def prepare(
         max_scores=return_aux is not None and return_aux.max_scores,
         options=options,
         origin=None if origin is None else origin.layout,
+        lengths=(False, False) if lengths is None else (lengths.query is not None, lengths.key is not None),
     )
     operands = Operands(
         query=inputs.query,
@@ -133,15 +136,20 @@ def prepare(
         dropout_captures=() if dropout is None else dropout.arrays,
         lists=None if block_mask is None else _lists(block_mask),
         origin=None if origin is None else origin.starts,
+        lengths=lengths,
     )
     return Call(plan, operands, score, origin)
 
 
 def _origin(
-    given: Origin | OriginTable | None, block_mask: BlockMask | None, inputs: Inputs, layout: Layout
+    given: Origin | OriginTable | None,
+    block_mask: BlockMask | None,
+    inputs: Inputs,
+    layout: Layout,
+    lengths: Lengths | None,
 ) -> OriginTable | None:
     """The origin of the call: the one given or that of the block mask. Raises ValueError where they differ."""
-    origin = table_of(given, inputs.batch, (inputs.q_len, inputs.kv_len))
+    origin = table_of(given, inputs.batch, (inputs.q_len, inputs.kv_len), lengths or NONE)
     if block_mask is None:
         return origin
     check_block_mask(block_mask, inputs, layout)

@@ -11,6 +11,7 @@ on every entry by `jax.vmap`, the softmax is over whole rows, and all gradients 
 A row without a finite score (and without a sink) has `out = 0`, `lse = -inf` and no gradient.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -37,6 +38,7 @@ def reference_attention(
     dropout_rate: float = 0.0,
     dropout_keep: jax.Array | None = None,
     indices: Sequence[jax.Array] | None = None,
+    lengths: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention by its definition.  Shapes are for layout "BTNH"; "BNTH" swaps `T` and `N` everywhere.
 
@@ -50,6 +52,8 @@ def reference_attention(
                   to the first before scaling.
     dropout_keep: bool [B, N, T, S]; kept probabilities are divided by `1 - dropout_rate`.
     indices:      b, h, q and kv that the mods see, int32 of 4 dims that broadcast to [B, N, T, S]; they count from 0 if None.
+    lengths:      int32 [B], how many queries and how many keys of each batch entry exist; None: all.  The slots of the others
+                  may hold anything.  A row of a query that does not exist has `out = 0`, and `lse = -inf` even with sinks.
 
     Returns `out` [B, T, N, E] in the dtype of `query`, `lse` [B, T, N] and `max_scores` [B, T, N].  The
     last two are float32, or float64 when jax's x64 mode is on; everything inside is computed in that dtype.
@@ -57,17 +61,20 @@ def reference_attention(
     """
     wide = jnp.result_type(float)
     head_first = layout == "BNTH"
+    rows, columns = lengths
     q, k, v = (_heads_first(x, head_first).astype(wide) for x in (query, key, value))
+    q, k, v = _zero_tail(q, rows), _zero_tail(k, columns), _zero_tail(v, columns)
     batch, heads, _, dim = q.shape
     k, v = (_per_query_head(x, batch, heads) for x in (k, v))
     scores = _dot(q, k)
     if query_extra is not None and key_extra is not None:
-        extra = (_heads_first(x, head_first).astype(wide) for x in (query_extra, key_extra))
+        ends = zip((query_extra, key_extra), lengths, strict=True)
+        extra = (_zero_tail(_heads_first(x, head_first).astype(wide), end) for x, end in ends)
         scores = scores + _dot(*(_per_query_head(x, batch, heads) for x in extra))
     scores = scores * (1.0 / math.sqrt(max(dim, 1)) if scale is None else scale)
 
     at = _indices(scores.shape) if indices is None else indices
-    on = _mask_everywhere(mask_mod, mask, scores.shape, at)
+    on = _existing(_mask_everywhere(mask_mod, mask, scores.shape, at), scores.shape, lengths)
     if score_mod is not None and scores.size:
         scores = _modified(score_mod, scores, on, at)
     if on is not None:
@@ -77,6 +84,11 @@ def reference_attention(
     if dropout_keep is not None:
         probs = jnp.where(dropout_keep, probs / (1.0 - dropout_rate), 0.0)
     out = jnp.einsum("bhqk,bhke->bhqe", probs, v, precision=jax.lax.Precision.HIGHEST).astype(query.dtype)
+    if rows is not None:
+        out = _zero_tail(out, rows)
+        lse, max_scores = (
+            jnp.where(jnp.arange(x.shape[2]) < rows[:, None, None], x, -jnp.inf) for x in (lse, max_scores)
+        )
     if head_first:
         return out, lse, max_scores
     return tuple(jnp.swapaxes(x, 1, 2) for x in (out, lse, max_scores))  # pyright: ignore[reportReturnType]
@@ -85,6 +97,28 @@ def reference_attention(
 def _heads_first(x: jax.Array, already: bool) -> jax.Array:
     """x [B, T, N, D] with tokens and heads swapped to [B, N, T, D]; x itself if it is in that order `already`."""
     return x if already else jnp.swapaxes(x, 1, 2)
+
+
+def _zero_tail(x: jax.Array, length: jax.Array | None) -> jax.Array:
+    """x [B or 1, heads, tokens, D] with 0 from token `length` [B] of each batch entry on; x itself if `length` is None."""
+    if length is None:
+        return x
+    return jnp.where(jnp.arange(x.shape[2])[:, None] < length[:, None, None, None], x, jnp.zeros((), x.dtype))
+
+
+def _existing(
+    on: jax.Array | None, shape: tuple[int, ...], lengths: tuple[jax.Array | None, jax.Array | None]
+) -> jax.Array | None:
+    """`on` (bool of `shape` [B, N, T, S], None for True) with False where the query or the key does not exist."""
+    rows, columns = lengths
+    parts = [] if on is None else [on]
+    if rows is not None:
+        parts.append(jnp.arange(shape[2])[:, None] < rows[:, None, None, None])
+    if columns is not None:
+        parts.append(jnp.arange(shape[3]) < columns[:, None, None, None])
+    if rows is None and columns is None:
+        return on
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, parts), shape)
 
 
 def _per_query_head(x: jax.Array, batch: int, heads: int) -> jax.Array:

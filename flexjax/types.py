@@ -133,6 +133,10 @@ class Origin:
 
     batch, head   ints or int32 scalars
     query, key    ints, int32 scalars, or int32 [B]: one for each batch entry of the call
+    query="end"   q_idx counts so that the last query that exists lies at the last key that exists, as in decoding with a cache:
+                  query[b] = key[b] + key length - query length, by the lengths of the call (key_value_seq_lengths,
+                  query_seq_lengths), or by those of the arrays. At least key[b]: where there are more queries than keys, both
+                  begin together
     whole         (batch, heads, q_len, kv_len) of the whole problem, ints, or None where unknown. With the lengths, reads such as
                   `table[h, q_idx - kv_idx + T - 1]` are known to lie inside their arrays and stay slices; without, they become
                   gathers, which are slower
@@ -149,7 +153,7 @@ class Origin:
 
     batch: int | jax.Array = 0
     head: int | jax.Array = 0
-    query: int | jax.Array = 0
+    query: int | jax.Array | typing.Literal["end"] = 0
     key: int | jax.Array = 0
     whole: tuple[int | None, int | None, int | None, int | None] | None = None
 
@@ -160,7 +164,19 @@ class Origin:
         return f"Origin({', '.join(f'{n}={text(x)}' for n, x in fields if isinstance(x, jax.Array | np.ndarray) or x)})"
 
 
-jax.tree_util.register_dataclass(Origin, data_fields=["batch", "head", "query", "key"], meta_fields=["whole"])
+def _flatten_origin(origin: Origin) -> tuple[tuple, tuple]:
+    """The numbers of an Origin, and what is static: whether query is "end", and `whole`."""
+    end = isinstance(origin.query, str)
+    return (origin.batch, origin.head, None if end else origin.query, origin.key), (end and origin.query, origin.whole)
+
+
+def _unflatten_origin(static: tuple, numbers: typing.Iterable[typing.Any]) -> Origin:
+    """The inverse of `_flatten_origin`."""
+    batch, head, query, key = numbers
+    return Origin(batch, head, static[0] or query, key, static[1])
+
+
+jax.tree_util.register_pytree_node(Origin, _flatten_origin, _unflatten_origin)
 
 
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:

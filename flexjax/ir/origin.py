@@ -150,10 +150,16 @@ def table_of_runs(
     return OriginTable(batch, head, Starts(spread(query_starts), spread(key_starts)), layout, whole)
 
 
-def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int, int]) -> OriginTable | None:
+def table_of(
+    origin: Origin | OriginTable | None,
+    batch: int,
+    lengths: tuple[int, int],
+    existing: tuple[Array | None, Array | None] = (None, None),
+) -> OriginTable | None:
     """The origin of a call with that many batch entries and (queries, keys); None if it is 0 everywhere.
 
-    batch   1 where one block mask serves any number of batch entries
+    batch     1 where one block mask serves any number of batch entries
+    existing  how many queries and keys of each batch entry exist, int32 [batch]; None: all
 
     Raises ValueError for numbers of other types or shapes, and for indices that are negative or past `whole`.
     """
@@ -164,6 +170,8 @@ def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int
             "origin", f"a {type(origin).__name__}", "a flexjax.Origin", "Pass flexjax.Origin(query=...), for example."
         )
     whole = _whole(origin.whole)
+    if isinstance(origin.query, str) and origin.query == "end":
+        origin, whole = _at_end(origin, batch, whole, lengths, existing)
     fields = {name: getattr(origin, name) for name in ("batch", "head", "query", "key")}
     zero = {name for name, x in fields.items() if isinstance(x, int) and not isinstance(x, bool) and x == 0}
     if len(zero) == 4:
@@ -187,6 +195,29 @@ def table_of(origin: Origin | OriginTable | None, batch: int, lengths: tuple[int
         tables.append(starts.reshape(-1, 1))
     runs = [max(length, 1) for length in lengths]
     return table_of_runs(*tables, query_run=runs[0], key_run=runs[1], whole=whole, batch=start, head=head)
+
+
+def _at_end(
+    origin: Origin, batch: int, whole: Sizes, lengths: tuple[int, int], existing: tuple[Array | None, Array | None]
+) -> tuple[Origin, Sizes]:
+    """An origin with query="end" as one with numbers, and a `whole` that is above its positions, as far as they are known.
+
+    Rows of queries that do not exist count on, so they may lie past the last key by as many as the call has rows.
+    """
+    key = (
+        0
+        if isinstance(origin.key, int) and origin.key == 0
+        else _number("origin.key", origin.key, (batch,), whole[3], lengths[1])
+    )
+    queries, keys = (own if length is None else length for own, length in zip(lengths, existing, strict=True))
+    if isinstance(queries, int) and isinstance(keys, int):
+        ahead: int | Array = max(keys - queries, 0)
+    else:
+        ahead = jnp.maximum(jnp.asarray(keys - queries, jnp.int32), 0)
+    keys_end = lengths[1] if isinstance(key, int) else whole[3]
+    past = max(lengths) - lengths[1] + (0 if isinstance(queries, int) else lengths[0])
+    sizes = (whole[0], whole[1], UNKNOWN if keys_end == UNKNOWN else keys_end + past, keys_end)
+    return dataclasses.replace(origin, query=ahead if isinstance(key, int) else key + ahead), sizes
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:

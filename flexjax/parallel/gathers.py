@@ -20,7 +20,7 @@ import jax
 from flexjax.errors import FallbackWarning, stacklevel_of_user
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
-from flexjax.plan.kernel_plan import BlockLists, Operands
+from flexjax.plan.kernel_plan import BlockLists, Lengths, Operands
 from flexjax.plan.problem import Problem
 
 DIMENSIONS = {"b": "batch", "t": "tokens", "s": "tokens", "d": "head dim", "e": "head dim", "r": "features"}
@@ -124,6 +124,12 @@ def operand_names(problem: Problem) -> list[str]:
         if places.lists is None
         else BlockLists._make(None if x is None else "a block list" for x in places.lists),
         origin=None if places.origin is None else ("the origin of query", "the origin of key"),
+        lengths=None
+        if places.lengths is None
+        else Lengths._make(
+            None if x is None else f"{name}_seq_lengths"
+            for name, x in zip(("query", "key_value"), places.lengths, strict=True)
+        ),
     )
     return jax.tree.leaves(named)
 

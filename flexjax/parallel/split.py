@@ -6,6 +6,7 @@ share of it:
     query, sinks          its batch entries and query heads
     key, value            its batch entries and the key heads that its query heads read
     block lists           those of its batch entries and heads
+    lengths               those of its batch entries
     captured arrays       its entries of each dimension that the mods index with plain b or h, all entries of the others
     programs              rewritten to add the share's start to b and h, so that mods see the indices of the whole call
 
@@ -33,7 +34,7 @@ from flexjax.ir.origin import Starts
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Spec, widest
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Lengths, Operands
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -106,6 +107,7 @@ def operand_dims(problem: Problem) -> list[str]:
             for name, x in zip(BlockLists._fields, present.lists, strict=True)
         ),
         origin=None if present.origin is None else Starts._make(_origin_dims(plan)),
+        lengths=None if present.lengths is None else Lengths._make(None if x is None else "b" for x in present.lengths),
     )
     return jax.tree.leaves(named)
 

@@ -65,6 +65,8 @@ class KernelPlan:
     partial      the call is a part of a sum (parallel/context_stages.py): out and gradients are in the score dtype, so that sums
                  of several parts round once
     differentiable  asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
+    lengths      whether the call gives lengths of (queries, keys) for each batch entry (`Operands.lengths`). Queries and keys from
+                 a length on do not exist: whatever their slots hold, out is 0 and lse is -inf there, and gradients are 0
     """
 
     batch: int
@@ -89,6 +91,7 @@ class KernelPlan:
     differentiable: bool = False
     origin: OriginLayout | None = None
     partial: bool = False
+    lengths: tuple[bool, bool] = (False, False)
 
     @property
     def out_dtype(self) -> str:
@@ -129,13 +132,22 @@ class BlockLists(typing.NamedTuple):
     full_index: jax.Array | None
 
 
+class Lengths(typing.NamedTuple):
+    """How many queries and keys of each batch entry exist: int32 [B], in 0 .. T and 0 .. S. They count from 0 in the arrays of the
+    call, whatever its origin is. None: all exist.
+    """
+
+    query: jax.Array | None
+    key: jax.Array | None
+
+
 class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
     query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
-    sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, and the
-    positions at which runs of queries and keys begin. An operand
-    that the call does not have is None, or an empty tuple.
+    sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, the
+    positions at which runs of queries and keys begin, and the lengths. An operand that the call does not have is None, or an
+    empty tuple.
     """
 
     query: jax.Array
@@ -149,6 +161,7 @@ class Operands(typing.NamedTuple):
     dropout_captures: tuple[jax.Array, ...]
     lists: BlockLists | None
     origin: Starts | None = None
+    lengths: Lengths | None = None
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:

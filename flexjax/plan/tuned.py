@@ -55,7 +55,7 @@ def plan_text(plan: KernelPlan) -> str:
     every process (addresses in it are removed), so that a digest of it can be stored.
     """
     options = plan.options
-    absent = {"options", *(["origin"] if plan.origin is None else [])}
+    absent = {"options", *(["origin"] if plan.origin is None else []), *([] if any(plan.lengths) else ["lengths"])}
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")

@@ -32,12 +32,14 @@ LARGEST_TILE = 128
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
     """Why the kernels cannot run the forward pass of this plan on the target, in a sentence; None if they can.
 
-    The sentence names the first obstacle among the origin, the version of jax, the device, arrays, programs and tiles,
+    The sentence names the first obstacle among lengths, the origin, the version of jax, the device, arrays, programs and tiles,
     in this order. In the simulator (`interpret`) any device will do.
 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
     """
+    if any(plan.lengths):
+        return "The GPU kernels do not take query_seq_lengths and key_value_seq_lengths yet."
     reason = _refuses_origin(plan)
     if reason is not None:
         return reason

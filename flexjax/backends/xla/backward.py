@@ -39,6 +39,7 @@ from flexjax.backends.xla.visit_scores import (
 )
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.lengths import NONE, where_exists
 
 Array = jax.Array
 
@@ -84,8 +85,12 @@ def backward(
     Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the
     sinks (`_empty_gradients`). A query that sees no key gets and gives no gradient.
     """
+    lengths = operands.lengths or NONE
+    if d_lse is not None:
+        d_lse = where_exists(d_lse, lengths.query, plan)
     if plan.batch * plan.q_len * plan.kv_len == 0:
         return _empty_gradients(operands, wanted, d_lse, plan)
+    d_out = where_exists(d_out, lengths.query, plan)
     tiled = TiledOperands(plan, operands, target, derivative, backward=True)
     sizes = tiled.sizes
     wide = lambda x: heads_first(x, plan).astype(tiled.compute)
@@ -101,7 +106,7 @@ def backward(
 
     def one_row(sums: KeySums, step: Array) -> tuple[KeySums, QuerySums]:
         """`sums` with the tile row of number `step` added, and the gradients of that tile row's queries."""
-        return sweep.add_row(row_at(plan, sizes, tiled.lists, step), sums)
+        return sweep.add_row(row_at(plan, sizes, tiled.lists, step, tiled.lengths), sums)
 
     zero = lambda x, want: None if not want else jnp.zeros(typing.cast(Array, x).shape, tiled.compute)
     sums = KeySums(
@@ -118,24 +123,26 @@ def backward(
     else:
         sums, rows = lax.scan(one_row, sums, steps)
 
-    def in_layout(x: Array | None, like: Array | None, length: int) -> Array | None:
+    def in_layout(x: Array | None, like: Array | None, length: int, existing: Array | None) -> Array | None:
         """A gradient x [B, heads, padded tokens, D] in the layout, length and dtype of its operand; None for None.
 
-        like     the operand, which has the dtype
-        length   how many tokens the operand has
+        like       the operand, which has the dtype
+        length     how many tokens the operand has
+        existing   int32 [B], how many of them exist; None: all
         """
         if x is None:
             return None
         assert like is not None
-        return heads_first(x[:, :, :length], plan).astype(tiled.compute if plan.partial else like.dtype)
+        x = where_exists(heads_first(x[:, :, :length], plan), existing, plan)
+        return x.astype(tiled.compute if plan.partial else like.dtype)
 
     join = lambda x: None if x is None else join_rows(x, sizes)
     return Gradients(
-        in_layout(join(rows.query), operands.query, plan.q_len),
-        in_layout(sums.key, operands.key, plan.kv_len),
-        in_layout(sums.value, operands.value, plan.kv_len),
-        in_layout(join(rows.query_extra), operands.query_extra, plan.q_len),
-        in_layout(sums.key_extra, operands.key_extra, plan.kv_len),
+        in_layout(join(rows.query), operands.query, plan.q_len, lengths.query),
+        in_layout(sums.key, operands.key, plan.kv_len, lengths.key),
+        in_layout(sums.value, operands.value, plan.kv_len, lengths.key),
+        in_layout(join(rows.query_extra), operands.query_extra, plan.q_len, lengths.query),
+        in_layout(sums.key_extra, operands.key_extra, plan.kv_len, lengths.key),
         _sink_gradient(tiled, delta, lse, operands) if wanted.sinks else None,
         captured.finish(sums.captures),
     )
@@ -189,16 +196,16 @@ class BackwardSweep(typing.NamedTuple):
                 dv = _add_columns(tiled, dv, row, visit, dropped, do)
             if not need_ds and not self.captured.slots:
                 return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
-            dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit.blocks))
+            dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit))
             cotangent = p * ((dp if multiplier is None else dp * multiplier) - delta)
             buffers = self.captured.add(buffers, row, visit, scores, cotangent)
             d_raw = times_partial(cotangent, scores.partials[0]) if scores.partials else cotangent
             ds = zero_where_off(scores, d_raw) * scale
             if dq is not None:
-                dq = dq + tiled.weights_times_value(ds, tiled.take_columns(tiled.key, row, visit.blocks))
+                dq = dq + tiled.weights_times_value(ds, tiled.take_columns(tiled.key, row, visit))
             if dqx is not None:
                 assert tiled.key_extra is not None
-                dqx = dqx + tiled.weights_times_value(ds, tiled.take_columns(tiled.key_extra, row, visit.blocks))
+                dqx = dqx + tiled.weights_times_value(ds, tiled.take_columns(tiled.key_extra, row, visit))
             dk = dk if dk is None else _add_columns(tiled, dk, row, visit, ds, q)
             dkx = dkx if dkx is None else _add_columns(tiled, dkx, row, visit, ds, typing.cast(Array, q_extra))
             return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)

@@ -5,6 +5,10 @@ tile row, a *visit*, computes the tile of `chunk` key blocks. The key blocks of 
 unmasked; the rest of the full list follows together with the partial list, masked. Loops end where the lists end, so an empty
 block costs nothing, whether the lists are constants or traced.
 
+With lengths (plan/lengths.py) the loops also end at the first block past the key length, and a tile row past the query length has
+no visit. A block that straddles the key length of some batch entry of the tile row is left to the masked part: its visit has `cut`
+set, so that the columns past the length are masked, and their keys and values zeroed.
+
 TileSizes are the sizes of a tile and how many there are, BlockLists the arrays of the block mask.
 """
 
@@ -18,7 +22,8 @@ from jax import lax
 from flexjax.backends.xla.tile import Region
 from flexjax.backends.xla.tile_sizes import TileSizes
 from flexjax.ir.origin import NOWHERE, Placed, key_positions, query_positions
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Lengths
+from flexjax.plan.lengths import NONE
 
 Array = jax.Array
 Carry = typing.TypeVar("Carry")
@@ -32,7 +37,15 @@ class TileRow(typing.NamedTuple):
     *_num      int32 scalar: how many key blocks the query block's full (partial) list has
     *_index    int32 [width]: the numbers of these key blocks, ascending
 
-    The last four are None where there is no such list, and all of them where every block is visited.
+    The four are None where there is no such list, and all of them where every block is visited.
+
+    With key lengths, the numbers count only blocks with a key that exists in some batch entry of the tile row, and
+
+    blocks     int32 scalar: how many key blocks have such a key; None without lengths
+    uncut      int32 scalar: how many key blocks lie before the shortest length of the batch entries; None without key lengths
+    uncut_full int32 scalar: how many blocks of the full list do; None without key lengths or that list
+
+    With query lengths, all but the last two are 0 where the tile row has no query that exists.
     """
 
     b0: Array
@@ -42,24 +55,58 @@ class TileRow(typing.NamedTuple):
     full_index: Array | None
     partial_num: Array | None
     partial_index: Array | None
+    blocks: Array | None = None
+    uncut: Array | None = None
+    uncut_full: Array | None = None
 
 
-def row_at(plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: Array) -> TileRow:
+def row_at(
+    plan: KernelPlan, sizes: TileSizes, lists: BlockLists | None, step: Array, lengths: Lengths = NONE
+) -> TileRow:
     """The tile row with number `step` (int32 scalar) of 0 .. sizes.steps - 1: query blocks run fastest, then groups of
     heads, then groups of batch entries.
 
-    lists   those of the operands; where they have one batch entry or head for all, that one is taken. None, or a plan
-            without a block mask: every block is visited
+    lists    those of the operands; where they have one batch entry or head for all, that one is taken. None, or a plan
+             without a block mask: every block is visited
+    lengths  those of the operands
     """
     row = step % sizes.rows
     group = step // sizes.rows
     h0 = (group % sizes.head_groups) * sizes.heads
     b0 = (group // sizes.head_groups) * sizes.batch
     if lists is None or plan.blocks is None:
-        return TileRow(b0, h0, row, None, None, None, None)
+        return _trimmed(TileRow(b0, h0, row, None, None, None, None), sizes, lengths)
     at = (b0 if plan.blocks.batch > 1 else 0, h0 if plan.blocks.heads > 1 else 0, row)
     picked = [None if x is None else x[at] for x in lists[:4]]
-    return TileRow(b0, h0, row, picked[2], picked[3], picked[0], picked[1])
+    return _trimmed(TileRow(b0, h0, row, picked[2], picked[3], picked[0], picked[1]), sizes, lengths)
+
+
+def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
+    """The tile row without the blocks past the lengths of its batch entries; itself without lengths."""
+    of_row = lambda x: lax.dynamic_slice(x, (row.b0,), (sizes.batch,))
+    if lengths.key is None and lengths.query is None:
+        return row
+    blocks = jnp.int32(sizes.columns)
+    if lengths.key is not None:
+        ends = of_row(lengths.key)
+        blocks = -(-ends.max() // sizes.block_kv)
+        row = row._replace(uncut=ends.min() // sizes.block_kv)
+    if lengths.query is not None:
+        blocks = jnp.where(row.q_block * sizes.block_q < of_row(lengths.query).max(), blocks, 0)
+
+    def number(num: Array | None, index: Array | None, end: Array) -> Array | None:
+        """How many of the first `num` numbers of a list, which ascend, are below `end`."""
+        if num is None or index is None:
+            return None
+        listed = jnp.arange(index.shape[0], dtype=jnp.int32) < num
+        return jnp.sum(listed & (index < end), dtype=jnp.int32)
+
+    return row._replace(
+        full_num=number(row.full_num, row.full_index, blocks),
+        partial_num=number(row.partial_num, row.partial_index, blocks),
+        blocks=blocks,
+        uncut_full=None if row.uncut is None else number(row.full_num, row.full_index, jnp.minimum(blocks, row.uncut)),
+    )
 
 
 class BlockVisit(typing.NamedTuple):
@@ -70,11 +117,13 @@ class BlockVisit(typing.NamedTuple):
             under a block mask all of them are full, so the mask program is not applied
     whole   bool [chunk]: which of `blocks` are from the full list, so that the mask program is not applied to them; None if
             `valid` is None
+    cut     whether key lengths may end inside of the blocks
     """
 
     blocks: Array
     valid: Array | None
     whole: Array | None
+    cut: bool = False
 
 
 def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NOWHERE) -> Region:
@@ -103,20 +152,20 @@ def walk(
 
     Without a block mask, every key block is visited by itself, with `valid` None. With one, only the blocks of the
     row's lists are, `chunk` at a time (see the top of this file); the last visit may have fewer that are valid. A row
-    with empty lists has no visit.
+    with empty lists has no visit. With key lengths, blocks that they cut come last.
     """
     if plan.blocks is None:
-        visit = lambda t: BlockVisit(jnp.asarray(t, jnp.int32)[None], None, None)
-        return _loop(plan, sizes.columns, sizes.columns, lambda t, c: body(c, visit(t)), carry)
-    chunk = sizes.chunk
+        return _walk_all(plan, sizes, row, body, carry)
+    chunk, cut = sizes.chunk, row.uncut is not None
     num_full = jnp.int32(0) if row.full_num is None else row.full_num
     num_partial = jnp.int32(0) if row.partial_num is None else row.partial_num
+    unmasked = (num_full if row.uncut_full is None else row.uncut_full) // chunk
     if row.full_index is not None:
         full_index = row.full_index
         at_once = lambda t: BlockVisit(lax.dynamic_slice(full_index, (t * chunk,), (chunk,)), None, None)
         most = row.full_index.shape[0] // chunk
-        carry = _loop(plan, num_full // chunk, most, lambda t, c: body(c, at_once(t)), carry)
-    left = num_full % chunk
+        carry = _loop(plan, unmasked, most, lambda t, c: body(c, at_once(t)), carry)
+    left = num_full - unmasked * chunk
     total = left + num_partial
 
     def remaining(t: Array) -> BlockVisit:
@@ -131,12 +180,31 @@ def walk(
         if row.full_index is not None:
             full = row.full_index.at[num_full - left + place].get(mode="clip")
             blocks = jnp.where(whole, full, blocks)
-        return BlockVisit(blocks, place < total, whole)
+        return BlockVisit(blocks, place < total, whole, cut)
 
-    widest = (plan.blocks.partial if row.partial_index is not None else 0) + (
-        chunk - 1 if row.full_index is not None else 0
-    )
+    widest = plan.blocks.partial if row.partial_index is not None else 0
+    if (
+        row.full_index is not None
+    ):  # one batch entry's length cuts one block; those of several may leave all blocks to this loop
+        left_at_most = chunk - 1 + cut if sizes.batch == 1 else row.full_index.shape[0]
+        widest += left_at_most if cut else chunk - 1
     return _loop(plan, -(-total // chunk), -(-widest // chunk), lambda t, c: body(c, remaining(t)), carry)
+
+
+def _walk_all(
+    plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
+) -> Carry:
+    """`walk` without a block mask: over every key block, or over those with a key that exists."""
+    visit = lambda t, cut: BlockVisit(jnp.asarray(t, jnp.int32)[None], None, None, cut)
+    most, blocks, uncut = sizes.columns, row.blocks, row.uncut
+    count = most if blocks is None else blocks
+    if uncut is None or blocks is None:
+        return _loop(plan, count, most, lambda t, c: body(c, visit(t, False)), carry)
+    if most == 1:
+        return _loop(plan, blocks, most, lambda t, c: body(c, visit(t, True)), carry)
+    uncut = jnp.minimum(uncut, blocks)
+    carry = _loop(plan, uncut, most, lambda t, c: body(c, visit(t, False)), carry)
+    return _loop(plan, blocks - uncut, most, lambda t, c: body(c, visit(uncut + t, True)), carry)
 
 
 def _loop(

@@ -18,6 +18,7 @@ from flexjax.backends.xla.tile_sizes import TileSizes
 from flexjax.backends.xla.tiled_operands import TiledOperands, heads_first
 from flexjax.backends.xla.visit_scores import dropout_multiplier, raw_scores, visit_scores
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from flexjax.plan.lengths import existing_results
 
 Array = jax.Array
 
@@ -27,13 +28,13 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
     dtype of scores, in the plan's layout. A call without batch entries, queries or keys has `empty_results`.
     """
     if plan.batch * plan.q_len * plan.kv_len == 0:
-        return empty_results(plan, operands)
+        return existing_results(empty_results(plan, operands), operands.lengths, plan)
     tiled = TiledOperands(plan, operands, target)
     sizes = tiled.sizes
 
     def one_row(step: Array) -> tuple[Array, Array, Array]:
         """(out, lse, max_scores) of the tile row with number `step`, as `_row` returns them."""
-        return _row(tiled, row_at(plan, sizes, tiled.lists, step))
+        return _row(tiled, row_at(plan, sizes, tiled.lists, step, tiled.lengths))
 
     if sizes.steps == 1:
         out, lse, top = (x[None] for x in one_row(jnp.int32(0)))
@@ -41,7 +42,8 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
         out, lse, top = lax.map(one_row, jnp.arange(sizes.steps, dtype=jnp.int32))
     out = heads_first(join_rows(out, sizes)[:, :, : plan.q_len], plan).astype(plan.out_dtype)
     flat = lambda x: heads_first(join_rows(x, sizes)[:, :, : plan.q_len, 0], plan)
-    return Results(out, flat(lse), flat(top) if plan.max_scores else None)
+    results = Results(out, flat(lse), flat(top) if plan.max_scores else None)
+    return existing_results(results, operands.lengths, plan)
 
 
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
@@ -65,7 +67,7 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
         maximum, total, factor, weights = tile_math.online_step(maximum, total, scores)
         multiplier = dropout_multiplier(tiled, row, visit)
         weights = weights if multiplier is None else weights * multiplier
-        product = tiled.weights_times_value(weights, tiled.take_columns(tiled.value, row, visit.blocks))
+        product = tiled.weights_times_value(weights, tiled.take_columns(tiled.value, row, visit))
         return maximum, total, accumulated * factor + product
 
     shape = (s.batch, s.heads, s.block_q)

@@ -34,6 +34,7 @@ from flexjax.backends.xla.visit_scores import (
 )
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results
+from flexjax.plan.lengths import NONE, where_exists
 
 Array = jax.Array
 
@@ -54,21 +55,24 @@ def tangent(
 
     A call without batch entries, queries or keys has tangent 0, but that of lse is the tangent of the sinks.
     """
+    query_lengths = (operands.lengths or NONE).query
     if plan.batch * plan.q_len * plan.kv_len == 0:
         t_lse = jnp.zeros_like(results.lse)
         if tangents.sinks is not None:
             by_head = tangents.sinks.astype(t_lse.dtype)
             t_lse = t_lse + (by_head if plan.layout == "BTNH" else by_head[:, None])
-        return jnp.zeros_like(results.out), t_lse
-    tiled_tangents = TiledTangents(TiledOperands(plan, operands, target, derivative), tangents, derivative, results)
-    s = tiled_tangents.tiled.sizes
-    one_row = lambda step: _row(tiled_tangents, row_at(plan, s, tiled_tangents.tiled.lists, step))
+        return jnp.zeros_like(results.out), where_exists(t_lse, query_lengths, plan)
+    tiled = TiledOperands(plan, operands, target, derivative)
+    tiled_tangents = TiledTangents(tiled, tangents, derivative, results)
+    s = tiled.sizes
+    one_row = lambda step: _row(tiled_tangents, row_at(plan, s, tiled.lists, step, tiled.lengths))
     if s.steps == 1:
         t_out, t_lse = (x[None] for x in one_row(jnp.int32(0)))
     else:
         t_out, t_lse = lax.map(one_row, jnp.arange(s.steps, dtype=jnp.int32))
     t_out = heads_first(join_rows(t_out, s)[:, :, : plan.q_len], plan).astype(plan.out_dtype)
-    return t_out, heads_first(join_rows(t_lse, s)[:, :, : plan.q_len, 0], plan)
+    t_lse = heads_first(join_rows(t_lse, s)[:, :, : plan.q_len, 0], plan)
+    return where_exists(t_out, query_lengths, plan), where_exists(t_lse, query_lengths, plan)
 
 
 class TiledTangents:
@@ -117,7 +121,7 @@ def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:
     def visit_tile(state: tuple[Array, Array], visit: BlockVisit) -> tuple[Array, Array]:
         """The two sums over keys, of p r (ts' v + tv) [batch, heads, block_q, E] and of p ts' [.., 1], with one visit added."""
         weighted, t_lse = state
-        columns = lambda x: tiled.take_columns(x, row, visit.blocks)
+        columns = lambda x: tiled.take_columns(x, row, visit)
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, tiled_tangents.derivative, mask_q_end=True)
         products = [

@@ -76,7 +76,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 
     That number depends on the platform of the target and on whether there is a block mask (the constants above). Heads
     are 1 where the mask's lists have heads; batch entries are 1 where they have heads or batch entries, where a tile
-    lacks some heads, or where an origin gives each batch entry positions of its own. `backward` chooses the pass whose
+    lacks some heads, where an origin gives each batch entry positions of its own, or on a CPU with lengths, because a
+    tile of several entries is as long as the longest. `backward` chooses the pass whose
     tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv. Without a block mask these
     options, if given, set the size of a tile, at most the sequence lengths and cut to a divisor of the runs of an
     origin, and `chunk` is 1. Under a block mask a tile has the queries of one mask block (or all queries, if these are
@@ -111,7 +112,13 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     heads = 1 if lists_heads > 1 else largest_divisor(plan.q_heads, budget // area, groups)
     batch = 1
     same_positions = plan.origin is None or plan.origin.rows == 1
-    if lists_batch == 1 and lists_heads == 1 and heads == plan.q_heads and same_positions:
+    if (
+        lists_batch == 1
+        and lists_heads == 1
+        and heads == plan.q_heads
+        and same_positions
+        and not (on_cpu and any(plan.lengths))
+    ):
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
     together = widest if on_cpu else -(-widest // ROW_STEPS)

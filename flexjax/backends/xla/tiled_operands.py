@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends.target import Target
-from flexjax.backends.xla.block_loop import TileRow
+from flexjax.backends.xla.block_loop import BlockVisit, TileRow
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.plan.lengths import NONE, where_exists
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -85,6 +86,7 @@ class TiledOperands:
     score_programs     score_mod's program and that of its derivatives (either may be None); both read `score_captures`
     score_captures, mask_captures   captured arrays, padded by pad_captures; dropout_captures: as they are
     placed           where queries and keys lie in the whole problem
+    lengths          how many queries and keys of each batch entry exist
     overhang         how many queries and keys the last tiles reach past the end
     overhang_q, overhang_kv   whether the last query block or key block reaches past the end
     """
@@ -109,6 +111,7 @@ class TiledOperands:
         # A CPU has no low-precision units: widening once beats widening in every product.
         narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
+        self.lengths = operands.lengths or NONE
         sizes = self.sizes
         self.read_once = sizes.rows == 1 and not backward
         self.key_heads_axis = 2 if self.read_once and plan.layout == "BTNH" else 1
@@ -151,7 +154,10 @@ class TiledOperands:
         return tuple(arrays)
 
     def rows(self, x: Array) -> Array:
-        """An operand with an entry for each query, [B, T, N, D] in the plan's layout, as [B, N, padded_q, D] in operand_dtype."""
+        """An operand with an entry for each query, [B, T, N, D] in the plan's layout, as [B, N, padded_q, D] in operand_dtype, with 0
+        in the rows of queries that do not exist.
+        """
+        x = where_exists(x, self.lengths.query, self.plan)
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_q).astype(self.operand_dtype)
 
     def columns(self, x: Array) -> Array:
@@ -176,14 +182,15 @@ class TiledOperands:
         group = self.plan.q_heads // heads
         return row.h0 // group, max(1, self.sizes.heads // group)
 
-    def take_columns(self, x: Array, row: TileRow, blocks: Array) -> Array:
+    def take_columns(self, x: Array, row: TileRow, visit: BlockVisit) -> Array:
         """What one visit reads of `x`, an array that `columns` made: [batch, key heads, chunk * block_kv, D] in
         operand_dtype, with the key heads that the row's query heads read (`key_group`) and heads first in any layout.
 
         row      the tile row, which decides the batch entries and the key heads
-        blocks   int32 [chunk]: numbers of the key blocks
+
+        Keys that do not exist are 0, where the lengths may cut the key blocks of the visit.
         """
-        s, heads = self.sizes, self.key_heads_axis
+        s, heads, blocks = self.sizes, self.key_heads_axis, visit.blocks
         m0, nm = self.key_group(x.shape[heads], row)
 
         def part(first: Array) -> Array:
@@ -195,7 +202,19 @@ class TiledOperands:
             return jnp.swapaxes(found, 1, 2) if heads == 2 else found
 
         parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
+        found = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
+        if not visit.cut:
+            return found
+        columns = (blocks[:, None] * s.block_kv + jnp.arange(s.block_kv, dtype=jnp.int32)).reshape(1, 1, -1, 1)
+        return jnp.where(self.exists(columns, row, 1), found, jnp.zeros((), found.dtype))
+
+    def exists(self, at: Array, row: TileRow, which: int) -> Array:
+        """Which queries (`which` 0) or keys (1) exist, of those with the numbers `at` in the call, which broadcast over the batch
+        entries of the tile row: bool of 4 dims. The call has such lengths.
+        """
+        lengths = self.lengths[which]
+        assert lengths is not None
+        return at < lax.dynamic_slice(lengths, int32s((row.b0,)), (self.sizes.batch,)).reshape(-1, 1, 1, 1)
 
     # ------------------------------------------------------------------ products over grouped heads
 

@@ -1,7 +1,8 @@
 """The scores of the tiles of one visit: products, score_mod or its derivatives, mask and dropout.
 
 A visit is one step of a tile row (block_loop.py): its tiles are [batch, heads, block_q, keys], keys = chunk * block_kv. "Off" are
-the entries that do not count: those that the mask hides, and those past the end of queries or keys or of a block list.
+the entries that do not count: those that the mask hides, and those past the end or the length of queries or keys or past the end
+of a block list.
 
 TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
 visit computes. A Region is the same as a TileRow with its key blocks: a part of the attention matrix.
@@ -49,10 +50,10 @@ def raw_scores(tiled: TiledOperands, row: TileRow, visit: BlockVisit, q: Array, 
     q         queries of the tile row, [batch, heads, block_q, D]
     q_extra   its part of query_extra, [batch, heads, block_q, R]; None without extra features
     """
-    total = tiled.query_times_key(q, tiled.take_columns(tiled.key, row, visit.blocks))
+    total = tiled.query_times_key(q, tiled.take_columns(tiled.key, row, visit))
     if q_extra is not None:
         assert tiled.key_extra is not None
-        total = total + tiled.query_times_key(q_extra, tiled.take_columns(tiled.key_extra, row, visit.blocks))
+        total = total + tiled.query_times_key(q_extra, tiled.take_columns(tiled.key_extra, row, visit))
     return total * jnp.asarray(tiled.plan.scale, tiled.compute)
 
 
@@ -70,7 +71,7 @@ def visit_scores(
     differentiable plan are they 0 at hidden entries, which are then evaluated on operands of 1 (`XlaTile.guard`).
     """
     region = region_of(tiled.sizes, row, visit.blocks, tiled.placed)
-    on = _on(tiled, region, region_of(tiled.sizes, row, visit.blocks), visit, mask_q_end)
+    on = _on(tiled, region, row, visit, mask_q_end)
     tile = XlaTile(region, tiled.score_captures, raw, guard=on if tiled.plan.differentiable else None)
     results: Sequence[Array | Lit] = [raw]
     if program is not None:
@@ -102,16 +103,17 @@ def _partial(tiled: TiledOperands, partial: Array, on: Array | None) -> Array:
     return jnp.where(on, partial, jnp.zeros_like(partial))
 
 
-def _on(tiled: TiledOperands, region: Region, rows: Region, visit: BlockVisit, mask_q_end: bool) -> Array | None:
+def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, mask_q_end: bool) -> Array | None:
     """Which entries of a visit count: bool of rank 4, of size 1 along axes on which that does not depend; None if all
     count.
 
-    region, rows   the visit in positions of the whole problem, and in rows of the call
+    region   of the visit, in positions of the whole problem
 
     An entry counts if the mask program shows it (not asked in full blocks), its key block is valid, and its key, and
-    with mask_q_end its query, is not past the end. Without a block mask the mask program is asked everywhere.
+    with mask_q_end its query, exists and is not past the end. Without a block mask the mask program is asked everywhere.
     """
-    plan = tiled.plan
+    plan, lengths = tiled.plan, tiled.lengths
+    rows = region_of(tiled.sizes, row, visit.blocks)
     parts: list[Array] = []
     if plan.mask is not None and (visit.valid is not None or plan.blocks is None):
         mask = _mask(tiled, region)
@@ -120,9 +122,13 @@ def _on(tiled: TiledOperands, region: Region, rows: Region, visit: BlockVisit, m
         parts.append(mask)
     if visit.valid is not None:
         parts.append(jnp.repeat(visit.valid, region.bk)[None, None, None, :])
-    if tiled.overhang_kv:
+    if visit.cut:
+        parts.append(tiled.exists(rows.index(KV), row, 1))
+    elif tiled.overhang_kv and lengths.key is None:  # a key length cuts the block that reaches past the end
         parts.append(rows.index(KV) < plan.kv_len)
-    if tiled.overhang_q and mask_q_end:
+    if mask_q_end and lengths.query is not None:
+        parts.append(tiled.exists(rows.index(Q), row, 0))
+    elif mask_q_end and tiled.overhang_q:
         parts.append(rows.index(Q) < plan.q_len)
     return functools.reduce(jnp.logical_and, parts) if parts else None
 

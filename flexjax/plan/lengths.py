@@ -1,0 +1,59 @@
+"""Which queries and keys of a call exist, for calls with lengths (`KernelPlan.lengths`).
+
+    slot of query t of batch entry b exists   where t < lengths.query[b]
+    slot of key s of batch entry b exists     where s < lengths.key[b]
+
+Both count from 0 in the arrays of the call, whatever its origin is. What the other slots hold, NaN included, reaches no result:
+
+    out 0, lse and max_scores -inf   in rows of queries that do not exist, also with sinks
+    gradients 0                      of their slots; their cotangents are ignored
+
+A backend masks the columns and zeroes the tail of the tiles that straddle a length, because 0 * NaN is NaN, and skips the tiles past
+it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Results
+
+Array = jax.Array
+
+NONE = Lengths(None, None)
+"""The lengths of a call without lengths: every query and key exists."""
+
+
+def tokens_axis(plan: KernelPlan) -> int:
+    """The axis of tokens of query, key, value, out, lse and max_scores in the plan's layout."""
+    return 1 if plan.layout == "BTNH" else 2
+
+
+def exists(lengths: Array, plan: KernelPlan, x: Array) -> Array:
+    """Which tokens of an array in the plan's layout exist: bool that broadcasts to x [B, tokens, heads, ..] (or [B, heads, tokens,
+    ..]).
+
+    lengths   int32 [B], of queries or keys
+    """
+    axis = tokens_axis(plan)
+    spread = [1] * x.ndim
+    spread[axis] = x.shape[axis]
+    return jnp.arange(x.shape[axis], dtype=jnp.int32).reshape(spread) < lengths.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def where_exists(x: Array, lengths: Array | None, plan: KernelPlan, other: float = 0.0) -> Array:
+    """x in the plan's layout with `other` in the slots of tokens that do not exist; x itself if `lengths` is None."""
+    return x if lengths is None else jnp.where(exists(lengths, plan, x), x, jnp.asarray(other, x.dtype))
+
+
+def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan) -> Results:
+    """The results with out 0, lse and max_scores -inf in rows of queries that do not exist."""
+    query = None if lengths is None else lengths.query
+    if query is None:
+        return results
+    low = float("-inf")
+    top = results.max_scores
+    return Results(
+        where_exists(results.out, query, plan),
+        where_exists(results.lse, query, plan, low),
+        None if top is None else where_exists(top, query, plan, low),
+    )
