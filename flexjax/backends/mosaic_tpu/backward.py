@@ -20,11 +20,12 @@ from flexjax.backends.mosaic_tpu.backward_dkv import dkv_kernel
 from flexjax.backends.mosaic_tpu.backward_dq import dq_kernel
 from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
-from flexjax.backends.mosaic_tpu.list_shape import list_shape
+from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
 from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
 from flexjax.ir import program as ir
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.lengths import NONE, where_exists
 
 
 def backward(
@@ -53,6 +54,7 @@ def backward(
     folded = layouts.fold(plan, operands)
     delta = jnp.sum(d_out.astype(jnp.float32) * results.out.astype(jnp.float32), axis=-1)
     shift = delta if d_lse is None else delta - d_lse.astype(jnp.float32)
+    shift = where_exists(shift, (operands.lengths or NONE).query, plan)
     arrays = _kernel_arrays(plan, folded, results, d_out, shift)
     call = BackwardCall(plan, operands, arrays, derivative, tiles, chip)
     kinds = capture_gradients.wanted_load_kinds(derivative, wanted.score_captures)
@@ -64,7 +66,9 @@ def backward(
     want_query = wanted.query or wanted.query_extra
     want_kv = wanted.key or wanted.key_extra or wanted.value
     geometry = TileGeometry.of(plan, tiles, q_axis=1)
-    whole_heads = plan.blocks is None or list_shape(plan, geometry, shapes.group, True).launches_hold_heads
+    whole_heads = (
+        block_layout(plan, geometry) is None or list_shape(plan, geometry, shapes.group, True).launches_hold_heads
+    )
     dq_in_dkv = want_query and want_kv and not others and whole_heads
     dq_in_dkv = dq_in_dkv and vmem.dq_sums_fit(plan, tiles, derivative, chip)
     if others or (want_query and not dq_in_dkv):

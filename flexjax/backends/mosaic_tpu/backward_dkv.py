@@ -135,15 +135,16 @@ class DkvKernel:
         """Adds what a strip (a range of queries of the visited tile) contributes to the sums of dk, dv, dq and the
         column reads, as far as these are wanted.
 
-        In a checked step, rows past the end of queries and keys, which may hold anything, are replaced by 0.
+        In a checked step, rows of queries and keys that do not exist, which may hold anything, are replaced by 0.
         """
         refs: Refs = step.refs
-        plan, tiles, strip, visit = self.call.plan, self.call.tiles, step.strip, step.visit
+        tiles, strip, visit = self.call.tiles, step.strip, step.visit
         inputs, sums, lanes = refs.inputs, refs.scratch, strip.columns
         queries, d_out = inputs.query[lanes, :], inputs.d_out[lanes, :]
-        if step.checked and plan.q_len % tiles.q:
+        if step.checked and self.scores.queries_end:
             start = visit.q_tile * np.int32(tiles.q) + np.int32(strip.col0)
-            queries, d_out = (zero_rows_past_end(x, start, plan.q_len) for x in (queries, d_out))
+            end = self.scores.end_of_queries(step)
+            queries, d_out = (zero_rows_past_end(x, start, end) for x in (queries, d_out))
         qk = dot(inputs.key[...], queries, NT)
         dp = dot(inputs.value[...], d_out, NT)
         products = StripProducts(qk, dp, inputs.lse[:, lanes], inputs.shift[:, lanes])
@@ -153,8 +154,9 @@ class DkvKernel:
             sums.dk[...] += dot(grads.ds.astype(queries.dtype), queries, NN)
         if sums.dq is not None:
             keys = inputs.key[...]
-            if step.checked and plan.kv_len % tiles.kv:
-                keys = zero_rows_past_end(keys, visit.kv_tile * np.int32(tiles.kv), plan.kv_len)
+            if step.checked and self.scores.keys_end:
+                start = visit.kv_tile * np.int32(tiles.kv)
+                keys = zero_rows_past_end(keys, start, self.scores.end_of_keys(step))
             rows: slice | pl.Slice = strip.columns
             if self.scores.order.geometry.q_tiles > 1:
                 start = visit.q_tile * np.int32(tiles.q) + np.int32(strip.col0)
@@ -205,13 +207,13 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
     geometry = TileGeometry.of(plan, tiles, q_axis=1)
-    order = make_order(plan, geometry, shapes.group, True, call.operands.lists)
+    order = make_order(plan, geometry, shapes.group, True, call.operands)
     scores = TileScores(
         plan,
         order,
         call.operands,
         call.derivative,
-        check_q_end=plan.q_len % tiles.q != 0,
+        check_q_end=True,
         wants_load_slopes=bool(columns),
     )
     maps = layouts.IndexMaps(order, shapes.group)
@@ -241,6 +243,7 @@ def dkv_kernel(call: BackwardCall, columns: tuple[int, ...], want_kv: bool, with
             ),
             vmem_limit=call.chip.vmem_limit,
             interpret=plan.options.interpret,
+            prefetched=scores.lengths,
         ),
         DkvKernel(call, scores, shapes, columns),
     )

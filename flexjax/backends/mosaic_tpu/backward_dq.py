@@ -33,7 +33,7 @@ from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelSte
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
 from flexjax.backends.mosaic_tpu.vector_ops import F32, LANES, NN, NT, dot, fill, lane_sums, zero_rows_past_end
-from flexjax.backends.mosaic_tpu.visit_order import IDLE, when_on
+from flexjax.backends.mosaic_tpu.visit_order import IDLE, DenseOrder, when_on
 from flexjax.ir import program as ir
 
 T = typing.TypeVar("T")
@@ -155,10 +155,10 @@ class DqKernel:
         """Adds what a strip (a range of keys of the visited tile) contributes to dq, if wanted, and to the sums of
         captured reads; writes its part of d_load of tile reads.
 
-        In a checked step, keys past the end, which may hold anything, are replaced by 0.
+        In a checked step, keys that do not exist, which may hold anything, are replaced by 0.
         """
         refs: Refs = step.refs
-        plan, tiles, strip, geometry = self.call.plan, self.call.tiles, step.strip, self.scores.order.geometry
+        tiles, strip, geometry = self.call.tiles, step.strip, self.scores.order.geometry
         inputs = refs.inputs
         keys, values = inputs.key[strip.columns, :], inputs.value[strip.columns, :]
         qk = dot(inputs.query[...], keys, NT)
@@ -166,9 +166,9 @@ class DqKernel:
         lse, shift = (ref[...].reshape(tiles.q, 1) for ref in (inputs.lse, inputs.shift))
         grads = strip_gradients(self.scores, step, StripProducts(qk, dp, lse, shift), self.numbers.all)
         if refs.scratch.dq is not None:
-            if step.checked and plan.kv_len % tiles.kv:
+            if step.checked and self.scores.keys_end:
                 start = step.visit.kv_tile * np.int32(tiles.kv) + np.int32(strip.col0)
-                keys = zero_rows_past_end(keys, start, plan.kv_len)
+                keys = zero_rows_past_end(keys, start, self.scores.end_of_keys(step))
             refs.scratch.dq[...] += dot(grads.ds.astype(keys.dtype), keys, NN)
         for n, sums in zip(self.numbers.rows, refs.scratch.rows, strict=True):
             sums[...] += lane_sums(grads.loads[n])
@@ -194,14 +194,14 @@ def dq_kernel(
     plan, tiles = call.plan, call.tiles
     shapes = layouts.FoldedShapes.of(plan)
     geometry = TileGeometry.of(plan, tiles, q_axis=0)
-    order = make_order(plan, geometry, shapes.group, False, call.operands.lists)
+    order = make_order(plan, geometry, shapes.group, False, call.operands)
     numbers = LoadNumbers.of(wanted)
     scores = TileScores(
         plan,
         order,
         call.operands,
         call.derivative,
-        check_q_end=bool(numbers.diagonals or numbers.tiles),
+        check_q_end=bool(numbers.diagonals or numbers.tiles or plan.lengths[0]),
         wants_load_slopes=bool(numbers.all),
     )
     maps = layouts.IndexMaps(order, shapes.group)
@@ -211,7 +211,9 @@ def dq_kernel(
     window = (diagonals.SKEW, geometry.diagonals)
     diagonal = Output((*batch_and_heads, *window), "float32", pl.BlockSpec((None, None, *window), maps.head))
     tile_spec = pl.BlockSpec((None, None, tiles.q, tiles.kv), maps.tile)
-    tile = Output((*batch_and_heads, plan.q_len, plan.kv_len), "float32", tile_spec, zeroed=plan.blocks is not None)
+    tile = Output(
+        (*batch_and_heads, plan.q_len, plan.kv_len), "float32", tile_spec, zeroed=not isinstance(order, DenseOrder)
+    )
     found = launch(
         KernelCall(
             "flexjax_dq",
@@ -230,6 +232,7 @@ def dq_kernel(
             ),
             vmem_limit=call.chip.vmem_limit,
             interpret=plan.options.interpret,
+            prefetched=scores.lengths,
         ),
         DqKernel(call, scores, numbers),
     )

@@ -29,32 +29,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
-from flexjax.backends.mosaic_tpu.list_shape import list_shape
+from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
 from flexjax.backends.mosaic_tpu.visit_order import EDGE, FULL, IDLE, PARTIAL, DenseOrder, TileVisit, VisitOrder
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands
+from flexjax.plan.lengths import NONE
 
 _COLUMN_BITS = 26
 """Bits of an entry of `packed` that hold the tile column."""
 
 
-def make_order(
-    plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, lists: BlockLists | None
-) -> VisitOrder:
-    """The order of a kernel's visits for a plan: dense without block lists, block-sparse with them.
+def make_order(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, operands: Operands) -> VisitOrder:
+    """The order of a kernel's visits for a plan: dense without block lists and lengths, block-sparse with them.
 
     group       query heads of one key head
     key_major   whether the tiles of one key tile follow one another (dk/dv kernel) or those of one query tile (the others)
-    lists       block lists of the operands
+    operands    of the call, whose block lists and lengths say what is visited
     """
-    if plan.blocks is None:
+    if block_layout(plan, geometry) is None:
         return DenseOrder(plan, geometry, group, key_major)
-    assert lists is not None
-    return BlockSparseOrder(plan, geometry, group, key_major, lists)
+    return BlockSparseOrder(plan, geometry, group, key_major, operands)
 
 
 class BlockSparseOrder(VisitOrder):
-    """The visits that the block lists name. Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and
+    """The visits that the block lists name, without tiles past a length (without block lists: all others). Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and
     heads are 1 where the lists have that dimension.
 
     list_batch, list_heads   leading sizes of the block lists
@@ -69,24 +67,25 @@ class BlockSparseOrder(VisitOrder):
 
     prefetched = 3
 
-    def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, lists: BlockLists):
-        """Computes the kind and the bit sets of every tile from the block lists; the visit lists are made in
+    def __init__(self, plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool, operands: Operands):
+        """Computes the kind and the bit sets of every tile from the block lists and lengths; the visit lists are made in
         `prefetch_arrays`.
 
         In a key-major order they are transposed at once. Their rows are padded to a whole number of launches.
         """
         self.geometry, self.group, self.key_major = geometry, group, key_major
-        blocks, g = plan.blocks, geometry
+        blocks, g = block_layout(plan, geometry), geometry
         assert blocks is not None
+        self.blocks = blocks
         self.list_batch, self.list_heads = blocks.batch, blocks.heads
-        self.overhang = bool(g.kv_len % g.block_kv or g.q_len % g.block_q)
+        self.overhang = bool(g.kv_len % g.block_kv or g.q_len % g.block_q or any(plan.lengths))
         self.kinds = frozenset({IDLE, FULL, PARTIAL, EDGE})
         self.shape = list_shape(plan, geometry, group, key_major)
         self.sub_blocks, self.words = self.shape.sub_blocks, self.shape.words
         self.block_rows_per_word = max(1, 32 // self.sub_blocks[1])
         self.block_sizes = (min(blocks.block_q, g.block_q), min(blocks.block_kv, g.block_kv))
 
-        kind, on, full = self._tile_states(plan, lists)
+        kind, on, full = self._tile_states(plan, operands)
         if key_major:
             kind, on, full = (self._transposed(x) for x in (kind, on, full))
         _, self.row_heads, self.tile_rows, self.columns = kind.shape
@@ -101,22 +100,30 @@ class BlockSparseOrder(VisitOrder):
 
     # ------------------------------------------------------------------ what each tile is, from the block lists
 
-    def _tile_states(self, plan: KernelPlan, lists: BlockLists) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _tile_states(self, plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists.
 
         Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; EDGE
-        is a full tile that reaches past an end of the matrix. The bit sets are int32 with one more dimension, of
+        is a full tile that reaches past an end of the matrix or a length. A tile past a length is IDLE. The bit sets are int32 with one more dimension, of
         `words`, which may be 0.
         """
         g = self.geometry
-        marks = self._sub_block_marks(plan, lists)
+        marks = self._sub_block_marks(plan, operands.lists)
         some, every = jnp.any(marks > 0, (3, 5)), jnp.all(marks == 2, (3, 5))
-        kind = jnp.where(every, FULL, jnp.where(some, PARTIAL, IDLE))
         over = jnp.zeros((g.q_tiles, g.kv_tiles), bool)
         if g.q_len % g.block_q:
             over = over.at[-1, :].set(True)
         if g.kv_len % g.block_kv:
             over = over.at[:, -1].set(True)
+        for length, tiles, block, shape in zip(
+            operands.lengths or NONE, (g.q_tiles, g.kv_tiles), (g.block_q, g.block_kv), ((-1, 1), (1, -1)), strict=True
+        ):
+            if length is not None:
+                starts = (jnp.arange(tiles, dtype=jnp.int32) * block).reshape(1, 1, *shape)
+                ends = length[:, None, None, None]
+                over = over | (starts + block > ends)
+                some, every = (x & (starts < ends) for x in (some, every))
+        kind = jnp.where(every, FULL, jnp.where(some, PARTIAL, IDLE))
         kind = jnp.where(every & over, EDGE, kind).astype(jnp.int32)
         c = self.sub_blocks[1]
         words_on, words_full = [], []
@@ -132,21 +139,25 @@ class BlockSparseOrder(VisitOrder):
         pack = lambda words: jnp.stack(words, -1) if words else empty
         return kind, pack(words_on), pack(words_full)
 
-    def _sub_block_marks(self, plan: KernelPlan, lists: BlockLists) -> jax.Array:
+    def _sub_block_marks(self, plan: KernelPlan, lists: BlockLists | None) -> jax.Array:
         """The mark of each of the r x c mask blocks of each tile, int8 [list batch, list heads, q tiles, r, kv tiles,
         c].
 
         Marks are 0 for empty, 1 for partial and 2 for full blocks, and 0 past the last block of the mask. A tile inside
         a larger block has that block's mark.
         """
-        blocks, g = plan.blocks, self.geometry
-        assert blocks is not None
+        blocks, g = self.blocks, self.geometry
         q_blocks, kv_blocks = -(-g.q_len // blocks.block_q), -(-g.kv_len // blocks.block_kv)
-        marks = jnp.zeros((blocks.batch, blocks.heads, q_blocks, kv_blocks), jnp.int8)
+        if lists is None:  # with lengths alone, every tile is a block
+            marks = jnp.full((blocks.batch, blocks.heads, q_blocks, kv_blocks), 1 if blocks.partial else 2, jnp.int8)
+            return marks[:, :, :, None, :, None]
+        list_batch = blocks.batch if plan.blocks is None else plan.blocks.batch
+        marks = jnp.zeros((list_batch, blocks.heads, q_blocks, kv_blocks), jnp.int8)
         pairs = ((lists.partial_num, lists.partial_index, 1), (lists.full_num, lists.full_index, 2))
         for count, index, mark in pairs:
             if count is not None and index is not None and index.shape[-1]:
                 marks = _mark(marks, count, index, mark)
+        marks = jnp.broadcast_to(marks, (blocks.batch, *marks.shape[1:]))
         r, c = self.sub_blocks
         for dim, tile, block, tiles in (
             (2, g.block_q, blocks.block_q, g.q_tiles),

@@ -21,6 +21,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -184,9 +185,9 @@ class ForwardKernel:
         multiplier = self.scores.dropout(step)
         if multiplier is not None:
             p = p * multiplier if on is None else jnp.where(on, p * multiplier, 0.0)
-        if step.checked and plan.kv_len % self.tiles.kv:
+        if step.checked and self.scores.keys_end:
             start = step.visit.kv_tile * np.int32(self.tiles.kv) + np.int32(strip.col0)
-            values = zero_rows_past_end(values, start, plan.kv_len)
+            values = zero_rows_past_end(values, start, self.scores.end_of_keys(step))
         earlier = accumulated[...] * repeat_lanes(rescale, accumulated.shape[1])
         accumulated[...] = earlier + dot(p.astype(values.dtype), values, NN)
 
@@ -194,7 +195,7 @@ class ForwardKernel:
         """Writes out, lse and max_scores of a row of tiles, from its sums in scratch; runs at the row's last visit.
 
         A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
-        -inf; NaN stays. The strip of `step` may be any of the tile: it serves to evaluate the part of the score that
+        -inf; NaN stays. The same holds, with a sink too, for a query that does not exist, whose slot may hold NaN. The strip of `step` may be any of the tile: it serves to evaluate the part of the score that
         all keys of a row share.
         """
         refs: Refs = step.refs
@@ -206,6 +207,11 @@ class ForwardKernel:
             m = m if row_term is None else jnp.where(m == -jnp.inf, m, m + row_term)
         m = m * self.to_natural
         total = jnp.broadcast_to(jnp.sum(refs.scratch.total[...], axis=1, keepdims=True), m.shape)
+        exists = None
+        if self.plan.lengths[0]:
+            row = lax.broadcasted_iota(jnp.int32, m.shape, 0) + step.visit.q_tile * np.int32(self.tiles.q)
+            exists = row < self.scores.end_of_queries(step)
+            m, total = jnp.where(exists, m, -jnp.inf), jnp.where(exists, total, 0.0)
         if max_scores_ref is not None:
             max_scores_ref[...] = m[:, :1].reshape(1, self.tiles.q)
         shrink = jnp.ones_like(m)
@@ -217,8 +223,13 @@ class ForwardKernel:
             total = total * shrink + jnp.exp(sink - top)
             m = top
         not_empty = total != 0  # True for NaN, which the outputs must show
+        if exists is not None:
+            not_empty = not_empty & exists
         inverse = jnp.where(not_empty, shrink / jnp.where(not_empty, total, 1.0), 0.0)
-        out_ref[...] = (accumulated[...] * repeat_lanes(inverse, accumulated.shape[1])).astype(out_ref.dtype)
+        sums = accumulated[...]
+        if exists is not None:
+            sums = jnp.where(exists[:, :1], sums, 0.0)
+        out_ref[...] = (sums * repeat_lanes(inverse, accumulated.shape[1])).astype(out_ref.dtype)
         lse = jnp.where(not_empty, m + jnp.log(jnp.where(not_empty, total, 1.0)), -jnp.inf)
         lse_ref[...] = lse[:, :1].reshape(1, self.tiles.q)
 
@@ -230,7 +241,7 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
     """
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.forward_tiles(plan, chip)
-    order = make_order(plan, TileGeometry.of(plan, tiles, q_axis=0), shapes.group, False, operands.lists)
+    order = make_order(plan, TileGeometry.of(plan, tiles, q_axis=0), shapes.group, False, operands)
     scores = TileScores(plan, order, operands, plan.score, added_prefetch=int(plan.has_sinks))
     maps = layouts.IndexMaps(order, shapes.group)
     q, k, v = layouts.fold(plan, operands)
@@ -257,7 +268,10 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
             ),
             vmem_limit=chip.vmem_limit,
             interpret=plan.options.interpret,
-            prefetched=() if operands.sinks is None or not plan.has_sinks else (operands.sinks.astype(F32),),
+            prefetched=(
+                *(() if operands.sinks is None or not plan.has_sinks else (operands.sinks.astype(F32),)),
+                *scores.lengths,
+            ),
         ),
         ForwardKernel(plan, tiles, scores),
     )

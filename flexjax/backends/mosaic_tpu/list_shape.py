@@ -8,7 +8,7 @@ A TileGeometry has the sizes of the attention matrix and of its tiles.
 import dataclasses
 
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
-from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 TABLE_BYTES = 640 << 10
 """SMEM that the lists of one launch may take, of 1 MiB."""
@@ -39,6 +39,21 @@ class ListShape:
         return -(-self.rows // self.rows_per_launch)
 
 
+def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None:
+    """The blocks that the visits of a kernel follow, None if it visits every tile.
+
+    They are those of the plan's block mask; with lengths, they have batch entries, and are the tiles of the kernel where the plan
+    has no block mask.
+    """
+    blocks, g = plan.blocks, geometry
+    if not any(plan.lengths):
+        return blocks
+    if blocks is not None:
+        return dataclasses.replace(blocks, batch=plan.batch)
+    wide, tall = ((g.kv_tiles, 0), (g.q_tiles, 0)) if plan.mask is not None else ((0, g.kv_tiles), (0, g.q_tiles))
+    return BlockLayout(plan.batch, 1, g.block_q, g.block_kv, *wide, *tall)
+
+
 def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:
     """The sizes of the visit lists of one kernel, from the static widths of the block lists.
 
@@ -49,7 +64,7 @@ def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
     One launch takes as many tile rows as TABLE_BYTES hold, where a list entry takes 8 bytes and its two bit sets: all
     rows if they fit, else whole heads if one fits, else parts of a head, at least one row.
     """
-    blocks, g = plan.blocks, geometry
+    blocks, g = block_layout(plan, geometry), geometry
     assert blocks is not None
     r, c = max(1, g.block_q // blocks.block_q), max(1, g.block_kv // blocks.block_kv)
     words = 0 if r * c == 1 else -(-r // max(1, 32 // c))

@@ -18,7 +18,7 @@ from flexjax.backends.mosaic_tpu import capture_gradients, diagonals, layouts, s
 from flexjax.backends.mosaic_tpu.backward import backward
 from flexjax.backends.mosaic_tpu.forward import forward
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
-from flexjax.backends.mosaic_tpu.list_shape import list_shape
+from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
 from flexjax.backends.mosaic_tpu.split_program import Unsupported, split_for
 from flexjax.backends.target import Target
 from flexjax.ir import program as ir
@@ -117,8 +117,6 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
     between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM.
     """
-    if any(plan.lengths):
-        return "mosaic_tpu does not take query_seq_lengths and key_value_seq_lengths yet."
     if plan.origin is not None:
         reason = _origin_refusal(plan)
         if reason is not None:
@@ -234,7 +232,10 @@ def _capture_refusal(
                 f"{size >> 20} MiB for these lengths, more than {DIAGONAL_BYTES >> 20} MiB."
             )
         group = layouts.FoldedShapes.of(plan).group
-        if plan.blocks is not None and not list_shape(plan, geometry, group, False).launches_hold_heads:
+        if (
+            block_layout(plan, geometry) is not None
+            and not list_shape(plan, geometry, group, False).launches_hold_heads
+        ):
             return (
                 f"mosaic_tpu splits the block lists of a head for this many blocks, and so cannot sum the gradient of a "
                 f"captured array ({shown}) read at q - kv."

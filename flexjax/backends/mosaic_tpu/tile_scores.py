@@ -38,7 +38,7 @@ class TileScores:
 
     order              which tile each grid step visits
     score              score_mod's program, or the program of its derivatives; None: identity
-    added_prefetch     scalar-prefetch arrays that the kernel adds
+    added_prefetch     scalar-prefetch arrays that the kernel adds, before the lengths
     check_q_end        whether entries of queries past the end must be off too (a forward kernel just does not write them)
     wants_load_slopes  whether the kernel needs the derivatives with respect to captured reads
 
@@ -47,6 +47,7 @@ class TileScores:
     large      scores may be too large to scale before the row maximum is subtracted (analysis/large_scores.py)
     separated  the score as c * s + bias where it has that form, the kernel needs nothing else of the program, and it is not
                large; a kernel then calls `bias` in place of `scores`
+    lengths    int32 [B], those of queries and of keys that the call has: the last scalar-prefetch arrays of the kernel
     hoisted    operands of the kernel
     """
 
@@ -63,6 +64,7 @@ class TileScores:
         hoisted operands.
         """
         self.large = may_be_large(self.plan.score)
+        self.lengths = tuple(x for x in self.operands.lengths or () if x is not None)
         self.separated = None if self.score is None or self.large else separate_bias(self.score)
         if self.separated is not None and not self._needs_only_bias():
             self.separated = None
@@ -80,7 +82,7 @@ class TileScores:
                 self._number[which] = len(self._split)
                 self._split.append(split_for(program, self.plan))
                 with_captures.append((self._split[-1], captures))
-        scalars_from_end = prefetch_count_after_order(self.added_prefetch)
+        scalars_from_end = prefetch_count_after_order(self.added_prefetch + len(self.lengths))
         self.hoisted = HoistedOperands(
             self.order.geometry, with_captures, self.order.tile_at, scalars_from_end, self.operands.origin
         )
@@ -110,6 +112,26 @@ class TileScores:
         """
         finite = self.score is None or split_program.stays_finite(self.score)
         return not self.order.overhang and finite and self.plan.dropout is None
+
+    @property
+    def queries_end(self) -> bool:
+        """Whether a tile may have rows of queries that do not exist, or past the end."""
+        return bool(self.plan.lengths[0] or self.order.geometry.q_len % self.order.geometry.block_q)
+
+    @property
+    def keys_end(self) -> bool:
+        """The same for keys."""
+        return bool(self.plan.lengths[1] or self.order.geometry.kv_len % self.order.geometry.block_kv)
+
+    def end_of_queries(self, step: KernelStep) -> jax.Array | np.int32:
+        """In a kernel: the number of queries that exist in the batch entry of the visit."""
+        refs = step.refs.prefetched[-len(self.lengths) :]
+        return refs[0][step.visit.b] if self.plan.lengths[0] else np.int32(self.plan.q_len)
+
+    def end_of_keys(self, step: KernelStep) -> jax.Array | np.int32:
+        """In a kernel: the number of keys that exist in the batch entry of the visit."""
+        refs = step.refs.prefetched
+        return refs[-1][step.visit.b] if self.plan.lengths[1] else np.int32(self.plan.kv_len)
 
     def _view(self, number: int, step: KernelStep) -> StripView:
         """Where the strip of `step` lies, with the hoisted values of program `number` (its place in `_split`)."""
@@ -158,9 +180,8 @@ class TileScores:
         """Which entries of the strip of a checked step count, bool (rows, cols); None if all of them do.
 
         An entry counts if its mask block is on, the mask shows it (not asked in full blocks), and its key, and with check_q_end
-        its query, is not past the end.
+        its query, exists and is not past the end.
         """
-        g = self.order.geometry
         conditions = []
         masked = self._evaluate(MASK, step)
         bits = self.order.block_bits(step.visit, step.strip) if isinstance(self.order, BlockSparseOrder) else None
@@ -172,10 +193,10 @@ class TileScores:
         elif masked is not None:
             conditions.append(masked[0])
         view = self._view(0, step)
-        if g.kv_len % g.block_kv:
-            conditions.append(view.kv_rows < np.int32(g.kv_len))
-        if self.check_q_end and g.q_len % g.block_q:
-            conditions.append(view.q_rows < np.int32(g.q_len))
+        if self.keys_end:
+            conditions.append(view.kv_rows < self.end_of_keys(step))
+        if self.check_q_end and self.queries_end:
+            conditions.append(view.q_rows < self.end_of_queries(step))
         if not conditions:
             return None
         conditions = [jnp.broadcast_to(c, (step.strip.rows, step.strip.cols)) for c in conditions]

@@ -61,10 +61,11 @@ def fill(ref: jax.Ref, value: float) -> None:
     ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
 
-def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int) -> jax.Array:
-    """A block whose first row has position `start`, with 0 in the rows from position `length` on.
+def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int | np.int32 | jax.Array) -> jax.Array:
+    """A block whose first row has number `start`, with 0 in the rows from number `length` on.
 
-    Such rows lie past the end of the array, where a block may hold anything, NaN included.
+    Such rows lie past the end of the array, or do not exist: a block may hold anything there, NaN included.
     """
     row = start + lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
-    return jnp.where(row < np.int32(length), values, jnp.zeros((), values.dtype))
+    end = np.int32(length) if isinstance(length, int) else length
+    return jnp.where(row < end, values, jnp.zeros((), values.dtype))
