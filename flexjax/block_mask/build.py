@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import blocks_along, classify_on_host
+from flexjax.block_mask.classify import BlockedMask, blocks_along, classify_on_host
 from flexjax.block_mask.parts import BROADCAST, Parts, parts_of
 from flexjax.block_mask.traced_lists import lists_of_whole_arrays, traced_lists
 from flexjax.errors import bad_argument
@@ -99,26 +99,24 @@ def from_traced(
                 f"{layout.key_run} keys", "Use smaller blocks.",
             )  # fmt: skip
         heads = (max(heads[0], layout.rows), heads[1])
+    mask = BlockedMask(traced.program, heads, sizes, layout)
+    rows, columns = mask.counts
     split = any(AxisType.Explicit in jax.typeof(a).sharding.mesh.axis_types for a in given)
     if any(isinstance(a, Tracer) for a in given):
         # with explicit axes every device makes the whole block mask, so that there is nothing for a partitioning rule to split
         build: Callable = lists_of_whole_arrays if split else traced_lists
-        make: Callable = functools.partial(
-            build, traced.program, heads=heads, sizes=sizes, exact=bool(exact), origin=layout
-        )
+        make: Callable = functools.partial(build, mask, exact=bool(exact))
         arrays = given
         if split:
             arrays = tuple(map(_unsplit, arrays))
             make = jax.sharding.auto_axes(make, out_sharding=PartitionSpec())
-        rows = blocks_along(sizes[0], sizes[2])
         return parts_of(
             make(arrays), tuple(traced.arrays), traced.program, sizes[:2], sizes[2:], (rows, rows), origin=origin
         )
     with jax.ensure_compile_time_eval():
         known = [jnp.asarray(np.asarray(a)) for a in given] if split else given
     with eager_without_mesh():
-        partial, full = classify_on_host(traced.program, known, heads, sizes, exact, layout)
-    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+        partial, full = classify_on_host(mask, known, exact)
     grid = ((*heads, rows), (*heads, columns))
     pairs = (partial, full)
     widths = [transpose.longest_row(places, grid[0]) for places in pairs]

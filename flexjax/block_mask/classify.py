@@ -4,15 +4,16 @@ Interval analysis (analysis/intervals.py) decides most blocks with one evaluatio
 uncertain. If the caller wants exactness, uncertain blocks are evaluated entry by entry, in bounded chunks; otherwise they
 count as partial.
 
-`heads` is everywhere (batch, heads) of the block mask, `captures` the arrays that the mask program reads, `sizes` see Sizes.
-Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE neighbouring blocks;
-its coordinates count query and key blocks in squares. A code is a class or UNSURE.
+`mask` is a BlockedMask in every function, and `captures` are the arrays that its program reads, followed by the two tables of its
+origin if it has one. Coordinates of blocks are int32 [n, 4]: batch entry, head, query block, key block. A square is SIDE x SIDE
+neighbouring blocks; its coordinates count query and key blocks in squares. A code is a class or UNSURE.
 
 A Truth is what the analysis knows of the mask in each block: whether it can be True or False, and surely is somewhere.
 """
 
 import functools
 import math
+import typing
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -54,6 +55,38 @@ def blocks_along(length: int, block: int) -> int:
     return -(-length // block)
 
 
+class BlockedMask(typing.NamedTuple):
+    """A mask that is cut into blocks, without its arrays: what is static when its blocks are classified.
+
+    program  the mask program
+    heads    (batch, heads) of the block mask; 1 if all batch entries or heads share their blocks
+    sizes    q_len, kv_len, block_q, block_kv
+    origin   where queries and keys lie in the whole problem; None: from 0 on
+    """
+
+    program: Program
+    heads: tuple[int, int]
+    sizes: Sizes
+    origin: OriginLayout | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of query blocks and of key blocks."""
+        q_len, kv_len, block_q, block_kv = self.sizes
+        return blocks_along(q_len, block_q), blocks_along(kv_len, block_kv)
+
+    def of_squares(self) -> "BlockedMask":
+        """The same mask, cut into squares of SIDE x SIDE blocks: each square is one block."""
+        q_len, kv_len, block_q, block_kv = self.sizes
+        return self._replace(sizes=(q_len, kv_len, block_q * SIDE, block_kv * SIDE))
+
+    def placed(self, captures: Sequence[Array]) -> tuple[Sequence[Array], Placed]:
+        """The captured arrays, and where queries and keys lie: with an origin its two tables follow the captured arrays."""
+        if self.origin is None:
+            return captures, NOWHERE
+        return captures[:-2], (self.origin, Starts(*captures[-2:]))
+
+
 def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """(class int8, certain bool) of blocks, each of the given shape, from what the analysis knows of the mask in each block.
 
@@ -65,31 +98,16 @@ def classes_of(truth: Truth, shape: tuple[int, ...]) -> tuple[Array, Array]:
     return jnp.broadcast_to(found, shape), jnp.broadcast_to(certain, shape)
 
 
-def placed_captures(captures: Sequence[Array], origin: OriginLayout | None) -> tuple[Sequence[Array], Placed]:
-    """The captured arrays, and where queries and keys lie, apart: with an origin its two tables follow the captured arrays."""
-    if origin is None:
-        return captures, NOWHERE
-    return captures[:-2], (origin, Starts(*captures[-2:]))
-
-
-def classify_rows(
-    program: Program,
-    captures: Sequence[Array],
-    heads: tuple[int, int],
-    sizes: Sizes,
-    q_blocks: Array,
-    origin: OriginLayout | None = None,
-) -> tuple[Array, Array]:
+def classify_rows(mask: BlockedMask, captures: Sequence[Array], q_blocks: Array) -> tuple[Array, Array]:
     """(class int8, certain bool) of all blocks in the given rows, by interval analysis: each [batch, heads, len(q_blocks), kv
     blocks].
 
     q_blocks   int32: the numbers of the query blocks; all key blocks of each are classified
-    captures, origin   as for `placed_captures`
     """
-    columns = blocks_along(sizes[1], sizes[3])
-    captures, placed = placed_captures(captures, origin)
-    grid = block_grid(*heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), sizes, placed)
-    return classes_of(decide(program, captures, grid), (*heads, q_blocks.shape[0], columns))
+    columns = mask.counts[1]
+    arrays, placed = mask.placed(captures)
+    grid = block_grid(*mask.heads, q_blocks, jnp.arange(columns, dtype=jnp.int32), mask.sizes, placed)
+    return classes_of(decide(mask.program, arrays, grid), (*mask.heads, q_blocks.shape[0], columns))
 
 
 def codes_of(found: Array, certain: Array) -> Array:
@@ -98,73 +116,61 @@ def codes_of(found: Array, certain: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_rows(program: Program, heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None) -> Callable:
+def _compiled_rows(mask: BlockedMask) -> Callable:
     """A compiled function from captures and numbers of query blocks to codes, int8 [batch, heads, len(q_blocks), kv blocks]."""
 
     def classify(captures: Sequence[Array], q_blocks: Array) -> Array:
         """The codes of the blocks in these rows."""
-        return codes_of(*classify_rows(program, captures, heads, sizes, q_blocks, origin))
+        return codes_of(*classify_rows(mask, captures, q_blocks))
 
     return jax.jit(classify)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_tiles(program: Program, sizes: Sizes, origin: OriginLayout | None) -> Callable:
+def _compiled_tiles(mask: BlockedMask) -> Callable:
     """A compiled function from captures and coordinates [n, 4] of squares to codes of their blocks, int8 [n, SIDE, SIDE]."""
 
     def classify(captures: Sequence[Array], places: Array) -> Array:
         """The codes of the blocks in the squares at `places`; a block past the end of the matrix is EMPTY."""
-        arrays, placed = placed_captures(captures, origin)
-        grid = block_tiles(places, SIDE, sizes, placed)
-        codes = codes_of(*classes_of(decide(program, arrays, grid), (places.shape[0], 1, SIDE, SIDE)))
+        arrays, placed = mask.placed(captures)
+        grid = block_tiles(places, SIDE, mask.sizes, placed)
+        codes = codes_of(*classes_of(decide(mask.program, arrays, grid), (places.shape[0], 1, SIDE, SIDE)))
         within = jnp.arange(SIDE, dtype=jnp.int32)
-        rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+        rows, columns = mask.counts
         row, column = places[:, 2, None] * SIDE + within < rows, places[:, 3, None] * SIDE + within < columns
         return jnp.where(row[:, :, None] & column[:, None, :], codes[:, 0], EMPTY)
 
     return jax.jit(classify)
 
 
-def classify_on_host(
-    program: Program,
-    captures: Sequence[Array],
-    heads: tuple[int, int],
-    sizes: Sizes,
-    exact: bool | None,
-    origin: OriginLayout | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+def classify_on_host(mask: BlockedMask, captures: Sequence[Array], exact: bool | None) -> tuple[np.ndarray, np.ndarray]:
     """Coordinates [n, 4] of the partial and of the full blocks, each in ascending order, for a mask whose arrays are not traced.
 
-    captures  as for `placed_captures`
     exact   True: evaluate every uncertain block entry by entry. None: do so if EXACT_BUDGET suffices for all. False: never
     """
-    partial, full, unsure = _places(program, captures, heads, sizes, origin)
-    affordable = len(unsure) * sizes[2] * sizes[3] <= EXACT_BUDGET
+    partial, full, unsure = _places(mask, captures)
+    affordable = len(unsure) * mask.sizes[2] * mask.sizes[3] <= EXACT_BUDGET
     if exact or (exact is None and affordable):
-        found = check_exactly(program, captures, unsure, sizes, origin)
+        found = check_exactly(mask, captures, unsure)
         partial = _in_order([partial, unsure[found == PARTIAL]])
         return partial, _in_order([full, unsure[found == FULL]])
     return _in_order([partial, unsure]), full
 
 
-def _places(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _places(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis.
 
     A large matrix is classified in squares of SIDE x SIDE blocks first; all blocks of a full (empty) square are full (empty),
     and only the blocks of the other squares are classified one by one.
     """
-    counts = (blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3]))
-    large = math.prod(heads) * math.prod(counts) > COARSE_FROM and max(counts) > SIDE
-    apart = origin is not None and not origin.single  # a square of blocks may straddle two runs
-    if not large or apart or not can_be_tiled(program):
-        return _places_of_rows(program, captures, heads, sizes, origin)
-    coarse = (sizes[0], sizes[1], sizes[2] * SIDE, sizes[3] * SIDE)
-    partial, full, unsure = _places(program, captures, heads, coarse, origin)
+    large = math.prod(mask.heads) * math.prod(mask.counts) > COARSE_FROM and max(mask.counts) > SIDE
+    apart = mask.origin is not None and not mask.origin.single  # a square of blocks may straddle two runs
+    if not large or apart or not can_be_tiled(mask.program):
+        return _places_of_rows(mask, captures)
+    partial, full, unsure = _places(mask.of_squares(), captures)
     open_squares = np.concatenate([partial, unsure])
-    codes = codes_of_squares(program, captures, open_squares, sizes, origin)
-    found: dict[int, list[np.ndarray]] = {PARTIAL: [], FULL: [_blocks_of(full, counts)], UNSURE: []}
+    codes = codes_of_squares(mask, captures, open_squares)
+    found: dict[int, list[np.ndarray]] = {PARTIAL: [], FULL: [_blocks_of(full, mask.counts)], UNSURE: []}
     for code, places in found.items():
         square, row, column = np.nonzero(codes == code)
         b, h, q, kv = open_squares[square].T
@@ -172,18 +178,12 @@ def _places(
     return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
 
 
-def codes_of_squares(
-    program: Program,
-    captures: Sequence[Array],
-    squares: np.ndarray,
-    sizes: Sizes,
-    origin: OriginLayout | None = None,
-) -> np.ndarray:
+def codes_of_squares(mask: BlockedMask, captures: Sequence[Array], squares: np.ndarray) -> np.ndarray:
     """int8 [n, SIDE, SIDE]: the codes of the blocks in squares of SIDE x SIDE blocks; past the end they are EMPTY.
 
     squares   int32 [n, 4]: (b, h, q, kv) of each, q and kv counted in squares
     """
-    run = _compiled_tiles(program, sizes, origin)
+    run = _compiled_tiles(mask)
     at_once = TILES_AT_ONCE if len(squares) > TILES_AT_ONCE // 16 else TILES_AT_ONCE // 16
     found = [np.zeros((0, SIDE, SIDE), np.int8)]
     for first in range(0, len(squares), at_once):
@@ -220,50 +220,36 @@ def _in_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     return places[np.lexsort(places.T[::-1])]
 
 
-def _places_of_rows(
-    program: Program, captures: Sequence[Array], heads: tuple[int, int], sizes: Sizes, origin: OriginLayout | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _places_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Coordinates [n, 4] of the partial, full and uncertain blocks, by interval analysis of every block.
 
     A chunk of rows (query blocks) is classified at a time, so that a chunk has at most CHUNK_BLOCKS blocks.
     """
     found: dict[int, list[np.ndarray]] = {code: [np.zeros((0, 4), np.int32)] for code in (PARTIAL, FULL, UNSURE)}
-    for first, codes in codes_of_rows(program, captures, heads, sizes, origin):
+    for first, codes in codes_of_rows(mask, captures):
         for code, places in found.items():
             b, h, q, kv = np.nonzero(codes == code)
             places.append(np.stack([b, h, q + first, kv], 1).astype(np.int32))
     return tuple(_in_order(found[code]) for code in (PARTIAL, FULL, UNSURE))  # type: ignore[return-value]
 
 
-def codes_of_rows(
-    program: Program,
-    captures: Sequence[Array],
-    heads: tuple[int, int],
-    sizes: Sizes,
-    origin: OriginLayout | None = None,
-) -> Iterator[tuple[int, np.ndarray]]:
+def codes_of_rows(mask: BlockedMask, captures: Sequence[Array]) -> Iterator[tuple[int, np.ndarray]]:
     """The codes of all blocks, a chunk of rows of blocks at a time: (first row, int8 [batch, heads, rows, columns])."""
-    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
-    run = _compiled_rows(program, heads, sizes, origin)
-    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, heads[0] * heads[1] * columns)))
+    rows, columns = mask.counts
+    run = _compiled_rows(mask)
+    at_once = max(1, min(rows, CHUNK_BLOCKS // max(1, math.prod(mask.heads) * columns)))
     for first in range(0, rows, at_once):
         numbers = np.minimum(np.arange(first, first + at_once), rows - 1).astype(np.int32)
         yield first, np.asarray(run(tuple(captures), numbers))[:, :, : rows - first]
 
 
-def check_exactly(
-    program: Program,
-    captures: Sequence[Array],
-    places: np.ndarray,
-    sizes: Sizes,
-    origin: OriginLayout | None = None,
-) -> np.ndarray:
+def check_exactly(mask: BlockedMask, captures: Sequence[Array], places: np.ndarray) -> np.ndarray:
     """The class of each block at the coordinates `places` [n, 4], int8 [n] on the host, found by evaluating all its entries.
 
     The blocks are evaluated in chunks of at most CHUNK_ENTRIES entries (at least one block), each by `classes_of_entries`.
     """
-    run = _compiled_entries(program, sizes, origin)
-    at_once = max(1, CHUNK_ENTRIES // (sizes[2] * sizes[3]))
+    run = _compiled_entries(mask)
+    at_once = max(1, CHUNK_ENTRIES // (mask.sizes[2] * mask.sizes[3]))
     if len(places) <= at_once // 8:  # chunks have one of two shapes, because each shape is compiled
         at_once //= 8
     out = []
@@ -276,26 +262,24 @@ def check_exactly(
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_entries(program: Program, sizes: Sizes, origin: OriginLayout | None) -> Callable:
+def _compiled_entries(mask: BlockedMask) -> Callable:
     """`classes_of_entries` as a compiled function of captures and places."""
-    return jax.jit(lambda captures, places: classes_of_entries(program, captures, places, sizes, origin))
+    return jax.jit(lambda captures, places: classes_of_entries(mask, captures, places))
 
 
-def classes_of_entries(
-    program: Program, captures: Sequence[Array], places: Array, sizes: Sizes, origin: OriginLayout | None = None
-) -> Array:
+def classes_of_entries(mask: BlockedMask, captures: Sequence[Array], places: Array) -> Array:
     """The class of each block at the coordinates `places` (int32 [n, 4]), int8 [n], found by evaluating the mask at every entry.
 
     Entries past q_len or kv_len do not count. Runs on the device; arguments may be traced.
     """
-    q_len, kv_len, block_q, block_kv = sizes
-    captures, placed = placed_captures(captures, origin)
+    q_len, kv_len, block_q, block_kv = mask.sizes
+    arrays, placed = mask.placed(captures)
 
     def one_block(place: Array) -> Array:
         """The class of the block at the coordinates `place` [4]."""
         q = place[2] * block_q + jnp.arange(block_q, dtype=jnp.int32)
         kv = place[3] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
-        entry = lambda i, j: call_program(program, captures, (place[0], place[1], i, j))
+        entry = lambda i, j: call_program(mask.program, arrays, (place[0], place[1], i, j))
         at_q, at_kv = query_positions(*placed, place[0], q), key_positions(*placed, place[0], kv)
         on = jax.vmap(lambda i: jax.vmap(lambda j: entry(i, j))(at_kv))(at_q)
         inside = (q < q_len)[:, None] & (kv < kv_len)[None, :]
@@ -306,35 +290,24 @@ def classes_of_entries(
 
 
 @functools.lru_cache(maxsize=256)
-def compiled_traced(
-    program: Program, heads: tuple[int, int], sizes: Sizes, exact: bool, origin: OriginLayout | None
-) -> Callable:
+def compiled_traced(mask: BlockedMask, exact: bool) -> Callable:
     """`classify_traced` as a compiled function of the captures.
 
     It is compiled because inside shard_map without jit each operation would be compiled and run alone.
     """
-    return jax.jit(lambda captures: classify_traced(program, captures, heads, sizes, exact, origin))
+    return jax.jit(lambda captures: classify_traced(mask, captures, exact))
 
 
-def classify_traced(
-    program: Program,
-    captures: Sequence[Array],
-    heads: tuple[int, int],
-    sizes: Sizes,
-    exact: bool,
-    origin: OriginLayout | None = None,
-) -> Array:
+def classify_traced(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> Array:
     """The class of every block, int8 [batch, heads, q_blocks, kv_blocks], computed on the device; captures may be traced.
 
-    captures  as for `placed_captures`
     exact   whether uncertain blocks are evaluated entry by entry; otherwise they are PARTIAL
     """
-    rows = blocks_along(sizes[0], sizes[2])
-    found, certain = classify_rows(program, captures, heads, sizes, jnp.arange(rows, dtype=jnp.int32), origin)
+    found, certain = classify_rows(mask, captures, jnp.arange(mask.counts[0], dtype=jnp.int32))
     if not exact:
         return found
     flat, unsure = found.reshape(-1), ~certain.reshape(-1)
-    at_once = max(1, min(flat.size, CHUNK_ENTRIES // (sizes[2] * sizes[3])))
+    at_once = max(1, min(flat.size, CHUNK_ENTRIES // (mask.sizes[2] * mask.sizes[3])))
     order = jnp.nonzero(unsure, size=flat.size, fill_value=flat.size)[0].astype(jnp.int32)
     order = jnp.concatenate([order, jnp.full(at_once, flat.size, jnp.int32)])
 
@@ -342,7 +315,7 @@ def classify_traced(
         """`classes` of all blocks (flat) with those of the t-th chunk of uncertain blocks evaluated exactly."""
         numbers = lax.dynamic_slice(order, (t * at_once,), (at_once,))
         places = jnp.stack(jnp.unravel_index(jnp.minimum(numbers, flat.size - 1), found.shape), -1).astype(jnp.int32)
-        exact_classes = classes_of_entries(program, captures, places, sizes, origin)
+        exact_classes = classes_of_entries(mask, captures, places)
         return classes.at[numbers].set(exact_classes, mode="drop")
 
     rounds = -(-jnp.sum(unsure, dtype=jnp.int32) // at_once)

@@ -4,7 +4,7 @@ A device classifies the blocks of its batch entries and heads from its entries o
 or h (ir/split_axes.py). Without a rule of ours XLA gathers the parts of the devices at many steps, also inside loops.
 
 The "four list arrays" are kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices of parts.py; here the indices are as
-wide as there are key blocks. The static parameters are those of `traced_lists`.
+wide as there are key blocks. The static parameters of the primitive are those of `traced_lists`.
 """
 
 import dataclasses
@@ -22,10 +22,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from flexjax import partition
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import Sizes, blocks_along, compiled_traced
+from flexjax.block_mask.classify import BlockedMask, compiled_traced
 from flexjax.block_mask.transpose import FULL, PARTIAL
-from flexjax.ir.origin import OriginLayout
-from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.partition import Mesh, Names, Rule, Spec
 
@@ -34,19 +32,10 @@ Split = dict[str, Names]
 """The axes over which the batch ("b") and the heads ("h") are split."""
 
 
-def traced_lists(
-    program: Program,
-    captures: Sequence[Array],
-    heads: tuple[int, int],
-    sizes: Sizes,
-    exact: bool,
-    origin: OriginLayout | None,
-) -> list[Array]:
+def traced_lists(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> list[Array]:
     """The four list arrays of a mask, computed on the device by the primitive below.
 
-    program    the mask program, whose captured arrays are `captures`, with the tables of an origin after them
-    heads      (batch, heads) of the lists; 1 if all batch entries or heads share one list
-    sizes      q_len, kv_len, block_q, block_kv
+    captures   the arrays that the mask program reads, followed by the tables of its origin
     exact      whether blocks that the analysis cannot decide are evaluated entry by entry
 
     Where a mesh has axes that are not automatic, the same code runs without the primitive, which has a rule for automatic axes
@@ -55,34 +44,20 @@ def traced_lists(
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in captures)]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     run = _lists if kinds - {AxisType.Auto} else block_lists_p.bind
-    return run(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
+    return run(*captures, mask=mask, exact=exact)
 
 
-def lists_of_whole_arrays(
-    program: Program,
-    captures: Sequence[Array],
-    heads: tuple[int, int],
-    sizes: Sizes,
-    exact: bool,
-    origin: OriginLayout | None,
-) -> list[Array]:
+def lists_of_whole_arrays(mask: BlockedMask, captures: Sequence[Array], exact: bool) -> list[Array]:
     """The four list arrays as `traced_lists` computes them, by plain code without the partitioning rule.
 
     For captures that no mesh axis splits.
     """
-    return _lists(*captures, program=program, heads=heads, sizes=sizes, exact=exact, origin=origin)
+    return _lists(*captures, mask=mask, exact=exact)
 
 
-def _lists(
-    *captures: Array,
-    program: Program,
-    heads: tuple[int, int],
-    sizes: Sizes,
-    exact: bool,
-    origin: OriginLayout | None,
-) -> list[Array]:
+def _lists(*captures: Array, mask: BlockedMask, exact: bool) -> list[Array]:
     """What the primitive computes: classifies all blocks of the mask and turns the classes into the four list arrays."""
-    return lists_of_classes(compiled_traced(program, heads, sizes, exact, origin)(captures))
+    return lists_of_classes(compiled_traced(mask, exact)(captures))
 
 
 @jax.jit  # one program also where each operation would be one, inside shard_map that is not jitted
@@ -98,11 +73,9 @@ block_lists_p.multiple_results = True
 
 
 @block_lists_p.def_abstract_eval
-def _types(
-    *captures: core.ShapedArray, heads: tuple[int, int], sizes: Sizes, **params: object
-) -> list[core.ShapedArray]:
+def _types(*captures: core.ShapedArray, mask: BlockedMask, exact: bool) -> list[core.ShapedArray]:
     """The types of the four list arrays, for abstract evaluation: on the mesh of the captured arrays, split over no axis."""
-    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    heads, (rows, columns) = mask.heads, mask.counts
     where = captures[0].sharding
     spread = lambda shape: where.update(spec=PartitionSpec(*[None] * len(shape)))
     pair = [
@@ -151,21 +124,14 @@ mlir.register_lowering(block_lists_p, _lower)
 # ------------------------------------------------------------------- the rule
 
 
-def _rule(
-    mesh: Mesh,
-    program: Program,
-    heads: tuple[int, int],
-    sizes: Sizes,
-    exact: bool,
-    origin: OriginLayout | None,
-) -> Rule:
+def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
     """The partitioning rule (partition.Rule) of the primitive with these static parameters on a mesh of automatic axes.
 
     The batch and the heads of the lists are split as those of the captured arrays are, and each device makes the lists of its
     share.
     """
-    counts = {"b": heads[0], "h": heads[1]}
-    captured = enumerate(split_dims((program,), counts))
+    program, heads, origin = mask.program, mask.heads, mask.origin
+    captured = enumerate(split_dims((program,), {"b": heads[0], "h": heads[1]}))
     arguments = [" ".join(dim or f"c{i}_{at}" for at, dim in enumerate(dims)) for i, dims in captured]
     if origin is not None:
         entry = "b" if origin.rows > 1 else "origin_b"
@@ -186,12 +152,12 @@ def _rule(
         own = share_of_program((program,), share)
         starts = [lax.axis_index(split[axis]).astype(jnp.int32) * share.entries[axis] for axis in own.starts]
         own_heads = (share.entries["b"], share.entries["h"])
-        own_origin = origin
+        own_mask = mask._replace(program=own.programs[0], heads=own_heads)
         if origin is not None and origin.rows > 1:
-            own_origin = dataclasses.replace(origin, rows=own_heads[0])
+            own_mask = own_mask._replace(origin=dataclasses.replace(origin, rows=own_heads[0]))
         read, tables = (captures, ()) if origin is None else (captures[:-2], captures[-2:])
         arrays = (*read, *starts, *tables)
-        return _lists(*arrays, program=own.programs[0], heads=own_heads, sizes=sizes, exact=exact, origin=own_origin)
+        return _lists(*arrays, mask=own_mask, exact=exact)
 
     return Rule(
         arguments,
@@ -200,5 +166,5 @@ def _rule(
         spec=lambda split, dims: PartitionSpec(*(split.get(dim) or None for dim in dims.split())),
         on_device=on_device,
         look=lambda split, operands, specs: None,
-        text=f"block lists {program.key} {heads} {sizes} {exact} {origin}",
+        text=f"block lists {program.key} {heads} {mask.sizes} {exact} {origin}",
     )

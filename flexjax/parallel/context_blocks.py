@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from jax.core import Tracer
 
-from flexjax.block_mask.classify import SIDE, blocks_along, can_be_tiled, codes_of_rows, codes_of_squares
+from flexjax.block_mask.classify import SIDE, BlockedMask, can_be_tiled, codes_of_rows, codes_of_squares
 from flexjax.block_mask.parts import BROADCAST
 from flexjax.block_mask.transpose import EMPTY, FULL
 from flexjax.trace.lift_numpy import eager_without_mesh
@@ -62,18 +62,17 @@ def visited_blocks(traced: TracedMod, heads: tuple[int, int], sizes: Sizes) -> V
     heads   (batch, heads): those that the mask tells apart, 1 for the others
     sizes   q_len, kv_len, block_q, block_kv
     """
-    program = traced.program
+    mask = BlockedMask(traced.program, heads, sizes)
     captures: typing.Any = tuple(np.asarray(x) for x in traced.arrays)  # without a sharding
-    rows, columns = blocks_along(sizes[0], sizes[2]), blocks_along(sizes[1], sizes[3])
+    rows, columns = mask.counts
     with eager_without_mesh():
-        if heads[0] * heads[1] * rows * columns <= COARSE_FROM or not can_be_tiled(program):
-            codes = np.concatenate([c for _, c in codes_of_rows(program, captures, heads, sizes)], 2)
+        if heads[0] * heads[1] * rows * columns <= COARSE_FROM or not can_be_tiled(mask.program):
+            codes = np.concatenate([c for _, c in codes_of_rows(mask, captures)], 2)
             on = codes != EMPTY
             return Visited(on.any((0, 1)), on.sum((0, 1, 3)) / (heads[0] * heads[1]))
-        coarse = (sizes[0], sizes[1], sizes[2] * SIDE, sizes[3] * SIDE)
-        squares = np.concatenate([c for _, c in codes_of_rows(program, captures, heads, coarse)], 2)
+        squares = np.concatenate([c for _, c in codes_of_rows(mask.of_squares(), captures)], 2)
         unclear = np.argwhere((squares != EMPTY) & (squares != FULL)).astype(np.int32)
-        fine = codes_of_squares(program, captures, unclear, sizes) != EMPTY
+        fine = codes_of_squares(mask, captures, unclear) != EMPTY
     needed, work = None, np.zeros(rows)
     for b, h in np.ndindex(heads):
         mine = (unclear[:, 0] == b) & (unclear[:, 1] == h)

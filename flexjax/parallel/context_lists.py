@@ -10,7 +10,7 @@ import typing
 import numpy as np
 
 from flexjax.block_mask import transpose
-from flexjax.block_mask.classify import classify_on_host
+from flexjax.block_mask.classify import BlockedMask, classify_on_host
 from flexjax.ir.origin import OriginLayout
 from flexjax.parallel.context_layout import ContextLayout
 from flexjax.parallel.context_rounds import Rounds
@@ -124,6 +124,6 @@ def _classified(
     origin = OriginLayout(1, block_q, len(queries), block_kv, len(keys))
     captures: typing.Any = (*(np.asarray(x) for x in mask.arrays), *starts)
     with eager_without_mesh():
-        found = classify_on_host(mask.program, captures, (1, 1), sizes, None, origin)
+        found = classify_on_host(BlockedMask(mask.program, (1, 1), sizes, origin), captures, None)
     partial, full = (places[real[0][places[:, 2]] & real[1][places[:, 3]]] for places in found)
     return partial, full

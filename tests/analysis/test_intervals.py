@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flexjax.block_mask.classify import classify_rows
+from flexjax.block_mask.classify import BlockedMask, classify_rows
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.cases.random_masks import classes, dense
 
@@ -65,7 +65,7 @@ SOUND = {
 def found(mask: object) -> tuple[np.ndarray, np.ndarray]:
     traced = trace_mask_mod(mask, SIZES)
     rows = jnp.arange(-(-T // BLOCKS[0]), dtype=jnp.int32)
-    kinds, certain = classify_rows(traced.program, traced.arrays, SIZES[:2], (T, S, *BLOCKS), rows)
+    kinds, certain = classify_rows(BlockedMask(traced.program, SIZES[:2], (T, S, *BLOCKS)), traced.arrays, rows)
     return np.asarray(kinds), np.asarray(certain)
 
 

@@ -50,9 +50,10 @@ def test_coarse_to_fine_is_what_all_blocks_say(heads: tuple[int, int], monkeypat
     mask = lambda b, h, q, k: ((q >= k + shift[h]) & (ids[q] == ids[k])) | (k < 40 * b) | ((q > 900) & (k < 500))
     sizes = (1000, 1024, 8, 8)
     traced = trace_mask_mod(mask, (*heads, *sizes[:2]))
-    plain = classify.classify_on_host(traced.program, traced.arrays, heads, sizes, True)
+    blocked = classify.BlockedMask(traced.program, heads, sizes)
+    plain = classify.classify_on_host(blocked, traced.arrays, True)
     monkeypatch.setattr(classify, "COARSE_FROM", 4)
-    fine = classify.classify_on_host(traced.program, traced.arrays, heads, sizes, True)
+    fine = classify.classify_on_host(blocked, traced.arrays, True)
     for a, b in zip(plain, fine, strict=True):
         np.testing.assert_array_equal(a, b)
 
