@@ -18,7 +18,6 @@ import typing
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax import lax
 from jax.extend.core import Primitive
 
 from flexjax.parallel.gathers import warn_of_gathers
@@ -30,8 +29,9 @@ from flexjax.parallel.split import (
     own_key_heads,
     share_of,
     spec_of,
+    sum_over_shared_axes,
 )
-from flexjax.partition import Mesh, Names, Rule, Spec, names_of
+from flexjax.partition import Mesh, Rule, Spec
 from flexjax.plan.problem import Problem
 from flexjax.plan.tuned import plan_text, versions
 
@@ -107,26 +107,10 @@ class Call:
         if "wanted" not in self.params:
             return results
         back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
-        return self.summed(split, [back(g, place) for g, place in zip(results, self.movable, strict=True)])
-
-    def summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of one device, each summed (psum) over the axes that split the work but not the operand of the gradient.
-
-        gradients   of the operands with the indices `movable`, in this order
-
-        Along such an axis all devices hold the same part of the operand, and each has the gradient from its own part of the work.
-        """
-        plan, operands, results = self.problem.plan, operand_dims(self.problem), list(gradients)
-        over: dict[Names, list[int]] = {}
-        for i, place in enumerate(self.movable):
-            apart = {name for part in spec_of(plan, operands[place], split) for name in names_of(part)}
-            names = tuple(name for name in (*split.batch, *split.heads) if name not in apart)
-            if names:
-                over.setdefault(names, []).append(i)
-        for names, which in over.items():
-            for i, total in zip(which, lax.psum([results[i] for i in which], names), strict=True):
-                results[i] = total
-        return results
+        dims = operand_dims(problem)
+        specs = [spec_of(plan, dims[place], split) for place in self.movable]
+        gradients = [back(g, place) for g, place in zip(results, self.movable, strict=True)]
+        return sum_over_shared_axes(gradients, specs, (*split.batch, *split.heads))
 
 
 def rule_of(call: Call, mesh: Mesh) -> Rule:

@@ -18,8 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flexjax import partition
 from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.parallel.explicit_axes import explicit_names
-from flexjax.parallel.split import Split, arranged, choose_split, operand_dims, own_key_heads, share_of, spec_of
-from flexjax.partition import Mesh, Names, NoRule, Rule, Spec, names_of
+from flexjax.parallel.split import (
+    Split,
+    arranged,
+    choose_split,
+    operand_dims,
+    own_key_heads,
+    share_of,
+    spec_of,
+    sum_over_shared_axes,
+)
+from flexjax.partition import Mesh, Names, NoRule, Rule, Spec
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import BlockLists, Operands
 from flexjax.plan.tuned import plan_text, versions
@@ -193,22 +202,10 @@ class AutoCall:
         if "wanted" not in self.params:
             return results
         back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
-        return self._summed(split, [back(g, place) for g, place in zip(results, self.movable, strict=True)])
-
-    def _summed(self, split: Split, gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of one device, each summed over the axes that split the work but not the operand of the gradient."""
-        names, results = operand_dims(self.call.problem), list(gradients)
-        over: dict[Names, list[int]] = {}
-        for i, place in enumerate(self.movable):
-            spec = spec_with_tokens(self.call, names[place], split, self.axes)
-            apart = {name for part in spec for name in names_of(part)}
-            shared = tuple(name for name in (*split.batch, *split.heads, *self.axes) if name not in apart)
-            if shared:
-                over.setdefault(shared, []).append(i)
-        for axes, which in over.items():
-            for i, total in zip(which, lax.psum([results[i] for i in which], axes), strict=True):
-                results[i] = total
-        return results
+        dims = operand_dims(call.problem)
+        specs = [spec_with_tokens(call, dims[place], split, self.axes) for place in self.movable]
+        gradients = [back(g, place) for g, place in zip(results, self.movable, strict=True)]
+        return sum_over_shared_axes(gradients, specs, (*split.batch, *split.heads, *self.axes))
 
 
 def lower_with_rule(

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from flexjax.ir.origin import Starts
 from flexjax.ir.program import Program
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
-from flexjax.partition import Mesh, Names, Spec, widest
+from flexjax.partition import Mesh, Names, Spec, names_of, widest
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Lengths, Operands
 from flexjax.plan.problem import Problem
 
@@ -235,6 +235,27 @@ def share_of(problem: Problem, operands: Operands, split: Split) -> tuple[Proble
 def _place(names: Names) -> Array:
     """The index of this device along the axes `names` taken together, the first axis outermost; an int32 scalar."""
     return lax.axis_index(names).astype(jnp.int32)
+
+
+def sum_over_shared_axes(gradients: Sequence[Array], specs: Sequence[PartitionSpec], work: Names) -> list[Array]:
+    """The gradients of one device, each summed (psum) over the axes that split the work but not the operand of the gradient.
+
+    specs   of each gradient, and of its operand
+    work    the axes that split the work
+
+    Along such an axis all devices hold the same part of the operand, and each has the gradient from its own part of the work.
+    Gradients that are summed over the same axes share a collective.
+    """
+    results = list(gradients)
+    over: dict[Names, list[int]] = {}
+    for i, spec in enumerate(specs):
+        apart = {name for part in spec for name in names_of(part)}
+        over.setdefault(tuple(name for name in work if name not in apart), []).append(i)
+    for axes, which in over.items():
+        if axes:
+            for i, total in zip(which, lax.psum([results[i] for i in which], axes), strict=True):
+                results[i] = total
+    return results
 
 
 def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array:
