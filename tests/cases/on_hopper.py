@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexjax.ir.program import Program
+from flexjax.backends.base import BackwardInputs
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import trace_mod
 from flexjax.types import KernelOptions
@@ -144,20 +144,14 @@ class BackwardProblem(typing.NamedTuple):
     """What `backward` is called with, and the gradients of a dense computation."""
 
     plan: KernelPlan
-    operands: Operands
-    results: Results
-    d_out: jax.Array
-    d_lse: jax.Array | None
-    wanted: Wanted
-    derivative: Program | None
+    given: BackwardInputs
     expected: Gradients
 
     def gradients(self) -> Gradients:
         from flexjax.backends.mosaic_gpu import backward_sm90  # needs jax 0.11
 
-        run = functools.partial(backward_sm90.backward, self.plan, wanted=self.wanted, derivative=self.derivative)
-        call = jax.jit(lambda o, r, d, l: run(o, r, d, l))
-        return call(self.operands, self.results, self.d_out, self.d_lse)
+        call = jax.jit(lambda *arrays: backward_sm90.backward(self.plan, BackwardInputs(*arrays, *self.given[4:])))
+        return call(*self.given[:4])
 
 
 def backward_problem(
@@ -263,16 +257,15 @@ def backward_problem(
         lists,
     )
     assert len(operands.score_captures) == len(captured)
-    return BackwardProblem(
-        plan,
+    given = BackwardInputs(
         operands,
         Results(turn(out.astype(dtype)), turn(lse), None),
         turn(d_out),
         turn(d_row) if d_lse else None,
         Wanted(True, True, True, bool(extra), bool(extra), sinks, (True,) * len(captured)),
         None if traced is None else traced.derivative,
-        Gradients(*(turn(x) for x in want[:5]), want[5], want[6]),
     )
+    return BackwardProblem(plan, given, Gradients(*(turn(x) for x in want[:5]), want[5], want[6]))
 
 
 def assert_gradients_close(got: Gradients, expected: Gradients, tolerance: float = 8e-3) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import choose_kernel, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles
@@ -22,31 +23,19 @@ from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, dense_bias_plan, padded_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
 from flexjax.ir import program as ir
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Wanted
 
 
-def backward(
-    plan: KernelPlan,
-    operands: Operands,
-    results: Results,
-    d_out: jax.Array,
-    d_lse: jax.Array | None,
-    wanted: Wanted,
-    derivative: ir.Program | None,
-) -> Gradients:
+def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
     """The gradients of the wanted operands, each in the shape and dtype of its operand; None for the others.
-
-    results        of the forward pass
-    d_out, d_lse   cotangents of out and lse, in their shapes; d_lse None where lse is not used
-    wanted         which operands' gradients are asked for
-    derivative     plan.score with its derivatives, None for the identity
 
     The fused kernel runs only if gradients on both sides, queries and keys or values, are wanted. Otherwise a kernel
     runs only if one of its gradients is wanted. The dQ kernel also writes the direct gradients of captured arrays
     (pair_bias.py), so it may run although dQ is not wanted; capture_gradients.py sums the other ones.
     """
-    d_out = d_out.astype(operands.query.dtype)
-    stats = row_statistics(plan, results, d_out, d_lse)
+    operands, wanted, derivative = given.operands, given.wanted, given.derivative
+    d_out = given.d_out.astype(operands.query.dtype)
+    stats = row_statistics(plan, given.results, d_out, given.d_lse)
     joined_plan, joined = join_extra(plan, operands)
     tokens = common.padded_tokens(joined_plan, joined, d_out, stats)
     bias = dense_bias_plan(joined_plan, derivative, wanted.score_captures)

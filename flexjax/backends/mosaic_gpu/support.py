@@ -240,7 +240,7 @@ class MosaicGpu:
         from flexjax.backends.mosaic_gpu import backward_sm90
 
         plan, operands = mask_blocks.with_blocks(plan, given.operands, *_kernel_blocks(plan))
-        return backward_sm90.backward(plan, operands, *given[1:])
+        return backward_sm90.backward(plan, given._replace(operands=operands))
 
     @contextlib.contextmanager
     def lowering(self, module: mlir.ModuleContext, target: Target) -> Iterator[None]:

@@ -15,40 +15,29 @@ import jax
 import jax.numpy as jnp
 
 from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu import capture_gradients, layouts, vmem
 from flexjax.backends.mosaic_tpu.backward_dkv import dkv_kernel
 from flexjax.backends.mosaic_tpu.backward_dq import dq_kernel
-from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs
+from flexjax.backends.mosaic_tpu.backward_tile import BackwardArrays, BackwardCall
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
 from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
 from flexjax.ir import program as ir
-from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import NONE, where_exists
 
 
-def backward(
-    plan: KernelPlan,
-    operands: Operands,
-    results: Results,
-    d_out: jax.Array,
-    d_lse: jax.Array | None,
-    wanted: Wanted,
-    derivative: Program | None,
-    chip: vmem.Chip,
-) -> Gradients:
+def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradients:
     """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
 
-    results       out and lse of the forward pass
-    d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
-    derivative    program of score_mod's derivatives; None where score_mod is the identity
-    chip          the TPU whose VMEM decides the tiles
+    chip   the TPU whose VMEM decides the tiles
 
     The dk/dv kernel computes dq too if both dq and dk or dv are wanted, no captured read but columns is, no launch
     splits a head, and the sums fit VMEM. A kernel runs only if one of its gradients is wanted. The caller has checked
     that nothing is refused.
     """
+    operands, results, d_out, d_lse, wanted, derivative = given
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.backward_tiles(plan, chip, derivative)
     folded = layouts.fold(plan, operands)
@@ -90,8 +79,8 @@ def _kernel_arrays(
     results: Results,
     d_out: jax.Array,
     shift: jax.Array,
-) -> BackwardInputs[jax.Array]:
-    """The arrays that both backward kernels read (see BackwardInputs).
+) -> BackwardArrays[jax.Array]:
+    """The arrays that both backward kernels read (see BackwardArrays).
 
     folded   query, key and value as layouts.fold returns them
     shift    delta - d_lse, float32 in the shape of lse
@@ -102,7 +91,7 @@ def _kernel_arrays(
     shapes = layouts.FoldedShapes.of(plan)
     lse = results.lse.astype(jnp.float32)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse if may_be_large(plan.score) else lse * jnp.float32(LOG2E))
-    return BackwardInputs(
+    return BackwardArrays(
         *folded,
         shapes.out.to_kernel(d_out.astype(plan.dtype)),
         layouts.rows_to_kernel(lse, shapes.tokens_first),

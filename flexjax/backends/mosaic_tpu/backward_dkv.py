@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends.mosaic_tpu import layouts
-from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs, StripProducts, strip_gradients
+from flexjax.backends.mosaic_tpu.backward_tile import BackwardArrays, BackwardCall, StripProducts, strip_gradients
 from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.hoisted_operands import ZERO
@@ -56,7 +56,7 @@ class DkvBuffers(typing.NamedTuple, typing.Generic[T]):
     columns: tuple[T, ...]
 
 
-Refs = KernelRefs[BackwardInputs[jax.Ref], DkvBuffers[jax.Ref], DkvBuffers[jax.Ref]]
+Refs = KernelRefs[BackwardArrays[jax.Ref], DkvBuffers[jax.Ref], DkvBuffers[jax.Ref]]
 
 
 class DkvGradients(typing.NamedTuple):

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends.mosaic_tpu import diagonals, layouts
-from flexjax.backends.mosaic_tpu.backward_tile import BackwardCall, BackwardInputs, StripProducts, strip_gradients
+from flexjax.backends.mosaic_tpu.backward_tile import BackwardArrays, BackwardCall, StripProducts, strip_gradients
 from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
@@ -64,7 +64,7 @@ class DqScratch(typing.NamedTuple, typing.Generic[T]):
     rows: tuple[T, ...]
 
 
-Refs = KernelRefs[BackwardInputs[jax.Ref], DqOutputs[jax.Ref], DqScratch[jax.Ref]]
+Refs = KernelRefs[BackwardArrays[jax.Ref], DqOutputs[jax.Ref], DqScratch[jax.Ref]]
 
 
 class LoadNumbers(typing.NamedTuple):

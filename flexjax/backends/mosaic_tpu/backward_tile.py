@@ -35,7 +35,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands
 T = typing.TypeVar("T")
 
 
-class BackwardInputs(typing.NamedTuple, typing.Generic[T]):
+class BackwardArrays(typing.NamedTuple, typing.Generic[T]):
     """What both backward kernels read: query, key, value and d_out in the shapes of layouts.fold; and, float32 [B, N, 1, T]:
 
     lse      to base 2 (natural where scores may be large), +inf in empty rows, so that their exponentials are 0
@@ -62,18 +62,18 @@ class BackwardCall(typing.NamedTuple):
 
     plan: KernelPlan
     operands: Operands
-    arrays: BackwardInputs[jax.Array]
+    arrays: BackwardArrays[jax.Array]
     derivative: Program | None
     tiles: vmem.Tiles
     chip: vmem.Chip
 
-    def inputs(self, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> BackwardInputs[Operand]:
+    def inputs(self, shapes: layouts.FoldedShapes, maps: layouts.IndexMaps) -> BackwardArrays[Operand]:
         """The arrays with their block specs: in a grid step a kernel reads the blocks of the step's query tile and key tile.
 
         shapes, maps   sizes of the folded arrays and index maps of the kernel
         """
         tiles, rows = self.tiles, maps.row_spec(self.tiles.q)
-        specs = BackwardInputs(
+        specs = BackwardArrays(
             shapes.query.spec(tiles.q, maps.query),
             shapes.key.spec(tiles.kv, maps.key),
             shapes.value.spec(tiles.kv, maps.key),
@@ -81,14 +81,14 @@ class BackwardCall(typing.NamedTuple):
             rows,
             rows,
         )
-        return BackwardInputs(*map(Operand, self.arrays, specs))
+        return BackwardArrays(*map(Operand, self.arrays, specs))
 
 
 class StripProducts(typing.NamedTuple):
     """What a kernel computes or reads before the gradients of a strip.
 
     qk, dp       the products q . k (not scaled) and dO . v, float32 (rows, cols)
-    lse, shift   of the queries of the strip (see BackwardInputs), in shapes that broadcast to (rows, cols)
+    lse, shift   of the queries of the strip (see BackwardArrays), in shapes that broadcast to (rows, cols)
     """
 
     qk: jax.Array
@@ -147,7 +147,7 @@ def _exponent_and_slopes(
     """(s' - lse in base 2, ds'/ds or None for 1, [ds'/dload of each read in derivative.gradients]) on a strip.
 
     qk    the products q . k, not scaled, (rows, cols)
-    lse   of the queries of the strip, as BackwardInputs has it; where scores may be large it is subtracted before the
+    lse   of the queries of the strip, as BackwardArrays has it; where scores may be large it is subtracted before the
           conversion to base 2
 
     Without a derivative program and with a separated bias the list of derivatives by reads is empty, because the kernel

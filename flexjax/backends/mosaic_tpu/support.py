@@ -75,7 +75,7 @@ class MosaicTpuBackend:
         reason = _backward_refusal(plan, given.wanted, given.derivative, chip)
         if reason is not None:
             raise NotImplementedError(reason)
-        return backward(plan, operands, *given[1:], chip)
+        return backward(plan, given._replace(operands=operands), chip)
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """An empty context: nothing about the lowered module changes."""

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow, row_at, walk
 from flexjax.backends.xla.capture_gradients import CaptureGradients, add_at
@@ -38,7 +39,7 @@ from flexjax.backends.xla.visit_scores import (
     zero_where_off,
 )
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Wanted
 from flexjax.plan.lengths import NONE, where_exists
 
 Array = jax.Array
@@ -66,25 +67,13 @@ class QuerySums(typing.NamedTuple):
     query_extra: Array | None
 
 
-def backward(
-    plan: KernelPlan,
-    operands: Operands,
-    results: Results,
-    d_out: Array,
-    d_lse: Array | None,
-    wanted: Wanted,
-    derivative: Program | None,
-    target: Target,
-) -> Gradients:
+def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
     """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
-
-    results       out and lse of the forward pass
-    d_out, d_lse  cotangents of out and lse, in their shapes; d_lse None for zero
-    derivative    program of score_mod's derivatives; None where score_mod is the identity
 
     Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the
     sinks (`_empty_gradients`). A query that sees no key gets and gives no gradient.
     """
+    operands, results, d_out, d_lse, wanted, derivative = given
     lengths = operands.lengths or NONE
     if d_lse is not None:
         d_lse = where_exists(d_lse, lengths.query, plan)

@@ -49,7 +49,7 @@ class XlaBackend:
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands, None for the others (see Backend.backward and backward.py)."""
         plan, operands = on_larger_blocks(plan, given.operands, target, backward=True)
-        return backward(plan, operands, *given[1:], target)
+        return backward(plan, given._replace(operands=operands), target)
 
     def tangent(
         self,

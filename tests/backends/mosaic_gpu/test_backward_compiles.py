@@ -141,6 +141,7 @@ written before it and read once a step."""
 
 
 def compile_cases(names: list[str]) -> None:
+    from flexjax.backends.base import BackwardInputs
     from flexjax.backends.mosaic_gpu import backward_sm90, choose_kernel
     from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
     from flexjax.types import KernelOptions
@@ -158,10 +159,10 @@ def compile_cases(names: list[str]) -> None:
         tiles = fused_tiles(plan) if fused else None
 
         def run(*arrays: typing.Any, made: typing.Any = made, plan: typing.Any = plan) -> typing.Any:
-            return backward_sm90.backward(plan, *arrays, made.wanted, made.derivative)
+            return backward_sm90.backward(plan, BackwardInputs(*arrays, *made.given[4:]))
 
         print(f"case {name}{f', {tiles.queries} queries' if tiles else ''}", file=sys.stderr, flush=True)
-        compile_hopper.compile_for_hopper(run, made.operands, made.results, made.d_out, made.d_lse)
+        compile_hopper.compile_for_hopper(run, *made.given[:4])
 
 
 @pytest.mark.parametrize("part", range(3))

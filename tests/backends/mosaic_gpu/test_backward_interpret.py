@@ -83,6 +83,6 @@ def test_query_visits_are_int32(deterministic: bool) -> None:
     made = backward_problem(**FUSED["lists"], dim=64, options=KernelOptions(deterministic=deterministic))
     order = dq_order.order_for(made.plan, 4, 2) if deterministic else None
     with jax.enable_x64(True):
-        lists = tile_visits.visit_lists(made.plan, made.operands.lists, transposed=True)
+        lists = tile_visits.visit_lists(made.plan, made.given.operands.lists, transposed=True)
         visits = backward_fused_visits.query_visits(made.plan, lists, 2, 4, 64, order)
     assert {x.dtype for x in jax.tree.leaves(visits)} == {jnp.dtype("int32")}

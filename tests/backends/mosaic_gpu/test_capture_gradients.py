@@ -231,12 +231,12 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
     made = backward_problem(**BY_PLACES["2-D table, odd, with dropout"])
     given = backward_sm90_common.padded_tokens(
         made.plan,
-        made.operands,
-        made.d_out,
-        row_statistics(made.plan, made.results, made.d_out, None),
+        made.given.operands,
+        made.given.d_out,
+        row_statistics(made.plan, made.given.results, made.given.d_out, None),
     )
-    assert made.derivative is not None
-    total = capture_gradients._largest_total(made.plan, given, made.derivative, 0)
+    assert made.given.derivative is not None
+    total = capture_gradients._largest_total(made.plan, given, made.given.derivative, 0)
     assert total is not None
     (expected,) = made.expected.score_captures
     assert expected is not None
@@ -247,8 +247,8 @@ def test_what_all_gradients_add_up_to_is_bounded() -> None:
 
 
 def refusal(made: BackwardProblem, **change: int) -> str | None:
-    assert made.derivative is not None
-    return capture_gradients.refuses(dataclasses.replace(made.plan, **change), made.derivative, (True,))
+    assert made.given.derivative is not None
+    return capture_gradients.refuses(dataclasses.replace(made.plan, **change), made.given.derivative, (True,))
 
 
 def test_refuses_more_tiles_than_can_be_numbered() -> None:

@@ -15,7 +15,7 @@ from tests.cases.on_hopper import BackwardProblem, assert_gradients_close, backw
 
 
 def dense_bias_plan(made: BackwardProblem) -> pair_bias.DenseBiasPlan:
-    return pair_bias.dense_bias_plan(made.plan, made.derivative, made.wanted.score_captures)
+    return pair_bias.dense_bias_plan(made.plan, made.given.derivative, made.given.wanted.score_captures)
 
 
 @pytest.mark.parametrize("name", PAIR_BIAS)
@@ -24,10 +24,10 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = backward_problem(**arguments)
     bias = dense_bias_plan(made)
     assert (bias.staged is not None, bool(bias.direct_gradients)) == expected
-    if len(bias.direct_gradients) == len(made.operands.score_captures):  # no third kernel
+    if len(bias.direct_gradients) == len(made.given.operands.score_captures):  # no third kernel
         monkeypatch.setattr(capture_gradients, "capture_gradients", None)
     got = made.gradients()
-    for found, array in zip(got.score_captures, made.operands.score_captures, strict=True):
+    for found, array in zip(got.score_captures, made.given.operands.score_captures, strict=True):
         assert found is not None
         assert (found.shape, found.dtype) == (array.shape, array.dtype)
     assert_gradients_close(got, made.expected, tolerance=3e-2)
@@ -42,7 +42,8 @@ def test_what_is_not_visited_is_zero() -> None:
 
 def test_without_the_gradient_of_the_array() -> None:
     made = backward_problem(**PAIR_BIAS["bfloat16"][0])
-    made = made._replace(wanted=made.wanted._replace(score_captures=(False,)))
+    wanted = made.given.wanted._replace(score_captures=(False,))
+    made = made._replace(given=made.given._replace(wanted=wanted))
     assert not dense_bias_plan(made).direct_gradients
     got = made.gradients()
     assert got.score_captures == (None,)
@@ -51,8 +52,8 @@ def test_without_the_gradient_of_the_array() -> None:
 
 def test_the_gradient_of_the_array_alone() -> None:
     made = backward_problem(**PAIR_BIAS["bfloat16"][0])
-    wanted = made.wanted._replace(query=False, key=False, value=False)
-    got = made._replace(wanted=wanted).gradients()
+    wanted = made.given.wanted._replace(query=False, key=False, value=False)
+    got = made._replace(given=made.given._replace(wanted=wanted)).gradients()
     assert got.query is got.key is got.value is None
     (found,), (expected,) = got.score_captures, made.expected.score_captures
     error = np.asarray(found, np.float32) - np.asarray(expected, np.float32)
