@@ -361,6 +361,7 @@ def _origin(
         return layout, starts
 
     def spread(x: Array, has_copies: bool) -> Array:
+        """A table of the origin with a row for each copy and each batch entry, [size * batch, runs]."""
         whole = x if has_copies else jnp.broadcast_to(x, (size, *x.shape))
         whole = jnp.broadcast_to(whole, (size, plan.batch, whole.shape[2]))
         return whole.reshape(size * plan.batch, whole.shape[2])

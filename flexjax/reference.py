@@ -168,6 +168,7 @@ def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """
 
     def mapped(*arrays: jax.Array) -> jax.Array:
+        """`entry` at every place of the arrays."""
         shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
         run, flat = entry, [x.reshape([n for n in x.shape if n > 1]) for x in arrays]
         for axis in (3, 2, 1, 0):

@@ -56,6 +56,7 @@ def both_passes(attend: Attend, arrays: Sequence[jax.Array | jax.ShapeDtypeStruc
     """Compiles out and the gradients of all arrays but the last, which is the cotangent of out."""
 
     def step(*given: jax.Array) -> typing.Any:
+        """(out, gradients of all arrays but the last)."""
         out, pull = jax.vjp(attend, *given[:-1])
         return out, pull(given[-1])
 

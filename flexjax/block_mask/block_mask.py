@@ -268,7 +268,6 @@ def _unflatten(static: tuple, arrays: tuple) -> BlockMask:
 
     Checks nothing, because jax puts placeholders in the leaves.
     """
-    # jax puts placeholders in the leaves while it rearranges trees, so nothing is checked here
     mask = object.__new__(BlockMask)
     for name, value in (*zip(ARRAY_FIELDS, arrays, strict=True), *zip(STATIC_FIELDS, static, strict=True)):
         object.__setattr__(mask, name, value)

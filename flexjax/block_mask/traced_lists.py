@@ -134,8 +134,7 @@ def _rule(mesh: Mesh, mask: BlockedMask, exact: bool) -> Rule:
     captured = enumerate(split_dims((program,), {"b": heads[0], "h": heads[1]}))
     arguments = [" ".join(dim or f"c{i}_{at}" for at, dim in enumerate(dims)) for i, dims in captured]
     if origin is not None:
-        entry = "b" if origin.rows > 1 else "origin_b"
-        arguments += [f"{entry} query_runs", f"{entry} key_runs"]
+        arguments += origin.table_dims
 
     def choose(dims: Sequence[str], specs: Sequence[Spec]) -> Split:
         """The axes that split batch and heads: those of the array whose batch (heads) is split over most devices.

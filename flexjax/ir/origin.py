@@ -35,7 +35,7 @@ from jax.core import Tracer
 
 from flexjax.errors import bad_argument
 from flexjax.ir.builder import Builder
-from flexjax.ir.program import SCORE, Atom, B, H, Program
+from flexjax.ir.program import SCORE, Atom, Axes, B, H, Program
 from flexjax.ir.replay import replay
 from flexjax.types import Origin
 
@@ -83,6 +83,16 @@ class OriginLayout:
     def single(self) -> bool:
         """Whether queries and keys are one run each."""
         return self.query_runs == self.key_runs == 1
+
+    def differs_by_entry(self, axes: Axes) -> bool:
+        """Whether a value of these axes differs between batch entries because each entry has positions of its own."""
+        return self.rows > 1 and bool(axes & {"q", "kv", "delta"})
+
+    @property
+    def table_dims(self) -> tuple[str, str]:
+        """For partitioning rules, the names of the dimensions of both tables; "b" is that of the batch."""
+        entry = "b" if self.rows > 1 else "origin_b"
+        return f"{entry} query_runs", f"{entry} key_runs"
 
 
 Placed = tuple[OriginLayout | None, Starts | None]
@@ -246,9 +256,8 @@ def _number(name: str, given: object, batch: tuple[int, ...], size: int, length:
         shapes = "an int or an int32 scalar" + (f", or int32[{batch[0]}], one for each batch entry" if batch else "")
         raise bad_argument(name, got, shapes, "Cast it, for example with jnp.int32().")
     most = size - length
-    if (
-        isinstance(array, np.ndarray) and array.size
-    ):  # a jax array is not looked at, because that would wait for the device
+    # the numbers of a jax array are not looked at, because that would wait for the device
+    if isinstance(array, np.ndarray) and array.size:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > most:
             raise bad_argument(

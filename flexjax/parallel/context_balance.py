@@ -109,7 +109,7 @@ def _padded(x: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 
 def _joined(needed: np.ndarray, owner: np.ndarray, few: int) -> tuple[np.ndarray, np.ndarray]:
-    """Up to `few` neighbouring key blocks of one device as one: (needed, weight of each column as an owner table)."""
+    """Joins up to `few` neighbouring key blocks of one device into one column: (needed, the device of each column)."""
     starts = np.flatnonzero((np.arange(len(owner)) % few == 0) | (np.diff(owner, prepend=-1) != 0))
     return np.logical_or.reduceat(needed, starts, 1), owner[starts]
 

@@ -98,6 +98,7 @@ class ContextLayout:
         return self.kv_len, self.key_blocks, self.block_size[1]
 
     def _positions(self, side: Side) -> Array | np.ndarray:
+        """int32 [padded(side)]: the position in the sequence of each row of a permuted array, -1 in padding."""
         length, blocks, size = self._of(side)
         np_or_jnp: typing.Any = jnp if isinstance(blocks, Tracer) else np
         blocks = blocks if isinstance(blocks, Tracer) else np.asarray(blocks)
@@ -105,6 +106,7 @@ class ContextLayout:
         return np_or_jnp.where(rows < length, rows, -1).astype(np.int32)
 
     def _counted(self, numbers: Array | np.ndarray | None, name: str) -> Array | np.ndarray:
+        """The numbers of the property `name`; raises ValueError if they are None, because the mask was traced."""
         if numbers is None:
             raise ValueError(
                 f"`{name}` of this layout is unknown, because its mask_mod captures traced arrays; expected known arrays. Make the "
@@ -153,6 +155,10 @@ class ContextLayout:
         return np_or_jnp.take(x, place, axis=axis)
 
     def _axis(self, x: ArrayArgument, axis: int, length: int, side: str, what: str) -> int:
+        """The argument `axis` as a number from 0 on. Raises ValueError unless x has that axis with `length` entries.
+
+        what   the name of that length, for the message
+        """
         if not -x.ndim <= axis < x.ndim:
             raise bad_argument("axis", repr(axis), f"an axis of x, which has {x.ndim}", "Name the axis of the tokens.")
         if x.shape[axis] != length:
@@ -165,6 +171,7 @@ class ContextLayout:
     # ------------------------------------------------------------------ as a value
 
     def _content(self) -> tuple:
+        """What makes two layouts equal, as a hashable value; the numbers must be known."""
         arrays = [np.asarray(x) for x in jax.tree.leaves(self)]
         rounds = None if self.rounds is None else self.rounds.shifts
         return (*(getattr(self, f) for f in STATIC), rounds, *((x.shape, x.tobytes()) for x in arrays))
@@ -189,6 +196,7 @@ class ContextLayout:
 
 
 def _size(x: Array | np.ndarray) -> int:
+    """The number of blocks of all devices; x: query_blocks or key_blocks of a layout."""
     return x.shape[0] * x.shape[1]
 
 
@@ -303,6 +311,7 @@ def context_layout(
 
 
 def _callable(mask_mod: object) -> Callable:
+    """The argument mask_mod; raises ValueError if it is no function."""
     if not callable(mask_mod):
         raise bad_argument(
             "mask_mod", repr(mask_mod), "a function (b, h, q_idx, kv_idx) -> bool, or None", "See MaskMod."

@@ -90,6 +90,7 @@ def operand_dims(problem: Problem) -> list[str]:
         return tuple(" ".join(dim or f"{name}{i}_{at}" for at, dim in enumerate(dims)) for i, dims in found)
 
     tree_of: typing.Any = Operands
+    starts_of: typing.Any = Starts
     named = tree_of(
         query=arranged(plan, "b t h d"),
         key=arranged(plan, f"b s {key_heads} d"),
@@ -106,16 +107,10 @@ def operand_dims(problem: Problem) -> list[str]:
             None if x is None else counts + ("rows" if name.endswith("num") else f"rows {name}")  # [.., rows(, width)]
             for name, x in zip(BlockLists._fields, present.lists, strict=True)
         ),
-        origin=None if present.origin is None else Starts._make(_origin_dims(plan)),
+        origin=None if plan.origin is None else starts_of(*plan.origin.table_dims),
         lengths=None if present.lengths is None else Lengths._make(None if x is None else "b" for x in present.lengths),
     )
     return jax.tree.leaves(named)
-
-
-def _origin_dims(plan: KernelPlan) -> tuple[typing.Any, typing.Any]:
-    """The dimensions of the two tables of an origin."""
-    entry = "b" if plan.origin is not None and plan.origin.rows > 1 else "origin_b"
-    return f"{entry} query_runs", f"{entry} key_runs"
 
 
 def arranged(plan: KernelPlan, dims: str) -> str:

@@ -95,6 +95,7 @@ class KernelPlan:
 
     @property
     def out_dtype(self) -> str:
+        """The dtype of out: that of the scores where parts of the output are still to be merged (`partial`), else `dtype`."""
         return self.score_dtype if self.partial else self.dtype
 
     @property

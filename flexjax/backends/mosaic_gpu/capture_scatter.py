@@ -34,7 +34,7 @@ def axes(load: ir.Load) -> frozenset[str]:
 
 def positions_differ_by_entry(plan: KernelPlan, load: ir.Load) -> bool:
     """Whether the index depends on positions, and an origin gives each batch entry positions of its own."""
-    return plan.origin is not None and plan.origin.rows > 1 and bool(axes(load) & {"q", "kv", "delta"})
+    return plan.origin is not None and plan.origin.differs_by_entry(axes(load))
 
 
 def distinct(plan: KernelPlan, load: ir.Load) -> bool:

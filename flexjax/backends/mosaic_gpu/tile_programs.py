@@ -94,6 +94,7 @@ class TileOrigin:
         return table[entry, number] - number * np.int32(run)
 
     def runs(self, axis: str) -> int:
+        """The number of runs of queries ("q") or keys ("kv")."""
         return self.layout.query_runs if axis == "q" else self.layout.key_runs
 
 

@@ -57,6 +57,7 @@ def diagonal_grid(batch: int, heads: int, q_len: int, kv_len: int, placed: Place
 
 
 def _placed(batch: int, heads: int, q_rows: jax.Array, kv_rows: jax.Array, placed: Placed) -> Grid:
+    """The grid of every batch entry and head at the positions of the given rows of query and key, arrays of rank 4."""
     b = _positions(batch, 0)
     return Grid(b, _positions(heads, 1), query_positions(*placed, b, q_rows), key_positions(*placed, b, kv_rows))
 

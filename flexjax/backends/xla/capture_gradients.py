@@ -137,8 +137,7 @@ class CaptureGradients:
     def _axes(self, slot: LoadSlot) -> Axes:
         """The axes on which the index of the load depends, b among them where positions differ between batch entries."""
         origin = self.plan.origin
-        by_entry = origin is not None and origin.rows > 1 and bool(slot.axes & {"q", "kv", "delta"})
-        return slot.axes | {"b"} if by_entry else slot.axes
+        return slot.axes | {"b"} if origin is not None and origin.differs_by_entry(slot.axes) else slot.axes
 
     def add(
         self, buffers: list[Array], row: TileRow, visit: BlockVisit, scores: VisitScores, cotangent: Array
