@@ -144,10 +144,9 @@ def flex_attention(
 
     How calls are sharded. A mesh axis of type Explicit that splits the batch or the heads of query stays split: each device
     computes its part, forward and backward, without a collective if key and value are split the same way, and mods see the
-    indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens
-    is kept if context= names its axes. Without that, and for a split of the head dim, the arrays are gathered, and a FallbackWarning
-    says how many bytes.
-    Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
+    indices of the whole problem. The same holds under jit for axes of type Auto, on CPUs and GPUs. A split of the tokens is kept if
+    context= names its axes. Otherwise tokens that are split, and a head dim that is, are gathered, and a FallbackWarning says how
+    many bytes. Inside jax.shard_map a call sees the arrays of one device; origin says where they lie in the whole problem.
 
     Hidden positions. A row that the mask hides as a whole gives 0, lse -inf and zero gradients. A row whose scores score_mod
     sets to a finite number (-1e10) is not hidden: it averages the values. lse cannot hold log(n) beside -1e10, so each entry's

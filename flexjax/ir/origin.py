@@ -9,18 +9,17 @@ because the rows of a call may be several runs of the sequence (zigzag layouts, 
     q_idx          = query[row of the table, r // G] + r % G          r: row of query, G: tokens of a run of queries
     kv_idx         = key[row of the table, c // G'] + c % G'          c: row of key, G': tokens of a run of keys
 
-All are operands, so new values neither trace nor compile anything. A tile never straddles two runs (`tile_fits`). So within a
-tile the position is the position of its first row plus the number of the row, and everything that a program knows of q and kv
-holds as it does without an origin: `q - kv + c` is a diagonal, `x[q]` a row. **The inputs q and kv of a program are positions**;
-a backend reads the positions at which a tile starts and evaluates the program there. Only the addresses of query, key, value and
-of the results, and the ends of the arrays, count rows of the call.
+All are operands, so new values neither trace nor compile anything. A tile never straddles two runs (`tile_fits`), so positions are
+consecutive within a tile, and everything that a program knows of q and kv holds as it does without an origin: `q - kv + c` is a
+diagonal, `x[q]` a row. **The inputs q and kv of a program are positions**; a backend reads the positions at which a tile starts and
+evaluates the program there. The addresses of query, key, value and the results, and the ends of these arrays, count rows of the call.
 
 Batch and head are one number each for all tiles, so no backend knows of them: `shift_heads` writes `b + batch` and `h + head`
 into the programs, with the two scalars as captured arrays.
 
 The ranges of a program's inputs (ir/program.py) are those of the whole problem. Where its lengths are unknown, a position is
-anything below UNKNOWN. Then `table[h, q - kv + c]` keeps the clamp of its index: it is still one value for each difference, but
-no longer a slice.
+anything below UNKNOWN, so the index of `table[h, q - kv + c]` is not known to be in bounds and keeps its clamp: the load is still one
+value for each difference, but no slice.
 """
 
 import dataclasses

@@ -17,6 +17,8 @@ a value is a vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A 
 
 An integer value that is known to be the affine function b*B + h*H + q*Q + kv*K + const (+ multiples of uniform values) keeps
 that function as its *linear form*, which tells a load of a contiguous vector or tile from a gather.
+
+The file is longer than others because the types of a program refer to each other, and its text is what makes it equal to another.
 """
 
 import dataclasses

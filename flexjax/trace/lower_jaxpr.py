@@ -11,6 +11,8 @@ Small vectors inside a mod are unrolled into scalars, nested calls are inlined, 
 are unrolled. An equation that no rule covers becomes a `Call`, which only some backends run. To capture a JAX array is to make
 it a captured array of the program. Functions with a derivative rule of their own are those of jax.custom_jvp and
 jax.custom_vjp.
+
+The file is longer than others because its one class interprets every kind of equation on the same table of values.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
     S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ_tile = dS K, added to dQ in memory
 
-Two kernels need seven products a tile, this one five. In exchange, every [queries, D] tile of dQ is added to float32 memory once
-for each tile of keys. Four warpgroups:
+A kernel for dQ and one for dK and dV need seven products a tile, this one five. In exchange, every [queries, D] tile of dQ is added
+to float32 memory once for each tile of keys. Four warpgroups:
 
     0, 1   compute, each for 64 of the 128 keys
     2      copies tiles of Q and dO in
@@ -12,18 +12,20 @@ for each tile of keys. Four warpgroups:
 dQ sums over all keys of the CTA, so both computing warpgroups write their dS^T to shared memory, meet at a barrier, and each
 makes one half of dQ: 64 of 128 queries, or of 64 queries one half of the columns.
 
-Tiles of 128 queries (head dims 33 to 64, `fits_128_query_tile`) halve the cost of a step beside its products. Scores, dP, dK and dV
-then take 192 of 232 registers. So row statistics are read only when they are needed, and the dV product is issued after dS is
-there; earlier, P would be held twice in registers, in float32 for dS and in bfloat16 for the product.
+Where registers allow (`fits_128_query_tile`: head dims 33 to 64), a tile has 128 queries, so that barriers and loop overhead are
+paid half as often. Scores, dP, dK and dV then take 192 of 232 registers. So row statistics are read only when they are needed, and
+the dV product is issued after dS is there; earlier, P would be held twice in registers, in float32 for dS and in bfloat16 for the
+product.
 
-The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities. Where
-additions are in any order and registers allow (no mod), the product for dQ is therefore issued one step later, beside the next
-scores. In a fixed order it is not, because the next CTA would wait a step longer. With the late product, tiles with and without
-a mask have loops of their own, because a branch between in-flight WGMMAs forces a wait.
+The barrier keeps the two computing warpgroups in step, so the tensor cores idle while both compute probabilities. Therefore the
+product for dQ is issued one visit later, beside the next scores, if additions are in any order and there is neither score_mod nor
+dropout (`dq_is_late`). In a fixed order the next CTA would wait a visit longer; with a score_mod or dropout registers do not
+suffice. Beside the late product, tiles with and without a mask have loops of their own, because a branch between in-flight WGMMAs
+forces a wait.
 
-Order of the additions. In any order, each dQ tile is added when it is ready. In a fixed order (dq_order.py) a start number from an
-atomic counter says which key tile a CTA owns, and memory has a count of additions for every query tile, on which a
-CTA waits. No CTA waits for a CTA that may not have started.
+Order of the additions (dq_order.py). In any order, each dQ tile is added when it is ready. In a fixed order, a start number from an
+atomic counter says which key tile a CTA owns, and a CTA waits at a query tile until as many CTAs have added to it as its place in
+the order says. No CTA waits for a CTA that may not have started.
 
 P are the probabilities, dS the cotangents of the scores, lse2 and delta the row statistics of the queries; the
 formulas are at the top of backward_sm90_common.py. In all functions, h is a query head, `q_tile` the number of a

@@ -18,13 +18,13 @@ XLA sums afterwards, so the kernel adds g tile by tile in registers and writes o
 This leaves one number for each (b, h) and query, key, difference of both, or (query, key). capture_scatter.py adds the numbers
 to the elements that the load's index names.
 
-One kind is different: a load by query and key where several positions may read the same element, such as a table of 2-D relative
-positions. One number for each (query, key) and head would be too many, so the kernel itself adds g to the elements, in fixed
-point (fixed_point.py). Where the index is the same on all tiles of a diagonal (shift_invariance.py), it sums those in
-registers before.
+Two kinds of loads are different, because one number for each (query, key) and head would be too many: a load by query and key
+where several positions may read the same element, such as a table of 2-D relative positions, and a load by q - kv if the origin of
+the call has several runs. There the kernel itself adds g to the elements, in fixed point (fixed_point.py), so that the order of the
+additions does not matter. Before, it sums in registers the tiles of a diagonal on which the index is the same (`_scattered`).
 
-The order of every sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the captured
-array, never with queries times keys unless the array has that size itself.
+The order of every float32 sum is fixed and follows from the problem alone. Memory grows with the lists of the block mask and with the
+captured array, never with queries times keys unless the array has that size itself.
 
 p are the probabilities, dP and delta as at the top of backward_sm90_common.py; "mod" is score_mod, and a "load"
 its read of a captured array. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).

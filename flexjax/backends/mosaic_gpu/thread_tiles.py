@@ -13,6 +13,8 @@ PERIOD], holds such values once. Reductions over a row begin within a thread and
 Kernels have Lane semantics. In the simulator (`interpret`) the functions do the same with jax.numpy. Functions that
 `inline_mgpu` decorates are traced once and run in every thread: their FragmentedArrays hold the registers of one
 thread.
+
+The file is longer than others because each function has its code twice, for the registers and for the simulator.
 """
 
 import functools
