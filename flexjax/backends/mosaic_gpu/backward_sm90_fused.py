@@ -171,7 +171,7 @@ def backward_fused(
     order = dq_order.order_for(plan, q_tiles, kv_tiles) if chosen.ordered else None
     visits = query_visits(plan, lists, kv_tiles, q_tiles, tiles.queries, order)
     math = TileMath(plan, derivative, (ROWS, tiles.queries), "kv", (tiles.queries, FUSED_KEYS))
-    problem = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
+    setup = _FusedSetup(plan, math, tiles, order, kv_tiles, q_tiles)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None:
         """The fused kernel: runs one warpgroup of a CTA, a computing one, the copying one, or the one that adds dQ
@@ -179,16 +179,16 @@ def backward_fused(
         """
         group = lax.axis_index("wg")
         program = lax.axis_index("program")
-        cta = _Cta(problem, inputs, scratch, program)
+        cta = _Cta(setup, inputs, scratch, program)
         when(group < GROUPS)(lambda: _ComputingWarpgroup(cta, group).run(outputs))
         when(group == GROUPS)(cta.copy_in)
         when(group == GROUPS + 1)(cta.add_dq)
 
-    dq_shape = (problem.dq_tiles * GROUPS * ROWS, tiles.dq_columns(tokens.query.shape[-1]))
-    first_stores = chosen.ordered and not problem.simulated  # the first addition to a tile is a store
+    dq_shape = (setup.dq_tiles * GROUPS * ROWS, tiles.dq_columns(tokens.query.shape[-1]))
+    first_stores = chosen.ordered and not setup.simulated  # the first addition to a tile is a store
     dq_sum = jax.new_ref((lax.empty if first_stores else jnp.zeros)(dq_shape, jnp.float32))
     ctas = kv_tiles * plan.batch * plan.kv_heads
-    counts = jax.new_ref(jnp.zeros((problem.dq_tiles + 1 + ctas,), jnp.int32))
+    counts = jax.new_ref(jnp.zeros((setup.dq_tiles + 1 + ctas,), jnp.int32))
     d_key, d_value = launch(
         kernel,
         Inputs[typing.Any](tokens, visits, captures, dq_sum, counts),
@@ -197,12 +197,12 @@ def backward_fused(
         name="flexjax_backward_fused",
         programs=ctas,
         warpgroups=GROUPS + 2,
-        interpret=problem.simulated,
+        interpret=setup.simulated,
     )
-    dq_tiles = jax.freeze(dq_sum).reshape(problem.dq_tiles, GROUPS * ROWS, dq_shape[1])
+    dq_tiles = jax.freeze(dq_sum).reshape(setup.dq_tiles, GROUPS * ROWS, dq_shape[1])
     if first_stores:  # a tile that no CTA visited was never written
-        dq_tiles = jnp.where(jax.freeze(counts)[: problem.dq_tiles, None, None] > 0, dq_tiles, 0.0)
-    return _gather_dq(problem, dq_tiles, tokens.query), d_key, d_value
+        dq_tiles = jnp.where(jax.freeze(counts)[: setup.dq_tiles, None, None] > 0, dq_tiles, 0.0)
+    return _gather_dq(setup, dq_tiles, tokens.query), d_key, d_value
 
 
 # ------------------------------------------------------------------- the copying and the adding warpgroup
@@ -212,11 +212,11 @@ def backward_fused(
 class _Cta:
     """One CTA inside the kernel, the one with number `program`.
 
-    problem           what is known of the kernel at compile time
+    setup             what is known of the kernel at compile time
     inputs, scratch   Refs to operands and shared memory
     """
 
-    problem: _FusedSetup
+    setup: _FusedSetup
     inputs: Inputs[Ref]
     scratch: Scratch[Ref]
     program: Scalar
@@ -224,7 +224,7 @@ class _Cta:
     @property
     def rings(self) -> QueryRings:
         """The rings of Q and dO."""
-        tiles, layout = self.problem.tiles, self.problem.plan.layout
+        tiles, layout = self.setup.tiles, self.setup.plan.layout
         sizes = (tiles.queries, tiles.query_slots, tiles.out_slots)
         return QueryRings(layout, self.inputs.tokens, self.scratch, *sizes)
 
@@ -238,28 +238,28 @@ class _Cta:
         the number of the CTA instead. In any order the number of the CTA does; with block lists, key tiles with most
         visits come first.
         """
-        problem, plan, order = self.problem, self.problem.plan, self.problem.order
+        setup, plan, order = self.setup, self.setup.plan, self.setup.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
         if order is None:
-            head_major = problem.tiles.head_major
-            tile, head = tile_visits.tile_and_head(self.program, problem.kv_tiles, heads, head_major)
+            head_major = setup.tiles.head_major
+            tile, head = tile_visits.tile_and_head(self.program, setup.kv_tiles, heads, head_major)
             rank = zero
         else:
             start = self.program
-            if not problem.simulated:
-                counts, started = self.inputs.counts, problem.dq_tiles
+            if not setup.simulated:
+                counts, started = self.inputs.counts, setup.dq_tiles
                 word = counts.at[pl.ds(started + 1 + self.program, 1)]
                 if takes_start_number:
                     atomic_counter.take_start(counts.at[pl.ds(started, 1)], word)
                     plgpu.barrier_arrive(self.scratch.started)
                 plgpu.barrier_wait(self.scratch.started)
                 start = atomic_counter.read_start(word)
-            head, tile, rank = dq_order.assignment_of(start, order, problem.kv_tiles, heads)
+            head, tile, rank = dq_order.assignment_of(start, order, setup.kv_tiles, heads)
         b, key_head = lax.div(head, jnp.int32(plan.kv_heads)), lax.rem(head, jnp.int32(plan.kv_heads))
-        mask_b = b if problem.visits.lists_by_batch else zero
+        mask_b = b if setup.visits.lists_by_batch else zero
         launch_order = self.inputs.visits.launch_order
         if launch_order is not None:
-            tile = launch_order[mask_b, key_head * plan.group if problem.visits.lists_by_head else 0, tile]
+            tile = launch_order[mask_b, key_head * plan.group if setup.visits.lists_by_head else 0, tile]
         return OwnKeys(b, key_head, mask_b, tile, rank)
 
     def copy_in(self) -> None:
@@ -267,23 +267,23 @@ class _Cta:
         then Q, row statistics and dO of every visit; then waits until all slots were read.
         """
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        own, problem, tokens, scratch = (
+        own, setup, tokens, scratch = (
             self.claim(takes_start_number=True),
-            self.problem,
+            self.setup,
             self.inputs.tokens,
             self.scratch,
         )
         rows = functools.partial(
-            rows_of, layout=problem.plan.layout, b=own.b, h=own.key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
+            rows_of, layout=setup.plan.layout, b=own.b, h=own.key_head, start=own.tile * FUSED_KEYS, size=FUSED_KEYS
         )
         plgpu.copy_gmem_to_smem(rows(tokens.key), scratch.key, scratch.own_full)
         plgpu.copy_gmem_to_smem(rows(tokens.value), scratch.value, scratch.own_full)
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
             """Starts the copies of Q, row statistics and dO of one visit, as `FusedVisits.each` calls it."""
-            self.rings.fill(own.b, h, q_tile * problem.tiles.queries, number)
+            self.rings.fill(own.b, h, q_tile * setup.tiles.queries, number)
 
-        self.rings.drain(problem.visits.each(self.inputs.visits, own, lambda h: None, step))
+        self.rings.drain(setup.visits.each(self.inputs.visits, own, lambda h: None, step))
 
     def add_dq(self) -> None:
         """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register
@@ -292,21 +292,21 @@ class _Cta:
         Where dQ is late, it first frees every slot, and drops the tile that the first visit hands over, because that
         tile is of no visit.
         """
-        problem, scratch = self.problem, self.scratch
+        setup, scratch = self.setup, self.scratch
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         own = self.claim()
-        if problem.dq_is_late:
-            for slot in range(problem.tiles.dq_slots):
+        if setup.dq_is_late:
+            for slot in range(setup.tiles.dq_slots):
                 plgpu.barrier_arrive(scratch.dq_free.at[slot])
             plgpu.barrier_wait(scratch.dq_full.at[0])  # the first visit hands over the dQ tile of no visit: dropped
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
             """Adds the dQ tile of one visit to memory, as `FusedVisits.each` calls it."""
-            self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(problem.dq_is_late), problem.tiles.dq_slots))
+            self.add_dq_tile(own, h, q_tile, common.slot_of(number + int(setup.dq_is_late), setup.tiles.dq_slots))
 
-        problem.visits.each(self.inputs.visits, own, lambda h: None, step)
-        if not problem.simulated:
+        setup.visits.each(self.inputs.visits, own, lambda h: None, step)
+        if not setup.simulated:
             plgpu.wait_smem_to_gmem(0)
 
     def add_dq_tile(self, own: OwnKeys, h: Scalar, q_tile: Scalar, slot: Scalar) -> None:
@@ -319,17 +319,17 @@ class _Cta:
         the tile, then adds (ticket 0 stores instead) and counts its own addition. The ticket is rank // sums where
         there are no `tickets`. The simulator adds at once in either case, and counts nothing.
         """
-        problem, plan, scratch = self.problem, self.problem.plan, self.scratch
-        sums = problem.sums
+        setup, plan, scratch = self.setup, self.setup.plan, self.scratch
+        sums = setup.sums
         sum_number = (own.b * plan.q_heads + h) * sums + lax.rem(own.rank, jnp.int32(sums))
-        number = sum_number * problem.q_tiles + q_tile
+        number = sum_number * setup.q_tiles + q_tile
         target = self.inputs.d_query.at[pl.ds(number * (GROUPS * ROWS), GROUPS * ROWS)]
         plgpu.barrier_wait(scratch.dq_full.at[slot])
-        if problem.simulated:
+        if setup.simulated:
             target[...] = target[...] + scratch.dq[slot]
             plgpu.barrier_arrive(scratch.dq_free.at[slot])
             return
-        if problem.order is None:
+        if setup.order is None:
             plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target, reduction_op="add")
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch.dq_free.at[slot])
@@ -337,7 +337,7 @@ class _Cta:
         ticket = lax.div(own.rank, jnp.int32(sums))
         tickets = self.inputs.visits.tickets
         if tickets is not None:
-            ticket = tickets[own.mask_b, h if problem.visits.lists_by_head else jnp.int32(0), own.tile, q_tile]
+            ticket = tickets[own.mask_b, h if setup.visits.lists_by_head else jnp.int32(0), own.tile, q_tile]
         _wait_for_additions(self.inputs.counts, number, ticket)
         # memory holds nothing before the first addition, which is a store
         when(ticket == 0)(lambda: plgpu.copy_smem_to_gmem(scratch.dq.at[slot], target))
@@ -389,9 +389,9 @@ class _ComputingWarpgroup:
     group: Scalar
 
     @property
-    def problem(self) -> _FusedSetup:
+    def setup(self) -> _FusedSetup:
         """What is known of the kernel at compile time."""
-        return self.cta.problem
+        return self.cta.setup
 
     @property
     def scratch(self) -> Scratch[Ref]:
@@ -401,12 +401,12 @@ class _ComputingWarpgroup:
     @property
     def math(self) -> TileMath:
         """How a tile's P and dS are computed."""
-        return self.cta.problem.math
+        return self.cta.setup.math
 
     @property
     def products(self) -> Products:
         """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.problem.simulated)
+        return Products(self.setup.simulated)
 
     @property
     def dq_part(self) -> tuple[int, int]:
@@ -414,14 +414,14 @@ class _ComputingWarpgroup:
 
         Of 128 queries it is 64 of them; of 64 queries it is half of the columns of D.
         """
-        return ROWS, self.problem.tiles.dq_columns(self.scratch.key.shape[-1])
+        return ROWS, self.setup.tiles.dq_columns(self.scratch.key.shape[-1])
 
     def run(self, outputs: Outputs[Ref]) -> None:
         """All of the warpgroup's work: it raises its register limit, waits for K and V, makes all visits, and waits for
         the other computing warpgroup's last product; then it writes dK and dV over K and V in shared memory and from
         there to `outputs`.
         """
-        problem, scratch, math = self.problem, self.scratch, self.math
+        setup, scratch, math = self.setup, self.scratch, self.math
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         own = self.cta.claim()
         kv0 = own.tile * FUSED_KEYS + self.group * ROWS
@@ -440,16 +440,16 @@ class _ComputingWarpgroup:
                 """Adds one visit, as `FusedVisits.each` calls it, to dK, dV and dQ."""
                 self.visit(rows, q_tile, number, masked, dk_acc, dv_acc)
 
-            if problem.dq_is_late:
+            if setup.dq_is_late:
                 plgpu.barrier_arrive(scratch.ds_ready)  # for the first visit, which finds no visit before it
             begin = lambda h: math.at_rows(own.b, h, kv0, self.cta.inputs.captures)
-            total = problem.visits.each(self.cta.inputs.visits, own, begin, step, by_runs=problem.dq_is_late)
-            if problem.dq_is_late:
+            total = setup.visits.each(self.cta.inputs.visits, own, begin, step, by_runs=setup.dq_is_late)
+            if setup.dq_is_late:
                 self.finish_late_dq(total)
-            if problem.simulated:  # the simulator wants every barrier observed to the end
-                slots = problem.tiles.dq_slots
-                common.wait_until_read(total + problem.dq_is_late * slots, (scratch.dq_free, slots))
-            return self.products.read(dk_acc) * problem.plan.scale, self.products.read(dv_acc)
+            if setup.simulated:  # the simulator wants every barrier observed to the end
+                slots = setup.tiles.dq_slots
+                common.wait_until_read(total + setup.dq_is_late * slots, (scratch.dq_free, slots))
+            return self.products.read(dk_acc) * setup.plan.scale, self.products.read(dv_acc)
 
         dim, value_dim = scratch.key.shape[-1], scratch.value.shape[-1]
         dk, dv = self.products.accumulators(accumulate, (ROWS, dim), (ROWS, value_dim))
@@ -458,7 +458,7 @@ class _ComputingWarpgroup:
         own_k[...] = dk.astype(scratch.key.dtype)
         own_v[...] = dv.astype(scratch.key.dtype)
         plgpu.commit_smem()
-        rows = functools.partial(rows_of, layout=problem.plan.layout, b=own.b, h=own.key_head, start=kv0, size=ROWS)
+        rows = functools.partial(rows_of, layout=setup.plan.layout, b=own.b, h=own.key_head, start=kv0, size=ROWS)
         plgpu.copy_smem_to_gmem(own_k, rows(outputs.d_key))
         plgpu.copy_smem_to_gmem(own_v, rows(outputs.d_value))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -477,12 +477,12 @@ class _ComputingWarpgroup:
         It waits for Q and dO of the visit and frees their slots, and writes dS^T to shared memory. Where dQ is not late
         it waits for the dS^T of the other warpgroup.
         """
-        problem, scratch, products, late = self.problem, self.scratch, self.products, self.problem.dq_is_late
+        setup, scratch, products, late = self.setup, self.scratch, self.products, self.setup.dq_is_late
         q_slot, out_slot = self.cta.rings.slots(number)
         ds_slot = common.slot_of(number, DS_SLOTS)
         q_now = scratch.query.at[q_slot]
-        tile = rows.at_columns(q_tile * problem.tiles.queries, masked)
-        mine = pl.ds(common.not_hoisted(self.group, problem.simulated) * ROWS, ROWS)
+        tile = rows.at_columns(q_tile * setup.tiles.queries, masked)
+        mine = pl.ds(common.not_hoisted(self.group, setup.simulated) * ROWS, ROWS)
 
         def scores(s_acc: Ref) -> None:
             """Starts the product S^T = K Q^T into the accumulator, once Q has arrived."""
@@ -560,10 +560,10 @@ class _ComputingWarpgroup:
         With tiles of 128 queries lse2 is read after S^T, and the product for dV starts after dS; otherwise both come
         earlier. The product for dV is in flight at the return.
         """
-        problem, scratch, math, products = self.problem, self.scratch, self.math, self.products
+        setup, scratch, math, products = self.setup, self.scratch, self.math, self.products
         (q_slot, out_slot), rings, dtype = slots, self.cta.rings, self.scratch.key.dtype
         out_now = scratch.d_out.at[out_slot]
-        large_tile = problem.tiles.dq_by_queries  # registers are scarce: lse2 late, and the product for dV after dS
+        large_tile = setup.tiles.dq_by_queries  # registers are scarce: lse2 late, and the product for dV after dS
         delta = math.broadcast(rings.statistic(1, q_slot), "q")
         if math.starts_at_minus_delta:
             products.start(dp_acc, -delta)
@@ -588,8 +588,8 @@ class _ComputingWarpgroup:
 
         dq_acc   its accumulator, of the shape `dq_part`
         """
-        share = common.not_hoisted(self.group, self.problem.simulated)
-        if self.problem.tiles.dq_by_queries:
+        share = common.not_hoisted(self.group, self.setup.simulated)
+        if self.setup.tiles.dq_by_queries:
             half = self.scratch.ds.at[ds_slot, :, pl.ds(share * ROWS, ROWS)]
             self.products.add(dq_acc, half, self.scratch.key, a_t=True)
         else:
@@ -604,10 +604,10 @@ class _ComputingWarpgroup:
         number   running number of the dQ tile, which gives its slot. Where dQ is late every call waits for the slot;
                  otherwise the first calls, one for each slot, do not wait
         """
-        scratch, slots = self.scratch, self.problem.tiles.dq_slots
+        scratch, slots = self.scratch, self.setup.tiles.dq_slots
         slot = common.slot_of(number, slots)
         if (
-            self.problem.dq_is_late
+            self.setup.dq_is_late
         ):  # a branch beside in-flight products costs registers: `add_dq` frees all slots at first
             plgpu.barrier_wait(scratch.dq_free.at[slot])
         else:
@@ -633,7 +633,7 @@ class _ComputingWarpgroup:
 # ------------------------------------------------------------------- dQ in the layout of the queries
 
 
-def _gather_dq(problem: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
+def _gather_dq(setup: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.Array:
     """dQ in the layout, length and dtype of the padded queries: partial sums added in order in float32, multiplied by
     the scale.
 
@@ -642,7 +642,7 @@ def _gather_dq(problem: _FusedSetup, tiles: jax.Array, query: jax.Array) -> jax.
             queries, of the columns
     query   the padded queries; tokens past the query tiles get zeros
     """
-    plan, queries, sums = problem.plan, problem.tiles.queries, problem.sums
+    plan, queries, sums = setup.plan, setup.tiles.queries, setup.sums
     parts = GROUPS * ROWS // queries
     tiles = tiles.reshape(plan.batch, plan.q_heads, sums, -1, parts, queries, tiles.shape[-1])
     total = tiles[:, :, 0]
