@@ -97,7 +97,7 @@ def _scattered(
     else:
         grid = hoisted.whole_grid(batch, heads, q_len, kv_len, placed)
     used = frozenset().union(*(ir.axes_of(a) for a in load.index))
-    if plan.origin is not None and plan.origin.rows > 1 and kind != ir.SCALAR:
+    if plan.origin is not None and plan.origin.differs_by_entry(used):
         used |= {"b"}
     values = values.sum(tuple(d for d, name in ((0, "b"), (1, "h")) if name not in used), keepdims=True)
     shape = captures[load.capture].shape

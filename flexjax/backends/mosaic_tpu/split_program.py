@@ -142,7 +142,7 @@ def split(
             pending += [a for a in step.inputs if isinstance(a, Val)]
             continue
         kind = axis_class(val.axes)
-        value = HoistedValue(val, kind, direct, origin is not None and origin.rows > 1 and kind != UNIFORM)
+        value = HoistedValue(val, kind, direct, origin is not None and origin.differs_by_entry(val.axes))
         if kind == DELTA and origin is not None and not origin.single:
             raise Unsupported(
                 "it needs a value computed outside the kernel for each q - kv, and the origin has several runs of queries or keys"
