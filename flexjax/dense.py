@@ -19,7 +19,7 @@ from flexjax.backends.target import Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.parts import parts_of
 from flexjax.ir.evaluate_scalars import call_program
-from flexjax.ir.origin import OriginTable, indices_of
+from flexjax.ir.origin import NOT_KNOWN, OriginTable, indices_of
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import NONE
@@ -136,7 +136,7 @@ def _indices(plan: KernelPlan, operands: Operands) -> list[Array]:
 
 def _origin(plan: KernelPlan, operands: Operands) -> OriginTable:
     """The origin of the queries and keys; that of the batch and the heads is in the programs."""
-    return OriginTable(None, None, operands.origin, plan.origin, (0, 0, 0, 0))
+    return OriginTable(None, None, operands.origin, plan.origin, NOT_KNOWN)
 
 
 def block_mask_of(plan: KernelPlan, operands: Operands) -> BlockMask | None:
