@@ -12,6 +12,7 @@ of score_mod and the backends to ask (plan/problem.py).
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -319,6 +320,12 @@ def _lead(x: Array, mapped: bool, size: int) -> Array:
     return whole.reshape(size * whole.shape[1], *whole.shape[2:])
 
 
+def _for_each_entry(x: Array, mapped: bool, size: int, batch: int) -> Array:
+    """x, [V, B or 1, ...] if mapped, else [B or 1, ...], with an entry of its own for each copy and batch entry, [V * B, ...]."""
+    whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+    return _lead(jnp.broadcast_to(whole, (size, batch, *whole.shape[2:])), True, size)
+
+
 def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> tuple[typing.Any, int]:
     """(block lists for the folded batch, their batch size).
 
@@ -331,13 +338,7 @@ def _lists(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> 
         return operands.lists, 0
     if plan.blocks.batch == 1 and not any(jax.tree.leaves(flags.lists)):
         return operands.lists, 1
-
-    def spread(x: Array, mapped: bool) -> Array:
-        """A list array with an entry for each copy and each batch entry, [size * batch, heads, ..]."""
-        whole = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-        whole = jnp.broadcast_to(whole, (size, plan.batch, *whole.shape[2:]))
-        return whole.reshape(size * plan.batch, *whole.shape[2:])
-
+    spread = functools.partial(_for_each_entry, size=size, batch=plan.batch)
     return jax.tree.map(spread, operands.lists, flags.lists), size * plan.batch
 
 
@@ -359,12 +360,5 @@ def _origin(
         return layout, starts
     if layout.rows == 1 and not any(mapped):
         return layout, starts
-
-    def spread(x: Array, has_copies: bool) -> Array:
-        """A table of the origin with a row for each copy and each batch entry, [size * batch, runs]."""
-        whole = x if has_copies else jnp.broadcast_to(x, (size, *x.shape))
-        whole = jnp.broadcast_to(whole, (size, plan.batch, whole.shape[2]))
-        return whole.reshape(size * plan.batch, whole.shape[2])
-
-    rows = Starts(*(spread(x, bool(m)) for x, m in zip(starts, mapped, strict=True)))
-    return dataclasses.replace(layout, rows=size * plan.batch), rows
+    rows = (_for_each_entry(x, bool(m), size, plan.batch) for x, m in zip(starts, mapped, strict=True))
+    return dataclasses.replace(layout, rows=size * plan.batch), Starts(*rows)
