@@ -1,6 +1,6 @@
 """`dot_product_attention`, with the arguments of jax.nn.dot_product_attention, computed by `flex_attention`.
 
-Bias, masks, windows and lengths become score and mask functions over captured arrays. Blocks that they hide are skipped, and the
+Bias, masks and windows become score and mask functions over captured arrays. Blocks that they hide are skipped, and the
 bias gets its gradient without an intermediate of shape [B, N, T, S]. Dimensions of size 1 are read at index 0 and not broadcast.
 """
 
@@ -87,8 +87,8 @@ def dot_product_attention(
     mask    bool, True where the query attends to the key, broadcastable to [B, N, T, S]
     scale   as in flex_attention: a number, or a jax scalar, which may be traced and gets a gradient
     is_causal                hides keys after the query position
-    query_seq_lengths        int [B]: queries past their length give 0
-    key_value_seq_lengths    int [B]: keys past their length are masked
+    query_seq_lengths        int [B]: queries past their length do not exist and give 0
+    key_value_seq_lengths    int [B]: keys past their length do not exist, whatever their slots hold
     local_window_size        (left, right): keys from query - left to query + right; one number for both sides. Negative numbers
                              leave out the query's own position. Jax scalars may be traced and compile nothing
     implementation           as in flex_attention; there is no 'cudnn'
@@ -108,12 +108,6 @@ def dot_product_attention(
         parts.append(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
     if local_window_size is not None:
         parts.append(_window(local_window_size))
-    if query_seq_lengths is not None:
-        lengths = _lengths("query_seq_lengths", query_seq_lengths, full[0])
-        parts.append(lambda b, h, q_idx, kv_idx: q_idx < lengths[b])
-    if key_value_seq_lengths is not None:
-        kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, full[0])
-        parts.append(lambda b, h, q_idx, kv_idx: kv_idx < kv_lengths[b])
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
@@ -135,6 +129,8 @@ def dot_product_attention(
         score_mod=score_mod,
         mask_mod=and_masks(*parts) if parts else None,
         scale=scale,
+        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, full[0]),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, full[0]),
         implementation=_checked_implementation(implementation),
         return_aux=AuxRequest(lse=True) if return_residual else None,
     )
@@ -228,8 +224,12 @@ def _shown(x: object) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Array | np.ndarray) else repr(x)
 
 
-def _lengths(name: str, values: ArrayLike, batch: int) -> Array:
-    """The argument `name`, a length for each batch entry, as an integer array [batch]. Raises ValueError for anything else."""
+def _lengths(name: str, values: ArrayLike | None, batch: int) -> Array | None:
+    """The argument `name`, a length for each batch entry, as an integer array [batch]; None for None. Raises ValueError for anything
+    else.
+    """
+    if values is None:
+        return None
     lengths = jnp.asarray(values)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise bad_argument(

@@ -35,7 +35,7 @@ class BoundCase:
         """(inputs, learned captures, integer captures that travel as arguments)."""
         inputs = {
             name: jnp.asarray(x, "float32" if name == "sinks" else self.dtype)
-            for name, x in self.case.inputs().items()
+            for name, x in self.case.poisoned().items()
             if name not in ("w", "u")
         }
         captured = self.constants
@@ -82,6 +82,9 @@ class BoundCase:
             options["mask_mod"] = mask_mod
         else:
             options["block_mask"] = self._build_block_mask(captured) if case.traced else self.block_mask
+        for name, ends in zip(("query_seq_lengths", "key_value_seq_lengths"), case.lengths, strict=True):
+            if ends is not None:
+                options[name] = jnp.asarray(ends, jnp.int32)
         if case.sinks:
             options["sinks"] = inputs["sinks"]
         if case.dropout:
@@ -98,7 +101,7 @@ class BoundCase:
 
     def loss(self, inputs: Arrays, learn: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays]:
         """`oracle.loss_value` of the results, and the results."""
-        weights = self.case.inputs()
+        weights = self.case.poisoned()
         results = self.attend(inputs, learn, rest)
         lse = jnp.where(jnp.isfinite(results["lse"]), results["lse"], 0.0)
         wide = jnp.promote_types(self.dtype, jnp.float32)

@@ -33,8 +33,11 @@ def learned(case: Case, captured: Arrays) -> Arrays:
 
 
 def float64_inputs(case: Case) -> tuple[Arrays, Arrays]:
-    """(inputs, captures): floating arrays as float64, the others untouched."""
-    inputs = {name: x.astype(np.float64) for name, x in case.inputs().items()}
+    """(inputs, captures): floating arrays as float64, the others untouched.
+
+    Slots past a length are 0 in the inputs: what they hold must not matter, and `tests/bound_case.py` gives NaN.
+    """
+    inputs = {name: np.nan_to_num(x.astype(np.float64)) for name, x in case.poisoned().items()}
     captured = {
         name: x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for name, x in case.captured().items()
@@ -52,7 +55,8 @@ def attention_values(
 
     keep  bool [B, N, T, S]: which probabilities dropout keeps
     """
-    scores = _masked_scores(case, inputs, captured)
+    rows, entries = existing(case)
+    scores = np.where(entries, _masked_scores(case, inputs, captured), -np.inf)
     B, N, T, S = scores.shape
     columns = scores
     if "sinks" in inputs:
@@ -69,9 +73,17 @@ def attention_values(
         lse = np.log(total) + np.where(np.isfinite(top), top, 0.0)
     return dict(
         out=np.einsum("bhqk,bhke->bhqe", probs, value),
-        lse=lse[..., 0],
+        lse=np.where(rows, lse[..., 0], -np.inf),
         max_scores=scores.max(axis=-1, initial=-np.inf),
     )
+
+
+def existing(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows [B, 1, T] and which entries [B, 1, T, S] exist by the lengths of the case, bool."""
+    B, _, _, T, S, _, _ = case.shape
+    ends = [np.full(B, n) if end is None else np.asarray(end) for n, end in zip((T, S), case.lengths, strict=True)]
+    rows, columns = (np.arange(n) < end[:, None] for n, end in zip((T, S), ends, strict=True))
+    return rows[:, None], (rows[:, :, None] & columns[:, None])[:, None]
 
 
 def _repeated(x: np.ndarray, heads: int) -> np.ndarray:
@@ -119,14 +131,15 @@ def loss_value(inputs: Arrays, results: dict[str, np.ndarray]) -> float:
 def reference_results(
     case: Case, inputs: Arrays, captured: Arrays, keep: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """`reference_attention` on heads-first arrays."""
+    """`reference_attention` on heads-first arrays, with lengths as a mask."""
+    rows, entries = existing(case) if any(case.lengths) else (True, None)
     score_mod, mask_mod = case.mods(captured)
     extras = {name: inputs[name] for name in ("sinks", "query_extra", "key_extra") if name in inputs}
     out, lse, max_scores = reference_attention(
         inputs["q"], inputs["k"], inputs["v"], score_mod=score_mod, mask_mod=mask_mod, scale=case.scale,
-        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, **extras,
+        layout="BNTH", dropout_rate=case.dropout, dropout_keep=keep, mask=entries, **extras,
     )  # fmt: skip
-    return dict(out=out, lse=lse, max_scores=max_scores)
+    return dict(out=out, lse=jnp.where(rows, lse, -jnp.inf), max_scores=max_scores)
 
 
 def expected(case: Case, keep: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -196,7 +209,7 @@ def plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
 
 def _plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
     """Results and gradients of a case by plain attention in a dtype below float32, by name, as float32."""
-    inputs = {name: jnp.asarray(x) for name, x in case.inputs().items()}
+    inputs = {name: jnp.nan_to_num(jnp.asarray(x)) for name, x in case.poisoned().items()}
     weights = {name: inputs.pop(name) for name in ("w", "u")}
     captured = {name: jnp.asarray(x) for name, x in case.captured().items()}
 
@@ -223,9 +236,10 @@ def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str
     scores = _through(scores * scale, "float32", dtype)
     score_mod, mask_mod = case.mods(captured)
     index = jnp.indices((B, N, T, S), dtype=jnp.int32)
-    on = jnp.ones((B, N, T, S), bool)
+    rows, entries = existing(case)
+    on = jnp.broadcast_to(entries, (B, N, T, S))
     if mask_mod is not None:
-        on = jax.vmap(mask_mod)(*(i.ravel() for i in index)).reshape(on.shape)
+        on = on & jax.vmap(mask_mod)(*(i.ravel() for i in index)).reshape(on.shape)
     if score_mod is not None and on.size:
         place = jnp.unravel_index(jnp.argmax(on), on.shape)
         spots = [jnp.where(on, i, at).ravel() for i, at in zip(index, place, strict=True)]
@@ -235,7 +249,7 @@ def _eager(case: Case, inputs: Arrays, captured: Arrays, dtype: str) -> dict[str
     sinks = narrow["sinks"] if case.sinks else jnp.full(N, -jnp.inf)
     out, lse = _softmax_of_values(scores, repeat(narrow["v"]), sinks, dtype)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf))
-    return dict(out=_through(out, dtype, dtype), lse=lse, max_scores=top)
+    return dict(out=_through(out, dtype, dtype), lse=jnp.where(rows, lse, -jnp.inf), max_scores=top)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -66,6 +66,7 @@ class Case:
     block     None: pass `mask_mod`; else build and pass a block mask
     traced    integer captures are jit arguments, and the block mask is built inside the jit
     gain      factor on q; large ones make large logits
+    lengths   (of queries, of keys): for each batch entry how many exist; the slots of the others are NaN. None: all exist
     w, u      whether the loss weighs out / lse
     sinks     whether there are learned sinks
     dropout   dropout rate
@@ -93,6 +94,7 @@ class Case:
     extra: tuple[int, int] | None = None
     loosen: float = 1.0
     slow: bool = False
+    lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
 
     def inputs(self) -> dict[str, np.ndarray]:
         """q, k, v, loss weights w, u as [B, heads, length, ...] float32; sinks and extras where asked."""
@@ -107,6 +109,16 @@ class Case:
         drawn = {name: rounded(rng.standard_normal(shape)) for name, shape in shapes.items()}
         drawn["q"] = rounded(drawn["q"] * self.gain)
         return drawn | dict(w=drawn["w"] * self.w, u=drawn["u"] * self.u)
+
+    def poisoned(self) -> dict[str, np.ndarray]:
+        """`inputs` with NaN in the slots that do not exist, but for the loss weights, which are 0 there."""
+        given = self.inputs()
+        for ends, names in zip(self.lengths, (("q", "query_extra", "w", "u"), ("k", "v", "key_extra")), strict=True):
+            for b, end in enumerate(ends or ()):
+                for name in names:
+                    if name in given:
+                        given[name][b, :, end:] = 0.0 if name in ("w", "u") else np.nan
+        return given
 
     def captured(self) -> dict[str, np.ndarray]:
         rng = self._rng("captures")

@@ -96,6 +96,8 @@ TABLE = (
     SmallCall("extra", lambda a: dict(query_extra=a["query_extra"], key_extra=a["key_extra"], score_mod=_bump),
             (("query_extra", (B, T, N, 3)), ("key_extra", (B, S, 1, 3)))),
     SmallCall("bnth", lambda a: dict(layout="BNTH", mask_mod=masks.causal, sinks=a["sinks"]), (("sinks", (N,)),)),
+    SmallCall("lengths", lambda a: dict(query_seq_lengths=jnp.asarray([7, T]), key_value_seq_lengths=jnp.asarray([S, 5]),
+                                      score_mod=_bump, sinks=a["sinks"]), (("sinks", (N,)),)),
     SmallCall("wide_value", lambda a: dict(scale=a["scale"], score_mod=_bump), (("scale", ()),), heads=6, value_dim=7),
 )
 # fmt: on

@@ -17,7 +17,7 @@ EVERYDAY = frozenset({
     "large_logits", "rows_minus_inf", "packed", "zero_lengths", "distant_past", "nothing", "flagged_keys",
     "by_batch_and_head", "batch_head_scale", "row_bias", "head_pair_bias", "pair_bias_and_transpose", "relative_bias",
     "index_out_of_range", "bucket_bias", "indirect_row", "bf16_bias", "coordinates", "poison_root", "poison_bias", "sinks",
-    "dropout", "extra", "extra_groups",
+    "dropout", "extra", "extra_groups", "lengths",
 })
 # fmt: on
 
