@@ -183,7 +183,7 @@ def test_messages() -> None:
         "[1, 2, 3]": [1, 2, 3],
     }
     for got, value in wrong.items():
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="key_value_seq_lengths") as error:
             flexjax.flex_attention(Q, K, V, key_value_seq_lengths=value)  # type: ignore[arg-type]
         assert str(error.value) == (
             f"`key_value_seq_lengths` is {got}; expected an int, or int32[3], one for each batch entry. Reshape or cast it, for "
