@@ -62,7 +62,7 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
     assert new is not None
     assert lists is not None
     lists = jax.lax.optimization_barrier(lists)  # see transpose.transposed
-    classes = _classes(plan, lists)
+    classes = classes_of_plan(plan, lists)
     captures = operands.mask_captures
     if old.from_user_lists:
         given = (classes.astype(jnp.int32), *captures)
@@ -146,7 +146,7 @@ def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> t
     return min(most, rows.shape[1] * (partial + full) * overlap), min(most, full * overlap)
 
 
-def _classes(plan: KernelPlan, lists: BlockLists) -> Array:
+def classes_of_plan(plan: KernelPlan, lists: BlockLists) -> Array:
     """The class of each block of the plan's block layout: int8 [batch, heads, q blocks, kv blocks], EMPTY, PARTIAL or FULL."""
     blocks = plan.blocks
     assert blocks is not None

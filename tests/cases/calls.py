@@ -151,8 +151,8 @@ _TABLE = (
     Case("poison_everywhere", (1, 2, 2, 37, 37, 8, 8), score="column_bias", mask="nothing",
          captures=(("bias", normal(2, 37, poison=0)),)),
     # queries and keys that do not exist
-    Case("lengths", (4, 4, 2, 37, 300, 16, 16), score="column_bias", mask="causal", sinks=True, dtypes=TWO,
-         lengths=((37, 36, 0, 1), (128, 129, 300, 0)), captures=(("bias", normal(4, 300)),)),
+    Case("lengths", (4, 2, 1, 37, 200, 16, 16), score="column_bias", mask="causal", sinks=True, dtypes=TWO,
+         lengths=((37, 36, 0, 1), (128, 129, 200, 0)), captures=(("bias", normal(4, 200)),)),
     Case("lengths_unblocked", (3, 2, 2, 129, 65, 16, 24), score="pair_bias", layout="BNTH", extra=(1, 8), scale=0.2,
          lengths=(None, (64, 1, 65)), captures=(("bias", normal(129, 65)),)),
     # sinks, dropout, extra features, losses on lse

@@ -20,8 +20,9 @@ from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, program_support
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan import mask_blocks
+from flexjax.plan import lengths_as_mask, mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.lengths import existing_results, where_exists
 
 OLDEST_JAX = (0, 11, 0)
 LARGEST_DIM = 256
@@ -38,12 +39,11 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
     """
-    if any(plan.lengths):
-        return "The GPU kernels do not take query_seq_lengths and key_value_seq_lengths yet."
-    reason = _refuses_origin(plan)
+    reason = lengths_as_mask.refuses(plan) if any(plan.lengths) else None
+    reason = reason or _refuses_origin(plan)
     if reason is not None:
         return reason
-    plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
+    plan = _kernel_plan(plan)
     return (
         _refuses_jax(version or jax.__version_info__[:3])
         or _refuses_device(None if plan.options.interpret else target)
@@ -111,6 +111,27 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
     pairs = ((plan.blocks.block_q, plan.q_len), (plan.blocks.block_kv, plan.kv_len))
     block_q, block_kv = (block if block % 64 == 0 else 64 if length <= 64 else 128 for block, length in pairs)
     return block_q, block_kv
+
+
+def _lengths_blocks(plan: KernelPlan) -> tuple[int, int]:
+    """(queries, keys) of the blocks of a plan with lengths and without a block mask."""
+    block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
+    return block_q, block_kv
+
+
+def _kernel_plan(plan: KernelPlan) -> KernelPlan:
+    """The plan that the kernels run: with blocks that they can visit, and with the lengths in its block mask."""
+    return lengths_as_mask.plan_as_mask(
+        mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)), *_lengths_blocks(plan)
+    )
+
+
+def _for_kernels(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+    """The plan of `_kernel_plan` and its operands, with 0 in the slots of queries and keys that do not exist."""
+    if operands.lengths is not None:
+        operands = lengths_as_mask.zeroed(plan, operands)
+    plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
+    return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(plan))
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
@@ -194,7 +215,7 @@ class MosaicGpu:
         why = refuses(plan, target)
         if why is not None or derivative is None:
             return why
-        plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
+        plan = _kernel_plan(plan)
         reason = program_support.unsupported(derivative)
         if reason is not None:
             return f"The derivative of score_mod {reason}."
@@ -202,7 +223,7 @@ class MosaicGpu:
 
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
-        return choose_kernel.describe(mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)))
+        return choose_kernel.describe(_kernel_plan(plan))
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
@@ -210,7 +231,7 @@ class MosaicGpu:
         The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the shorter of
         the two lists repeats its last. The first dict is what runs without options.
         """
-        plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
+        plan = _kernel_plan(plan)
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
         backward = choose_kernel.backward_candidates(plan)
         at = lambda found, n: found[min(n, len(found) - 1)]
@@ -228,18 +249,29 @@ class MosaicGpu:
         """
         from flexjax.backends.mosaic_gpu import forward_sm90
 
-        plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
+        given = plan, operands
+        plan, operands = _for_kernels(plan, operands)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
         programs = target.cores or forward_tiles.REFERENCE_SMS
-        return forward_sm90.forward(
+        results = forward_sm90.forward(
             plan, operands, dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
         )
+        if given[1].lengths is None:
+            return results
+        # out is 0 in rows of queries that do not exist, because the mask hides all of them; lse may be that of a sink
+        return results._replace(lse=existing_results(results, given[1].lengths, given[0]).lse)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """Runs the backward kernels: the gradients of the wanted operands (see BackwardInputs)."""
         from flexjax.backends.mosaic_gpu import backward_sm90
 
-        plan, operands = mask_blocks.with_blocks(plan, given.operands, *_kernel_blocks(plan))
+        if given.operands.lengths is not None:
+            query, d_lse = given.operands.lengths.query, given.d_lse
+            given = given._replace(
+                d_out=where_exists(given.d_out, query, plan),
+                d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
+            )
+        plan, operands = _for_kernels(plan, given.operands)
         return backward_sm90.backward(plan, given._replace(operands=operands))
 
     @contextlib.contextmanager

@@ -1,0 +1,168 @@
+"""Writes the lengths of a call as a block mask, for kernels that know block masks and no lengths.
+
+    lists    without blocks past a length; a full block that straddles one becomes a partial block
+    program  mask_mod & (kv < end of the keys of b) & (q < end of the queries of b), ends as positions, captured int32 [B]
+
+The lists have batch entries then, so that every batch entry costs its own length. Without a block mask the lists name all blocks of a
+size that the caller chooses. What the slots past a length hold is not masked here: 0 * NaN is NaN, so `zeroed` gives operands with 0
+there.
+
+Classes are the numbers EMPTY < PARTIAL < FULL of block_mask/transpose.py.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.block_mask import transpose
+from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
+from flexjax.ir.evaluate_scalars import as_mask_mod
+from flexjax.ir.origin import UNKNOWN
+from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands
+from flexjax.plan.lengths import NONE, where_exists
+from flexjax.plan.mask_blocks import classes_of_plan
+from flexjax.trace.trace_mod import trace_mask_mod
+
+Array = jax.Array
+Sizes = tuple[int, int, int, int]
+
+
+def refuses(plan: KernelPlan) -> str | None:
+    """Why the lengths of a plan cannot be written as a block mask, in a sentence; None if they can."""
+    if plan.origin is not None and not plan.origin.single:
+        return "Lengths beside an origin of several runs of queries or keys cannot be written as a block mask."
+    if plan.blocks is not None and plan.blocks.from_user_lists and plan.mask is not None:
+        return "Lengths beside a block mask from user lists with a mask_mod cannot be written as a block mask."
+    return None
+
+
+def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
+    """The plan with its lengths in the block mask; itself without lengths.
+
+    block_q, block_kv   size of a block, where the plan has no block mask
+    """
+    if not any(plan.lengths):
+        return plan
+    blocks = plan.blocks
+    if blocks is None:
+        rows, columns = -(-plan.q_len // block_q), -(-plan.kv_len // block_kv)
+        everywhere = (columns, 0, rows, 0) if plan.mask is not None else (0, columns, 0, rows)
+        blocks = BlockLayout(1, 1, block_q, block_kv, *everywhere)
+    rows, columns = -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv)
+    # A query length makes all blocks of a row partial, a key length at most one of them; of a column it is the other way round.
+    by_query, by_key = plan.lengths
+    more = blocks.full if by_query else 1
+    more_t = blocks.full_t if by_key else 1
+    blocks = dataclasses.replace(
+        blocks,
+        batch=plan.batch,
+        partial=min(columns, blocks.partial + min(more, blocks.full)),
+        partial_t=min(rows, blocks.partial_t + min(more_t, blocks.full_t)),
+    )
+    program = _program(plan.mask, _sizes(plan), plan.batch, plan.lengths)[0]
+    return dataclasses.replace(plan, blocks=blocks, mask=program, lengths=(False, False))
+
+
+def as_mask(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
+    """The plan of `plan_as_mask` and the operands for it; both are the arguments themselves without lengths."""
+    made, lengths = plan_as_mask(plan, block_q, block_kv), operands.lengths
+    if made is plan or lengths is None:
+        return plan, operands
+    blocks = made.blocks
+    assert blocks is not None
+    classes = _classes(plan, operands, blocks, lengths)
+    arrays: list[Array | None] = []
+    for hit, width in ((classes == PARTIAL, blocks.partial), (classes == FULL, blocks.full)):
+        num, index = transpose.lists_of(hit)
+        arrays += (num, index[..., :width]) if width else (None, None)
+    starts = (0, 0) if operands.origin is None else (x[:, 0] for x in operands.origin)
+    ends = [start + length for start, length in zip(starts, lengths, strict=True) if length is not None]
+    given = (*operands.mask_captures, *ends)
+    captures = tuple(given[n] for n in _program(plan.mask, _sizes(plan), plan.batch, plan.lengths)[1])
+    return made, operands._replace(mask_captures=captures, lists=BlockLists(*arrays), lengths=None)
+
+
+def zeroed(plan: KernelPlan, operands: Operands) -> Operands:
+    """The operands with 0 in the slots of queries and keys that do not exist."""
+    queries, keys = operands.lengths or NONE
+    maybe = lambda x, ends: None if x is None else where_exists(x, ends, plan)
+    return operands._replace(
+        query=where_exists(operands.query, queries, plan),
+        key=where_exists(operands.key, keys, plan),
+        value=where_exists(operands.value, keys, plan),
+        query_extra=maybe(operands.query_extra, queries),
+        key_extra=maybe(operands.key_extra, keys),
+    )
+
+
+def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths: Lengths) -> Array:
+    """The class of each block with the lengths, int8 [batch, heads, q blocks, kv blocks]."""
+    shape = (1, 1, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
+    if operands.lists is None:
+        classes = jnp.full(shape, FULL if plan.mask is None else PARTIAL, jnp.int8)
+    else:
+        classes = classes_of_plan(plan, operands.lists)
+    classes = jnp.broadcast_to(classes, (plan.batch, *classes.shape[1:]))
+    for axis, (length, block) in enumerate(zip(lengths, (blocks.block_q, blocks.block_kv), strict=True), 2):
+        if length is not None:
+            spread = tuple(-1 if i == axis else 1 for i in range(4))
+            starts = (jnp.arange(shape[axis], dtype=jnp.int32) * block).reshape(spread)
+            end = length[:, None, None, None]
+            classes = jnp.where((starts + block > end) & (classes == FULL), jnp.int8(PARTIAL), classes)
+            classes = jnp.where(starts >= end, jnp.int8(EMPTY), classes)
+    return classes
+
+
+def _sizes(plan: KernelPlan) -> Sizes:
+    """The ranges of b, h, q and kv of the mask program: those of the plan's own, or of positions at its origin."""
+    if plan.mask is not None:
+        _, heads, q, kv = ((v.high or 0) + 1 for v in plan.mask.inputs[1:])
+        return plan.batch, heads, q, kv
+    if plan.origin is not None:
+        return plan.batch, plan.q_heads, UNKNOWN, UNKNOWN
+    return plan.batch, plan.q_heads, plan.q_len, plan.kv_len
+
+
+@functools.lru_cache(maxsize=512)
+def _program(
+    program: Program | None, sizes: Sizes, batch: int, lengths: tuple[bool, bool]
+) -> tuple[Program, tuple[int, ...]]:
+    """The mask program with the ends of the lengths, and which arrays it captures.
+
+    program   the plan's mask program; None: every entry is visible
+    lengths   which lengths there are
+
+    The arrays are indices into (*captured arrays of `program`, *ends of the lengths that there are).
+    """
+    given = () if program is None else program.captures
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given]
+    types += [jax.ShapeDtypeStruct((batch,), jnp.int32)] * sum(lengths)
+    found: list[tuple[Program, tuple[int, ...]]] = []
+
+    def trace(arrays: Sequence[Array]) -> None:
+        """Traces the new mask function for these arrays, and appends the result to `found`."""
+        inside = None if program is None else as_mask_mod(program, arrays[: len(given)])
+        ends = list(arrays[len(given) :])
+        query_end = ends.pop(0) if lengths[0] else None
+        key_end = ends.pop(0) if lengths[1] else None
+
+        def mask_mod(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            """Whether the query and the key exist, and the mask shows the entry."""
+            parts = [] if inside is None else [inside(b, h, q_idx, kv_idx)]
+            parts += [] if query_end is None else [q_idx < query_end[b]]
+            parts += [] if key_end is None else [kv_idx < key_end[b]]
+            return functools.reduce(jnp.logical_and, parts)
+
+        traced = trace_mask_mod(mask_mod, sizes)
+        places = {id(a): n for n, a in enumerate(arrays)}
+        found.append((traced.program, tuple(places[id(a)] for a in traced.arrays)))
+
+    # Traced without a mesh, so that calls on every mesh share the program.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        jax.eval_shape(trace, typing.cast(typing.Any, types))
+    return found[0]
