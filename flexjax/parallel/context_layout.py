@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flexjax.errors import bad_argument
 from flexjax.parallel import context_balance
@@ -122,25 +123,26 @@ class ContextLayout:
         x      a global array over the sequence: `axis` has q_len entries (side "query") or kv_len (side "key")
         side   "query" or "key"; they are the same where the lengths are
 
-        Returns an array of the same kind, numpy or jax, with `padded(side)` entries along the axis. Raises ValueError for another
-        length.
+        Returns an array of the same kind, numpy or jax, with `padded(side)` entries along the axis. Explicit mesh axes that split x
+        split the result too, but not along this axis. Raises ValueError for another length.
         """
         length = self._of(side)[0]
         axis = self._axis(x, axis, length, side, "q_len" if side == "query" else "kv_len")
         at = self._positions(side)
         np_or_jnp: typing.Any = np if isinstance(x, np.ndarray) and not isinstance(at, Tracer) else jnp
         if length == self.padded(side):
-            return np_or_jnp.take(x, at, axis=axis)
+            return _take(x, at, axis)
         if length == 0:
             return np_or_jnp.zeros((*x.shape[:axis], self.padded(side), *x.shape[axis + 1 :]), x.dtype)
-        taken = np_or_jnp.take(x, np_or_jnp.maximum(at, 0), axis=axis)
+        taken = _take(x, np_or_jnp.maximum(at, 0), axis)
         inside = (at >= 0).reshape(-1, *[1] * (x.ndim - 1 - axis))
         return np_or_jnp.where(inside, taken, np_or_jnp.zeros((), x.dtype))
 
     def unshard(self, x: A, axis: int = 1, side: Side = "query") -> A:
         """x with the tokens along an axis in the order of the sequence, without padding; undoes `shard`.
 
-        Raises ValueError if the axis does not have `padded(side)` entries.
+        Explicit mesh axes that split x, such as an output of `flex_attention`, split the result too, but not along this axis, whose
+        tokens are gathered. Raises ValueError if the axis does not have `padded(side)` entries.
         """
         length = self._of(side)[0]
         axis = self._axis(x, axis, self.padded(side), side, f"padded({side!r})")
@@ -151,8 +153,7 @@ class ContextLayout:
         else:
             place = np.zeros(length, np.int32)
             place[at[at >= 0]] = np.flatnonzero(at >= 0)
-        np_or_jnp: typing.Any = np if isinstance(x, np.ndarray) and not isinstance(at, Tracer) else jnp
-        return np_or_jnp.take(x, place, axis=axis)
+        return _take(x, place, axis)
 
     def _axis(self, x: ArrayArgument, axis: int, length: int, side: str, what: str) -> int:
         """The argument `axis` as a number from 0 on. Raises ValueError unless x has that axis with `length` entries.
@@ -193,6 +194,21 @@ class ContextLayout:
 
     def __str__(self) -> str:
         return picture(self)
+
+
+def _take(x: typing.Any, rows: Array | np.ndarray, axis: int) -> typing.Any:
+    """The rows of x with these numbers along an axis: a numpy array if both are, else a jax array.
+
+    Where explicit mesh axes split x, the result is split in the same way, but whole along the axis, because jax does not choose
+    how the result of a gather is split.
+    """
+    if isinstance(x, np.ndarray) and not isinstance(rows, Tracer):
+        return np.take(x, rows, axis=axis)
+    where = jax.typeof(jnp.asarray(x)).sharding
+    if AxisType.Explicit not in where.mesh.axis_types:
+        return jnp.take(x, rows, axis=axis)
+    spec = PartitionSpec(*(None if i == axis else part for i, part in enumerate(where.spec)))
+    return x.at[(*[slice(None)] * axis, rows)].get(out_sharding=NamedSharding(where.mesh, spec))
 
 
 def _size(x: Array | np.ndarray) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flexjax
 from flexjax import context_layout, masks
@@ -121,6 +122,19 @@ def test_packed_batches_have_few_shapes() -> None:
         layout = context_layout(documents(seed, 32768), 32768, devices=4, block_size=256)
         shapes.add((jax.tree.structure(layout), tuple(x.shape for x in jax.tree.leaves(layout))))
     assert len(shapes) <= 4
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_tokens_that_explicit_mesh_axes_split() -> None:
+    layout = context_layout(None, 13, devices=2, block_size=4)
+    x = np.random.default_rng(0).standard_normal((2, 13, 3)).astype(np.float32)
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        permuted = jax.device_put(layout.shard(x), NamedSharding(mesh, PartitionSpec(None, "sp")))
+        back = jax.jit(lambda x: layout.unshard(x))(permuted)
+        assert jax.typeof(back).sharding.spec == PartitionSpec(None, None, None)
+        np.testing.assert_array_equal(back, x)
+        np.testing.assert_array_equal(layout.shard(layout.unshard(permuted)), permuted)
 
 
 def test_a_layout_is_a_value_and_an_argument_of_jit() -> None:
