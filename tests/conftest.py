@@ -1,5 +1,6 @@
 """Settings of every test: two CPU devices, quick compiling, reproducible hypothesis, no slow tests unless asked for."""
 
+import gc
 import hashlib
 import os
 import time
@@ -60,9 +61,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """By its mark, or because its class (see tests/backends/conformance.py) leaves it to the slow run."""
+    """By its mark, or because its class (see tests/backends/conformance.py) leaves the test, or this row of it, to the slow run."""
     names = getattr(getattr(item, "cls", None), "slow_tests", ())
-    return item.get_closest_marker("slow") is not None or getattr(item, "originalname", "") in names
+    return item.get_closest_marker("slow") is not None or item.name in names or getattr(item, "originalname", "") in names
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (chosen if is_slow(item) == wanted else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes so many objects that Python looks for cycles all the time, among all that was imported: seldom instead."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)
