@@ -63,7 +63,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def is_slow(item: pytest.Item) -> bool:
     """By its mark, or because its class (see tests/backends/conformance.py) leaves the test, or this row of it, to the slow run."""
     names = getattr(getattr(item, "cls", None), "slow_tests", ())
-    return item.get_closest_marker("slow") is not None or item.name in names or getattr(item, "originalname", "") in names
+    return (
+        item.get_closest_marker("slow") is not None or item.name in names or getattr(item, "originalname", "") in names
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

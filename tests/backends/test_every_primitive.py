@@ -207,7 +207,8 @@ ROUNDS_GRADIENTS = {"reduce_precision": 0.01, "convert_element_type": 0.01}
 """Rows through bfloat16: jax rounds the cotangent to it, the kernels the derivative alone."""
 
 
-@pytest.mark.parametrize("backend", ["mosaic_tpu", "xla", "reference"])
+# the gradients below are compared with those of the reference
+@pytest.mark.parametrize("backend", ["mosaic_tpu", "xla", pytest.param("reference", marks=pytest.mark.slow)])
 def test_a_score_mod_gives_the_oracles_numbers(backend: str) -> None:
     names = accepted(backend, "score_mod")
     out = attend(backend, len(names), score_mod=score_mod(names))

@@ -9,4 +9,11 @@ class TestXla(Conformance):
     slow_tests = frozenset({
         "test_eager_equals_jit", "test_vmap_over_captures", "test_vmap_over_captures_of_the_mask",
         "test_vmap_over_block_masks", "test_gradient_of_vmap", "test_checkpoint", "test_jvp", "test_reverse_over_reverse",
+        # what another row has too, in another dtype or beside more
+        "test_gradients[dim_17-float16]", "test_gradients[extra-bfloat16]", "test_gradients[log_bucket_bias-float32]",
+        "test_gradients[mqa-float32]", "test_gradients[one_key-float32]", "test_gradients[poison_everywhere-float32]",
+        "test_gradients[relative_bias-bfloat16]", "test_gradients[window-bfloat16]", "test_gradients[distant_past-float32]",
+        "test_gradients[seven-float32]", "test_gradients[poison_root-float32]", "test_gradients[head_pair_bias-float32]",
+        "test_gradients[pair_bias-bfloat16]", "test_gradients[chain-float32]", "test_gradients[long_query-float32]",
+        "test_gradients[natten-float32]", "test_gradients[row_bias-float32]", "test_gradients[extra-float32]",
     })  # fmt: skip

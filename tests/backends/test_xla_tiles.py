@@ -22,6 +22,7 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan, Results, Wanted
 from flexjax.prepare import prepare
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.cases.random_masks import dense
+from tests.marks import some_slow
 
 CPU = Target("cpu")
 LENGTHS = (300, 200)
@@ -109,9 +110,14 @@ def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
         assert choose_tile_sizes(made, CPU).block_q == choose_tile_sizes(made, CPU, backward=True).block_q == tokens
 
 
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_token_of_decoding_copies_no_cache(layout: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    some_slow(
+        [(dtype, layout) for dtype in ("float32", "bfloat16") for layout in ("BTNH", "BNTH")],
+        [("float32", "BTNH"), ("float32", "BNTH"), ("bfloat16", "BTNH")],
+    ),
+)
+def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
     rng = np.random.default_rng(5)
     make = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     q, k, v = make(2, 3, 4, 16), make(2, 2048, 2, 16), make(2, 2048, 2, 16)
@@ -157,7 +163,13 @@ ON_A_GPU: dict[str, Callable | None] = {
 }
 
 
-@pytest.mark.parametrize(("mask", "one_step"), [("by head", True), *((mask, False) for mask in ON_A_GPU)])
+@pytest.mark.parametrize(
+    ("mask", "one_step"),
+    some_slow(
+        [("by head", True), *((mask, False) for mask in ON_A_GPU)],
+        [("by head", True), ("plain", False), ("by head", False)],
+    ),
+)
 def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a small call is one step and other calls merge mask blocks; both passes are those of the CPU's tiles."""
     for module in (larger_blocks, tile_sizes):

@@ -1,6 +1,6 @@
 """The kernels inside shard_map over a mesh of four devices.
 
-    python -m tests.cases.on_mesh      prints how far each result of mosaic_tpu is from that of xla on one device
+    python -m tests.cases.on_mesh [WAY ...]      prints how far each result of mosaic_tpu is from that of xla on one device
 
 Runs as a child process with XLA_FLAGS=--xla_force_host_platform_device_count=4; the two aot.py compile the same call for TPUs
 and for GPUs.
@@ -9,6 +9,7 @@ the batch; the block mask is built inside the shard.
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flexjax
 
+WAYS = ("unchecked", "checked", "explicit")
+"""Inside shard_map without and with check_vma, and under jit over explicit axes."""
 NAMES = ("out", "d:q", "d:k", "d:v", "d:slopes")
 
 SPLIT, BY_HEAD, BY_BATCH = PartitionSpec("batch", None, "heads"), PartitionSpec("heads"), PartitionSpec("batch")
@@ -77,22 +80,22 @@ def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
     return q, k, v, slopes, documents, w
 
 
-def main() -> None:
-    """Prints the error of each result on a mesh of all devices against one device, inside shard_map and with explicit axes."""
+def main(*ways: str) -> None:
+    """Prints the error of each result on a mesh of all devices against one device, in each way of WAYS, or in these."""
     want = jax.jit(functools.partial(results, "xla", None, 32))(*arrays())
-    for check_vma in (False, True):
-        on_mesh = sharded(mesh_of(jax.devices()), flexjax.KernelOptions(interpret=True), check_vma)
-        for name, got, right in zip(NAMES, jax.jit(on_mesh)(*arrays()), want, strict=True):
+    options = flexjax.KernelOptions(interpret=True)
+    for way in ways or WAYS:
+        if way == "explicit":
+            mesh = mesh_of(jax.devices(), AxisType.Explicit)
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays(), IN_SPECS, strict=True)]
+            with jax.set_mesh(mesh):
+                split = jax.jit(functools.partial(results, "mosaic_tpu", options, 32))(*placed)
+        else:
+            split = jax.jit(sharded(mesh_of(jax.devices()), options, way == "checked"))(*arrays())
+        for name, got, right in zip(NAMES, split, want, strict=True):
             error = np.abs(np.asarray(got) - np.asarray(right)).max() / np.abs(np.asarray(right)).max()
-            print(f"check_vma={check_vma}", name, float(error), len(got.sharding.device_set))
-    mesh = mesh_of(jax.devices(), AxisType.Explicit)
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays(), IN_SPECS, strict=True)]
-    with jax.set_mesh(mesh):
-        split = jax.jit(functools.partial(results, "mosaic_tpu", flexjax.KernelOptions(interpret=True), 32))(*placed)
-    for name, got, right in zip(NAMES, split, want, strict=True):
-        error = np.abs(np.asarray(got) - np.asarray(right)).max() / np.abs(np.asarray(right)).max()
-        print("explicit", name, float(error), len(got.sharding.device_set))
+            print(way, name, float(error), len(got.sharding.device_set))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

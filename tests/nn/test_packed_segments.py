@@ -31,9 +31,18 @@ def dense(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None, c
     return jnp.einsum("bnts,bsnd->btnd", weights, v)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positions", [None, RESTARTING])
+@pytest.mark.parametrize(
+    ("window", "causal", "positions"),
+    [
+        pytest.param(
+            window, causal, positions, marks=[] if count % 2 else [pytest.mark.slow], id=f"{window}-{causal}-{where}"
+        )
+        for window in (None, 3)
+        for causal in (True, False)
+        for where, positions in (("whole", None), ("restarting", RESTARTING))
+        for count in [(window is None) + causal + (positions is None)]  # each pair of the three meets in an odd one
+    ],
+)
 def test_documents(window: int | None, causal: bool, positions: jax.Array | None) -> None:
     out = flexjax.nn.segment_attention(Q, K, V, IDS, positions, window=window, causal=causal)
     np.testing.assert_allclose(out, dense(Q, K, V, window, causal), atol=2e-6)

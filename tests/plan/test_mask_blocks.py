@@ -14,6 +14,7 @@ from flexjax.dense import block_mask_of
 from flexjax.plan import mask_blocks
 from flexjax.prepare import Call, prepare
 from tests.block_mask.test_classify import classes_of
+from tests.marks import some_slow
 
 Q_LEN, KV_LEN = 250, 330
 LENGTHS = jnp.asarray([330, 90])
@@ -55,7 +56,7 @@ def made_again(block_mask: BlockMask, blocks: tuple[int, int]) -> BlockMask:
     return found
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", some_slow(SIZES, ("32, 128", "1, 200", "7")))
 def test_a_mask_stays_what_it_is(name: str) -> None:
     own, blocks = SIZES[name]
     mask = flexjax.create_block_mask(mixed, 2, 2, Q_LEN, KV_LEN, block_size=own)

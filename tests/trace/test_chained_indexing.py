@@ -16,6 +16,7 @@ from flexjax.ir.program import Program, classify_load
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 
 SIZES = (2, 3, 9, 7)
+LONG = settings().max_examples > 100
 
 # name: (chained, the same in one index, load classes); x has shape [2, 3, S, S]
 FORMS: dict[str, tuple[Callable, Callable, list[str]]] = {
@@ -137,7 +138,7 @@ def follow(x: jax.Array, levels: list[tuple], names: dict[str, jax.Array], outsi
     return x
 
 
-@settings(max_examples=15)
+@settings(max_examples=1000 if LONG else 10)
 @given(chains())
 def test_any_chain_of_indices(chain: tuple[tuple[int, ...], list[tuple]]) -> None:
     shape, levels = chain

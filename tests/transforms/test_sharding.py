@@ -161,8 +161,15 @@ def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     close(slopes, step(q, k, v, table, ids))
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["plain", "custom-rule"])
-@pytest.mark.parametrize("first", [AxisType.Auto, AxisType.Explicit], ids=["auto-first", "explicit-first"])
+@pytest.mark.parametrize(
+    ("first", "custom"),
+    [
+        pytest.param(AxisType.Auto, False, id="auto-first-plain", marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, True, id="auto-first-custom-rule"),
+        pytest.param(AxisType.Explicit, False, id="explicit-first-plain"),
+        pytest.param(AxisType.Explicit, True, id="explicit-first-custom-rule", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mod_that_is_traced_on_one_mesh_runs_on_another(first: AxisType, custom: bool) -> None:
     """Derivatives of mods are kept; what JAX writes of a mesh into a trace must not be kept with them."""
     q, k, v, _ = inputs()

@@ -8,7 +8,7 @@ from tests.cases.placed import PLACED, assert_as_reference
 from tests.marks import some_slow
 
 
-@pytest.mark.parametrize("name", some_slow([n for n in PLACED if n != "runs_relative"], ["documents", "runs"]))
+@pytest.mark.parametrize("name", some_slow([n for n in PLACED if n != "runs_relative"], ["runs"]))
 def test_a_part_is_as_the_reference_computes_it(name: str) -> None:
     assert_as_reference(name, "mosaic_tpu", "float32", 1e-5)
 
