@@ -97,3 +97,4 @@ def _forget_compiled_programs():
     import jax
 
     jax.clear_caches()
+    gc.collect()
