@@ -204,11 +204,12 @@ def _take(x: typing.Any, rows: Array | np.ndarray, axis: int) -> typing.Any:
     """
     if isinstance(x, np.ndarray) and not isinstance(rows, Tracer):
         return np.take(x, rows, axis=axis)
-    where = jax.typeof(jnp.asarray(x)).sharding
+    array = jnp.asarray(x)
+    where = jax.typeof(array).sharding
     if AxisType.Explicit not in where.mesh.axis_types:
-        return jnp.take(x, rows, axis=axis)
+        return jnp.take(array, rows, axis=axis)
     spec = PartitionSpec(*(None if i == axis else part for i, part in enumerate(where.spec)))
-    return x.at[(*[slice(None)] * axis, rows)].get(out_sharding=NamedSharding(where.mesh, spec))
+    return array.at[(*[slice(None)] * axis, rows)].get(out_sharding=NamedSharding(where.mesh, spec))
 
 
 def _size(x: Array | np.ndarray) -> int:
