@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flexjax import partition
-from flexjax.parallel.context_parallel import ContextCall, Tables
+from flexjax.parallel.context_parallel import ContextCall, Tables, Visitors
 from flexjax.parallel.explicit_axes import explicit_names
 from flexjax.parallel.split import (
     Split,
@@ -51,7 +51,11 @@ def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
         )
         for stage, of_stage in enumerate(tables.lists)
     )
-    visitors = tables.visitors and ("devices visitors", "devices visitors")
+    visitors_of: typing.Any = Visitors
+    visitors = tables.visitors and visitors_of(
+        "devices visitors", "devices visitors", "devices visited", "devices visited", "devices changed",
+        tuple(f"devices place{i}" for i in range(len(tables.visitors.places))),
+    )  # fmt: skip
     tree_of: typing.Any = Tables
     named = tree_of(
         "devices q_blocks", "devices k_blocks", of_rounds("send"), of_rounds("received"), lists, visitors, classes

@@ -26,10 +26,11 @@ from flexjax.block_mask.transpose import EMPTY
 from flexjax.parallel.context_exchange import Exchange, exchange_on
 from flexjax.parallel.context_exchange import Part as ShardPart
 from flexjax.parallel.context_merge import Part, merged, weight_of
-from flexjax.parallel.context_parallel import ContextCall, Tables
+from flexjax.parallel.context_parallel import ContextCall, Tables, Visitors
 from flexjax.parallel.context_stages import (
     Keys,
     Stage,
+    add_blocks,
     at_head,
     classes_on,
     put_blocks,
@@ -162,43 +163,54 @@ class OnDevice:
         return merged(part, self.over(exchange.visiting(visiting, jnp.int32(last), which)))
 
     def _with_neighbours(self) -> Part:
-        """Own keys while others travel, then, for the query blocks that visit them, the received keys."""
+        """The rows over own keys while others travel, then over received keys; or rows that visit those in a stage of their own."""
         if not self.call.shifts:
             return self.over(self.own, sinks=True, partial=False)
         received = self.exchange.receive(self.own)
-        part = self.over(self.own, sinks=True)
+        if self.tables.visitors is None:
+            return self._finished(merged(self.over(self.own, sinks=True), self.over(received)))
+        part = self.over(self.own, sinks=True, partial=False)
         device = self.visitors
-        if device is self:
-            return self._finished(merged(part, self.over(received)))
-        both = merged(Part(*map(self.taken, part)), device.over(received))
-        return Part(*map(self.put, self._finished(part), self._finished(both)))
+        of_visitors = device.over(device.visited(received), sinks=True, partial=False)
+        return Part(*map(self.put, part, of_visitors))
 
     def _finished(self, part: Part) -> Part:
         return part._replace(out=part.out.astype(self.call.plan.dtype))
 
     @functools.cached_property
     def visitors(self) -> "OnDevice":
-        """The device with only those of its query blocks that visit received keys; itself where they are not known."""
-        if self.tables.visitors is None:
-            return self
-        operands, numbers = self.operands, self.tables.visitors[1]
+        """The device with only those of its query blocks that visit received keys."""
+        operands, visitors = self.operands, typing.cast(Visitors, self.tables.visitors)
         query, query_extra = map(self.taken, (operands.query, operands.query_extra))
         own = operands._replace(query=query, query_extra=query_extra)
-        tables = self.tables._replace(query_blocks=numbers, visitors=None)
-        return dataclasses.replace(self, operands=own, tables=tables)
+        return dataclasses.replace(
+            self, operands=own, tables=self.tables._replace(query_blocks=visitors.query_blocks)
+        )
+
+    def visited(self, received: Keys) -> Keys:
+        """The keys of the visitors: the received blocks, then the own ones that they visit."""
+        visitors, own = typing.cast(Visitors, self.tables.visitors), self.own
+        slots, size = visitors.keys[self.exchange.me], self.call.block_size[1]
+        axis = token_axis(self.call.plan)
+        arrays = [
+            jnp.concatenate([x, take_blocks(self.call.plan, y, slots, size)], axis)
+            for x, y in zip(received.arrays, own.arrays, strict=True)
+        ]
+        numbers = jnp.concatenate([received.numbers, visitors.key_blocks[self.exchange.me]])
+        return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, received.stage)
 
     def taken(self, x: typing.Any) -> typing.Any:
         """The rows of an array over queries that visit received keys."""
-        if x is None or self.tables.visitors is None:
-            return x
-        slots = self.tables.visitors[0][self.exchange.me]
+        if x is None:
+            return None
+        slots = typing.cast(Visitors, self.tables.visitors).queries[self.exchange.me]
         return take_blocks(self.call.plan, x, slots, self.call.block_size[0])
 
     def put(self, x: typing.Any, new: typing.Any) -> typing.Any:
         """x with the rows that visit received keys replaced."""
-        if x is None or self.tables.visitors is None:
-            return new
-        slots = self.tables.visitors[0][self.exchange.me]
+        if x is None:
+            return None
+        slots = typing.cast(Visitors, self.tables.visitors).queries[self.exchange.me]
         return put_blocks(self.call.plan, x, slots, self.call.block_size[0], new)
 
     def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
@@ -261,19 +273,54 @@ class OnDevice:
             back = exchange.scatter_sums([found[i] for i in travels]) if travels else []
             return _replaced(found, travels, back)
         if self.call.method == "neighbours":
-            received = exchange.receive(self.own) if self.call.shifts else None
-            found = self.backward_over(self.own, cotangents, wanted)
-            if received is None:
-                return found
-            device, places = self.visitors, _places(wanted)
-            others = device.backward_over(received, [self.taken(x) for x in cotangents], wanted)
-            sums = {}
-            for i, (a, b) in enumerate(zip(found, others, strict=True)):
-                over_queries = places[i] in (QUERY, QUERY_EXTRA)
-                sums[i] = self.put(a, self.taken(a) + b) if over_queries else a if i in travels else a + b
-            back = exchange.give_back([others[i] for i in travels], [found[i] for i in travels]) if travels else []
-            return _replaced([sums[i] for i in range(len(found))], travels, back)
+            return self._backward_with_neighbours(cotangents, wanted, travels)
         return self._backward_ring(cotangents, wanted, travels)
+
+    def _backward_with_neighbours(
+        self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]
+    ) -> list[Array]:
+        if not self.call.shifts:
+            return self.backward_over(self.own, cotangents, wanted)
+        if self.tables.visitors is not None:
+            return self._backward_with_visitors(cotangents, wanted, travels)
+        received = self.exchange.receive(self.own)
+        found = self.backward_over(self.own, cotangents, wanted)
+        others = self.backward_over(received, cotangents, wanted)
+        sums = [a if i in travels else a + b for i, (a, b) in enumerate(zip(found, others, strict=True))]
+        rounds = self.exchange.give_back([others[i] for i in travels]) if travels else []
+        for send, arrived in zip(self.tables.send, rounds, strict=False):
+            slots = send[self.exchange.me]
+            for i, new in zip(travels, arrived, strict=True):
+                sums[i] = add_blocks(self.call.plan, sums[i], slots, self.call.block_size[1], new)
+        return sums
+
+    def _backward_with_visitors(
+        self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]
+    ) -> list[Array]:
+        """Each row of queries belongs to one stage. Own keys get terms from both and from other devices, in `changed` blocks."""
+        exchange, visitors, device = self.exchange, typing.cast(Visitors, self.tables.visitors), self.visitors
+        keys = device.visited(exchange.receive(self.own))
+        found = self.backward_over(self.own, cotangents, wanted)
+        others = device.backward_over(keys, [self.taken(x) for x in cotangents], wanted)
+        plan, size, axis = self.call.plan, self.call.block_size[1], token_axis(self.call.plan)
+        movable = [typing.cast(Array, self.operands.movable[p]) for p in _places(wanted)]
+        first = sum(x.shape[1] for x in self.tables.received) * size
+        received, own = ({i: x for i, x in zip(travels, of, strict=True)} for of in zip(*(
+            jnp.split(others[i], [first], axis) for i in travels), strict=True)) if travels else ({}, {})
+        rounds = exchange.give_back([received[i] for i in travels]) if travels else []
+        terms = [[own[i] for i in travels], *rounds]
+        sums = []
+        for i, (a, b) in enumerate(zip(found, others, strict=True)):
+            if i not in travels:
+                over_queries = _places(wanted)[i] in (QUERY, QUERY_EXTRA)
+                sums.append(self.put(a.astype(movable[i].dtype), b.astype(movable[i].dtype)) if over_queries else a + b)
+                continue
+            slots = visitors.changed[exchange.me]
+            total = take_blocks(plan, a, slots, size)
+            for place, new in zip(visitors.places, terms, strict=True):
+                total = add_blocks(plan, total, place[exchange.me], size, new[travels.index(i)])
+            sums.append(put_blocks(plan, a.astype(movable[i].dtype), slots, size, total.astype(movable[i].dtype)))
+        return sums
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
         """The ring, for long shards in parts one after the other, because what travels in float32 is large."""

@@ -94,19 +94,19 @@ class Exchange(typing.NamedTuple):
             numbers.append(received[self.me])
         return self.keys(jnp.concatenate(packed, 1), own, jnp.concatenate(numbers))._replace(stage=(1, 0))
 
-    def give_back(self, gradients: Sequence[Array], totals: Sequence[Array]) -> list[Array]:
-        """The totals (gradients of own keys) plus what other devices computed for them, added round by round.
+    def give_back(self, gradients: Sequence[Array]) -> list[list[Array]]:
+        """Sends the gradients of received key blocks to their owners.
 
-        gradients   of the received key blocks, float32
+        gradients   of all received key blocks in the order of `receive`, float32
+
+        Returns for each round the gradients of the own key blocks in `tables.send`, past the end of a message zeros.
         """
-        packed = self.pack(gradients)
-        total, at = self.pack(totals), 0
+        packed, at, found = self.pack(gradients), 0, []
         for shift, send in zip(self.call.shifts, self.tables.send, strict=True):
             width = send.shape[1]
-            arrived = self.shifted(packed[:, at : at + width], -shift)
+            found.append(self.unpack(self.shifted(packed[:, at : at + width], -shift), gradients))
             at += width
-            total = total.at[:, send[self.me]].add(arrived)  # past the end of a message there are zeros
-        return self.unpack(total, totals)
+        return found
 
     # ------------------------------------------------------------------ ring
 

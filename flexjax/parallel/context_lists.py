@@ -13,6 +13,7 @@ from flexjax.block_mask import transpose
 from flexjax.block_mask.classify import BlockedMask, classify_on_host
 from flexjax.ir.origin import OriginLayout
 from flexjax.parallel.context_layout import ContextLayout
+from flexjax.parallel.context_parallel import Visitors
 from flexjax.parallel.context_rounds import Rounds
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists
 from flexjax.trace.lift_numpy import eager_without_mesh
@@ -33,14 +34,10 @@ class StageLists(typing.NamedTuple):
 
 
 class KnownLists(typing.NamedTuple):
-    """The lists of all stages, and the query blocks that the second stage of "neighbours" computes.
-
-    visitors   int32 [devices, blocks] twice: which of its own query blocks visit received keys (past the end: the number of its
-               query blocks), and their numbers in the sequence (past the end: -1). None: all blocks
-    """
+    """The lists of all stages, and the query blocks that the second stage of "neighbours" computes; None: all of them."""
 
     stages: list[StageLists]
-    visitors: tuple[np.ndarray, np.ndarray] | None
+    visitors: Visitors | None
 
 
 def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rounds | None) -> KnownLists | None:
@@ -62,29 +59,60 @@ def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rou
     visitors = None
     if method == "neighbours" and rounds is not None and rounds.shifts:
         received = np.concatenate([np.asarray(x) for x in rounds.received], 1)
-        visitors = _visitors(mask, layout, query_blocks, received)
-        stages.append((query_blocks if visitors is None else visitors[1], received[None]))
+        visitors = _visitors(mask, layout, rounds)
+        if visitors is None:
+            stages.append((query_blocks, received[None]))
+        else:
+            queries, keys = (np.asarray(x) for x in (visitors.query_blocks, visitors.key_blocks))
+            others = np.where(np.isin(query_blocks, queries), -1, query_blocks)
+            stages = [(others, key_blocks[None]), (queries, np.concatenate([received, keys], 1)[None])]
     return KnownLists([_stage(mask, layout, queries, keys) for queries, keys in stages], visitors)
 
 
-FEW = 0.75
-"""The share of a device's query blocks up to which the others are left out of a stage."""
+FEW = 0.5
+"""The share of a device's query blocks that visit received keys up to which these blocks are a stage of their own."""
 
 
-def _visitors(
-    mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """See KnownLists; queries and keys [devices, blocks]: numbers of the devices' query blocks, and of the received key blocks."""
-    devices, rows = queries.shape
-    each = [np.unique(np.concatenate(_classified(mask, layout, queries[d], keys[d]))[:, 2]) for d in range(devices)]
-    most = max(1, *map(len, each))
-    if most > FEW * rows:
+def _visitors(mask: TracedMod, layout: ContextLayout, rounds: Rounds) -> Visitors | None:
+    """See Visitors; None where more than FEW of a device's query blocks visit received keys."""
+    query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
+    (devices, rows), own = query_blocks.shape, key_blocks.shape[1]
+    received = [np.asarray(x) for x in rounds.received]
+    visits = lambda queries, keys: np.concatenate(_classified(mask, layout, queries, keys))
+    every = [np.concatenate([x[d] for x in received]) for d in range(devices)]
+    queries = [np.unique(visits(query_blocks[d], every[d])[:, 2]) for d in range(devices)]
+    if max(map(len, queries)) > FEW * rows:
         return None
-    slots, numbers = np.full((devices, most), rows, np.int32), np.full((devices, most), -1, np.int32)
-    for device, found in enumerate(each):
-        slots[device, : len(found)] = found
-        numbers[device, : len(found)] = queries[device, found]
-    return slots, numbers
+    keys = [np.unique(visits(query_blocks[d, queries[d]], key_blocks[d])[:, 3]) for d in range(devices)]
+    # what each round brings back: gradients of the blocks that were sent, without the padding of the message
+    sent = []
+    for shift, send, of_round in zip(rounds.shifts, rounds.send, received, strict=True):
+        real = np.roll(of_round >= 0, -shift, 0)
+        sent.append(np.where(real, np.asarray(send), own))
+    added = [keys, *([x[x < own] for x in of_round] for of_round in sent)]
+    changed = [np.unique(np.concatenate([x[d] for x in added])) for d in range(devices)]
+    most = max(map(len, changed))
+    places = [_padded([np.searchsorted(changed[d], keys[d]) for d in range(devices)], most)]
+    for of_round in sent:
+        at = [np.searchsorted(changed[d], of_round[d]) for d in range(devices)]
+        places.append(np.where(of_round < own, np.stack(at), most).astype(np.int32))
+    number = lambda blocks, slots: _padded([blocks[d, slots[d]] for d in range(devices)], -1)
+    return Visitors(
+        queries=_padded(queries, rows),
+        query_blocks=number(query_blocks, queries),
+        keys=_padded(keys, own),
+        key_blocks=number(key_blocks, keys),
+        changed=_padded(changed, own),
+        places=tuple(places),
+    )
+
+
+def _padded(rows: list[np.ndarray], last: int) -> np.ndarray:
+    """int32 [rows, longest, at least 1]: the rows, filled up with `last`."""
+    found = np.full((len(rows), max(1, *map(len, rows))), last, np.int32)
+    for row, numbers in zip(found, rows, strict=True):
+        row[: len(numbers)] = numbers
+    return found
 
 
 def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray) -> StageLists:

@@ -83,11 +83,35 @@ class ContextParallel:
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
 
+class Visitors(typing.NamedTuple):
+    """The query blocks that visit received keys, where they are few: a stage of their own over all keys that they visit.
+
+    The other rows visit own keys alone, so no row is computed in two stages and nothing is merged. Gradients of own keys come from
+    both stages and from other devices. They are added in float32 for the blocks that get more than one term, and the others are
+    what the first stage wrote. All arrays are int32 [devices, ...].
+
+    queries       which of its query blocks a device's visitors are; past the end: the number of its query blocks
+    query_blocks  their numbers in the sequence; past the end: -1
+    keys          which of its own key blocks they visit; past the end: the number of its key blocks
+    key_blocks    their numbers in the sequence; past the end: -1
+    changed       which of its own key blocks get gradients from the second stage or from other devices; past the end as in keys
+    places        where in `changed` the blocks of `keys` are, then those that it sends in each round; past the end: the width of
+                  `changed`
+    """
+
+    queries: Array | np.ndarray
+    query_blocks: Array | np.ndarray
+    keys: Array | np.ndarray
+    key_blocks: Array | np.ndarray
+    changed: Array | np.ndarray
+    places: tuple[Array | np.ndarray, ...]
+
+
 class Tables(typing.NamedTuple):
     """Arrays that say who owns and who sends which blocks, the same on every device; see ContextLayout and Rounds.
 
     lists     of each stage, for every device (context_lists.py); None where devices classify their blocks
-    visitors  which query blocks visit received keys; see KnownLists. None: all
+    visitors  see Visitors; None where all query blocks may visit received keys
     classes   int8 [1 or B, 1 or N, query blocks, key blocks]: the classes of the blocks for a mask made from the user's lists;
               None where the mask program says all
     """
@@ -97,7 +121,7 @@ class Tables(typing.NamedTuple):
     send: tuple[Array, ...]
     received: tuple[Array, ...]
     lists: tuple[BlockLists, ...] | None = None
-    visitors: tuple[Array, Array] | None = None
+    visitors: Visitors | None = None
     classes: Array | None = None
 
 

@@ -8,10 +8,11 @@ are made on the device: interval analysis of the mask program on the positions o
 import dataclasses
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flexjax.analysis.block_grid import BlockGrid
 from flexjax.analysis.intervals import decide
@@ -67,11 +68,26 @@ def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:
 
 
 def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
-    """x with other blocks in place of those at `slots`; slots past the end are left out."""
+    """x with other blocks in place of those at `slots`; slots past the end are left out.
+
+    The barrier lets XLA write into x where nothing else reads it. Without it XLA fuses what computes `new` into the scatter, and
+    copies x first if `new` is computed from x.
+    """
+    return _blocks_at(plan, x, slots, size, lambda at, blocks: at.set(lax.optimization_barrier(blocks), mode="drop"), new)
+
+
+def add_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
+    """x with blocks added to those at `slots`; slots past the end are left out."""
+    return _blocks_at(plan, x, slots, size, lambda at, blocks: at.add(blocks, mode="drop"), new)
+
+
+def _blocks_at(
+    plan: KernelPlan, x: Array, slots: Array, size: int, update: Callable[[typing.Any, Array], Array], new: Array
+) -> Array:
     axis = token_axis(plan)
     blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     new = new.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-    return blocks.at[(*[slice(None)] * axis, slots)].set(new, mode="drop").reshape(x.shape)
+    return update(blocks.at[(*[slice(None)] * axis, slots)], new).reshape(x.shape)
 
 
 def classes_on(

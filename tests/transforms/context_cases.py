@@ -308,18 +308,6 @@ CASES = {
 }
 SLOW = {
     "window": Case("auto", "window", "alibi", "neighbours", lse=True, block=2),
-    "few rows of a window": Case(
-        "explicit",
-        "window",
-        "table",
-        "neighbours",
-        lengths=(128, 128),
-        sinks=True,
-        lse=True,
-        extra=True,
-        form="BNTH",
-        mesh=(("sp", 4),),
-    ),
     "documents": Case("shard_map", "documents", "none", "neighbours", lengths=(61, 61), traced=True),
     "fewer key heads": Case("auto", "causal", "table", "neighbours", heads=(4, 1), block=8, **CUBED),
     "queries and keys": Case("auto", "window", "table", "neighbours", lengths=(37, 97)),
@@ -335,7 +323,10 @@ SLOW = {
     "bfloat16": Case("auto", "causal", "table", "neighbours", dtype="bfloat16"),
     "float64": Case("auto", "causal", "table", "neighbours", dtype="float64"),
 }
+FEW_ROWS: dict[str, Any] = {"lengths": (128, 128), "sinks": True, "lse": True, "extra": True, "mesh": (("sp", 4),)}
 for _kind in KINDS:
+    SLOW[f"few rows of a window {_kind}"] = Case(_kind, "window", "table", "neighbours", form="BNTH", **FEW_ROWS)
+    SLOW[f"few rows of documents {_kind}"] = Case(_kind, "documents", "gate", "neighbours", block=8, dropout=True, **FEW_ROWS)
     for _method in METHODS:
         whole = {"heads": (8, 8), "lengths": (97, 97), "sinks": True}
         SLOW[f"causal {_kind} {_method}"] = Case(_kind, "causal", "table", _method, **whole)

@@ -197,6 +197,25 @@ def test_forward_mode_and_second_derivatives(kind: str) -> None:
 
 
 @needs_two
+def test_rows_that_visit_received_keys_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are few, a stage of their own has all their keys: no partial results, and none is merged."""
+    monkeypatch.setattr(context_device, "merged", None)
+    window = flexjax.and_masks(masks.causal, masks.sliding_window(7))
+    layout = flexjax.context_layout(window, 64, devices=2, block_size=4)
+    given, sinks = qkv(64), jnp.asarray([0.5, -0.5])
+
+    def loss(context: Any, *a: jax.Array) -> jax.Array:
+        return (flexjax.flex_attention(*a[:3], mask_mod=window, sinks=a[3], context=context) ** 2).sum()
+
+    gradient = lambda context: jax.jit(jax.value_and_grad(functools.partial(loss, context), argnums=(0, 1, 2, 3)))
+    mesh = two()
+    with jax.set_mesh(mesh):
+        total, got = gradient(ContextParallel("sp", layout))(*placed([layout.shard(x) for x in given], mesh), sinks)
+    wanted, want = gradient(None)(*given, sinks)
+    close((total, [layout.unshard(np.asarray(x)) for x in got[:3]], got[3]), (wanted, list(want[:3]), want[3]))
+
+
+@needs_two
 def test_a_ring_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for long shards, whose devices also classify their blocks themselves."""
     monkeypatch.setattr(context_device, "PART_BLOCKS", 1)

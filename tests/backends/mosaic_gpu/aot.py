@@ -7,6 +7,7 @@ has failed and a new child goes on with the next.
 """
 
 import functools
+import math
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import flexjax
+from flexjax import masks
 from flexjax.types import KernelOptions
 from tests.backends import children
 from tests.backends.mosaic_gpu import compile_hopper
@@ -26,9 +28,11 @@ from tests.cases import CASES, on_mesh
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}  # not those of conftest.py
 DTYPES = ("bfloat16", "float16")
 TABLE = {f"{name}-{dtype}": (name, dtype) for name in CASES for dtype in DTYPES}
-ON_MESH = ("mesh", "mesh_check_vma", "mesh_explicit", "mesh_auto", "mesh_one_kernel", "mesh_one_kernel_check_vma")
+ON_MESH = (
+    "mesh", "mesh_check_vma", "mesh_explicit", "mesh_auto", "mesh_one_kernel", "mesh_one_kernel_check_vma", "mesh_window",
+)  # fmt: skip
 """Calls inside shard_map, and on arrays that explicit or automatic axes split; one kernel: dense attention, whose backward pass is the
-fused one."""
+fused one; window: a sequence that is split over two GPUs."""
 SPILLS = re.compile(r"Function properties for (\w+)_mosaic_gpu_kernel\s.*? (\d+) bytes spill stores", re.DOTALL)
 
 
@@ -64,11 +68,43 @@ def compile_on_mesh(entry: str) -> None:
             (dtype, what) for dtype, what in found if what != "all-reduce" and not (dtype == "s32" and what in allowed)
         ]
         assert not moved, moved
+    elif entry == "mesh_window":
+        compile_window()
     elif "one_kernel" in entry:
         query = jax.ShapeDtypeStruct((2, 512, 4, 128), jnp.bfloat16)
         compile_hopper.compile_on_hoppers(dense, 4, [query], [on_mesh.SPLIT])
     else:
         compile_hopper.compile_on_hoppers(masked, 4, on_mesh.arrays("bfloat16"), on_mesh.IN_SPECS)
+
+
+def compile_window() -> None:
+    """Both passes of a window over two GPUs: no pass over all rows beside the kernels, but the one that converts dQ on one GPU too.
+
+    Few rows visit received keys. What they change is written into the arrays of the other rows, without a copy.
+    """
+    tokens, heads, dim = 4096, 2, 128
+    mask_mod = flexjax.and_masks(masks.causal, masks.sliding_window(128))
+    layout = flexjax.context_layout(mask_mod, tokens, devices=2)
+    context = flexjax.ContextParallel("sp", layout)
+
+    def make(devices: Sequence[jax.Device]) -> tuple[Callable, jax.sharding.Mesh]:
+        mesh = jax.sharding.Mesh(devices, ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        def both_passes(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> object:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                out, pull = jax.vjp(lambda *a: flexjax.flex_attention(*a, mask_mod=mask_mod, context=context), q, k, v)
+                return out, pull(d_out)
+
+        return both_passes, mesh
+
+    x = jax.ShapeDtypeStruct((1, tokens, heads, dim), jnp.bfloat16)
+    text = compile_hopper.compile_on_hoppers(make, 2, [x] * 4, [jax.sharding.PartitionSpec(None, "sp")] * 4)
+    passes = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = \(?(\w+)\[([\d,]+)\].*? (fusion|copy|convert|concatenate)\(", line)
+        if match and math.prod(map(int, match[3].split(","))) >= tokens // 2 * heads * dim and "scatter" not in match[1]:
+            passes.append((match[1], match[2]))
+    assert [dtype for _, dtype in passes] == ["bf16"], passes
 
 
 def compile_entry(entry: str) -> None:
