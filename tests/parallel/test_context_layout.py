@@ -258,3 +258,20 @@ def test_blocks_of_large_masks() -> None:
         for a, b in itertools.pairwise(found):
             np.testing.assert_array_equal(a.needed, b.needed)
             np.testing.assert_allclose(a.work, b.work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_hundred_packed_batches_need_three_programs(devices: int) -> None:
+    """A program is compiled for each structure of the layouts: which distances, and how wide the messages are."""
+    rng = np.random.default_rng(0)
+    tokens, structures = 8192, set()
+    for _ in range(100):
+        lengths = np.minimum(rng.lognormal(np.log(tokens / 22), 1.2, 4000).astype(int) + 16, tokens // 2)
+        ends = np.cumsum(lengths)
+        ids = np.searchsorted(ends[ends < tokens], np.arange(tokens), side="right").astype(np.int32)
+        mask_mod = flexjax.and_masks(masks.causal, masks.document(ids))
+        layout = flexjax.context_layout(mask_mod, tokens, devices=devices, block_size=64)
+        leaves, structure = jax.tree.flatten(layout)
+        structures.add((structure, tuple(x.shape for x in leaves)))
+    assert len(structures) <= 3
