@@ -82,8 +82,8 @@ def compile_window() -> None:
 
     Few rows visit received keys. What they change is written into the arrays of the other rows, without a copy.
     """
-    tokens, heads, dim = 4096, 2, 128
-    mask_mod = flexjax.and_masks(masks.causal, masks.sliding_window(128))
+    tokens, heads, dim = 8192, 2, 128
+    mask_mod = flexjax.and_masks(masks.causal, masks.sliding_window(500))
     layout = flexjax.context_layout(mask_mod, tokens, devices=2)
     context = flexjax.ContextParallel("sp", layout)
 
