@@ -172,8 +172,8 @@ def flex_attention(
     try:
         names = dispatch.candidates(implementation)
         if context is not None:
-            given = context_call.Given(query, key, value, return_aux, typing.cast(dict, arguments))
-            return _with_aux(context_call.attention(context, given, names, text(), prepare), return_aux)
+            given = context_call.Given(query, key, value, return_aux, typing.cast(dict, arguments), names, text())
+            return _with_aux(context_call.attention(context, given, prepare), return_aux)
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)

@@ -1,21 +1,13 @@
-"""A call of flex_attention with `context=`: its checks, its plan, and its derivatives.
+"""A call of flex_attention with `context=`: its checks and its plan.
 
-    attention the call, in the steps
-    place     finds the mesh, the layout and how the arrays lie; traces the mask for the whole sequence
-    attend    chooses how keys travel (parallel/context_parallel.py) and binds the call
-
-The call is one differentiable function of its operands and tables, with rules of its own:
-
-    forward   OnDevice.forward     inside shard_map; a primitive with a partitioning rule for automatic axes
-    tangent   a primitive, linear in the tangents, whose transpose is
-    backward  OnDevice.backward
-
-Reverse mode therefore stores the operands of each device, out and lse, and nothing that a device received.
+attention the call, in the steps
+place     finds the mesh, the layout and how the arrays lie
+build     traces the mask for the whole sequence, and chooses how keys travel (parallel/context_parallel.py)
+run       computes it (context_primitives.py)
 """
 
 import contextlib
 import dataclasses
-import functools
 import typing
 from collections.abc import Sequence
 
@@ -23,26 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from flexjax import autodiff, dispatch
+from flexjax import dispatch
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import trace_placed_mask
 from flexjax.check_arguments import both_masks, check_block_mask
 from flexjax.combine import and_masks
+from flexjax.context_primitives import run
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, table_of, table_of_runs
 from flexjax.parallel import context_axes
-from flexjax.parallel.context_device import OnDevice, Passes
 from flexjax.parallel.context_layout import ContextLayout
-from flexjax.parallel.context_lists import known_lists
+from flexjax.parallel.context_lists import KnownLists, known_lists
 from flexjax.parallel.context_parallel import (
     ContextCall,
     ContextParallel,
+    Decision,
     Tables,
     decide,
     devices_of,
@@ -56,24 +45,28 @@ from flexjax.partition import Mesh, names_of
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
-from flexjax.primitive import aval_like
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod
 from flexjax.types import ArrayArgument, AuxRequest, MaskMod, Origin
 
 Array = jax.Array
 
-PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, autodiff.varying_alike)
-
 
 class Given(typing.NamedTuple):
-    """The arguments of flex_attention; `arguments`: the keywords that say what is computed."""
+    """The arguments of flex_attention.
+
+    arguments   the keywords that say what is computed
+    names       backends to ask, in order
+    text        the user's call in a line
+    """
 
     query: ArrayArgument
     key: ArrayArgument
     value: ArrayArgument
     return_aux: AuxRequest | None
     arguments: dict[str, typing.Any]
+    names: tuple[str, ...] | None
+    text: str
 
 
 class Prepared(typing.Protocol):
@@ -85,17 +78,43 @@ class Prepared(typing.Protocol):
     def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem: ...
 
 
-def attention(
-    context: object, given: Given, names: tuple[str, ...] | None, text: str, prepare: typing.Callable[..., typing.Any]
-) -> Results:
-    """The results of a call with `context=`.
+class Built(typing.NamedTuple):
+    """A call with `context=` that is checked and planned.
 
-    names     backends to ask, in order
-    text      the user's call in a line
+    prepared   the call without its mask
+    decision   how keys travel
+    known      the block lists of its stages; None where devices make them
+    """
+
+    placed: "Placed"
+    prepared: Prepared
+    decision: Decision
+    known: KnownLists | None
+    call: ContextCall
+    operands: Operands
+    tables: Tables
+
+
+def attention(context: object, given: Given, prepare: typing.Callable[..., typing.Any]) -> Results:
+    """The results of a call with `context=`; `prepare`: see `build`."""
+    placed, _, _, _, call, operands, tables = build(context, given, prepare)
+    if placed.kind == AxisType.Explicit:
+        assert placed.split is not None
+        outs = context_axes.split_work(call, operands, tables, placed.split, run)
+    else:
+        outs = run(call, [*jax.tree.leaves(operands), *jax.tree.leaves(tables)])
+    return Results(outs[0], outs[1], outs[2] if call.plan.max_scores else None)
+
+
+def build(context: object, given: Given, prepare: typing.Callable[..., typing.Any]) -> Built:
+    """Checks and plans a call.
+
     prepare   that of prepare.py. It prepares the call without its mask, which is traced here, for the whole sequence
+
+    Raises what flex_attention raises for arguments that do not fit.
     """
     arguments = dict(given.arguments)
-    mask_mod, block_mask, origin = (arguments.pop(name) for name in ("mask_mod", "block_mask", "origin"))
+    mask_mod, block_mask, origin = (arguments.pop(name, None) for name in ("mask_mod", "block_mask", "origin"))
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
@@ -107,8 +126,12 @@ def attention(
     query, key, value = map(jnp.asarray, given[:3])
     placed = place(context, query, key, arguments.get("layout", "BTNH"), origin)
     call: Prepared = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
-    dispatch.runs_everywhere(call.plan, names)
-    return attend(placed, call.plan, call.operands, call.problem(names, text), mask_mod, block_mask)
+    dispatch.runs_everywhere(call.plan, given.names)
+    if given.names and given.names[0] == dispatch.REFERENCE:
+        raise NotImplementedError(
+            "reference: It is dense and runs on one device; context= splits the sequence over several."
+        )
+    return _planned(placed, call, call.problem(given.names, given.text), mask_mod, block_mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,23 +225,14 @@ def _origin(
     return table_of_runs(zero, zero, query_run=rows[0], key_run=rows[1], whole=sizes, batch=batch, head=head)
 
 
-# ------------------------------------------------------------------- the call
+# ------------------------------------------------------------------- the plan
 
 
-def attend(
-    placed: Placed,
-    plan: KernelPlan,
-    operands: Operands,
-    problem: Problem,
-    mask_mod: MaskMod | None,
-    mask: BlockMask | None,
-) -> Results:
-    """The call of a plan that was prepared without its mask, for the arrays of `placed`."""
-    layout = placed.layout
-    if problem.implementation and problem.implementation[0] == dispatch.REFERENCE:
-        raise NotImplementedError(
-            "reference: It is dense and runs on one device; context= splits the sequence over several."
-        )
+def _planned(
+    placed: Placed, prepared: Prepared, problem: Problem, mask_mod: MaskMod | None, mask: BlockMask | None
+) -> Built:
+    """The call that was prepared without its mask, planned for the arrays of `placed`."""
+    layout, plan, operands = placed.layout, prepared.plan, prepared.operands
     lengths = (layout.q_len, layout.kv_len)
     classes = known = None
     if mask is not None:
@@ -261,12 +275,7 @@ def attend(
         is_global=placed.kind == AxisType.Auto,
         structure=jax.tree.structure(tables),
     )
-    if placed.kind == AxisType.Explicit:
-        assert placed.split is not None
-        outs = context_axes.split_work(call, operands, tables, placed.split, run)
-    else:
-        outs = run(call, [*jax.tree.leaves(operands), *jax.tree.leaves(tables)])
-    return Results(outs[0], outs[1], outs[2] if plan.max_scores else None)
+    return Built(placed, prepared, decision, made, call, operands, tables)
 
 
 def _check_block_mask(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int]) -> None:
@@ -307,136 +316,3 @@ def _trace(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelPlan,
     if mask_mod is None:
         return trace_placed_mask(inside, sizes, origin)
     return trace_placed_mask(and_masks(inside, mask_mod) if ends else mask_mod, sizes, origin)
-
-
-# ------------------------------------------------------------------- differentiation
-
-
-def run(call: ContextCall, flat: Sequence[Array]) -> list[Array]:
-    """out, lse and, if asked, max_scores, from the operands and the tables, flat."""
-    return list(_compiled(call, *(flat if call.is_global else autodiff.varying_alike(flat))))
-
-
-def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-    """Operands and tables, and what follows them."""
-    n = call.problem.structure.num_leaves + call.structure.num_leaves
-    return list(flat[:n]), list(flat[n:])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
-    if call.is_global:
-        return tuple(forward_p.bind(*flat, call=call))
-    return tuple(OnDevice.of(PASSES, call, flat).forward())
-
-
-_compiled = jax.jit(_attend, static_argnums=0)
-"""Under jit also where the call is not: inside shard_map, each operation would be a program of its own."""
-
-
-@functools.partial(_attend.defjvp, symbolic_zeros=True)
-def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]) -> tuple[tuple, tuple]:
-    out, lse, *top = _attend(call, *primals)
-    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
-    indices = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
-    given = [None if i is None or isinstance(tangents[i], SymbolicZero) else tangents[i] for i in indices]
-    moving = tuple(x is not None for x in given)
-    if any(moving):
-        fixed = [*primals, out, lse]
-        moved = tangent_p.bind(*fixed, *(x for x in given if x is not None), call=call, moving=moving)
-    else:
-        moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
-    return (out, lse, *top), (*moved, *map(jnp.zeros_like, top))
-
-
-def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
-    fixed, (out, lse, *tangents) = _split(call, flat)
-    return OnDevice.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
-
-
-def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
-    fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
-    return OnDevice.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
-
-
-def _tangent_transpose(
-    cotangents: Sequence[Array | ad.Zero], *flat: typing.Any, call: ContextCall, moving: tuple[bool, ...]
-) -> list:
-    fixed, (out, lse, *linear) = _split(call, flat)
-    d_out, d_lse = cotangents
-    nothing: list = [None] * (len(fixed) + 2)
-    if isinstance(d_out, ad.Zero) and isinstance(d_lse, ad.Zero):
-        return nothing + [ad.Zero(x.aval) for x in linear]
-    d_out = jnp.zeros_like(out) if isinstance(d_out, ad.Zero) else d_out
-    given = [*fixed, out, lse, d_out, *([] if isinstance(d_lse, ad.Zero) else [d_lse])]
-    run = backward_p.bind if call.is_global else _backward
-    return nothing + list(run(*given, call=call, wanted=moving, has_lse=not isinstance(d_lse, ad.Zero)))
-
-
-def _primitive(name: str, function: typing.Callable[..., list[Array]], types: typing.Callable[..., list]) -> Primitive:
-    """A primitive that computes `function` on arrays of one device, or on global arrays under a partitioning rule."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *avals, **params: types(avals, **params))
-    primitive.def_impl(lambda *flat, **params: jax.jit(functools.partial(primitive.bind, **params))(*flat))
-
-    def lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, call: ContextCall, **params: typing.Any) -> typing.Any:
-        if call.is_global and call.axes:
-            return context_axes.lower_with_rule(ctx, flat, primitive, function, call, params)
-        sizes = [(name, size) for name, size in context_axes.manual_shape(ctx).items()]
-        plain = [core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # type: ignore[attr-defined]
-        jaxpr = jax.make_jaxpr(functools.partial(function, call=call, **params), axis_env=sizes)(*plain)
-        inlined = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
-        return inlined(ctx.replace(avals_in=plain), *flat)
-
-    def differentiate(primals: Sequence[Array], tangents: Sequence[typing.Any], **params: typing.Any) -> tuple:
-        if params["call"].is_global:
-            raise NotImplementedError(
-                "Second derivatives of a call with context= are not computed over automatic mesh axes. Make the axes explicit, or "
-                "call it inside jax.shard_map."
-            )
-        return jax.jvp(functools.partial(function, **params), list(primals), list(map(ad.instantiate_zeros, tangents)))
-
-    def batch(flat: Sequence[Array], dims: Sequence[int | None], **params: typing.Any) -> tuple:
-        if params["call"].is_global:
-            raise NotImplementedError(
-                "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, "
-                "make the axes explicit, or call it inside jax.shard_map."
-            )
-        outs = jax.vmap(functools.partial(function, **params), in_axes=tuple(dims))(*flat)
-        return outs, [0] * len(outs)
-
-    mlir.register_lowering(primitive, lower)
-    ad.primitive_jvps[primitive] = differentiate
-    batching.primitive_batchers[primitive] = batch
-    return primitive
-
-
-def _forward(*flat: Array, call: ContextCall) -> list[Array]:
-    return OnDevice.of(PASSES, call, flat).forward()
-
-
-def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list[core.ShapedArray]:
-    plan, query = call.plan, avals[0]
-    rows = query.shape[:-1]
-    stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
-    found = [core.ShapedArray((*rows, plan.value_dim), query.dtype), stats, *[stats] * plan.max_scores]
-    return [aval_like(query, x.shape, x.dtype) for x in found]
-
-
-def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving: tuple[bool, ...]) -> list:
-    call.problem.needed_derivative()
-    return list(_split(call, avals)[1][:2])  # type: ignore[arg-type]
-
-
-def _backward_types(
-    avals: Sequence[core.ShapedArray], call: ContextCall, wanted: tuple[bool, ...], has_lse: bool
-) -> list[core.ShapedArray]:
-    places = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
-    return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
-
-
-forward_p = _primitive("flexjax_context_forward", _forward, _forward_types)
-tangent_p = _primitive("flexjax_context_tangent", _tangent, _tangent_types)
-backward_p = _primitive("flexjax_context_backward", _backward, _backward_types)
-ad.primitive_transposes[tangent_p] = _tangent_transpose

@@ -73,7 +73,9 @@ def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) 
     The barrier lets XLA write into x where nothing else reads it. Without it XLA fuses what computes `new` into the scatter, and
     copies x first if `new` is computed from x.
     """
-    return _blocks_at(plan, x, slots, size, lambda at, blocks: at.set(lax.optimization_barrier(blocks), mode="drop"), new)
+    return _blocks_at(
+        plan, x, slots, size, lambda at, blocks: at.set(lax.optimization_barrier(blocks), mode="drop"), new
+    )
 
 
 def add_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
@@ -138,7 +140,6 @@ def stage_of(
     """
     plan, queries = problem.plan, tables.query_blocks[me]
     rows, columns = queries.shape[0], keys.numbers.shape[0]
-    block_q, block_kv = call.block_size
     if tables.lists is not None:
         number, step = keys.stage
         blocks, of_devices = call.blocks[number], tables.lists[number]
@@ -146,22 +147,14 @@ def stage_of(
     else:
         classes = classes_on(call, plan, operands.mask_captures, tables, queries, keys.numbers)
         batch, heads = classes.shape[:2]
-        blocks = BlockLayout(batch, heads, block_q, block_kv, columns, columns, rows, rows)
+        blocks = BlockLayout(batch, heads, *call.block_size, columns, columns, rows, rows)
         made: typing.Any = lists_of_classes(classes)
         lists = BlockLists(*made)
     starts = [
         jnp.where((n >= 0) & (n * size < length), n * size, 0)[None].astype(jnp.int32)
         for n, size, length in zip((queries, keys.numbers), call.block_size, call.lengths, strict=True)
     ]
-    own_plan = dataclasses.replace(
-        plan,
-        q_len=rows * block_q,
-        kv_len=columns * block_kv,
-        blocks=blocks,
-        origin=OriginLayout(1, block_q, rows, block_kv, columns, math.gcd(block_q, block_kv)),
-        has_sinks=sinks,
-        partial=partial,
-    )
+    own_plan = plan_of_stage(plan, call.block_size, rows, columns, blocks, sinks, partial)
     own = operands._replace(
         key=keys.key,
         value=keys.value,
@@ -171,6 +164,33 @@ def stage_of(
         origin=Starts(starts[0], starts[1]),
     )
     return Stage(dataclasses.replace(problem, plan=own_plan, structure=jax.tree.structure(own)), own)
+
+
+def plan_of_stage(
+    plan: KernelPlan,
+    block_size: tuple[int, int],
+    rows: int,
+    columns: int,
+    blocks: BlockLayout,
+    sinks: bool = False,
+    partial: bool = True,
+) -> KernelPlan:
+    """The plan of a stage from that of the call.
+
+    rows, columns    query blocks and key blocks of the stage, of block_size tokens
+    blocks           the layout of its lists
+    sinks, partial   as for `stage_of`
+    """
+    block_q, block_kv = block_size
+    return dataclasses.replace(
+        plan,
+        q_len=rows * block_q,
+        kv_len=columns * block_kv,
+        blocks=blocks,
+        origin=OriginLayout(1, block_q, rows, block_kv, columns, math.gcd(block_q, block_kv)),
+        has_sinks=sinks,
+        partial=partial,
+    )
 
 
 def at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:

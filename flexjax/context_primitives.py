@@ -1,0 +1,160 @@
+"""The differentiable function of a call with `context=`: one function of its operands and tables, with rules of its own.
+
+    forward   OnDevice.forward     inside shard_map; a primitive with a partitioning rule for automatic axes
+    tangent   a primitive, linear in the tangents, whose transpose is
+    backward  OnDevice.backward
+
+Reverse mode therefore stores the operands of each device, out and lse, and nothing that a device received.
+"""
+
+import functools
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import core
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from flexjax import autodiff
+from flexjax.parallel import context_axes
+from flexjax.parallel.context_device import OnDevice, Passes
+from flexjax.parallel.context_parallel import ContextCall
+from flexjax.primitive import aval_like
+
+Array = jax.Array
+
+PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, autodiff.varying_alike)
+
+
+def run(call: ContextCall, flat: Sequence[Array]) -> list[Array]:
+    """out, lse and, if asked, max_scores, from the operands and the tables, flat."""
+    return list(_compiled(call, *(flat if call.is_global else autodiff.varying_alike(flat))))
+
+
+def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    """Operands and tables, and what follows them."""
+    n = call.problem.structure.num_leaves + call.structure.num_leaves
+    return list(flat[:n]), list(flat[n:])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
+    if call.is_global:
+        return tuple(forward_p.bind(*flat, call=call))
+    return tuple(OnDevice.of(PASSES, call, flat).forward())
+
+
+_compiled = jax.jit(_attend, static_argnums=0)
+"""Under jit also where the call is not: inside shard_map, each operation would be a program of its own."""
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]) -> tuple[tuple, tuple]:
+    out, lse, *top = _attend(call, *primals)
+    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
+    indices = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
+    given = [None if i is None or isinstance(tangents[i], SymbolicZero) else tangents[i] for i in indices]
+    moving = tuple(x is not None for x in given)
+    if any(moving):
+        fixed = [*primals, out, lse]
+        moved = tangent_p.bind(*fixed, *(x for x in given if x is not None), call=call, moving=moving)
+    else:
+        moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
+    return (out, lse, *top), (*moved, *map(jnp.zeros_like, top))
+
+
+def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
+    fixed, (out, lse, *tangents) = _split(call, flat)
+    return OnDevice.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
+
+
+def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
+    fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
+    return OnDevice.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
+
+
+def _tangent_transpose(
+    cotangents: Sequence[Array | ad.Zero], *flat: typing.Any, call: ContextCall, moving: tuple[bool, ...]
+) -> list:
+    fixed, (out, lse, *linear) = _split(call, flat)
+    d_out, d_lse = cotangents
+    nothing: list = [None] * (len(fixed) + 2)
+    if isinstance(d_out, ad.Zero) and isinstance(d_lse, ad.Zero):
+        return nothing + [ad.Zero(x.aval) for x in linear]
+    d_out = jnp.zeros_like(out) if isinstance(d_out, ad.Zero) else d_out
+    given = [*fixed, out, lse, d_out, *([] if isinstance(d_lse, ad.Zero) else [d_lse])]
+    run = backward_p.bind if call.is_global else _backward
+    return nothing + list(run(*given, call=call, wanted=moving, has_lse=not isinstance(d_lse, ad.Zero)))
+
+
+def _primitive(name: str, function: typing.Callable[..., list[Array]], types: typing.Callable[..., list]) -> Primitive:
+    """A primitive that computes `function` on arrays of one device, or on global arrays under a partitioning rule."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *avals, **params: types(avals, **params))
+    primitive.def_impl(lambda *flat, **params: jax.jit(functools.partial(primitive.bind, **params))(*flat))
+
+    def lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, call: ContextCall, **params: typing.Any) -> typing.Any:
+        if call.is_global and call.axes:
+            return context_axes.lower_with_rule(ctx, flat, primitive, function, call, params)
+        sizes = [(name, size) for name, size in context_axes.manual_shape(ctx).items()]
+        plain = [core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]  # type: ignore[attr-defined]
+        jaxpr = jax.make_jaxpr(functools.partial(function, call=call, **params), axis_env=sizes)(*plain)
+        inlined = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+        return inlined(ctx.replace(avals_in=plain), *flat)
+
+    def differentiate(primals: Sequence[Array], tangents: Sequence[typing.Any], **params: typing.Any) -> tuple:
+        if params["call"].is_global:
+            raise NotImplementedError(
+                "Second derivatives of a call with context= are not computed over automatic mesh axes. Make the axes explicit, or "
+                "call it inside jax.shard_map."
+            )
+        return jax.jvp(functools.partial(function, **params), list(primals), list(map(ad.instantiate_zeros, tangents)))
+
+    def batch(flat: Sequence[Array], dims: Sequence[int | None], **params: typing.Any) -> tuple:
+        if params["call"].is_global:
+            raise NotImplementedError(
+                "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, "
+                "make the axes explicit, or call it inside jax.shard_map."
+            )
+        outs = jax.vmap(functools.partial(function, **params), in_axes=tuple(dims))(*flat)
+        return outs, [0] * len(outs)
+
+    mlir.register_lowering(primitive, lower)
+    ad.primitive_jvps[primitive] = differentiate
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _forward(*flat: Array, call: ContextCall) -> list[Array]:
+    return OnDevice.of(PASSES, call, flat).forward()
+
+
+def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list[core.ShapedArray]:
+    plan, query = call.plan, avals[0]
+    rows = query.shape[:-1]
+    stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
+    found = [core.ShapedArray((*rows, plan.value_dim), query.dtype), stats, *[stats] * plan.max_scores]
+    return [aval_like(query, x.shape, x.dtype) for x in found]
+
+
+def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving: tuple[bool, ...]) -> list:
+    call.problem.needed_derivative()
+    return list(_split(call, avals)[1][:2])  # type: ignore[arg-type]
+
+
+def _backward_types(
+    avals: Sequence[core.ShapedArray], call: ContextCall, wanted: tuple[bool, ...], has_lse: bool
+) -> list[core.ShapedArray]:
+    places = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
+    return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
+
+
+forward_p = _primitive("flexjax_context_forward", _forward, _forward_types)
+tangent_p = _primitive("flexjax_context_tangent", _tangent, _tangent_types)
+backward_p = _primitive("flexjax_context_backward", _backward, _backward_types)
+ad.primitive_transposes[tangent_p] = _tangent_transpose
