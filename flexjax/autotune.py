@@ -113,10 +113,15 @@ def autotune(
     are not searched. Programs that are compiled already keep their tiles; programs that are lowered later use the new ones.
 
     Raises what flex_attention would raise, TypeError for a keyword that flex_attention does not have, ValueError for tracers and
-    for simulated kernels, RuntimeError if no candidate runs.
+    for simulated kernels, NotImplementedError for `context=`, RuntimeError if no candidate runs.
 
     Example: flexjax.autotune(q, k, v, mask_mod=flexjax.masks.causal, seconds=30)
     """
+    if "context" in arguments:
+        raise NotImplementedError(
+            "autotune times one device. A call with context= is computed in stages, whose plans `flexjax.explain(..., context=...)` "
+            "names. Time flex_attention with kernel_options inside the jitted call instead."
+        )
     refuse_unknown_keywords("autotune", arguments, Arguments.__annotations__)
     _check(backward, seconds, cache, progress)
     filled: typing.Any = {name: _concrete(name, x) for name, x in arguments.items()}

@@ -4,6 +4,7 @@ A Call (prepare.py) is a checked call of flex_attention: its plan (everything st
 traced score_mod. The text is made of sections, one for each function below. A Target is the device that the call would run on.
 """
 
+import contextlib
 import dataclasses
 import typing
 
@@ -20,10 +21,13 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.slice import take
 from flexjax.call_arguments import Arguments, describe_call
 from flexjax.check_arguments import refuse_unknown_keywords
+from flexjax.context_call import Given, build
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
+from flexjax.explain_context import describe_context
 from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
+from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.prepare import Call, prepare
@@ -41,6 +45,7 @@ def explain(
     return_aux: AuxRequest | None = None,
     implementation: Implementations | None = None,
     device: Device | str | None = None,
+    context: ContextParallel | None = None,
     **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> str:
     """Text about the call `flex_attention(query, key, value, ...)` with the same arguments; computes nothing.
@@ -57,6 +62,8 @@ def explain(
                 key_value_seq_lengths, origin; each array may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
+    context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
+                it computes, in place of the blocks of the mask; the mesh is the one that is set, or that of query
 
     Raises what flex_attention would raise, and TypeError for a keyword that flex_attention does not have.
 
@@ -77,6 +84,11 @@ def explain(
         filled: typing.Any = given | traced
         q, k, v = (filled.pop(name) for name in ("query", "key", "value"))
         try:
+            if context is not None:
+                names = dispatch.candidates(implementation)
+                of_call = Given(q, k, v, return_aux, filled, names, "")
+                texts.append(_context(context, of_call, target))
+                return
             call = prepare(q, k, v, return_aux=return_aux, **filled)
             captured_scale = isinstance(filled.get("scale"), Array)
             texts.append(_text(call, dispatch.candidates(implementation), target, captured_scale, placed))
@@ -84,11 +96,29 @@ def explain(
             add_note_once(error, describe_call("explain", q, k, v, return_aux, filled))
             raise
 
-    if abstract:
-        jax.eval_shape(write, abstract)
-    else:
-        write({})
+    around = contextlib.nullcontext()
+    if context is not None and meshes and jax.sharding.get_abstract_mesh().empty:
+        around = jax.sharding.use_abstract_mesh(meshes[0].abstract_mesh)
+    with around:
+        if abstract:
+            jax.eval_shape(write, abstract)
+        else:
+            write({})
     return texts[0]
+
+
+def _context(context: ContextParallel, given: Given, target: Target) -> str:
+    """The whole text of a call with `context=`: its shapes, its mods, and the section about devices."""
+    built = build(context, given, prepare)
+    call: Call = built.prepared  # type: ignore[assignment]
+    planned = dataclasses.replace(call, plan=dataclasses.replace(built.call.plan, origin=None))
+    captured_scale = isinstance(given.arguments.get("scale"), Array)
+    sections = [
+        _shapes(planned.plan, captured_scale),
+        *_programs(planned),
+        describe_context(built, given.names, target),
+    ]
+    return "\n\n".join(sections)
 
 
 def _target(device: Device | str | None) -> Target:

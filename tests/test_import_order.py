@@ -17,6 +17,8 @@ ORDER = (
     (
         "attention",
         "context_call",
+        "context_primitives",
+        "explain_context",
         "jax_nn",
         "explain",
         "autotune",

@@ -183,9 +183,7 @@ class OnDevice:
         operands, visitors = self.operands, typing.cast(Visitors, self.tables.visitors)
         query, query_extra = map(self.taken, (operands.query, operands.query_extra))
         own = operands._replace(query=query, query_extra=query_extra)
-        return dataclasses.replace(
-            self, operands=own, tables=self.tables._replace(query_blocks=visitors.query_blocks)
-        )
+        return dataclasses.replace(self, operands=own, tables=self.tables._replace(query_blocks=visitors.query_blocks))
 
     def visited(self, received: Keys) -> Keys:
         """The keys of the visitors: the received blocks, then the own ones that they visit."""
@@ -305,8 +303,14 @@ class OnDevice:
         plan, size, axis = self.call.plan, self.call.block_size[1], token_axis(self.call.plan)
         movable = [typing.cast(Array, self.operands.movable[p]) for p in _places(wanted)]
         first = sum(x.shape[1] for x in self.tables.received) * size
-        received, own = ({i: x for i, x in zip(travels, of, strict=True)} for of in zip(*(
-            jnp.split(others[i], [first], axis) for i in travels), strict=True)) if travels else ({}, {})
+        received, own = (
+            (
+                {i: x for i, x in zip(travels, of, strict=True)}
+                for of in zip(*(jnp.split(others[i], [first], axis) for i in travels), strict=True)
+            )
+            if travels
+            else ({}, {})
+        )
         rounds = exchange.give_back([received[i] for i in travels]) if travels else []
         terms = [[own[i] for i in travels], *rounds]
         sums = []

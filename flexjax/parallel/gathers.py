@@ -83,8 +83,8 @@ def gathers(
                 for d, g, n in zip(dims.split(), given, needed, strict=True)
                 if set(g) - set(n)
             ]
-            each.append(f"{name} {_bytes(size)} (split over {' and '.join(over)})")
-    return (_bytes(total), ", ".join(each)) if each else None
+            each.append(f"{name} {bytes_text(size)} (split over {' and '.join(over)})")
+    return (bytes_text(total), ", ".join(each)) if each else None
 
 
 def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], split: Split) -> int:
@@ -101,7 +101,7 @@ def _received(x: typing.Any, given: Sequence[Names], needed: Sequence[Names], sp
     return size // devices(needed) - size // devices(map(tuple, both))
 
 
-def _bytes(size: int) -> str:
+def bytes_text(size: int) -> str:
     """A number of bytes as text with three digits and a decimal unit, such as "1.5 GB"."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:

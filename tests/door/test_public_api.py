@@ -40,7 +40,7 @@ SIGNATURES = {
     "chain_mods": "*score_mods",
     "autotune": "query, key, value, *, backward=True, seconds=60.0, return_aux=None, implementation=None, cache=True, "
         "progress=None, **arguments",
-    "explain": "query, key, value, *, return_aux=None, implementation=None, device=None, **arguments",
+    "explain": "query, key, value, *, return_aux=None, implementation=None, device=None, context=None, **arguments",
 }
 BLOCK_MASK = {
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices",

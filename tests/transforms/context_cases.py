@@ -326,7 +326,9 @@ SLOW = {
 FEW_ROWS: dict[str, Any] = {"lengths": (128, 128), "sinks": True, "lse": True, "extra": True, "mesh": (("sp", 4),)}
 for _kind in KINDS:
     SLOW[f"few rows of a window {_kind}"] = Case(_kind, "window", "table", "neighbours", form="BNTH", **FEW_ROWS)
-    SLOW[f"few rows of documents {_kind}"] = Case(_kind, "documents", "gate", "neighbours", block=8, dropout=True, **FEW_ROWS)
+    SLOW[f"few rows of documents {_kind}"] = Case(
+        _kind, "documents", "gate", "neighbours", block=8, dropout=True, **FEW_ROWS
+    )
     for _method in METHODS:
         whole = {"heads": (8, 8), "lengths": (97, 97), "sinks": True}
         SLOW[f"causal {_kind} {_method}"] = Case(_kind, "causal", "table", _method, **whole)

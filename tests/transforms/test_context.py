@@ -216,6 +216,32 @@ def test_rows_that_visit_received_keys_are_computed_once(monkeypatch: pytest.Mon
 
 
 @needs_two
+def test_explain_says_what_a_device_receives_and_computes() -> None:
+    window = flexjax.and_masks(masks.causal, masks.sliding_window(7))
+    layout = flexjax.context_layout(window, 64, devices=2, block_size=4)
+    shape = jax.ShapeDtypeStruct((1, 64, N, D), jnp.float32, sharding=NamedSharding(two(), P(None, "sp")))
+    text = flexjax.explain(shape, shape, shape, mask_mod=window, context=ContextParallel("sp", layout), device="cpu")
+    said, stages = text.split("all-gather\n  each device receives ")
+    assert "\n\ndevices: the sequence over sp 2, method neighbours (auto)\n  ContextLayout(" in said
+    assert "0 ████████████████████████ work 1.00   receives 0 key blocks" in said or "receives 2 key blocks" in said
+    assert stages == (
+        "2 key blocks, 512 B of keys and values (1 batch entries, 2 key heads), in 1 round (from 1 place before it): 0.250 of an "
+        "all-gather\n"
+        "  the backward pass receives them again and sends their gradients back in float32\n"
+        "  stage 1: queries that visit own keys alone, while others travel, 32 queries x 32 keys a device, on xla\n"
+        "    not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu.\n"
+        "    not mosaic_tpu: mosaic_tpu runs on a TPU; this call is for the platform cpu.\n"
+        "  stage 2: queries that visit received keys, with all keys that they visit, 8 queries x 16 keys a device, on xla"
+    )
+    with pytest.raises(NotImplementedError) as refusal:
+        flexjax.autotune(shape, shape, shape, context=ContextParallel("sp", layout))  # type: ignore[call-arg]
+    assert str(refusal.value) == (
+        "autotune times one device. A call with context= is computed in stages, whose plans `flexjax.explain(..., context=...)` names. "
+        "Time flex_attention with kernel_options inside the jitted call instead."
+    )
+
+
+@needs_two
 def test_a_ring_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for long shards, whose devices also classify their blocks themselves."""
     monkeypatch.setattr(context_device, "PART_BLOCKS", 1)

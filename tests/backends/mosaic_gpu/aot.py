@@ -101,8 +101,14 @@ def compile_window() -> None:
     text = compile_hopper.compile_on_hoppers(make, 2, [x] * 4, [jax.sharding.PartitionSpec(None, "sp")] * 4)
     passes = []
     for line in text[text.index("\nENTRY") :].splitlines():
-        match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = \(?(\w+)\[([\d,]+)\].*? (fusion|copy|convert|concatenate)\(", line)
-        if match and math.prod(map(int, match[3].split(","))) >= tokens // 2 * heads * dim and "scatter" not in match[1]:
+        match = re.match(
+            r"\s+(?:ROOT )?%([\w.\-]+) = \(?(\w+)\[([\d,]+)\].*? (fusion|copy|convert|concatenate)\(", line
+        )
+        if (
+            match
+            and math.prod(map(int, match[3].split(","))) >= tokens // 2 * heads * dim
+            and "scatter" not in match[1]
+        ):
             passes.append((match[1], match[2]))
     assert [dtype for _, dtype in passes] == ["bf16"], passes
 
