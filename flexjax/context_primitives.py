@@ -1,8 +1,8 @@
 """The differentiable function of a call with `context=`: one function of its operands and tables, with rules of its own.
 
-    forward   OnDevice.forward     inside shard_map; a primitive with a partitioning rule for automatic axes
+    forward   Forward.forward      inside shard_map; a primitive with a partitioning rule for automatic axes
     tangent   a primitive, linear in the tangents, whose transpose is
-    backward  OnDevice.backward
+    backward  Backward.backward
 
 Reverse mode therefore stores the operands of each device, out and lse, and nothing that a device received.
 """
@@ -21,7 +21,9 @@ from jax.interpreters import ad, batching, mlir
 
 from flexjax import autodiff
 from flexjax.parallel import context_axes
-from flexjax.parallel.context_device import OnDevice, Passes
+from flexjax.parallel.context_backward import Backward
+from flexjax.parallel.context_device import Passes
+from flexjax.parallel.context_forward import Forward
 from flexjax.parallel.context_parallel import ContextCall
 from flexjax.primitive import aval_like
 
@@ -45,7 +47,7 @@ def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[
 def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
     if call.is_global:
         return tuple(forward_p.bind(*flat, call=call))
-    return tuple(OnDevice.of(PASSES, call, flat).forward())
+    return tuple(Forward.of(PASSES, call, flat).forward())
 
 
 _compiled = jax.jit(_attend, static_argnums=0)
@@ -69,12 +71,12 @@ def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]
 
 def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
     fixed, (out, lse, *tangents) = _split(call, flat)
-    return OnDevice.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
+    return Backward.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
 
 
 def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
     fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
-    return OnDevice.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
+    return Backward.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
 
 
 def _tangent_transpose(
@@ -131,7 +133,7 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
 
 
 def _forward(*flat: Array, call: ContextCall) -> list[Array]:
-    return OnDevice.of(PASSES, call, flat).forward()
+    return Forward.of(PASSES, call, flat).forward()
 
 
 def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list[core.ShapedArray]:

@@ -1,7 +1,7 @@
 """A call whose sequence is split, over the axes of a mesh: shard_map for explicit axes, a partitioning rule for automatic ones.
 
 In both, the batch and the heads may be split over other axes of the mesh at the same time (split.py). A device then computes its
-batch entries, heads and blocks (context_device.py), and gradients of what several devices share are summed over them.
+batch entries, heads and blocks (context_forward.py, context_backward.py), and gradients of what several devices share are summed over them.
 """
 
 import dataclasses

@@ -17,7 +17,8 @@ The backward pass exchanges keys and values again, because storing what was rece
 the backward kernels with the out and lse of the whole row, so nothing is differentiated through the merge, and gradients of keys and
 values travel back in float32 and are added in a fixed order.
 
-`decide` checks a call and chooses the method. context_device.py runs it on one device, context_axes.py on the devices of a mesh.
+`decide` checks a call and chooses the method. context_forward.py and context_backward.py run it on one device, context_axes.py on
+the devices of a mesh.
 """
 
 import collections

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import ContextParallel, masks
-from flexjax.parallel import context_device, context_lists
+from flexjax.parallel import context_device, context_forward, context_lists
 from tests.conftest import QUICK_TO_COMPILE
 from tests.transforms.context_cases import CASES, SLOW, Case, Outcome
 
@@ -199,7 +199,7 @@ def test_forward_mode_and_second_derivatives(kind: str) -> None:
 @needs_two
 def test_rows_that_visit_received_keys_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are few, a stage of their own has all their keys: no partial results, and none is merged."""
-    monkeypatch.setattr(context_device, "merged", None)
+    monkeypatch.setattr(context_forward, "merged", None)
     window = flexjax.and_masks(masks.causal, masks.sliding_window(7))
     layout = flexjax.context_layout(window, 64, devices=2, block_size=4)
     given, sinks = qkv(64), jnp.asarray([0.5, -0.5])
