@@ -11,6 +11,8 @@ XLA's account of the compiled programs. Times are wall-clock, the median over ro
     --method NAME     of ContextParallel ("auto")
     --rounds N        turns of each program (5)
     --forward         time the forward pass alone
+    --merged          also time the program that computes all rows in both stages of "neighbours" and merges them, where few rows
+                      visit received keys
     --memory N        tokens of the long call, 0 for none (1048576)
 """
 
@@ -20,6 +22,7 @@ import re
 import statistics
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks
+from flexjax.parallel import context_lists
 
 CALLS = 5
 """Calls back to back in a turn."""
@@ -103,27 +107,37 @@ def compare(name: str, options: argparse.Namespace) -> float:
     all_of_them = [*(place(layout.shard(x), P(None, "sp")) for x in given), place(table, P())]
     make = functools.partial(step_of, mask_mod, biased, tokens, options.forward)
     context = flexjax.ContextParallel("sp", layout, options.method)
-    with jax.set_mesh(mesh):
-        split = jax.jit(make(context=context)).lower(*all_of_them).compile()
+
+    def over_all(few: float) -> Any:
+        """The program over all GPUs; few: the share of a device's query blocks up to which rows get a stage of their own."""
+        with unittest.mock.patch.object(context_lists, "FEW", few), jax.set_mesh(mesh):
+            return jax.jit(make(context=context)).lower(*all_of_them).compile()
+
+    split = over_all(context_lists.FEW)
     alone = jax.jit(make()).lower(*one).compile()
     got, want = split(*all_of_them), alone(*one)
     back = lambda x: layout.unshard(np.asarray(x.astype(jnp.float32))) if x.ndim == 4 else np.asarray(x)
     error = gap(jax.tree.map(back, got), want)
     del got, want
-    times: dict[str, list[float]] = {"one": [], "all": []}
+    programs = {"one": (alone, one), "all": (split, all_of_them)}
+    if options.merged:
+        programs["merged"] = (over_all(-1.0), all_of_them)
+        jax.block_until_ready(programs["merged"][0](*all_of_them))
+    times: dict[str, list[float]] = {which: [] for which in programs}
     for _ in range(options.rounds):
-        for which, run, arrays in (("one", alone, one), ("all", split, all_of_them)):
+        for which, (run, arrays) in programs.items():
             start = time.perf_counter()
             for _ in range(CALLS):
                 out = run(*arrays)
             jax.block_until_ready(out)
             times[which].append(1e3 * (time.perf_counter() - start) / CALLS)
     t1, tn = (statistics.median(times[which]) for which in ("one", "all"))
+    merged = f", merged {statistics.median(times['merged']):.2f} ms" if options.merged else ""
     speed = statistics.median(a / b / n for a, b in zip(times["one"], times["all"], strict=True))
     loads, blocks = np.asarray(layout.loads), np.asarray(layout.blocks_received)
     share = blocks.mean() / max(1, layout.key_blocks.size - layout.key_blocks.shape[1])
     print(
-        f"{name:22s} one {t1:8.2f} ms, {n} GPUs {tn:8.2f} ms, speed / ({n} x one) {speed:.3f}; receives {received(split.as_text()):.1f} MB "
+        f"{name:22s} one {t1:8.2f} ms, {n} GPUs {tn:8.2f} ms{merged}, speed / ({n} x one) {speed:.3f}; receives {received(split.as_text()):.1f} MB "
         f"(needs {share:.3f} of an all-gather's blocks); heaviest over mean {loads.max() / loads.mean():.3f}; layout {made:.2f} s; "
         f"differs {error:.1e}",
         flush=True,
@@ -160,6 +174,7 @@ def main() -> int:
     parser.add_argument("--cases", default="")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--merged", action="store_true")
     options = parser.parse_args()
     chosen = [name for name in cases(options.tokens) if any(part in name for part in options.cases.split(","))]
     worst = max((compare(name, options) for name in chosen), default=0.0)
