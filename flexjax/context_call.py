@@ -118,7 +118,7 @@ def build(context: object, given: Given, prepare: typing.Callable[..., typing.An
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
-        if arguments[name] is not None:
+        if arguments.get(name) is not None:
             raise NotImplementedError(
                 f"A call with context= takes no {name}, because its tokens are split over devices and permuted. Hide tokens past "
                 "a length with mask_mod."
