@@ -89,7 +89,7 @@ def test_the_help_of_flex_attention_answers_what_users_ask() -> None:
 def test_explain_and_autotune_take_the_keywords_of_flex_attention() -> None:
     """By the types: the names that a type checker allows are those of flex_attention, none more and none less."""
     named = {"query", "key", "value", "return_aux", "implementation"}
-    of_meshes = {"context"}  # explain and autotune look at one device
+    of_meshes = {"context"}  # explain names it itself, and autotune times one device
     want = set(inspect.signature(flexjax.flex_attention).parameters) - named - of_meshes
     assert set(Arguments.__annotations__) == want
     for function in (flexjax.explain, flexjax.autotune):
