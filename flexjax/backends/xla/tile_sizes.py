@@ -18,6 +18,10 @@ CPU_CHUNK = 1 << 14
 """Scores up to which a CPU takes several key blocks of a list at a time. More blocks at a time must be copied together from
 separate places, and the last step of a row also computes blocks that are not there. Blocks of 128 one by one take 0.4 to 0.9 of
 the time of four at a time."""
+SHORT_QUERIES, SHORT_KEYS = 64, 128
+"""Up to how many queries a call on a CPU is short, as a step of decoding is, and how many keys a visit of a short call has. A visit
+has one batch entry then: the arrays of a visit stay in the second-level cache, and the bits of a row do not depend on the
+batch."""
 ACCELERATOR_TILE = 1 << 25
 """Scores of a tile on other platforms: 128 MB in float32."""
 ROW_STEPS = 4
@@ -83,12 +87,16 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     origin, and `chunk` is 1. Under a block mask a tile has the queries of one mask block (or all queries, if these are
     fewer); the option for keys, rounded down to whole mask blocks (at least one, at most all), sets `chunk`; without
     that option `chunk` is at most MAX_CHUNK and the longest list.
+
+    A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of SHORT_KEYS keys that
+    start at multiples of SHORT_KEYS (whole mask blocks under a block mask), whatever the batch and the lists of others are.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
     on_cpu = target.platform == "cpu"
     listed = plan.blocks is not None
+    short = is_short(plan, target) and not backward
     budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
         most_q, most_kv = DENSE_QUERIES, DENSE_KEYS
@@ -97,7 +105,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         elif not on_cpu:
             most_q, most_kv = ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS
         block_q = min(asked_q or even_block(plan.q_len, max(most_q, 1)), max(plan.q_len, 1))
-        block_kv = min(asked_kv or even_block(plan.kv_len, max(most_kv, 1)), max(plan.kv_len, 1))
+        block_kv = SHORT_KEYS if short else even_block(plan.kv_len, max(most_kv, 1))
+        block_kv = min(asked_kv or block_kv, max(plan.kv_len, 1))
         block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:
@@ -118,11 +127,14 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         and heads == plan.q_heads
         and same_positions
         and not (on_cpu and any(plan.lengths))
+        and not short
     ):
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
     together = widest if on_cpu else -(-widest // ROW_STEPS)
     chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if listed else 1
+    if listed and short:
+        chunk = max(1, min(SHORT_KEYS // block_kv, -(-plan.kv_len // block_kv)))
     if listed and asked_kv:
         chunk = max(1, min(asked_kv // block_kv, -(-plan.kv_len // block_kv)))
     return TileSizes(
@@ -136,6 +148,11 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         plan.batch // batch,
         plan.q_heads // heads,
     )
+
+
+def is_short(plan: KernelPlan, target: Target) -> bool:
+    """Whether a call has so few queries, on a CPU, that reading keys and values takes its time."""
+    return target.platform == "cpu" and plan.q_len <= SHORT_QUERIES
 
 
 def scores_of(plan: KernelPlan) -> int:

@@ -1,8 +1,8 @@
 """The operands of one pass laid out for tiles: padded to whole blocks, sliced by tile, multiplied head group by head group.
 
 Operands are [B, heads, tokens, D], tokens padded to whole blocks, so that every slice has one size. Entries past an end are
-masked, by a mask that exists only where a block reaches past it. Keys and values that are read only once (a forward pass
-of one row of tiles, as in decoding) keep their layout and dtype, because copying a cache costs as much as reading it.
+masked, by a mask that exists only where a block reaches past it. The forward pass of a call with few queries, as in decoding,
+reads keys and values in place: they keep their length, layout and dtype, because copying a cache costs as much as reading it.
 
 A tile row is one query block of one group of batch entries and query heads, and a visit computes its tile at `chunk` key blocks
 (block_loop.py). In shapes, batch, heads, block_q, block_kv and chunk are the tile sizes, keys = chunk * block_kv.
@@ -15,11 +15,12 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow
-from flexjax.backends.xla.tile_sizes import choose_tile_sizes
+from flexjax.backends.xla.tile_sizes import choose_tile_sizes, is_short
 from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
@@ -77,8 +78,9 @@ class TiledOperands:
     sizes              sizes of the tiles
     compute            dtype of scores and sums
     operand_dtype      dtype of the operands of products: low precision only where the platform has units for it
-    read_once          whether keys and values keep their own layout and dtype, because each is read only once
-    key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are read once and the layout is BTNH, else 1
+    in_place           whether keys and values keep their own length, layout and dtype: in a forward pass of a short call
+                       (tile_sizes.is_short), or of one row of tiles, which reads each of them once
+    key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are in place and the layout is BTNH, else 1
     query, query_extra       as `rows` returns them; query_extra None without extra features
     key, value, key_extra    as `columns` returns them; key_extra None without extra features
     sinks              [N] in dtype `compute`; None without sinks
@@ -113,8 +115,8 @@ class TiledOperands:
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
         self.lengths = operands.lengths or NONE
         sizes = self.sizes
-        self.read_once = sizes.rows == 1 and not backward
-        self.key_heads_axis = 2 if self.read_once and plan.layout == "BTNH" else 1
+        self.in_place = (sizes.rows == 1 or is_short(plan, target)) and not backward
+        self.key_heads_axis = 2 if self.in_place and plan.layout == "BTNH" else 1
         self.query = self.rows(operands.query)
         self.key = self.columns(operands.key)
         self.value = self.columns(operands.value)
@@ -164,10 +166,10 @@ class TiledOperands:
         """An operand with an entry for each key, [B, S, heads, D] in the plan's layout, as [B, heads, padded_kv, D] in
         operand_dtype.
 
-        With `read_once` the operand is only padded: layout and dtype stay as they are.
+        With `in_place` it is the operand itself.
         """
-        if self.read_once:
-            return pad_to(x, 3 - self.key_heads_axis, self.sizes.padded_kv)
+        if self.in_place:
+            return x
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_kv).astype(self.operand_dtype)
 
     def take_rows(self, x: Array, row: TileRow) -> Array:
@@ -195,10 +197,16 @@ class TiledOperands:
 
         def part(first: Array) -> Array:
             """The keys of one block, [batch, key heads, block_kv, D]; `first`: index of its first key."""
-            start, size = [row.b0, m0, first, 0], [s.batch, nm, s.block_kv, x.shape[3]]
-            if heads == 2:
-                start[1:3], size[1:3] = start[2:0:-1], size[2:0:-1]
-            found = lax.dynamic_slice(x, int32s(start), size).astype(self.operand_dtype)
+            keys, at, size = 3 - heads, [row.b0, m0, m0, 0], [s.batch, nm, nm, x.shape[3]]
+            at[keys], size[keys] = first, min(s.block_kv, x.shape[keys])
+            found = lax.dynamic_slice(x, int32s(at), size)
+            if self.in_place and self.overhang_kv:
+                # The slice of the last block was moved back to end where the array ends: move its keys to where they belong.
+                past = jnp.maximum(first + np.int32(size[keys] - x.shape[keys]), 0)
+                size[keys] = s.block_kv
+                found = pad_to(found, keys, 2 * s.block_kv)
+                found = lax.dynamic_slice(found, int32s([past if axis == keys else 0 for axis in range(4)]), size)
+            found = found.astype(self.operand_dtype)
             return jnp.swapaxes(found, 1, 2) if heads == 2 else found
 
         parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
