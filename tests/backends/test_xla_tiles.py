@@ -1,5 +1,7 @@
 """Tiles of the xla backend: what KernelOptions asks for is what runs, forward and backward apart."""
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import KernelOptions, dispatch, masks
+from flexjax import KernelOptions, Origin, dispatch, masks, mods
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.backends.xla import larger_blocks, tile_sizes
@@ -139,11 +141,34 @@ def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
     ]
     for got, want in zip(*(slope(q, k, v) for slope in slopes), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4)
-    if layout == "BTNH":
-        run = jax.jit(attend, static_argnums=0)
-        longer = [jnp.concatenate([x] * 4, 1) for x in (k, v)]
-        sizes = [run.lower("xla", q, *x, lengths).compile().memory_analysis() for x in ((k, v), longer)]
-        assert sizes[1].temp_size_in_bytes - sizes[0].temp_size_in_bytes < k.nbytes / 4, "what grows is the block lists"
+    # A cache whose last tile reaches past its end: neither padded nor moved, only sliced.
+    sizes = {"BTNH": (8, 8190, 2, 16), "BNTH": (8, 2, 8190, 16)}
+    cache = jax.ShapeDtypeStruct(sizes[layout], dtype)
+    token = jax.ShapeDtypeStruct((8, 1, 4, 16) if layout == "BTNH" else (8, 4, 1, 16), dtype)
+    step = lambda q, k, v, lengths: flexjax.flex_attention(
+        q, k, v, mask_mod=masks.padding(lengths), layout=layout, implementation="xla"
+    )
+    compiled = jax.jit(step).lower(token, cache, cache, jax.ShapeDtypeStruct((8,), "int32")).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * math.prod(cache.shape) * 4 / 100
+    whole = "|".join(",".join(map(str, shape)) for shape in sizes.values())
+    makers = set(re.findall(rf"= f32\[(?:{whole})\]\S* ([\w-]+)\(", compiled.as_text()))
+    assert makers <= {"parameter", "get-tuple-element"}, makers
+
+
+def test_bits_of_a_row_do_not_depend_on_the_batch() -> None:
+    """Eight tiles of keys, and one of what is left, of which a larger batch once took fewer at a time."""
+    rng = np.random.default_rng(5)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, k, v = make(4, 2, 8, 16), make(4, 1030, 2, 16), make(4, 1030, 2, 16)
+    attend = jax.jit(
+        lambda q, k, v: flexjax.flex_attention(
+            q, k, v, mask_mod=masks.causal, score_mod=mods.alibi(8), origin=Origin(query=1028), implementation="xla"
+        )
+    )
+    together = attend(q, k, v)
+    for entry in (0, 3):
+        alone = attend(*(x[entry : entry + 1] for x in (q, k, v)))
+        np.testing.assert_array_equal(alone[0], together[entry])
 
 
 def test_the_backward_pass_runs_the_tile_it_is_asked_for() -> None:
