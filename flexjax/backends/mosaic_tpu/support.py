@@ -25,6 +25,7 @@ from flexjax.ir import program as ir
 from flexjax.ir.program import Load, Program
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.pack_heads import pack_operands, packed_plan, unpack_results
 
 DIAGONAL_BYTES = 8 << 20
 """VMEM that the sums along the diagonals of a head may take."""
@@ -65,8 +66,13 @@ class MosaicTpuBackend:
         return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass of the plan by its kernel (see Results)."""
-        return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), vmem.chip_of(target))
+        """The forward pass of the plan by its kernel (see Results), with the heads of a group packed into rows where that is possible."""
+        chip = vmem.chip_of(target)
+        packed = packed_plan(plan)
+        if packed is None or _refusal(packed, chip) is not None:
+            return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), chip)
+        rows = mask_blocks.with_blocks(packed, pack_operands(plan, operands), *_kernel_blocks(packed))
+        return unpack_results(plan, forward(*rows, chip))
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands (see Backend.backward). Raises NotImplementedError for those that it refuses."""

@@ -1,0 +1,139 @@
+"""Packs the query heads of a group into the rows of a tile, for kernels whose tile is larger than a call's queries.
+
+A kernel's tile has tens of rows of one query head, and a step of decoding has one query. Query heads of one key head read the same
+keys, so a call of N query heads and T queries is also one of M heads and T * G rows, G = N / M:
+
+    row r of head m   is   query r // G of query head m * G + r % G
+
+The packed plan has group 1. Its programs get the head m * G + r % G as h, and the position of query r // G as q. Positions of
+queries that an origin gives are a captured array of the packed programs, and the packed plan's own origin of queries is 0.
+
+Not packed are calls with sinks or extra features, which belong to query heads, and masks whose lists differ by head.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.origin import Starts
+from flexjax.ir.program import SCORE, Atom, B, H, Program, Q
+from flexjax.ir.replay import replay
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+
+Array = jax.Array
+
+MOST_ROWS = 64
+"""The most rows that a packed head has."""
+
+
+def packed_plan(plan: KernelPlan) -> KernelPlan | None:
+    """The plan with the query heads of each group packed into rows; None for a plan that is not packed: one query head for
+    each key head, more than MOST_ROWS rows, sinks, extra features, several runs of queries, or block lists that are the
+    user's, differ by head, or have several query blocks.
+    """
+    group, origin, blocks = plan.group, plan.origin, plan.blocks
+    if group == 1 or not 0 < plan.q_len * group <= MOST_ROWS or plan.has_sinks or plan.extra_dim:
+        return None
+    if origin is not None:
+        if origin.query_runs > 1:
+            return None
+        origin = dataclasses.replace(origin, query_run=plan.q_len * group, aligned=1)
+    if blocks is not None:
+        if blocks.heads > 1 or blocks.from_user_lists or blocks.block_q < plan.q_len:
+            return None
+        blocks = dataclasses.replace(blocks, block_q=blocks.block_q * group)
+    options = plan.options
+    if options.block_q is not None:
+        options = dataclasses.replace(options, block_q=options.block_q * group)
+    rows = None if origin is None else origin.rows
+    pack = lambda program: None if program is None else _packed_program(program, group, plan.kv_heads, plan.q_len, rows)
+    return dataclasses.replace(
+        plan,
+        q_heads=plan.kv_heads,
+        q_len=plan.q_len * group,
+        score=pack(plan.score),
+        mask=pack(plan.mask),
+        dropout=pack(plan.dropout),
+        blocks=blocks,
+        origin=origin,
+        options=options,
+    )
+
+
+def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
+    """The operands of `plan` for its packed plan."""
+    group, origin, lengths = plan.group, operands.origin, operands.lengths
+    starts: tuple[Array, ...] = ()
+    if origin is not None:
+        starts = (origin.query.reshape(()) if origin.query.shape[0] == 1 else origin.query.reshape(-1),)
+        origin = Starts(jnp.zeros_like(origin.query), origin.key)
+    if lengths is not None and lengths.query is not None:
+        lengths = lengths._replace(query=lengths.query * group)
+
+    def with_starts(program: Program | None, captures: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The captured arrays of the packed program."""
+        return captures if program is None or not program.reads("q") else (*captures, *starts)
+
+    return operands._replace(
+        query=_pack(operands.query, plan),
+        score_captures=with_starts(plan.score, operands.score_captures),
+        mask_captures=with_starts(plan.mask, operands.mask_captures),
+        dropout_captures=with_starts(plan.dropout, operands.dropout_captures),
+        origin=origin,
+        lengths=lengths,
+    )
+
+
+def unpack_results(plan: KernelPlan, results: Results) -> Results:
+    """The results of `plan` from those of its packed plan."""
+    unpack = lambda x: _unpack(x, plan)
+    return Results(unpack(results.out), unpack(results.lse), jax.tree.map(unpack, results.max_scores))
+
+
+def _pack(x: Array, plan: KernelPlan) -> Array:
+    """[B, T, N, ...] as [B, T * G, M, ...], or for BNTH [B, N, T, ...] as [B, M, T * G, ...]."""
+    heads, group, rest = plan.kv_heads, plan.group, x.shape[3:]
+    if plan.layout == "BTNH":
+        split = x.reshape(plan.batch, plan.q_len, heads, group, *rest)
+        return jnp.swapaxes(split, 2, 3).reshape(plan.batch, plan.q_len * group, heads, *rest)
+    split = x.reshape(plan.batch, heads, group, plan.q_len, *rest)
+    return jnp.swapaxes(split, 2, 3).reshape(plan.batch, heads, plan.q_len * group, *rest)
+
+
+def _unpack(x: Array, plan: KernelPlan) -> Array:
+    """The inverse of `_pack`."""
+    heads, group, rest = plan.kv_heads, plan.group, x.shape[3:]
+    if plan.layout == "BTNH":
+        split = x.reshape(plan.batch, plan.q_len, group, heads, *rest)
+        return jnp.swapaxes(split, 2, 3).reshape(plan.batch, plan.q_len, plan.q_heads, *rest)
+    split = x.reshape(plan.batch, heads, plan.q_len, group, *rest)
+    return jnp.swapaxes(split, 2, 3).reshape(plan.batch, plan.q_heads, plan.q_len, *rest)
+
+
+@functools.lru_cache(maxsize=512)
+def _packed_program(program: Program, group: int, kv_heads: int, q_len: int, origin_rows: int | None) -> Program:
+    """The program whose h is a key head and whose q is a row, where `program` has query heads and positions of queries.
+
+    origin_rows   rows of the origin's table of queries, 1 or the batch size; None without an origin. With one, a program
+                  that reads q captures that table last, int32 [] or [batch]
+    """
+    sizes = [(v.high or 0) + 1 for v in program.inputs[1:]]
+    builder = Builder((sizes[0], kv_heads, q_len * group, sizes[3]), program.inputs[SCORE].dtype)
+    builder.captures = list(program.captures)
+    inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
+    row, size = inputs[Q], literal(group, "int32")
+    # With one query the member of the group is the row itself: `x[h]` stays a read along the rows.
+    member = row if q_len == 1 else builder.op("floormod", (row, size), "int32")
+    query: Atom = literal(0, "int32") if q_len == 1 else builder.op("floordiv", (row, size), "int32")
+    first = builder.op("mul", (inputs[H], size), "int32")
+    inputs[H] = builder.op("add", (first, member), "int32")
+    if origin_rows is not None and program.reads("q"):
+        table = builder.capture(() if origin_rows == 1 else (origin_rows,), "int32")
+        start = builder.load(table, () if origin_rows == 1 else (inputs[B],))
+        query = builder.op("add", (builder.clamped(start, max(0, sizes[2] - q_len)), query), "int32")
+    inputs[Q] = query
+    found = replay(program, builder, inputs)
+    return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
