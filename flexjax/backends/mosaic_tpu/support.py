@@ -24,6 +24,7 @@ from flexjax.backends.target import Target
 from flexjax.ir import program as ir
 from flexjax.ir.program import Load, Program
 from flexjax.plan import mask_blocks
+from flexjax.plan.join_heads import join_operands, joined_plan, split_results
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.pack_heads import pack_operands, packed_plan, unpack_results
 
@@ -66,13 +67,17 @@ class MosaicTpuBackend:
         return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass of the plan by its kernel (see Results), with the heads of a group packed into rows where that is possible."""
+        """The forward pass of the plan by its kernel (see Results), with heads joined or packed into rows where the call is short."""
         chip = vmem.chip_of(target)
-        packed = packed_plan(plan)
-        if packed is None or _refusal(packed, chip) is not None:
-            return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), chip)
-        rows = mask_blocks.with_blocks(packed, pack_operands(plan, operands), *_kernel_blocks(packed))
-        return unpack_results(plan, forward(*rows, chip))
+        for rewrite, given, results in (
+            (joined_plan, join_operands, split_results),
+            (packed_plan, pack_operands, unpack_results),
+        ):
+            made = rewrite(plan)
+            if made is not None and _refusal(made, chip) is None:
+                rows = mask_blocks.with_blocks(made, given(plan, operands), *_kernel_blocks(made))
+                return results(plan, forward(*rows, chip))
+        return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), chip)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands (see Backend.backward). Raises NotImplementedError for those that it refuses."""

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import flexjax
 from flexjax import masks
-from flexjax.backends.mosaic_tpu import list_shape, visit_order, vmem
+from flexjax.backends.mosaic_tpu import list_shape, support, visit_order, vmem
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
 from flexjax.backends.target import Target
 from flexjax.types import KernelOptions
@@ -180,3 +180,24 @@ def test_mask_blocks_that_no_tile_holds(block: typing.Any) -> None:
 
     for got, want in zip(slopes("mosaic_tpu"), slopes("reference"), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "rewritten"), [((6, 2), support.packed_plan), ((16, 8), support.joined_plan)])
+def test_heads_of_short_calls_share_a_tile(
+    heads: tuple[int, int], rewritten: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list = []
+    monkeypatch.setattr(support, rewritten.__name__, lambda plan: made.append(rewritten(plan)) or made[-1])
+    rng = np.random.default_rng(11)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, k, v = normal(2, 3, heads[0], 16), normal(2, 300, heads[1], 16), normal(2, 300, heads[1], 16)
+    slope = normal(heads[0])
+    attend = lambda **options: flexjax.flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s + slope[h] * (j - i) / 100, mask_mod=masks.causal,
+        origin=flexjax.Origin(query="end"), key_value_seq_lengths=jnp.asarray([201, 300]),
+        return_aux=flexjax.AuxRequest(lse=True), **options,
+    )  # fmt: skip
+    got = attend(implementation="mosaic_tpu", kernel_options=KernelOptions(interpret=True))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(attend(implementation="reference")), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert [plan is not None for plan in made] == [True]

@@ -1,0 +1,171 @@
+"""Joins all heads of a short call into one, for kernels that would have to move the heads of a cache to read them.
+
+Keys in layout BTNH are [B, S, M, D]: the keys of all heads for one token follow one another. A kernel that reads one head at a
+time needs them in another order, and reordering a cache costs two to three times reading it. Read as [B, S * M, D] they need no
+copy, and are the keys of a single head whose mask tells the heads apart:
+
+    row r      is   query r // N of query head r % N
+    column c   is   token c // M of key head c % M
+    visible    where r % N reads key head c % M, and the mask of the call says so
+
+Rows that meet columns of other heads are computed and hidden, which costs less than the copy while rows are few. Not joined are
+calls in layout BNTH, where heads lie apart, and calls with sinks or extra features or with lists that are the user's or differ by head.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.origin import Starts
+from flexjax.ir.program import KV, SCORE, Atom, B, H, Program, Q
+from flexjax.ir.replay import replay
+from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
+
+Array = jax.Array
+
+MOST_ROWS = 64
+"""The most rows of the joined head."""
+HEADS = (8, 16)
+"""Numbers of key heads that are joined: whole vectors of eight sublanes, so that the array is the same memory with tokens and heads as
+one axis; more heads hide too much."""
+KEY_TOKENS = 512
+"""Tokens of a tile, if the options do not say."""
+
+
+def joined_plan(plan: KernelPlan) -> KernelPlan | None:
+    """The plan with all heads joined into one; None for a plan that is not (see the top of this file and the constants)."""
+    heads, blocks, origin, options = plan.kv_heads, plan.blocks, plan.origin, plan.options
+    rows = plan.q_len * plan.q_heads
+    if plan.layout != "BTNH" or heads not in HEADS or not 0 < rows <= MOST_ROWS or plan.has_sinks or plan.extra_dim:
+        return None
+    if origin is not None:
+        if not origin.single:
+            return None
+        origin = dataclasses.replace(origin, query_run=rows, key_run=plan.kv_len * heads, aligned=1)
+    if blocks is not None:
+        if blocks.heads > 1 or blocks.from_user_lists or blocks.block_q < plan.q_len:
+            return None
+        # Every block has columns of other heads, so none is full.
+        width = min(blocks.partial + blocks.full, -(-plan.kv_len // blocks.block_kv))
+        block_q, block_kv = blocks.block_q * plan.q_heads, blocks.block_kv * heads
+        blocks = dataclasses.replace(blocks, block_q=block_q, block_kv=block_kv, partial=width, full=0)
+    options = dataclasses.replace(
+        options,
+        block_q=None if options.block_q is None else options.block_q * plan.q_heads,
+        block_kv=(options.block_kv or KEY_TOKENS) * heads,
+    )
+    static = (plan.q_heads, heads, plan.q_len, plan.kv_len, None if origin is None else origin.rows)
+    join = lambda program: None if program is None else _joined_program(program, *static)
+    mask = _own_head(plan) if plan.mask is None else _joined_program(plan.mask, *static, is_mask=True)
+    return dataclasses.replace(
+        plan,
+        q_heads=1,
+        kv_heads=1,
+        q_len=rows,
+        kv_len=plan.kv_len * heads,
+        score=join(plan.score),
+        mask=mask,
+        dropout=join(plan.dropout),
+        blocks=blocks,
+        origin=origin,
+        options=options,
+    )
+
+
+def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
+    """The operands of `plan` for its joined plan: query, key and value are reshaped."""
+    origin, lengths, lists = operands.origin, operands.lengths, operands.lists
+    starts: tuple[Array, ...] = ()
+    if origin is not None:
+        starts = tuple(x.reshape(() if x.shape[0] == 1 else (-1,)) for x in origin)
+        origin = Starts(*map(jnp.zeros_like, origin))
+    if lengths is not None:
+        times = lambda x, n: None if x is None else x * n
+        lengths = lengths._replace(query=times(lengths.query, plan.q_heads), key=times(lengths.key, plan.kv_heads))
+    one_head = lambda x: x.reshape(plan.batch, -1, 1, x.shape[3])
+    placed = lambda program, captures: captures if program is None else (*captures, *starts)
+    return operands._replace(
+        query=one_head(operands.query),
+        key=one_head(operands.key),
+        value=one_head(operands.value),
+        score_captures=placed(plan.score, operands.score_captures),
+        mask_captures=placed(plan.mask, operands.mask_captures),
+        dropout_captures=placed(plan.dropout, operands.dropout_captures),
+        lists=None if lists is None else _one_list(plan, lists),
+        origin=origin,
+        lengths=lengths,
+    )
+
+
+def split_results(plan: KernelPlan, results: Results) -> Results:
+    """The results of `plan` from those of its joined plan."""
+    shape = (plan.batch, plan.q_len, plan.q_heads)
+    split = lambda x: x.reshape(*shape, *x.shape[3:])
+    return Results(split(results.out), split(results.lse), jax.tree.map(split, results.max_scores))
+
+
+def _one_list(plan: KernelPlan, lists: BlockLists) -> BlockLists:
+    """The full blocks of each list among the partial ones, ascending."""
+    assert plan.blocks is not None
+    if lists.full_num is None or lists.full_index is None:
+        return lists
+    if lists.partial_num is None or lists.partial_index is None:
+        return BlockLists(lists.full_num, lists.full_index, None, None)
+    columns = -(-plan.kv_len // plan.blocks.block_kv)
+    counted = lambda num, index: jnp.where(jnp.arange(index.shape[-1]) < num[..., None], index, columns)
+    pairs = ((lists.partial_num, lists.partial_index), (lists.full_num, lists.full_index))
+    index = jnp.sort(jnp.concatenate([counted(*pair) for pair in pairs], -1), -1)[..., :columns]
+    return BlockLists(lists.partial_num + lists.full_num, jnp.minimum(index, columns - 1), None, None)
+
+
+def _own_head(plan: KernelPlan) -> Program:
+    """The mask of a joined plan without a mask of its own."""
+    builder = Builder((plan.batch, 1, plan.q_len * plan.q_heads, plan.kv_len * plan.kv_heads), plan.score_dtype)
+    return builder.finish([_reads(builder, plan.q_heads, plan.kv_heads)], [])
+
+
+def _reads(builder: Builder, q_heads: int, kv_heads: int) -> Atom:
+    """Whether the query head of the row reads the key head of the column."""
+    number = lambda n: literal(n, "int32")
+    head = builder.op("floormod", (builder.inputs[Q], number(q_heads)), "int32")
+    read = builder.op("floordiv", (head, number(q_heads // kv_heads)), "int32")
+    return builder.op("eq", (read, builder.op("floormod", (builder.inputs[KV], number(kv_heads)), "int32")), "bool")
+
+
+@functools.lru_cache(maxsize=512)
+def _joined_program(
+    program: Program,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    origin_rows: int | None,
+    is_mask: bool = False,
+) -> Program:
+    """The program whose q is a row and whose kv is a column, where `program` has heads and positions; a mask also hides other heads.
+
+    origin_rows   rows of the origin's tables, 1 or the batch size; None without an origin. With one, the program captures
+                  the two tables last, int32 [] or [batch]
+    """
+    sizes = [(v.high or 0) + 1 for v in program.inputs[1:]]
+    builder = Builder((sizes[0], 1, q_len * q_heads, kv_len * kv_heads), program.inputs[SCORE].dtype)
+    builder.captures = list(program.captures)
+    inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
+    row, column = inputs[Q], inputs[KV]
+    number = lambda n: literal(n, "int32")
+    inputs[H] = row if q_len == 1 else builder.op("floormod", (row, number(q_heads)), "int32")
+    inputs[Q] = number(0) if q_len == 1 else builder.op("floordiv", (row, number(q_heads)), "int32")
+    inputs[KV] = builder.op("floordiv", (column, number(kv_heads)), "int32")
+    if origin_rows is not None:
+        for axis, whole, own in ((Q, sizes[2], q_len), (KV, sizes[3], kv_len)):
+            table = builder.capture(() if origin_rows == 1 else (origin_rows,), "int32")
+            start = builder.load(table, () if origin_rows == 1 else (inputs[B],))
+            inputs[axis] = builder.op("add", (builder.clamped(start, max(0, whole - own)), inputs[axis]), "int32")
+    found = replay(program, builder, inputs)
+    results = [found.new(r) for r in program.results]
+    if is_mask:
+        results = [builder.op("and", (results[0], _reads(builder, q_heads, kv_heads)), "bool")]
+    return builder.finish(results, [found.loads[n] for n in program.gradients])
