@@ -46,6 +46,29 @@ from flexjax.ir import program as ir
 f32 = np.float32
 
 
+def scores_of(program: TileProgram | None, s: jax.Array, scale: float, large_scores: bool, interpret: bool) -> Scaled:
+    """The scores of a tile: the score program applied to Q K^T, before any mask.
+
+    program        at the rows and columns of the tile; None for the identity
+    s              Q K^T, [rows, columns] float32 without scale
+    scale          multiplies `s`
+    large_scores   scores may be too large to scale before the maximum is subtracted
+
+    The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile, for
+    the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile here, the rest is
+    left. With large scores, and without a score_mod and a scale that is not positive, the tile holds the whole score.
+    """
+    if program is None:
+        return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
+    if large_scores:
+        return Scaled(program.tile(s, scale)[0], 1.0)
+    scores = program.scaled_tile(s, scale, keep_column_slope=True)
+    if scores.column_slope is not None:
+        slope = scores.column_slope / f32(scores.factor)
+        scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, interpret))
+    return scores
+
+
 class Phase(enum.Enum):
     """Which steps of a work item a function is traced for.
 
@@ -483,23 +506,10 @@ class QueryTile:
         step_tile   the key tile of the step
         phase       Phase.UNMASKED leaves out the mask and the check of the last key
 
-        The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile,
-        for the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile here, the
-        rest is left. With large scores, and without a score_mod and a scale that is not positive, the tile holds the
-        whole score. Steps of the full list are not masked even where the loop is for both, only cut at the last key.
+        Parts that are cheaper to apply later are left to the softmax (`scores_of`). Steps of the full list are not masked even where the loop is for both, only cut at the last key.
         """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
-        scores = Scaled(s, plan.scale)
-        if step_tile.programs.score is not None and setup.large_scores:
-            (s,) = step_tile.programs.score.tile(s, plan.scale)
-            scores = Scaled(s, 1.0)
-        elif step_tile.programs.score is not None:
-            scores = step_tile.programs.score.scaled_tile(s, plan.scale, keep_column_slope=True)
-            if scores.column_slope is not None:
-                slope = scores.column_slope / f32(scores.factor)
-                scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, setup.interpret))
-        elif plan.scale <= 0:
-            scores = Scaled(s * f32(plan.scale), 1.0)
+        scores = scores_of(step_tile.programs.score, s, plan.scale, setup.large_scores, setup.interpret)
         if phase is Phase.UNMASKED or not setup.has_masked_steps:
             return scores
         s = scores.tile

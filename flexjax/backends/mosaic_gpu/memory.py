@@ -35,6 +35,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import SCALAR_LAYOUT, Ref, Scalar,
 from flexjax.backends.mosaic_gpu.registers import (
     TILE,
     Item,
+    Positions,
     assemble,
     is_signed,
     layout_of,
@@ -121,6 +122,7 @@ def load_affine(
     kind: str,
     shape: tuple[int, ...],
     interpret: bool,
+    used_rows: int | None = None,
 ) -> jax.Array:
     """The vector or tile of ref[index + steps[0] * row + steps[1] * column], from global memory, as float32, int32 or
     uint32.
@@ -133,9 +135,10 @@ def load_affine(
                 column vector those by column alone
     shape       of the result
     interpret   whether the kernel runs in the simulator, which clamps indices to the array; the device does not
+    used_rows   rows from this number on read what the row before it reads; None: every row reads its own elements
     """
     if interpret:
-        rows = jnp.arange(shape[0])
+        rows = jnp.arange(shape[0]) if used_rows is None else jnp.minimum(jnp.arange(shape[0]), used_rows - 1)
         columns = jnp.arange(shape[-1])
         row = {"row": rows, "column": 0, "tile": rows[:, None]}[kind]
         column = {"row": 0, "column": columns, "tile": columns[None, :]}[kind]
@@ -164,6 +167,9 @@ def load_affine(
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(memory.type).element_type
         positions = positions_of(lowered(layout), shape)
+        if used_rows is not None and kind != "column":
+            items = _items_of_used_rows(memory, scalar_of(first), positions, elements_per_step, used_rows)
+            return assemble(lowered(layout), shape, items, is_signed(ref.dtype))
         lane = scalar_of(first)
         for part_of_lane, step in zip(positions.lane, elements_per_step, strict=True):
             lane = arith.addi(lane, arith.muli(part_of_lane, mgpu.c(step, i32)))
@@ -183,6 +189,39 @@ def load_affine(
         return assemble(lowered(layout), shape, items(), is_signed(ref.dtype))
 
     return _in_compute_dtype(read(part, start))
+
+
+def _items_of_used_rows(
+    memory: ir.Value, first: ir.Value, positions: Positions, elements_per_step: list[int], used_rows: int
+) -> Iterator[Item]:
+    """`load_affine` where the rows from `used_rows` on read what the last row before them reads: (register, number of
+    the element in the register, loaded value) of each element that a thread holds. One base address for each row of
+    the thread.
+
+    memory              the part of the array that the indices vary over
+    first               number of the element at row 0 and column 0
+    positions           of the thread's elements
+    elements_per_step   elements of memory from row to row, and for a tile from column to column
+    """
+    i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+    element = ir.MemRefType(memory.type).element_type
+    by_row, by_column = (*elements_per_step, 0)[:2]
+    bases: dict[int, ir.Value] = {}
+    loaded: dict[tuple[int, int], ir.Value] = {}
+    for register, item, position in positions.constants:
+        row, column = (*position, 0)[:2]
+        if row not in bases:
+            number = arith.minsi(arith.addi(positions.lane[0], mgpu.c(row, i32)), mgpu.c(used_rows - 1, i32))
+            lane = arith.addi(first, arith.muli(number, mgpu.c(by_row, i32)))
+            if len(positions.lane) > 1:
+                lane = arith.addi(lane, arith.muli(positions.lane[1], mgpu.c(by_column, i32)))
+            bases[row] = mgpu.utils.getelementptr(
+                mgpu.utils.memref_ptr(memory), [arith.extsi(i64, lane)], element
+            )
+        at = (row, column * by_column)
+        if at not in loaded:
+            loaded[at] = _load_element(bases[row], at[1], element)
+        yield register, item, loaded[at]
 
 
 def _varying_part(ref: Ref, index: tuple[Index, ...], varies: tuple[bool, ...]) -> tuple[Ref, list[int]]:

@@ -129,6 +129,7 @@ class TileProgram:
         row_axis: str = "q",
         edge: tuple[int, int] | None = None,
         results: tuple[int, ...] | None = None,
+        used_rows: int | None = None,
         interpret: bool = False,
     ) -> None:
         """Makes the program for tiles of one head, and computes its scalars, which depend on batch entry and head
@@ -142,10 +143,12 @@ class TileProgram:
         edge          (rows, columns) of the attention matrix where a tile may extend past its end: loads then clamp
                       their indices to the array. None where no tile does
         results       numbers of the program's results to compute; None: all
+        used_rows     how many rows of a tile exist; the others are given the number of the last that exists, so that
+                      they read no other address. None: all
         interpret     whether the kernel runs in the simulator
         """
         batch, head, origin = place
-        self.program, self.refs, self.shape = program, refs, shape
+        self.program, self.refs, self.shape, self.used_rows = program, refs, shape, used_rows
         self.row_axis, self.edge, self.interpret = row_axis, edge, interpret
         self.wanted = tuple(program.results[i] for i in results) if results is not None else program.results
         self.live = ir.uses(program.steps, self.wanted)
@@ -171,9 +174,14 @@ class TileProgram:
         new.row_start = self._position(self.row_axis, start)
         row = ir.Q if self.row_axis == "q" else ir.KV
         if row in new.live:
-            new.env[row] = TileValue(ROW, registers.row_iota(self.shape[0]) + new.row_start)
+            new.env[row] = TileValue(ROW, self._row_numbers() + new.row_start)
         new._compute(ROW)
         return new
+
+    def _row_numbers(self) -> jax.Array:
+        """The numbers of the rows of a tile, int32 [rows], counted from its first; see `used_rows`."""
+        rows = registers.row_iota(self.shape[0])
+        return rows if self.used_rows is None else jnp.minimum(rows, np.int32(self.used_rows - 1))
 
     def at_columns(self, start: jax.typing.ArrayLike) -> "TileProgram":
         """The program with its column vectors computed, for the tile whose first column has the number `start`.
@@ -443,7 +451,7 @@ class TileProgram:
             base = self._affine_value(linear, row_start, self.col_start)
             row = self._broadcast(self._value_of(other), ROW) - base
             if per_row:
-                row = row - registers.row_iota(self.shape[0]) * np.int32(per_row)
+                row = row - self._row_numbers() * np.int32(per_row)
             name = step.prim if walking is step.inputs[0] else thread_tiles.MIRRORED[step.prim]
             return TileValue(TILE, thread_tiles.compare_columns(per_col, name, row, self.shape, self.interpret))
         return None
@@ -586,7 +594,7 @@ class TileProgram:
         linear = typing.cast(ir.Linear, source.linear)
         per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
         start = self._affine_value(linear, self.row_start, self.col_start)
-        row = registers.row_iota(self.shape[0]) * np.int32(per_row)
+        row = self._row_numbers() * np.int32(per_row)
         if step.out.dtype == "float32":
             first, along = (row + start).astype(jnp.float32), np.float32(per_col)
             exact = thread_tiles.affine_tile(first, along, self.shape, self.interpret)
@@ -662,7 +670,7 @@ class TileProgram:
                     else self._affine_value(typing.cast(ir.Linear, typing.cast(ir.Val, a).linear), row, col)
                     for a, s in zip(load.index, steps, strict=True)
                 )
-                value = memory.load_affine(ref, index, steps, kind, size, self.interpret)
+                value = memory.load_affine(ref, index, steps, kind, size, self.interpret, self.used_rows)
             else:
                 value = self._gather(load, kind, size)
         if dtype == "bool":

@@ -1,0 +1,119 @@
+"""The decode kernel for Hopper: attention of few queries over many keys, at the speed of memory.
+
+The query heads of a key head are packed as rows of one tile of 64, so that each key is read once; keys are cut into chunks
+at fixed positions, so that one request fills the GPU. decode_tiles.py says which calls come here. A CTA is a producer
+warpgroup (decode_sm90_producer.py), which copies by TMA, and two consumer warpgroups (decode_sm90_consumer.py), which compute.
+They share DecodeSetup. Which CTA sums which chunk is decode_sm90_items.py's matter; decode_sm90_merge.py makes one softmax of
+the partial results. NOTES_decode.md has the estimate of its speed.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flexjax.analysis.large_scores import may_be_large
+from flexjax.backends.mosaic_gpu import decode_sm90_merge, kernel_parts, memory
+from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
+from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
+from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
+from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, launch, pad
+from flexjax.backends.mosaic_gpu.shared_memory import round_up
+from flexjax.backends.mosaic_gpu.static_reference import static_reference
+from flexjax.ir.fold_heads import fold_heads
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+
+
+def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
+    """Runs the decode kernel and merges its partial results: out, lse and, where the plan wants them, row maxima (else
+    None), in the plan's layout.
+
+    tile   `decode_tile(plan)`, perhaps with another number of CTAs
+
+    `support.refuses(plan)` and `decode_tiles.decode_refuses(plan)` must have answered None.
+    """
+    setup = decode_setup(plan, tile)
+    items = setup.items
+    work = items.work(None, operands.lists)
+    inputs = _inputs(setup, operands, work)
+    shape = (plan.batch, plan.kv_heads, items.chunks)
+
+    def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: DecodeScratch[Ref]) -> None:
+        """The decode kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
+        role = lax.axis_index("wg")
+        when(role < tile.groups)(DecodeConsumer(setup, inputs, outputs, scratch).run)
+        when(role == tile.groups)(DecodeProducer(setup, inputs, scratch).run)
+
+    like = inputs.query
+    results: DecodeOutputs[jax.Array] = launch(
+        kernel,
+        inputs,
+        DecodeOutputs(
+            out=kernel_parts.output((*shape, tile.used_rows, tile.value_dim), jnp.float32, like),
+            stats=kernel_parts.output((*shape, 2, tile.used_rows), jnp.float32, like),
+        ),
+        decode_scratch(tile, plan.dtype),
+        name="flexjax_forward_decode",
+        programs=items.programs,
+        warpgroups=tile.groups + 1,
+        interpret=setup.interpret,
+    )
+    return decode_sm90_merge.merged(
+        plan, setup.softmax, results.out, results.stats, items.live(work), operands.sinks, None
+    )
+
+
+def decode_setup(plan: KernelPlan, tile: DecodeTile) -> DecodeSetup:
+    """What is known of the kernel before it is traced."""
+    lengths = (plan.batch, plan.kv_len)
+    fold = lambda program: (
+        None if program is None else fold_heads(program, plan.q_len, plan.group, lengths, plan.origin)
+    )
+    return DecodeSetup(
+        plan=plan,
+        tile=tile,
+        score=fold(plan.score),
+        mask=fold(plan.mask),
+        lengths=False,
+        page=0,
+        pages=0,
+        stored_pages=0,
+        reference=static_reference(plan),
+        large_scores=may_be_large(plan.score),
+    )
+
+
+def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> DecodeInputs[jax.Array]:
+    """The operands in the form in which the kernel reads them.
+
+    Head dims are padded with zeros, keys and values to the rows that TMA wants; in the simulator, which does not fill in
+    zeros past an end, they have at least a tile, and the packed queries have ROWS rows.
+    """
+    plan, tile = setup.plan, setup.tile
+    rows = tile.used_rows if tile.used_rows <= 8 else round_up(tile.used_rows, 8)
+    stored = setup.items.stored_keys
+    if setup.interpret:
+        rows, stored = ROWS, max(stored, tile.block_kv)
+    tables = () if operands.origin is None else tuple(operands.origin)
+    captures = lambda arrays: (*(memory.kernel_operand(x) for x in arrays), *tables)
+    return DecodeInputs(
+        query=pad(_packed(plan, operands.query), "BNTH", rows, tile.head_dim),
+        key=pad(operands.key, plan.layout, stored, tile.head_dim),
+        value=pad(operands.value, plan.layout, stored, tile.value_dim),
+        work=work,
+        score=captures(operands.score_captures) if plan.score is not None else (),
+        mask=captures(operands.mask_captures) if plan.mask is not None else (),
+        pages=None,
+    )
+
+
+def _packed(plan: KernelPlan, query: jax.Array) -> jax.Array:
+    """The queries as packed rows, [B, M, T * group, D]; a reshape where there is one query."""
+    split = (plan.kv_heads, plan.group)
+    if plan.layout == "BTNH":
+        x = jnp.transpose(query.reshape(plan.batch, plan.q_len, *split, plan.head_dim), (0, 2, 1, 3, 4))
+    else:
+        x = jnp.transpose(query.reshape(plan.batch, *split, plan.q_len, plan.head_dim), (0, 1, 3, 2, 4))
+    return x.reshape(plan.batch, plan.kv_heads, plan.q_len * plan.group, plan.head_dim)

@@ -1,0 +1,293 @@
+"""A consumer of the decode kernel: one of two warpgroups that compute attention for the packed rows of a work item.
+
+    S = Q K^T          WGMMA, from shared memory; 64 rows, of which the packed queries fill `used_rows`
+    score, mask        registers (tile_programs.py), on programs of packed rows (ir/fold_heads.py)
+    P, rescale         online_softmax.py
+    out += P V         WGMMA, P from registers
+
+The warpgroups take alternate key tiles, each with a softmax of its own, so one multiplies while the other computes
+exponentials. Steps run one after the other: a tile comes from memory in more time than a step takes. At the end of an item
+the second warpgroup hands its sums to the first through shared memory, which adds them to its own and writes the partial
+result of the chunk. Rows that do not exist are computed like others and not written.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, registers
+from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
+from flexjax.backends.mosaic_gpu.forward_consumer import scores_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, load
+from flexjax.backends.mosaic_gpu.online_softmax import State
+from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
+from flexjax.backends.mosaic_gpu.tile_values import Scaled
+from flexjax.ir.program import Program
+
+f32 = np.float32
+FIRST, SECOND = 0, 1
+"""Numbers of the consumers."""
+
+
+class Programs(typing.NamedTuple):
+    """The programs of score_mod and mask_mod at the rows of one work item; None for those that the plan lacks."""
+
+    score: TileProgram | None
+    mask: TileProgram | None
+
+    def at_columns(self, start: Scalar) -> "Programs":
+        """The programs with the vectors over the keys of the tile whose first key is `start`."""
+        return Programs(*(None if p is None else p.at_columns(start).pin() for p in self))
+
+
+class Partial(typing.NamedTuple):
+    """What a warpgroup has summed of a work item.
+
+    out     [ROWS, value dim] float32, P V relative to `top`
+    top     [ROWS] float32, the softmax reference of each row, -inf where nothing is visible
+    total   [ROWS] float32, the sum of the exponentials relative to `top`
+    """
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConsumer:
+    """One consumer warpgroup of a CTA.
+
+    setup             what is known before the kernel is traced
+    inputs, outputs   Refs to global memory
+    scratch           Refs to the CTA's shared memory
+    """
+
+    setup: DecodeSetup
+    inputs: DecodeInputs[Ref]
+    outputs: DecodeOutputs[Ref]
+    scratch: DecodeScratch[Ref]
+
+    def run(self) -> None:
+        """Raises its register limit, releases every slot once, and computes this warpgroup's share of every work item of the
+        CTA.
+        """
+        tile, items, scratch = self.setup.tile, self.setup.items, self.scratch
+        plgpu.set_max_registers(tile.consumer_registers, action="increase")
+        group = lax.axis_index("wg")
+        for slot in range(tile.query_slots):
+            plgpu.barrier_arrive(scratch.query_free.at[slot])
+
+        @when(group == FIRST)
+        def _() -> None:
+            for slot in range(tile.stages):
+                plgpu.barrier_arrive(scratch.key_free.at[slot])
+                plgpu.barrier_arrive(scratch.value_free.at[slot])
+            plgpu.barrier_arrive(scratch.other_free)
+
+        def compute_item(turn: Scalar, first_step: Scalar) -> Scalar:
+            """Computes this warpgroup's share of one work item; returns the number of the CTA's step after its last."""
+            item = items.item(self.inputs.work, turn)
+            self._compute_item(item, turn, first_step, group)
+            return first_step + item.total
+
+        lax.fori_loop(i32(0), items.turns(self.inputs.work), compute_item, i32(0))
+        if self.setup.interpret:  # the simulator wants every arrival at a barrier to be waited for
+            when(group == SECOND)(lambda: plgpu.barrier_wait(scratch.other_free))
+
+    def _compute_item(self, item: DecodeItem, turn: Scalar, first_step: Scalar, group: Scalar) -> None:
+        """Computes the steps of this warpgroup and hands over or writes what it has summed.
+
+        turn         number of the item in this CTA
+        first_step   number of its first step, counted over the items of this CTA
+        group        number of this warpgroup
+        """
+        setup, tile, scratch = self.setup, self.setup.tile, self.scratch
+        programs = Programs(
+            self._at_rows(setup.score, self.inputs.score, item), self._at_rows(setup.mask, self.inputs.mask, item)
+        )
+        slot = kernel_parts.slot_of(turn, tile.query_slots)
+        plgpu.barrier_wait(scratch.query_full.at[slot])
+        out = plgpu.layout_cast(jnp.zeros((ROWS, tile.value_dim), jnp.float32), registers.TILE)
+
+        def step(n: Scalar, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+            """Step number n of this warpgroup: every second one of the item."""
+            return self._step(item, programs, scratch.query.at[slot], 2 * n + group, first_step, *carry)
+
+        steps = lax.div(item.total + 1 - group, i32(2))
+        out, state = lax.fori_loop(i32(0), steps, step, (out, setup.softmax.start))
+        self._release(scratch.query_free.at[slot])
+        row_term = None
+        if programs.score is not None and setup.reference is None and not setup.large_scores:
+            row_term = programs.score.row_term()
+        own = Partial(out, *setup.softmax.finish(state, row_term))
+        visits = True if setup.plan.blocks is None else item.total > 0
+        when(visits & (group == SECOND))(lambda: self._hand_over(own))
+        when(visits & (group == FIRST))(lambda: self._write(item, own))
+
+    def _at_rows(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
+        """A program of packed rows with its row vectors computed; None for None.
+
+        refs   its captured arrays
+        """
+        if program is None:
+            return None
+        setup = self.setup
+        return TileProgram(
+            program,
+            refs,
+            (ROWS, setup.tile.block_kv),
+            Place(item.b, item.kv_head),
+            edge=(setup.tile.used_rows, setup.plan.kv_len) if setup.items.tiles_may_overhang else None,
+            used_rows=setup.tile.used_rows,
+            interpret=setup.interpret,
+        ).at_rows(i32(0))
+
+    def _release(self, free: Ref) -> None:
+        """Tells the producer that this warpgroup has read a slot for the last time; `free` is the slot's barrier."""
+        if self.setup.interpret:
+            plgpu.commit_smem()  # the simulator's products read the slot as ordinary memory
+        plgpu.barrier_arrive(free)
+
+    # ----------------------------------------------------------------- a step
+
+    def _step(
+        self,
+        item: DecodeItem,
+        programs: Programs,
+        queries: Ref,
+        n: Scalar,
+        first_step: Scalar,
+        out: jax.Array,
+        state: State,
+    ) -> tuple[jax.Array, State]:
+        """S, softmax and P V of step n of the item; returns `out` and the softmax state after it.
+
+        queries   [ROWS, D] in shared memory
+        out       [ROWS, value dim] float32, the sum of P V so far
+        state     of the softmax before the step
+        """
+        setup, tile, scratch = self.setup, self.setup.tile, self.scratch
+        slot = kernel_parts.slot_of(first_step + n, tile.stages)
+        number = setup.items.tile_number(self.inputs.work, item, n)
+        start = setup.items.start(number)
+        programs = programs.at_columns(start)
+        plgpu.barrier_wait(scratch.key_full.at[slot])
+
+        def product(acc: Ref) -> jax.Array:
+            """Q K^T in the accumulator `acc`."""
+            plgpu.wgmma(acc, queries, scratch.key.at[slot].transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
+            return acc[...]
+
+        s = pl.run_scoped(product, accumulator((ROWS, tile.block_kv)))
+        self._release(scratch.key_free.at[slot])
+        scores = self._masked(
+            scores_of(programs.score, s, setup.plan.scale, setup.large_scores, setup.interpret),
+            programs.mask,
+            number,
+            start,
+            item.end,
+        )
+        p, rescale, state = setup.softmax.step(scores, state)
+        out = setup.softmax.rescale(out, rescale)
+        weights = p.astype(setup.plan.dtype)
+        if not setup.interpret:
+            out, weights, state = lax.optimization_barrier((out, weights, state))
+        plgpu.barrier_wait(scratch.value_full.at[slot])
+        values = scratch.value.at[slot]
+        if setup.lengths:
+            when(item.end - start < tile.block_kv)(lambda: self._clear_past_end(values, item.end - start))
+        if setup.interpret:
+            out = out + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
+        else:
+            add = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
+            out = typing.cast(jax.Array, add(accumulator_from(out)))
+        self._release(scratch.value_free.at[slot])
+        return out, state
+
+    def _masked(
+        self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar
+    ) -> Scaled:
+        """The scores with -inf where the mask hides them, past the end of the keys, and, in a tile that begins earlier
+        than its number says, before that.
+
+        number   of the key tile
+        start    first key in its slot
+        end      keys of the batch entry
+        """
+        items, keys = self.setup.items, self.setup.tile.block_kv
+        s = scores.tile
+        if mask is not None:
+            s = jnp.where(mask.tile()[0], s, f32(-math.inf))
+        if items.has_limits:
+            column = registers.column_iota(keys)
+            inside = column < end - start
+            if items.stored_keys % keys and items.stored_keys > keys:
+                inside = inside & (column >= number * keys - start)
+            s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
+        return scores._replace(tile=s)
+
+    def _clear_past_end(self, values: Ref, rows: Scalar) -> None:
+        """Writes zeros over the values from `rows` on in their slot: what lies there is no value, and 0 times NaN is NaN.
+
+        values   [block_kv, E] in shared memory
+        """
+        columns = 64 if self.setup.tile.value_dim % 64 == 0 else self.setup.tile.value_dim
+        for first in range(0, self.setup.tile.value_dim, columns):
+            for row in range(0, self.setup.tile.block_kv, ROWS):
+                part = values.at[pl.ds(row, ROWS), pl.ds(first, columns)]
+                old = part[...] if self.setup.interpret else load(part, registers.TILE)
+                exists = registers.row_iota(ROWS) + i32(row) < rows
+                exists = registers.broadcast_vector(exists, "row", (ROWS, columns))
+                part[...] = jnp.where(exists, old, jnp.zeros((), old.dtype))
+        plgpu.commit_smem()
+
+    # ----------------------------------------------------------------- the end of an item
+
+    def _hand_over(self, own: Partial) -> None:
+        """In the second warpgroup: writes what it has summed to shared memory, once the first has read that of the item
+        before.
+        """
+        scratch, tile, interpret = self.scratch, self.setup.tile, self.setup.interpret
+        plgpu.barrier_wait(scratch.other_free)
+        decode_sm90_rows.store_rows(scratch.other, own.out, tile.used_rows, interpret)
+        scratch.other_stats[0] = own.top
+        scratch.other_stats[1] = own.total
+        plgpu.barrier_arrive(scratch.other_full)
+
+    def _write(self, item: DecodeItem, own: Partial) -> None:
+        """In the first warpgroup: adds what the second has summed and writes the partial result of the chunk."""
+        scratch, tile, interpret, softmax = self.scratch, self.setup.tile, self.setup.interpret, self.setup.softmax
+        plgpu.barrier_wait(scratch.other_full)
+        other = Partial(
+            decode_sm90_rows.load_rows(scratch.other, tile.value_dim, tile.used_rows, interpret),
+            self._read(scratch.other_stats.at[0]),
+            self._read(scratch.other_stats.at[1]),
+        )
+        if not interpret:
+            other = lax.optimization_barrier(other)  # read before the arrival that lets them be overwritten
+        plgpu.barrier_arrive(scratch.other_free)
+        top = jnp.maximum(own.top, other.top)
+        base = jnp.where(top == f32(-math.inf), f32(0), top)
+        factors = [softmax.power(part.top - base) for part in (own, other)]
+        total = own.total * factors[0] + other.total * factors[1]
+        shape = own.out.shape
+        spread = [registers.broadcast_vector(factor, "row", shape) for factor in factors]
+        place = (item.b, item.kv_head, item.chunk)
+        out = own.out * spread[0] + other.out * spread[1]
+        decode_sm90_rows.store_rows(self.outputs.out.at[place], out, tile.used_rows, interpret)
+        for n, vector in enumerate((top, total)):
+            decode_sm90_rows.store_row_vector(self.outputs.stats.at[(*place, n)], vector, tile.used_rows, interpret)
+
+    def _read(self, vector: Ref) -> jax.Array:
+        """A row vector from shared memory, [ROWS] float32."""
+        return vector[...] if self.setup.interpret else load(vector, registers.ROW, optimized=False)

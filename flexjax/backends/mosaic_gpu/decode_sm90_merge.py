@@ -1,0 +1,87 @@
+"""From the partial results of the chunks to the results of a call: one softmax over all chunks.
+
+Sums run over the chunks in ascending order, in groups of ORDERED: within each group, then over the groups. Chunks without
+visits add exact zeros, so bits depend neither on the length of the buffer nor on the batch. The chains of additions are
+written out, because the order in which XLA sums an axis follows the shape of the array.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
+from flexjax.plan.kernel_plan import KernelPlan, Results
+
+ORDERED = 16
+"""Chunks whose partial results are added in one chain."""
+
+
+def sum_in_order(x: jax.Array) -> jax.Array:
+    """The sum over axis 2 in the order that the file describes; zeros appended to the axis do not change a bit."""
+    while x.shape[2] > 1:
+        groups = -(-x.shape[2] // ORDERED)
+        parts = [x[:, :, n::ORDERED] for n in range(min(ORDERED, x.shape[2]))]
+        width = lambda part: [(0, 0)] * 2 + [(0, groups - part.shape[2])] + [(0, 0)] * (x.ndim - 3)
+        parts = [part if part.shape[2] == groups else jnp.pad(part, width(part)) for part in parts]
+        x = functools.reduce(operator.add, parts)
+    return x[:, :, 0]
+
+
+def merged(
+    plan: KernelPlan,
+    softmax: OnlineSoftmax,
+    out: jax.Array,
+    stats: jax.Array,
+    live: jax.Array | None,
+    sinks: jax.Array | None,
+    query_lengths: jax.Array | None,
+) -> Results:
+    """The results of a call, in its layout, from the partial results of its chunks.
+
+    softmax         of the kernel, which knows the unit of references
+    out, stats      as DecodeOutputs describes them; `out` may have more columns than the values
+    live            bool [B or 1, M or 1, chunks], chunks that have partial results; None: all
+    sinks           [N] or None; each counts once
+    query_lengths   [B] int32 or None: rows from there on give 0, and lse and row maximum -inf
+    """
+    kv_heads, group = plan.kv_heads, plan.group
+    out = out[..., : plan.value_dim]
+    tops, totals = stats[:, :, :, 0], stats[:, :, :, 1]
+    if live is not None:
+        live = jnp.broadcast_to(live, tops.shape[:3])[..., None]
+        tops, totals = jnp.where(live, tops, -jnp.inf), jnp.where(live, totals, 0.0)
+        out = jnp.where(live[..., None], out, 0.0)
+    top = tops.max(2)
+    base = jnp.where(jnp.isneginf(top), 0.0, top)
+    sink = None
+    if sinks is not None:  # the packed row t * group + g is query t of the g-th head of the group
+        heads = softmax.to_reference(sinks.astype(jnp.float32)).reshape(kv_heads, 1, group)
+        sink = jnp.broadcast_to(heads, (kv_heads, plan.q_len, group)).reshape(1, kv_heads, -1)
+        base = jnp.maximum(top, sink)
+        base = jnp.where(jnp.isinf(base), 0.0, base)
+    weights = softmax.power(tops - base[:, :, None])
+    total = sum_in_order(totals * weights)
+    if sink is not None:
+        total = total + softmax.power(sink - base)
+    dead = total == 0
+    lse = jnp.where(dead, -jnp.inf, softmax.lse(base, total))
+    divisor = jnp.where(dead, 0.0, 1.0 / total)
+    found = sum_in_order(out * weights[..., None]) * divisor[..., None]
+    largest = softmax.to_score(top)
+    if query_lengths is not None:
+        query = jnp.arange(plan.q_len * group, dtype=jnp.int32) // group
+        exists = query < query_lengths[:, None, None]
+        found = jnp.where(exists[..., None], found, 0.0)
+        lse, largest = jnp.where(exists, lse, -jnp.inf), jnp.where(exists, largest, -jnp.inf)
+    place = functools.partial(_unpacked, plan)
+    return Results(place(found.astype(plan.out_dtype)), place(lse), place(largest) if plan.max_scores else None)
+
+
+def _unpacked(plan: KernelPlan, x: jax.Array) -> jax.Array:
+    """[B, M, T * group, ...] as [B, T, N, ...] or [B, N, T, ...] by the plan's layout."""
+    x = x.reshape(plan.batch, plan.kv_heads, plan.q_len, plan.group, *x.shape[3:])
+    order = (0, 2, 1, 3) if plan.layout == "BTNH" else (0, 1, 3, 2)
+    lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
+    return jnp.transpose(x, (*order, *range(4, x.ndim))).reshape(plan.batch, *lengths, *x.shape[4:])

@@ -1,0 +1,98 @@
+"""The producer of the decode kernel: one warpgroup that copies packed queries, keys and values into rings in shared
+memory by TMA.
+
+For each work item it fills a query slot, and for each key tile that the item visits a slot of keys and one of values. It
+runs ahead of the consumers over the ends of work items, so the memory is busy while they merge and write. A tile of a
+paged cache is several copies, one for each page (or part of one) that the tile has, all at the barrier of one slot; the
+pages come from the table at the tile's logical keys.
+"""
+
+import dataclasses
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flexjax.backends.mosaic_gpu import kernel_parts
+from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProducer:
+    """The producer warpgroup of one CTA.
+
+    setup     what is known before the kernel is traced
+    inputs    Refs to global memory
+    scratch   Refs to the CTA's shared memory
+    """
+
+    setup: DecodeSetup
+    inputs: DecodeInputs[Ref]
+    scratch: DecodeScratch[Ref]
+
+    def run(self) -> None:
+        """Lowers its register limit and copies what every work item of this CTA reads. In the simulator it then waits
+        for every arrival at the barriers of the slots.
+        """
+        tile, items, scratch = self.setup.tile, self.setup.items, self.scratch
+        plgpu.set_max_registers(tile.producer_registers, action="decrease")
+        turns = items.turns(self.inputs.work)
+        lax.fori_loop(i32(0), turns, self._copy_item, i32(0))
+        if self.setup.interpret:  # the simulator wants every arrival at a barrier to be waited for
+            for slot in range(tile.query_slots):
+                plgpu.barrier_wait(scratch.query_free.at[slot])
+            for slot in range(tile.stages):
+                plgpu.barrier_wait(scratch.key_free.at[slot])
+                plgpu.barrier_wait(scratch.value_free.at[slot])
+
+    def _copy_item(self, turn: Scalar, first_step: Scalar) -> Scalar:
+        """Starts the copies of one work item, each once its slot is free; returns the number of the step after its
+        last.
+
+        turn         number of the item in this CTA
+        first_step   number of its first step, counted over the items of this CTA
+        """
+        setup, tile, inputs, scratch = self.setup, self.setup.tile, self.inputs, self.scratch
+        item = setup.items.item(inputs.work, turn)
+        slot = kernel_parts.slot_of(turn, tile.query_slots)
+        plgpu.barrier_wait(scratch.query_free.at[slot])
+        rows = inputs.query.at[item.b, item.kv_head, pl.ds(item.total * 0, ROWS)]  # rows past the end come as zeros
+        plgpu.copy_gmem_to_smem(rows, scratch.query.at[slot], scratch.query_full.at[slot])
+
+        def copy_step(n: Scalar, _: None) -> None:
+            """Starts the copies of the keys and the values of step n."""
+            slot = kernel_parts.slot_of(first_step + n, tile.stages)
+            start = setup.items.start(setup.items.tile_number(inputs.work, item, n))
+            plgpu.barrier_wait(scratch.key_free.at[slot])
+            self._copy_tile(inputs.key, scratch.key.at[slot], scratch.key_full.at[slot], item, start)
+            plgpu.barrier_wait(scratch.value_free.at[slot])
+            self._copy_tile(inputs.value, scratch.value.at[slot], scratch.value_full.at[slot], item, start)
+
+        lax.fori_loop(i32(0), item.total, copy_step, None)
+        return first_step + item.total
+
+    def _copy_tile(self, source: Ref, target: Ref, full: Ref, item: DecodeItem, start: Scalar) -> None:
+        """Starts the copies of one key tile of keys or values.
+
+        source   the array in global memory
+        target   [block_kv, D or E], the slot
+        full     barrier of the slot
+        start    first key of the tile
+        """
+        setup, tile = self.setup, self.setup.tile
+        if not setup.page:
+            rows = rows_of(source, setup.plan.layout, item.b, item.kv_head, start, tile.block_kv)
+            plgpu.copy_gmem_to_smem(rows, target, full)
+            return
+        assert self.inputs.pages is not None
+        for n in range(tile.copies):
+            # A part past the end copies the tile's first one again: its own page need not exist, and the slot stays finite.
+            key = start + i32(n * tile.page_rows)
+            key = lax.select(key < item.end, key, start) if n else key
+            number, row = lax.div(key, i32(setup.page)), lax.rem(key, i32(setup.page))
+            page = lax.clamp(i32(0), self.inputs.pages[item.b, number], i32(setup.stored_pages - 1))
+            rows = rows_of(source, setup.plan.layout, page, item.kv_head, row, tile.page_rows)
+            plgpu.copy_gmem_to_smem(rows, target.at[pl.ds(n * tile.page_rows, tile.page_rows)], full)

@@ -1,0 +1,91 @@
+"""What the roles of the decode kernel, producer and consumer warpgroups, share: operands, and all that is known before it is traced."""
+
+import dataclasses
+import typing
+
+from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItems, Work
+from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeTile
+from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
+from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import KernelPlan
+
+
+class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
+    """Operands in global memory, head dims padded.
+
+    query         [B, M, R, D], R packed rows
+    key, value    [B, S, M, D or E] or [B, M, S, D or E] by the layout of the plan; in pages [P, page, M, D or E]
+    work          what the work items are read from
+    score, mask   captured arrays of the two programs, then the tables of an origin
+    pages         [B, pages of a batch entry] int32; None where keys are contiguous
+    """
+
+    query: Part
+    key: Part
+    value: Part
+    work: Work[Part]
+    score: tuple[Part, ...]
+    mask: tuple[Part, ...]
+    pages: Part | None
+
+
+class DecodeOutputs(typing.NamedTuple, typing.Generic[Part]):
+    """Partial results of the chunks, float32; those of chunks without visits are undefined.
+
+    out     [B, M, chunks, R, E], sums of P V relative to the reference of their row
+    stats   [B, M, chunks, 2, R], references (-inf where nothing is visible) and sums of exponentials relative to them
+    """
+
+    out: Part
+    stats: Part
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSetup:
+    """The static part of a decode kernel.
+
+    plan           of the call
+    tile           the kernel's configuration
+    score, mask    programs of packed rows (ir/fold_heads.py); None for those that the plan lacks
+    lengths        whether batch entries have lengths of their own
+    page           keys of a page of the cache; 0: contiguous
+    pages          number of pages of a batch entry
+    stored_pages   number of pages of the cache
+    reference      static softmax reference (static_reference.py); None: the running maximum
+    large_scores   scores may be too large to scale before the maximum is subtracted
+    """
+
+    plan: KernelPlan
+    tile: DecodeTile
+    score: Program | None
+    mask: Program | None
+    lengths: bool
+    page: int
+    pages: int
+    stored_pages: int
+    reference: float | None
+    large_scores: bool
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return self.plan.options.interpret
+
+    @property
+    def items(self) -> DecodeItems:
+        """The work items."""
+        return DecodeItems(self.plan, self.tile, self.lengths)
+
+    @property
+    def softmax(self) -> OnlineSoftmax:
+        """The online softmax of a consumer's tile."""
+        return OnlineSoftmax(
+            shape=(ROWS, self.tile.block_kv),
+            lazy_rescale=self.tile.lazy_rescale,
+            reference=self.reference,
+            polynomials=0,
+            interpret=self.interpret,
+            large_scores=self.large_scores,
+            program=self.score,
+        )

@@ -1,0 +1,189 @@
+"""Which calls the decode kernel runs, and its configuration: work items, tiles, shared memory.
+
+    decode_refuses(plan)   why the kernel for few queries does not run a plan, None where it does
+    decode_tile(plan)      its configuration
+    decode_scratch(tile)   shared memory of a CTA, for the launch and for what fits
+
+Everything follows from the number of packed rows, the head dims and the dtype, never from the batch, from the length of the
+keys or from the GPU: a *chunk* of keys is what one work item sums, so its size fixes the order of sums, and the bits of a
+request must not depend on what else is in the call. Nothing here imports Mosaic.
+"""
+
+import dataclasses
+import math
+import typing
+
+from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS, wgmma_dim
+from flexjax.backends.mosaic_gpu.shared_memory import (
+    SHARED_MEMORY,
+    Barriers,
+    Part,
+    PlainArray,
+    SwizzledTiles,
+    fits,
+    round_up,
+    scratch_bytes,
+)
+from flexjax.plan.kernel_plan import KernelPlan
+
+ROWS = 64
+"""Rows of a tile: what one WGMMA computes."""
+FEW_ROWS = 16
+"""Up to this many packed rows a chunk has CHUNK_BYTES of keys and values, beyond twice as many."""
+CHUNK_BYTES = 1 << 19
+"""Bytes of the keys and values of one chunk: 1024 tokens at head dim 128. The partial results of a chunk of 4 rows are 0.8% of it
+(written and read), and a CTA has several chunks wherever the caches of a call are large."""
+TILE_BYTES = 1 << 15
+"""Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64. A step then has at least 1650 clocks of an SM's
+share of the memory's bandwidth."""
+MOST_STAGES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTile:
+    """One configuration of the decode kernel.
+
+    A CTA has two consumer warpgroups, which compute alternate key tiles of a work item, and a producer. Each has one
+    running softmax for the packed rows.
+
+    used_rows              packed rows: queries times query heads of a key head, at most ROWS
+    block_kv               keys of a tile
+    chunk                  keys of a work item, a multiple of block_kv
+    stages                 slots of the ring of key tiles, and of that of value tiles
+    query_slots            slots of the ring of packed queries
+    head_dim, value_dim    head dims, rounded up to what WGMMA takes
+    page_rows              keys that one copy brings: block_kv, or what a page of the cache and a tile both divide into
+    lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
+    programs               CTAs of the grid: as many as the GPU has SMs
+    """
+
+    used_rows: int
+    block_kv: int
+    chunk: int
+    stages: int
+    query_slots: int
+    head_dim: int
+    value_dim: int
+    page_rows: int
+    lazy_rescale: bool = True
+    programs: int = REFERENCE_SMS
+
+    groups = 2
+    """Consumer warpgroups."""
+    consumer_registers = 232
+    producer_registers = 40
+
+    @property
+    def tiles_of_chunk(self) -> int:
+        """Key tiles of a chunk."""
+        return self.chunk // self.block_kv
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one slot of keys or of values."""
+        return self.block_kv // self.page_rows
+
+
+class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
+    """Shared memory of a CTA of the decode kernel.
+
+    query         [query_slots, ROWS, D], ring of packed queries
+    key, value    [stages, block_kv, D or E], rings of key and value tiles
+    other         [used_rows, E] float32, what the second warpgroup has summed
+    other_stats   [2, ROWS] float32, its references and its sums of exponentials
+    *_full        a barrier for each slot: TMA has filled it
+    *_free        a barrier for each slot: it has been read
+    other_*       barriers of `other` and `other_stats`: written, and read
+    """
+
+    query: Part
+    key: Part
+    value: Part
+    other: Part
+    other_stats: Part
+    query_full: Part
+    key_full: Part
+    value_full: Part
+    query_free: Part
+    key_free: Part
+    value_free: Part
+    other_full: Part
+    other_free: Part
+
+
+def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
+    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes."""
+    return DecodeScratch(
+        query=SwizzledTiles((tile.query_slots, ROWS, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
+        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), dtype),
+        other=PlainArray((tile.used_rows, tile.value_dim), "float32"),
+        other_stats=PlainArray((2, ROWS), "float32"),
+        query_full=Barriers(tile.query_slots),
+        key_full=Barriers(tile.stages, arrivals=tile.copies),
+        value_full=Barriers(tile.stages, arrivals=tile.copies),
+        query_free=Barriers(tile.query_slots, arrivals=tile.groups),
+        key_free=Barriers(tile.stages),
+        value_free=Barriers(tile.stages),
+        other_full=Barriers(),
+        other_free=Barriers(),
+    )
+
+
+def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
+    """Keys of a chunk, a multiple of the keys of a tile.
+
+    rows                  packed rows
+    head_dim, value_dim   as the kernel pads them
+    """
+    size = CHUNK_BYTES * (1 if rows <= FEW_ROWS else 2)
+    return round_up(max(1, size // ((head_dim + value_dim) * 2)), block_kv)
+
+
+def decode_tile(plan: KernelPlan) -> DecodeTile:
+    """The configuration that runs a plan that `decode_refuses` does not refuse."""
+    head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
+    rows = plan.q_len * plan.group
+    block_kv = 128 if 128 * (head_dim + value_dim) * 2 <= TILE_BYTES else 64
+    tile = DecodeTile(
+        used_rows=rows,
+        block_kv=block_kv,
+        chunk=chunk_of(rows, head_dim, value_dim, block_kv),
+        stages=2,
+        query_slots=2,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        page_rows=block_kv,
+        lazy_rescale=not plan.max_scores,
+    )
+    if not fits(decode_scratch(tile)):
+        tile = dataclasses.replace(tile, query_slots=1)
+    left = SHARED_MEMORY - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
+    stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * 2))
+    return dataclasses.replace(tile, stages=stages)
+
+
+def decode_refuses(plan: KernelPlan) -> str | None:
+    """Why the decode kernel does not run a plan, in a sentence; None where it does. It asks the plan alone."""
+    rows = plan.q_len * plan.group
+    if rows > ROWS:
+        return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
+    if plan.q_len >= plan.kv_len:
+        return "There are as many queries as keys."
+    if plan.dropout is not None:
+        return "It has no dropout."
+    if plan.extra_dim:
+        return "It takes no extra features."
+    if plan.options.block_q or plan.options.block_kv or plan.options.num_stages:
+        return "block_q, block_kv and num_stages are options of the other kernel."
+    if plan.origin is not None and not plan.origin.single:
+        return "It takes an origin of one run of queries and one of keys."
+    blocks = plan.blocks
+    if blocks is not None and (blocks.from_user_lists or plan.mask is None):
+        return "It takes no block mask that says more than its mask_mod."
+    return None
+
+
+def chunks(plan: KernelPlan, tile: DecodeTile) -> int:
+    """Chunks of the keys of one batch entry."""
+    return math.ceil(plan.kv_len / tile.chunk)

@@ -1,0 +1,54 @@
+"""The program of a call whose query heads of one key head are packed into rows: for kernels that read each key once.
+
+A key head serves `group` query heads. A call with few queries has too few rows to fill a tile, so a kernel packs the heads of
+a group: row r of key head m is query r // group of query head m * group + r % group. In the new program h is the key head and
+q the row. Without a group or with a single query those indices stay affine, so loads by them stay slices.
+
+The positions of an origin become part of the program: it reads the position of the first query and of the first key from two
+more captured arrays. Then q and kv count from 0 in the arrays of the call.
+"""
+
+import functools
+
+from flexjax.ir.builder import Builder, literal
+from flexjax.ir.origin import OriginLayout
+from flexjax.ir.program import KV, SCORE, Atom, B, H, Program, Q
+from flexjax.ir.replay import replay
+
+
+@functools.lru_cache(maxsize=512)
+def fold_heads(program: Program, q_len: int, group: int, lengths: tuple[int, int], origin: OriginLayout | None) -> Program:
+    """Rewrites the program of one call into the program of its packed rows.
+
+    program   the program of the call
+    q_len     queries of a head
+    group     query heads of a key head
+    lengths   (batch entries, keys) of the call
+    origin    of the call, with one run of queries and one of keys; None: positions count from 0. With an origin the new program
+              has two more captured arrays, those of `Starts`: query and key, both int32 [rows, 1]
+    """
+    batch, heads, q_size, kv_size = ((v.high or 0) + 1 for v in program.inputs[1:])
+    rows = q_len * group
+    builder = Builder((batch, heads // group, rows, lengths[1]), program.inputs[SCORE].dtype)
+    builder.captures = list(program.captures)
+    b, h, row, key = (builder.inputs[n] for n in (B, H, Q, KV))
+    number = lambda n: literal(n, "int32")
+    of_group: Atom = row
+    query: Atom = number(0)
+    if group == 1:
+        of_group, query = number(0), row
+    elif q_len > 1:
+        of_group = builder.op("floormod", (row, number(group)), "int32")
+        query = builder.op("floordiv", (row, number(group)), "int32")
+    first = builder.op("mul", (h, number(group)), "int32")
+    inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
+    inputs[H] = builder.op("add", (first, of_group), "int32")
+    inputs[Q] = query
+    if origin is not None:
+        entry: Atom = b if origin.rows > 1 else number(0)
+        for ident, at, size, own in ((Q, query, q_size, q_len), (KV, key, kv_size, lengths[1])):
+            start = builder.load(builder.capture((origin.rows, 1), "int32"), (entry, number(0)))
+            # clamped, so that the builder knows the range of a position
+            inputs[ident] = builder.op("add", (at, builder.clamped(start, max(0, size - own))), "int32")
+    found = replay(program, builder, inputs)
+    return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
