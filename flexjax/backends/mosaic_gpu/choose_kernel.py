@@ -1,8 +1,9 @@
 """Which kernels run a plan on Hopper, with which tiles: the one place that answers it.
 
+    decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
-    describe(plan)           both as text, for `flexjax.explain`
+    describe(plan)           both passes as text, for `flexjax.explain`
 
 Every rule follows from the plan alone, never from the GPU or from the number of its SMs, because the choice fixes the order
 of sums: the same call gives the same bits on every GPU. forward_tiles.py and the backward_*_tiles.py say what fits; here is
@@ -18,7 +19,7 @@ The backward pass of one plan:
 
 import typing
 
-from flexjax.backends.mosaic_gpu import dq_order, forward_tiles
+from flexjax.backends.mosaic_gpu import decode_tiles, dq_order, forward_tiles
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, SplitDkvTiles, dkv_tiles, split_dkv_tiles
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
@@ -44,6 +45,14 @@ arrays over queries or keys, which two kernels evaluate twice."""
 
 
 # ------------------------------------------------------------------- forward
+
+
+def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
+    """The configuration of the decode kernel that runs the forward pass of a plan; None where the forward kernel does.
+
+    plan   with the blocks of the user's block mask
+    """
+    return None if decode_tiles.decode_refuses(plan) else decode_tiles.decode_tile(plan)
 
 
 def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
@@ -185,12 +194,29 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 # ------------------------------------------------------------------- text
 
 
-def describe(plan: KernelPlan) -> str:
+def describe(plan: KernelPlan, given: KernelPlan) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v.
+    gradients of q, k and v. Where the queries are few and the decode kernel does not run, the text says why.
+
+    given   the plan with the blocks of the user's block mask, `plan` the one with the blocks that the kernels visit
     """
+    return f"{_describe_forward(plan, given)}, backward {_describe_backward(plan)}"
+
+
+def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
+    """The kernel of the forward pass as text: "forward 128 x 128", or for the decode kernel its packed rows, keys of a
+    tile, and work items.
+    """
+    decode = decode_kernel(given)
+    if decode is not None:
+        items = plan.batch * plan.kv_heads * decode_tiles.chunks(plan, decode)
+        return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
     tile = forward_kernel(plan)
-    return f"forward {tile.block_q} x {tile.block_kv}, backward {_describe_backward(plan)}"
+    text = f"forward {tile.block_q} x {tile.block_kv}"
+    if plan.q_len * plan.group > decode_tiles.ROWS:
+        return text
+    why = decode_tiles.decode_refuses(given)
+    return f"{text} (not the decode kernel: {why})"
 
 
 def _describe_backward(plan: KernelPlan) -> str:

@@ -223,17 +223,21 @@ class MosaicGpu:
 
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
-        return choose_kernel.describe(_kernel_plan(plan))
+        return choose_kernel.describe(_kernel_plan(plan), plan)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
 
         The n-th dict pairs the n-th candidate of the forward pass with the n-th of the backward pass; the shorter of
-        the two lists repeats its last. The first dict is what runs without options.
+        the two lists repeats its last. The first dict is what runs without options. Where the decode kernel runs, the
+        dicts have no sizes of the forward pass, because its bits may not depend on what is fastest.
         """
+        decodes = choose_kernel.decode_kernel(plan) is not None
         plan = _kernel_plan(plan)
         forward = list(dict.fromkeys((t.block_q, t.block_kv, t.stages) for t in forward_tiles.forward_candidates(plan)))
         backward = choose_kernel.backward_candidates(plan)
+        if decodes:
+            return [dict(zip(("block_q_bwd", "block_kv_bwd"), pair, strict=True)) for pair in backward]
         at = lambda found, n: found[min(n, len(found) - 1)]
         names = ("block_q", "block_kv", "num_stages", "block_q_bwd", "block_kv_bwd")
         return [
@@ -242,17 +246,21 @@ class MosaicGpu:
         ]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """Runs the forward kernel: out, lse and, where the plan wants them, row maxima.
+        """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
+        them, row maxima.
 
         Only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
         result depends on it; the tile follows from the plan.
         """
-        from flexjax.backends.mosaic_gpu import forward_sm90
+        from flexjax.backends.mosaic_gpu import decode_sm90, forward_sm90
 
-        given = plan, operands
-        plan, operands = _for_kernels(plan, operands)
         # Only the size of the grid, which no result depends on, follows from the GPU; the tile follows from the plan.
         programs = target.cores or forward_tiles.REFERENCE_SMS
+        decode = choose_kernel.decode_kernel(plan)
+        if decode is not None:
+            return decode_sm90.forward(plan, operands, dataclasses.replace(decode, programs=programs))
+        given = plan, operands
+        plan, operands = _for_kernels(plan, operands)
         results = forward_sm90.forward(
             plan, operands, dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
         )
