@@ -34,9 +34,10 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
 
     `support.refuses(plan)` and `decode_tiles.decode_refuses(plan)` must have answered None.
     """
-    setup = decode_setup(plan, tile)
+    query_lengths, key_lengths = existing(plan, operands)
+    setup = decode_setup(plan, tile, operands)
     items = setup.items
-    work = items.work(None, operands.lists)
+    work = items.work(key_lengths, operands.lists)
     inputs = _inputs(setup, operands, work)
     shape = (plan.batch, plan.kv_heads, items.chunks)
 
@@ -61,12 +62,25 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
         interpret=setup.interpret,
     )
     return decode_sm90_merge.merged(
-        plan, setup.softmax, results.out, results.stats, items.live(work), operands.sinks, None
+        plan, setup.softmax, results.out, results.stats, items.live(work), operands.sinks, query_lengths
     )
 
 
-def decode_setup(plan: KernelPlan, tile: DecodeTile) -> DecodeSetup:
-    """What is known of the kernel before it is traced."""
+def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+    """How many queries and keys of each batch entry exist, int32 [B]; None: all. A batch entry without queries reads no
+    keys.
+    """
+    lengths = getattr(operands, "lengths", None)
+    if lengths is None:
+        return None, None
+    query, key = lengths
+    if query is not None:
+        key = jnp.where(query > 0, plan.kv_len if key is None else key, 0)
+    return query, key
+
+
+def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> DecodeSetup:
+    """What is known of the kernel before it is traced; of the operands only shapes, and which there are."""
     lengths = (plan.batch, plan.kv_len)
     fold = lambda program: (
         None if program is None else fold_heads(program, plan.q_len, plan.group, lengths, plan.origin)
@@ -76,10 +90,9 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile) -> DecodeSetup:
         tile=tile,
         score=fold(plan.score),
         mask=fold(plan.mask),
-        lengths=False,
-        page=0,
-        pages=0,
-        stored_pages=0,
+        lengths=existing(plan, operands)[1] is not None,
+        page=getattr(plan, "page", 0),
+        stored_pages=operands.key.shape[0] if getattr(plan, "page", 0) else 0,
         reference=static_reference(plan),
         large_scores=may_be_large(plan.score),
     )
@@ -96,6 +109,8 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
     stored = setup.items.stored_keys
     if setup.interpret:
         rows, stored = ROWS, max(stored, tile.block_kv)
+    if getattr(plan, "page", 0):
+        stored = getattr(plan, "page", 0)
     tables = () if operands.origin is None else tuple(operands.origin)
     captures = lambda arrays: (*(memory.kernel_operand(x) for x in arrays), *tables)
     return DecodeInputs(
@@ -105,7 +120,7 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         work=work,
         score=captures(operands.score_captures) if plan.score is not None else (),
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
-        pages=None,
+        pages=getattr(operands, "pages").astype(jnp.int32) if getattr(plan, "page", 0) else None,
     )
 
 

@@ -18,15 +18,11 @@ import numpy as np
 from jax import lax
 
 from flexjax.backends.mosaic_gpu import decode_tiles
-from flexjax.backends.mosaic_gpu.decode_tiles import DecodeTile
+from flexjax.backends.mosaic_gpu.decode_tiles import COPY_ROWS, DecodeTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Scalar, i32
 from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.block_mask import transpose
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
-
-COPY_ROWS = 8
-"""Lengths of keys and values are multiples of this many rows, as are the rows at which a copy may start."""
-
 
 class DecodeItem(typing.NamedTuple):
     """One work item; int32 scalars.

@@ -50,7 +50,6 @@ class DecodeSetup:
     score, mask    programs of packed rows (ir/fold_heads.py); None for those that the plan lacks
     lengths        whether batch entries have lengths of their own
     page           keys of a page of the cache; 0: contiguous
-    pages          number of pages of a batch entry
     stored_pages   number of pages of the cache
     reference      static softmax reference (static_reference.py); None: the running maximum
     large_scores   scores may be too large to scale before the maximum is subtracted
@@ -62,7 +61,6 @@ class DecodeSetup:
     mask: Program | None
     lengths: bool
     page: int
-    pages: int
     stored_pages: int
     reference: float | None
     large_scores: bool

@@ -37,6 +37,8 @@ TILE_BYTES = 1 << 15
 """Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64. A step then has at least 1650 clocks of an SM's
 share of the memory's bandwidth."""
 MOST_STAGES = 6
+COPY_ROWS = 8
+"""Lengths of keys and values in memory are multiples of this many rows, as are the rows at which a copy may start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
 def decode_tile(plan: KernelPlan) -> DecodeTile:
     """The configuration that runs a plan that `decode_refuses` does not refuse."""
     head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
-    rows = plan.q_len * plan.group
+    rows, page = plan.q_len * plan.group, getattr(plan, "page", 0)
     block_kv = 128 if 128 * (head_dim + value_dim) * 2 <= TILE_BYTES else 64
     tile = DecodeTile(
         used_rows=rows,
@@ -153,7 +155,7 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
         query_slots=2,
         head_dim=head_dim,
         value_dim=value_dim,
-        page_rows=block_kv,
+        page_rows=math.gcd(page, block_kv) if page else block_kv,
         lazy_rescale=not plan.max_scores,
     )
     if not fits(decode_scratch(tile)):
@@ -178,6 +180,8 @@ def decode_refuses(plan: KernelPlan) -> str | None:
         return "block_q, block_kv and num_stages are options of the other kernel."
     if plan.origin is not None and not plan.origin.single:
         return "It takes an origin of one run of queries and one of keys."
+    if getattr(plan, "page", 0) % COPY_ROWS:
+        return f"Pages of {getattr(plan, 'page', 0)} keys are no multiple of {COPY_ROWS}."
     blocks = plan.blocks
     if blocks is not None and (blocks.from_user_lists or plan.mask is None):
         return "It takes no block mask that says more than its mask_mod."
