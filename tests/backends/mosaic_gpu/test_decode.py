@@ -1,0 +1,243 @@
+"""The decode kernel: which calls it runs, its results in the simulator, bits that depend on nothing else, and machine code.
+
+Compiled in a child process, which this file also is: `python test_decode.py name...`.
+"""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles, shared_memory, support  # noqa: E402
+from flexjax.ir.evaluate_scalars import as_mask_mod  # noqa: E402
+from flexjax.ir.fold_heads import fold_heads  # noqa: E402
+from flexjax.ir.origin import OriginLayout  # noqa: E402
+from flexjax.plan.kernel_plan import KernelPlan, Operands, Results  # noqa: E402
+from flexjax.trace.trace_mod import trace_mask_mod  # noqa: E402
+from flexjax.types import KernelOptions  # noqa: E402
+from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
+from tests.cases.on_hopper import ForwardProblem, forward_problem  # noqa: E402
+
+needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+
+RNG = np.random.default_rng(7)
+TABLE = jnp.asarray(RNG.normal(size=(12, 1200)), jnp.float32)
+SLOPES = jnp.asarray(RNG.normal(size=12) / 100, jnp.float32)
+DOCUMENTS = jnp.asarray((np.arange(600) // 70)[None].repeat(3, 0), jnp.int32)
+
+
+def relative(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
+    return s + TABLE[h, q - k + 600]
+
+
+# ------------------------------------------------------------------- the choice
+
+
+def small(**fields: typing.Any) -> KernelPlan:
+    given: dict[str, typing.Any] = dict(batch=2, q_heads=8, kv_heads=2, q_len=1, kv_len=512, head_dim=64, value_dim=64)
+    return KernelPlan(**{**given, "dtype": "bfloat16", "layout": "BTNH", "scale": 0.1, **fields})
+
+
+REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
+    "rows": ({"q_len": 17}, "68 packed rows (queries times query heads of a key head) are more than 64."),
+    "as many queries": ({"q_len": 16, "kv_len": 16}, "There are as many queries as keys."),
+    "extra": ({"extra_dim": 8, "extra_heads": 2}, "It takes no extra features."),
+    "tile": (
+        {"options": KernelOptions(block_q=64)},
+        "block_q, block_kv and num_stages are options of the other kernel.",
+    ),
+    "runs": (
+        {"origin": OriginLayout(1, 1, 1, 256, 2)},
+        "It takes an origin of one run of queries and one of keys.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_other_kernel_runs(name: str) -> None:
+    fields, sentence = REFUSED[name]
+    assert decode_tiles.decode_refuses(small(**fields)) == sentence
+    assert choose_kernel.decode_kernel(small(**fields)) is None
+
+
+def test_in_words() -> None:
+    text = support.BACKEND.schedule(small(kv_len=8192), typing.cast(typing.Any, None))
+    assert text.split(", backward")[0] == "forward decode 4 x 128, 16 work items of 2048 keys"
+    text = support.BACKEND.schedule(small(extra_dim=8, extra_heads=2), typing.cast(typing.Any, None))
+    assert text.split(", backward")[0] == "forward 64 x 128 (not the decode kernel: It takes no extra features.)"
+
+
+def test_tuning_leaves_the_forward_pass_alone() -> None:
+    found = support.BACKEND.tile_candidates(small(), typing.cast(typing.Any, None))
+    assert found
+    assert {name for tile in found for name in tile} == {"block_q_bwd", "block_kv_bwd"}
+
+
+def test_sizes() -> None:
+    """Every configuration fits, and neither batch nor length nor the number of key heads changes it."""
+    for head_dim, value_dim, q_len, group in itertools.product((16, 72, 128, 192, 256), (64, 256), (1, 4), (1, 7, 16)):
+        made = small(head_dim=head_dim, value_dim=value_dim, q_len=q_len, q_heads=2 * group)
+        tile = decode_tiles.decode_tile(made)
+        assert shared_memory.fits(decode_tiles.decode_scratch(tile))
+        assert tile.stages >= 2
+        assert tile.chunk % tile.block_kv == 0
+        other = dataclasses.replace(made, batch=5, kv_len=100_000, q_heads=8 * group, kv_heads=8)
+        assert decode_tiles.decode_tile(other) == tile
+
+
+@pytest.mark.parametrize(("q_len", "group"), [(1, 3), (2, 3), (5, 1)])
+@pytest.mark.parametrize("moved", [False, True])
+def test_programs_of_packed_rows(q_len: int, group: int, moved: bool) -> None:
+    """Each packed row sees the mask of its own query and head, at the positions of the call."""
+    sizes = (2, 2 * group, 20, 40)
+    mask = lambda b, h, q, k: (q * 5 + k * 3 + h * 2 + b) % 7 > 2
+    traced = trace_mask_mod(mask, sizes if moved else (2, 2 * group, q_len, 30))
+    origin = OriginLayout(2, q_len, 1, 30, 1) if moved else None
+    packed = fold_heads(traced.program, q_len, group, (2, 30), origin)
+    starts = np.array([[9], [4]], np.int32), np.array([[3], [10]], np.int32)
+    arrays = [jnp.asarray(x) for x in starts] if moved else []
+    call = as_mask_mod(packed, arrays)
+    for b, m, row, k in itertools.product(range(2), range(2), range(q_len * group), (0, 11, 29)):
+        q, key = row // group, k
+        if moved:
+            q, key = q + int(starts[0][b, 0]), key + int(starts[1][b, 0])
+        want = mask(b, m * group + row % group, q, key)
+        assert bool(call(*map(jnp.int32, (b, m, row, k)))) == want, (b, m, row, k)
+    if q_len == 1:
+        assert packed.inputs[3].high == group - 1
+
+
+@needs_kernels
+def test_sums_do_not_depend_on_chunks_without_visits() -> None:
+    from flexjax.backends.mosaic_gpu.decode_sm90_merge import sum_in_order
+
+    x = jnp.asarray(RNG.normal(size=(2, 1, 40, 3)), jnp.float32)
+    want = np.asarray(sum_in_order(x))
+    np.testing.assert_allclose(want, np.asarray(x, np.float64).sum(2), rtol=1e-5, atol=1e-5)
+    for length in (41, 300):
+        longer = jnp.pad(x, ((0, 0), (0, 0), (0, length - 40), (0, 0)))
+        np.testing.assert_array_equal(np.asarray(sum_in_order(longer)), want)
+
+
+# ------------------------------------------------------------------- results in the simulator
+
+SIMULATED: dict[str, dict[str, typing.Any]] = {
+    "relative table": {"q_len": 3, "heads": 6, "kv_len": 200, "layout": "BNTH", "sinks": True, "max_scores": True,
+                       "score": relative, "mask": lambda b, h, q, k: (q + 150 >= k) & (h != 4)},
+    "blocks": {"q_len": 2, "kv_len": 384, "batch": 2, "block": (128, 128), "mask_heads": 4, "mask_batch": 2,
+               "mask": lambda b, h, q, k: ((k // 128) % 2 == (h // 2) % 2) & (k > q + 20 * b)},
+}  # fmt: skip
+SLOW: dict[str, dict[str, typing.Any]] = {
+    "plain": {"batch": 2},
+    "linear bias": {"dim": 32, "score": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)},
+    "soft cap": {"score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), "batch": 3},
+    "documents": {"mask": lambda b, h, q, k: DOCUMENTS[b, q + 30] == DOCUMENTS[b, k]},
+    "hidden rows": {"mask": lambda b, h, q, k: (k < 0) | (h > 2), "sinks": True},
+    "head dims": {"dim": 40, "value_dim": 96, "kv_len": 130, "heads": 3, "kv_heads": 3, "dtype": "float16"},
+    "short cache": {"kv_len": 40, "score": lambda s, b, h, q, k: s + TABLE[h, q - k + 39]},
+    "odd length": {"kv_len": 100, "dim": 128, "score": lambda s, b, h, q, k: s + TABLE[h, q - k + 99]},
+    "large scores": {"score": lambda s, b, h, q, k: jnp.where(k < 150, s, -1e10)},
+}
+
+
+def problem(case: dict[str, typing.Any], **fields: typing.Any) -> ForwardProblem:
+    given: dict[str, typing.Any] = dict(q_len=1, kv_len=320, heads=4, kv_heads=2, block=None)
+    return forward_problem(**{**given, **case, **fields})
+
+
+def run(plan: KernelPlan, operands: Operands, programs: int = 3, chunk: int = 128) -> Results:
+    from flexjax.backends.mosaic_gpu import decode_sm90
+
+    assert decode_tiles.decode_refuses(plan) is None
+    tile = dataclasses.replace(decode_tiles.decode_tile(plan), programs=programs, chunk=chunk)
+    return jax.jit(lambda operands: decode_sm90.forward(plan, operands, tile))(operands)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [*SIMULATED, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_matches_dense(name: str) -> None:
+    made = problem({**SIMULATED, **SLOW}[name])
+    got = run(made.plan, made.operands)
+    out = np.asarray(got.out.astype(jnp.float32))
+    assert np.isfinite(out).all()
+    assert np.linalg.norm(out - made.out) <= 4e-3 * np.linalg.norm(made.out) + 1e-6
+    np.testing.assert_array_equal(np.isneginf(got.lse), np.isneginf(made.lse))
+    np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
+    if got.max_scores is not None:
+        np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+
+
+# ------------------------------------------------------------------- machine code
+
+
+def compiled() -> dict[str, dict[str, typing.Any]]:
+    seen = lambda b, h, q, k: q + 500 >= k
+    same = lambda b, h, q, k: DOCUMENTS[b, q] == DOCUMENTS[b, k]
+    return {
+        "plain": {"dim": 128},
+        "linear bias": {"dim": 128, "score": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)},
+        "soft cap": {"dim": 128, "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)},
+        "relative table": {"dim": 128, "score": relative},
+        "relative table of 16 queries": {"dim": 128, "q_len": 16, "score": relative, "mask": same},
+        "documents": {"dim": 128, "mask": same},
+        "causal, head dim 64": {"dim": 64, "q_len": 4, "mask": seen},
+        "head dim 256": {"dim": 256, "score": relative},
+        "head dim 256, 64 rows": {"dim": 256, "q_len": 16},
+        "sinks": {"dim": 192, "value_dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "heads": 3,
+                  "kv_heads": 1, "dtype": "float16"},
+    }  # fmt: skip
+
+
+def compile_cases(names: list[str]) -> None:
+    from flexjax.backends.mosaic_gpu import decode_sm90
+
+    for name in names:
+        given: dict[str, typing.Any] = dict(q_len=1, heads=8, kv_heads=2, kv_len=576, block=None, interpret=False)
+        made = forward_problem(**{**given, **compiled()[name]})
+        plan = made.plan
+        tile = decode_tiles.decode_tile(plan)
+
+        def forward(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
+            return decode_sm90.forward(plan, operands, tile)
+
+        print(f"case {name}", file=sys.stderr, flush=True)
+        compile_hopper.compile_for_hopper(forward, made.operands)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_no_spills(part: int) -> None:
+    reason = compile_hopper.missing()
+    if reason:
+        pytest.skip(reason)
+    names = list(compiled())[part::2]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": ""}
+    command = [sys.executable, __file__, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    found = re.split(r"^case (.+)$", log, flags=re.MULTILINE)[1:]
+    spilled = {
+        n: sum(map(int, re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads$", part, re.MULTILINE)))
+        for n, part in zip(found[::2], found[1::2], strict=True)
+    }
+    assert spilled == dict.fromkeys(names, 0), log[-4000:]
+    assert "C7510" not in log
+    assert "C7513" not in log, "the products of a step are serialised"
+
+
+if __name__ == "__main__":
+    compile_cases(sys.argv[1:])
