@@ -70,10 +70,9 @@ def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, ja
     """How many queries and keys of each batch entry exist, int32 [B]; None: all. A batch entry without queries reads no
     keys.
     """
-    lengths = getattr(operands, "lengths", None)
-    if lengths is None:
+    if operands.lengths is None:
         return None, None
-    query, key = lengths
+    query, key = operands.lengths
     if query is not None:
         key = jnp.where(query > 0, plan.kv_len if key is None else key, 0)
     return query, key

@@ -24,7 +24,7 @@ from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles, shared_memo
 from flexjax.ir.evaluate_scalars import as_mask_mod  # noqa: E402
 from flexjax.ir.fold_heads import fold_heads  # noqa: E402
 from flexjax.ir.origin import OriginLayout  # noqa: E402
-from flexjax.plan.kernel_plan import KernelPlan, Operands, Results  # noqa: E402
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results  # noqa: E402
 from flexjax.trace.trace_mod import trace_mask_mod  # noqa: E402
 from flexjax.types import KernelOptions  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
@@ -177,6 +177,38 @@ def test_matches_dense(name: str) -> None:
     np.testing.assert_allclose(got.lse, made.lse, rtol=3e-7, atol=2e-5)
     if got.max_scores is not None:
         np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
+
+
+@needs_kernels
+def test_bits_depend_on_the_request_alone() -> None:
+    """A batch entry alone, and among others of other lengths in a longer buffer that holds NaN where nothing is stored."""
+    keys = np.array([200, 0, 137], np.int32)
+    made = problem({"q_len": 2, "batch": 3, "kv_len": 264, "score": relative, "seed": 5})
+    longer = problem({"q_len": 2, "batch": 3, "kv_len": 400, "score": relative})
+    query, key, value = (np.asarray(x.astype(jnp.float32)).copy() for x in made.operands[:3])
+    found = []
+    for entry, among in ((2, False), (slice(None), True)):
+        plan = dataclasses.replace((longer if among else made).plan, lengths=(True, True))
+        arrays = []
+        for x in (key, value):
+            x = np.pad(x, ((0, 0), (0, plan.kv_len - x.shape[1]), (0, 0), (0, 0)))
+            x[np.arange(plan.kv_len) >= keys[:, None]] = np.nan
+            arrays.append(x if among else x[2:])
+        if not among:
+            plan = dataclasses.replace(plan, batch=1)
+        lengths = Lengths(jnp.array([2, 2, 1], jnp.int32)[entry if among else slice(2, 3)], jnp.asarray(keys)[entry if among else slice(2, 3)])
+        operands = made.operands._replace(
+            query=jnp.asarray(query if among else query[2:], jnp.bfloat16),
+            key=jnp.asarray(arrays[0], jnp.bfloat16), value=jnp.asarray(arrays[1], jnp.bfloat16), lengths=lengths,
+        )  # fmt: skip
+        got = run(plan, operands, programs=5 if among else 2)
+        assert np.isfinite(np.asarray(got.out.astype(jnp.float32))).all()
+        found.append((np.asarray(got.out.astype(jnp.float32))[-1], np.asarray(got.lse)[-1]))
+    for alone, among in zip(*found, strict=True):
+        np.testing.assert_array_equal(alone, among)
+    assert (found[0][0][1] == 0).all()
+    assert np.isneginf(found[0][1][1]).all()
+    assert (found[0][0][0] != 0).any()
 
 
 # ------------------------------------------------------------------- machine code
