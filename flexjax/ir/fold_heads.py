@@ -17,7 +17,9 @@ from flexjax.ir.replay import replay
 
 
 @functools.lru_cache(maxsize=512)
-def fold_heads(program: Program, q_len: int, group: int, lengths: tuple[int, int], origin: OriginLayout | None) -> Program:
+def fold_heads(
+    program: Program, q_len: int, group: int, lengths: tuple[int, int], origin: OriginLayout | None
+) -> Program:
     """Rewrites the program of one call into the program of its packed rows.
 
     program   the program of the call

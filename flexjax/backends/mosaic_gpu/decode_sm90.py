@@ -119,7 +119,7 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         work=work,
         score=captures(operands.score_captures) if plan.score is not None else (),
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
-        pages=getattr(operands, "pages").astype(jnp.int32) if getattr(plan, "page", 0) else None,
+        pages=operands.pages.astype(jnp.int32) if getattr(plan, "page", 0) else None,
     )
 
 

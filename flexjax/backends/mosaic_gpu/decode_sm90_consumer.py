@@ -214,9 +214,7 @@ class DecodeConsumer:
         self._release(scratch.value_free.at[slot])
         return out, state
 
-    def _masked(
-        self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar
-    ) -> Scaled:
+    def _masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
         """The scores with -inf where the mask hides them, past the end of the keys, and, in a tile that begins earlier
         than its number says, before that.
 

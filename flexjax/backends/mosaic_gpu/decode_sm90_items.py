@@ -24,6 +24,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.block_mask import transpose
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
+
 class DecodeItem(typing.NamedTuple):
     """One work item; int32 scalars.
 
@@ -151,7 +152,9 @@ class DecodeItems:
         exists = start < plan.kv_len
         first = np.minimum(start, plan.kv_len - 1) // blocks.block_kv
         last = np.minimum(start + tile.block_kv - 1, plan.kv_len - 1) // blocks.block_kv
-        covered = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), np.maximum(first, last)[:, None])
+        covered = np.minimum(
+            first[:, None] + np.arange(int((last - first).max()) + 1), np.maximum(first, last)[:, None]
+        )
         visited = flags[..., covered].any(-1) & exists
         if lengths is not None:
             visited = visited & (start < lengths[:, None, None])
@@ -164,7 +167,7 @@ class DecodeItems:
         if work.tile_num is not None:
             return work.tile_num.reshape(*self.list_shape, self.chunks) > 0
         if work.lengths is not None:
-            return (np.arange(self.chunks) * self.tile.chunk < work.lengths[:, None])[:, None]
+            return (jnp.arange(self.chunks, dtype=jnp.int32) * self.tile.chunk < work.lengths[:, None])[:, None]
         return None
 
     # ----------------------------------------------------------------- in the kernel

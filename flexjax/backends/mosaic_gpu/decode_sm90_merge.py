@@ -22,11 +22,16 @@ def sum_in_order(x: jax.Array) -> jax.Array:
     """The sum over axis 2 in the order that the file describes; zeros appended to the axis do not change a bit."""
     while x.shape[2] > 1:
         groups = -(-x.shape[2] // ORDERED)
-        parts = [x[:, :, n::ORDERED] for n in range(min(ORDERED, x.shape[2]))]
-        width = lambda part: [(0, 0)] * 2 + [(0, groups - part.shape[2])] + [(0, 0)] * (x.ndim - 3)
-        parts = [part if part.shape[2] == groups else jnp.pad(part, width(part)) for part in parts]
+        parts = [_padded(x[:, :, n::ORDERED], groups) for n in range(min(ORDERED, x.shape[2]))]
         x = functools.reduce(operator.add, parts)
     return x[:, :, 0]
+
+
+def _padded(x: jax.Array, length: int) -> jax.Array:
+    """x with zeros appended to axis 2 up to `length`."""
+    widths = [(0, 0)] * x.ndim
+    widths[2] = (0, length - x.shape[2])
+    return jnp.pad(x, widths) if x.shape[2] < length else x
 
 
 def merged(
@@ -50,6 +55,10 @@ def merged(
     out = out[..., : plan.value_dim]
     tops, totals = stats[:, :, :, 0], stats[:, :, :, 1]
     if live is not None:
+        chunk = jnp.arange(live.shape[-1], dtype=jnp.int32)
+        last = jnp.where(live, chunk, 0).max(-1, keepdims=True)
+        # chunks past the last one with visits read that one, which is near, and not the memory of a long empty buffer
+        out = jnp.take_along_axis(out, jnp.minimum(chunk, last)[..., None, None], axis=2, mode="promise_in_bounds")
         live = jnp.broadcast_to(live, tops.shape[:3])[..., None]
         tops, totals = jnp.where(live, tops, -jnp.inf), jnp.where(live, totals, 0.0)
         out = jnp.where(live[..., None], out, 0.0)

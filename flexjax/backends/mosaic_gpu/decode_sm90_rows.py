@@ -4,6 +4,8 @@ Each thread stores or loads the elements of its own rows below `rows` and skips 
 no rows to spare.
 """
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
-from jaxlib.mlir.dialects import vector as vectors
 
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
-from flexjax.backends.mosaic_gpu.registers import ROW, TILE, lowered, positions_of
+from flexjax.backends.mosaic_gpu.registers import ROW, TILE, RegisterIndex, lowered, positions_of
+from flexjax.backends.mosaic_gpu.registers import element as element_of
 
 
 def store_rows(target: Ref, tile: jax.Array, rows: int, interpret: bool) -> None:
@@ -34,7 +36,7 @@ def store_rows(target: Ref, tile: jax.Array, rows: int, interpret: bool) -> None
         """Stores the registers of one thread, a vector of neighbouring columns at once."""
         for inside, pointer, register in _places(memory, values.shape, rows):
             with ir.InsertionPoint(scf.IfOp(inside).then_block):
-                llvm.store(values.registers[register], pointer)
+                llvm.store(typing.cast(ir.Value, values.registers[register]), pointer)
                 scf.yield_([])
 
     store(target, tile)
@@ -60,7 +62,7 @@ def load_rows(source: Ref, columns: int, rows: int, interpret: bool) -> jax.Arra
             branch = scf.IfOp(inside, [vector], has_else=True)
             with ir.InsertionPoint(branch.then_block):
                 scf.yield_([llvm.load(vector, pointer)])
-            with ir.InsertionPoint(branch.else_block):
+            with ir.InsertionPoint(typing.cast(typing.Any, branch.else_block)):
                 scf.yield_([zero])
             registers[register] = branch.results[0]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -68,7 +70,7 @@ def load_rows(source: Ref, columns: int, rows: int, interpret: bool) -> jax.Arra
     return load(source)
 
 
-def _places(memory: ir.Value, shape: tuple[int, int], rows: int) -> list:
+def _places(memory: ir.Value, shape: tuple[int, ...], rows: int) -> list[tuple[ir.Value, ir.Value, RegisterIndex]]:
     """(whether the row exists, address of the first element, index of the register) of each register of a thread of a
     tile of `shape`, whose elements lie in one row next to each other.
     """
@@ -81,7 +83,7 @@ def _places(memory: ir.Value, shape: tuple[int, int], rows: int) -> list:
     inside: dict[int, ir.Value] = {}
     found = []
     for register, item, (row, column) in positions.constants:
-        if item:
+        if item:  # the vector of a register is one access
             continue
         if row not in inside:
             number = arith.addi(positions.lane[0], mgpu.c(row, i32))
@@ -107,16 +109,12 @@ def store_row_vector(target: Ref, vector: jax.Array, rows: int, interpret: bool)
         i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
         element = ir.MemRefType(memory.type).element_type
         positions = positions_of(lowered(ROW), values.shape)
-        base = mgpu.utils.getelementptr(
-            mgpu.utils.memref_ptr(memory), [arith.extui(i64, positions.lane[0])], element
-        )
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [arith.extui(i64, positions.lane[0])], element)
         for register, item, (row,) in positions.constants:
             number = arith.addi(positions.lane[0], mgpu.c(row, i32))
             inside = arith.cmpi(arith.CmpIPredicate.slt, number, mgpu.c(rows, i32))
             with ir.InsertionPoint(scf.IfOp(inside).then_block):
-                value = values.registers[register]
-                if isinstance(value.type, ir.VectorType):
-                    value = vectors.extract(value, dynamic_position=[], static_position=[item])
+                value = element_of(typing.cast(ir.Value, values.registers[register]), item)
                 llvm.store(value, mgpu.utils.getelementptr(base, [row], element))
                 scf.yield_([])
 

@@ -196,7 +196,10 @@ def test_bits_depend_on_the_request_alone() -> None:
             arrays.append(x if among else x[2:])
         if not among:
             plan = dataclasses.replace(plan, batch=1)
-        lengths = Lengths(jnp.array([2, 2, 1], jnp.int32)[entry if among else slice(2, 3)], jnp.asarray(keys)[entry if among else slice(2, 3)])
+        lengths = Lengths(
+            jnp.array([2, 2, 1], jnp.int32)[entry if among else slice(2, 3)],
+            jnp.asarray(keys)[entry if among else slice(2, 3)],
+        )
         operands = made.operands._replace(
             query=jnp.asarray(query if among else query[2:], jnp.bfloat16),
             key=jnp.asarray(arrays[0], jnp.bfloat16), value=jnp.asarray(arrays[1], jnp.bfloat16), lengths=lengths,
