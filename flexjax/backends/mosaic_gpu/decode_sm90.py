@@ -18,7 +18,7 @@ from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
 from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
-from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch
+from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch, page_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, launch, pad
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
@@ -90,8 +90,8 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> Deco
         score=fold(plan.score),
         mask=fold(plan.mask),
         lengths=existing(plan, operands)[1] is not None,
-        page=getattr(plan, "page", 0),
-        stored_pages=operands.key.shape[0] if getattr(plan, "page", 0) else 0,
+        page=page_of(plan),
+        stored_pages=operands.key.shape[0] if page_of(plan) else 0,
         reference=static_reference(plan),
         large_scores=may_be_large(plan.score),
     )
@@ -101,25 +101,28 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
     """The operands in the form in which the kernel reads them.
 
     Head dims are padded with zeros, keys and values to the rows that TMA wants; in the simulator, which does not fill in
-    zeros past an end, they have at least a tile, and the packed queries have ROWS rows.
+    zeros past an end, they have at least a tile, the packed queries have ROWS rows, and a cache has a page of zeros more.
     """
-    plan, tile = setup.plan, setup.tile
+    plan, tile, page = setup.plan, setup.tile, setup.page
     rows = tile.used_rows if tile.used_rows <= 8 else round_up(tile.used_rows, 8)
-    stored = setup.items.stored_keys
+    stored, layout, key, value = setup.items.stored_keys, plan.layout, operands.key, operands.value
     if setup.interpret:
         rows, stored = ROWS, max(stored, tile.block_kv)
-    if getattr(plan, "page", 0):
-        stored = getattr(plan, "page", 0)
+    if page:
+        stored, layout = page, "BTNH"
+    if page and setup.interpret:  # the page that a number stands for that is no page's
+        key, value = (jnp.pad(x, ((0, 1), (0, 0), (0, 0), (0, 0))) for x in (key, value))
+    pages: jax.Array | None = getattr(operands, "pages", None)
     tables = () if operands.origin is None else tuple(operands.origin)
     captures = lambda arrays: (*(memory.kernel_operand(x) for x in arrays), *tables)
     return DecodeInputs(
         query=pad(_packed(plan, operands.query), "BNTH", rows, tile.head_dim),
-        key=pad(operands.key, plan.layout, stored, tile.head_dim),
-        value=pad(operands.value, plan.layout, stored, tile.value_dim),
+        key=pad(key, layout, stored, tile.head_dim),
+        value=pad(value, layout, stored, tile.value_dim),
         work=work,
         score=captures(operands.score_captures) if plan.score is not None else (),
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
-        pages=operands.pages.astype(jnp.int32) if getattr(plan, "page", 0) else None,
+        pages=None if pages is None else pages.astype(jnp.int32),
     )
 
 

@@ -93,6 +93,8 @@ class DecodeProducer:
             key = start + i32(n * tile.page_rows)
             key = lax.select(key < item.end, key, start) if n else key
             number, row = lax.div(key, i32(setup.page)), lax.rem(key, i32(setup.page))
-            page = lax.clamp(i32(0), self.inputs.pages[item.b, number], i32(setup.stored_pages - 1))
-            rows = rows_of(source, setup.plan.layout, page, item.kv_head, row, tile.page_rows)
+            page = self.inputs.pages[item.b, number]
+            # A number that is no page's lies past the end of the array, where TMA reads zeros.
+            page = lax.select((page >= 0) & (page < setup.stored_pages), page, i32(setup.stored_pages))
+            rows = rows_of(source, "BTNH", page, item.kv_head, row, tile.page_rows)
             plgpu.copy_gmem_to_smem(rows, target.at[pl.ds(n * tile.page_rows, tile.page_rows)], full)

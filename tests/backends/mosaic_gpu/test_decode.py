@@ -179,39 +179,91 @@ def test_matches_dense(name: str) -> None:
         np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedPlan(KernelPlan):
+    """A plan whose keys are in pages."""
+
+    page: int = 0
+
+
+class PagedOperands(typing.NamedTuple):
+    """The operands of such a plan, those that the kernel reads."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    score_captures: tuple[jax.Array, ...]
+    lengths: Lengths
+    pages: jax.Array
+    sinks: None = None
+    mask_captures: tuple[jax.Array, ...] = ()
+    lists: None = None
+    origin: None = None
+
+
+KEYS = np.array([200, 0, 137], np.int32)
+"""Lengths of three batch entries."""
+
+
+def ragged(entries: list[int], buffer: int, page: int = 0) -> tuple[KernelPlan, typing.Any]:
+    """Some of three batch entries of two queries, the last of which has one, in a buffer of that length that holds NaN where
+    nothing is stored. In pages they lie in any order, and the table has numbers of no page past the lengths.
+    """
+    made = problem({"q_len": 2, "batch": 3, "kv_len": 240, "score": relative, "seed": 5})
+    plan = dataclasses.replace(problem({"q_len": 2, "kv_len": buffer, "score": relative}).plan, lengths=(True, True))
+    plan = dataclasses.replace(plan, batch=len(entries))
+    lengths = Lengths(jnp.array([2, 2, 1], jnp.int32)[np.array(entries)], jnp.asarray(KEYS[entries]))
+    stored = []
+    for x in made.operands[1:3]:
+        x = np.pad(np.asarray(x.astype(jnp.float32)), ((0, 0), (0, buffer - x.shape[1]), (0, 0), (0, 0)))
+        x[np.arange(buffer) >= KEYS[:, None]] = np.nan
+        stored.append(jnp.asarray(x[entries], plan.dtype))
+    query = made.operands.query[np.array(entries)]
+    if not page:
+        return plan, made.operands._replace(query=query, key=stored[0], value=stored[1], lengths=lengths)
+    count = buffer // page
+    order = np.random.default_rng(1).permutation(len(entries) * count)
+    pages = np.argsort(order).reshape(-1, count).astype(np.int32)
+    pages[np.arange(count) * page >= KEYS[entries][:, None]] = 2**31 - 1
+    key, value = (x.reshape(-1, page, *x.shape[2:])[order] for x in stored)
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    operands = PagedOperands(query, key, value, made.operands.score_captures, lengths, jnp.asarray(pages))
+    return PagedPlan(**fields, page=page), operands
+
+
 @needs_kernels
 def test_bits_depend_on_the_request_alone() -> None:
-    """A batch entry alone, and among others of other lengths in a longer buffer that holds NaN where nothing is stored."""
-    keys = np.array([200, 0, 137], np.int32)
-    made = problem({"q_len": 2, "batch": 3, "kv_len": 264, "score": relative, "seed": 5})
-    longer = problem({"q_len": 2, "batch": 3, "kv_len": 400, "score": relative})
-    query, key, value = (np.asarray(x.astype(jnp.float32)).copy() for x in made.operands[:3])
+    """A batch entry alone, and among others, in a longer buffer, in pages."""
     found = []
-    for entry, among in ((2, False), (slice(None), True)):
-        plan = dataclasses.replace((longer if among else made).plan, lengths=(True, True))
-        arrays = []
-        for x in (key, value):
-            x = np.pad(x, ((0, 0), (0, plan.kv_len - x.shape[1]), (0, 0), (0, 0)))
-            x[np.arange(plan.kv_len) >= keys[:, None]] = np.nan
-            arrays.append(x if among else x[2:])
-        if not among:
-            plan = dataclasses.replace(plan, batch=1)
-        lengths = Lengths(
-            jnp.array([2, 2, 1], jnp.int32)[entry if among else slice(2, 3)],
-            jnp.asarray(keys)[entry if among else slice(2, 3)],
-        )
-        operands = made.operands._replace(
-            query=jnp.asarray(query if among else query[2:], jnp.bfloat16),
-            key=jnp.asarray(arrays[0], jnp.bfloat16), value=jnp.asarray(arrays[1], jnp.bfloat16), lengths=lengths,
-        )  # fmt: skip
-        got = run(plan, operands, programs=5 if among else 2)
+    for entries, buffer, page, programs in (([2], 240, 0, 2), ([0, 1, 2], 480, 16, 5)):
+        got = run(*ragged(entries, buffer, page), programs=programs)
         assert np.isfinite(np.asarray(got.out.astype(jnp.float32))).all()
         found.append((np.asarray(got.out.astype(jnp.float32))[-1], np.asarray(got.lse)[-1]))
     for alone, among in zip(*found, strict=True):
         np.testing.assert_array_equal(alone, among)
-    assert (found[0][0][1] == 0).all()
-    assert np.isneginf(found[0][1][1]).all()
-    assert (found[0][0][0] != 0).any()
+    out, lse = found[0]
+    assert (out[0] != 0).any()
+    assert (out[1] == 0).all()
+    assert np.isneginf(lse[1]).all()
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [0, 8, 24, 64, 80, 120])
+def test_lengths_and_pages_match_dense(page: int) -> None:
+    plan, operands = ragged([2, 1, 0], 240, page)
+    got = np.asarray(run(plan, operands).out.astype(jnp.float32))
+    made = problem({"q_len": 2, "batch": 3, "kv_len": 240, "score": relative, "seed": 5})
+    for place, entry in enumerate([2, 1, 0]):
+        keys = KEYS[entry]
+        for n, queries in itertools.product(range(4), [1 if entry == 2 else 2]):
+            q, k, v = (np.asarray(x.astype(jnp.float32), np.float64)[entry] for x in made.operands[:3])
+            s = q[:queries, n] @ k[:keys, n // 2].T * plan.scale
+            s = s + np.asarray(TABLE)[n, np.arange(queries)[:, None] - np.arange(keys) + 600]
+            p = np.exp(s - s.max(-1, keepdims=True, initial=-1e30))
+            want = p @ v[:keys, n // 2] / np.maximum(p.sum(-1, keepdims=True), 1e-30)
+            np.testing.assert_allclose(got[place, :queries, n], want, atol=2e-2)
+            assert (got[place, queries:, n] == 0).all()
 
 
 # ------------------------------------------------------------------- machine code
