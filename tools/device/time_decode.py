@@ -267,15 +267,14 @@ def milliseconds(run: Callable[[Arrays], typing.Any], arrays: Arrays, steps: int
 
 def changes() -> Iterator[tuple[str, Callable[..., typing.Any]]]:
     """(text, change of the configuration) of the variants."""
-    from flexjax.backends.mosaic_gpu.decode_tiles import decode_scratch
-    from flexjax.backends.mosaic_gpu.shared_memory import fits
+    from flexjax.backends.mosaic_gpu.decode_tiles import decode_fits
 
     for block_kv, stages, chunk in ((64, 5, 512), (64, 5, 2048), (64, 3, 1024), (128, 2, 1024), (128, 2, 2048)):
 
         def change(tile: typing.Any, sizes: tuple[int, int, int] = (block_kv, stages, chunk)) -> typing.Any:
             """The configuration with these sizes."""
             other = dataclasses.replace(tile, block_kv=sizes[0], page_rows=sizes[0], stages=sizes[1], chunk=sizes[2])
-            assert fits(decode_scratch(other)), sizes
+            assert decode_fits(other), sizes
             return other
 
         yield f"{block_kv} keys, {stages} stages, chunks of {chunk}", change

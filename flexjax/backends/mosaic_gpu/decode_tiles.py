@@ -20,7 +20,6 @@ from flexjax.backends.mosaic_gpu.shared_memory import (
     Part,
     PlainArray,
     SwizzledTiles,
-    fits,
     round_up,
     scratch_bytes,
 )
@@ -37,6 +36,8 @@ TILE_BYTES = 1 << 15
 """Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64. A step then has at least 1650 clocks of an SM's
 share of the memory's bandwidth."""
 MOST_STAGES = 6
+BARRIER_BYTES = 512
+"""More than the barriers of a CTA take, 8 bytes each: the bytes that `scratch_bytes` reserves go to the alignment of the arrays."""
 COPY_ROWS = 8
 """Lengths of keys and values in memory are multiples of this many rows, as are the rows at which a copy may start."""
 
@@ -132,6 +133,11 @@ def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
     )
 
 
+def decode_fits(tile: DecodeTile) -> bool:
+    """Whether a CTA has room in shared memory for this configuration."""
+    return scratch_bytes(decode_scratch(tile)) + BARRIER_BYTES <= SHARED_MEMORY
+
+
 def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
     """Keys of a chunk, a multiple of the keys of a tile.
 
@@ -158,9 +164,9 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
         page_rows=math.gcd(page, block_kv) if page else block_kv,
         lazy_rescale=not plan.max_scores,
     )
-    if not fits(decode_scratch(tile)):
+    if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)
-    left = SHARED_MEMORY - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
+    left = SHARED_MEMORY - BARRIER_BYTES - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
     stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * 2))
     return dataclasses.replace(tile, stages=stages)
 

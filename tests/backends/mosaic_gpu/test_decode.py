@@ -20,7 +20,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles, shared_memory, support  # noqa: E402
+from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles, support  # noqa: E402
 from flexjax.ir.evaluate_scalars import as_mask_mod  # noqa: E402
 from flexjax.ir.fold_heads import fold_heads  # noqa: E402
 from flexjax.ir.origin import OriginLayout  # noqa: E402
@@ -90,7 +90,7 @@ def test_sizes() -> None:
     for head_dim, value_dim, q_len, group in itertools.product((16, 72, 128, 192, 256), (64, 256), (1, 4), (1, 7, 16)):
         made = small(head_dim=head_dim, value_dim=value_dim, q_len=q_len, q_heads=2 * group)
         tile = decode_tiles.decode_tile(made)
-        assert shared_memory.fits(decode_tiles.decode_scratch(tile))
+        assert decode_tiles.decode_fits(tile)
         assert tile.stages >= 2
         assert tile.chunk % tile.block_kv == 0
         other = dataclasses.replace(made, batch=5, kv_len=100_000, q_heads=8 * group, kv_heads=8)
@@ -274,6 +274,7 @@ def compiled() -> dict[str, dict[str, typing.Any]]:
     same = lambda b, h, q, k: DOCUMENTS[b, q] == DOCUMENTS[b, k]
     return {
         "plain": {"dim": 128},
+        "group of 3, which fills shared memory": {"dim": 128, "heads": 6},
         "linear bias": {"dim": 128, "score": lambda s, b, h, q, k: s + SLOPES[h] * (k - q)},
         "soft cap": {"dim": 128, "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)},
         "relative table": {"dim": 128, "score": relative},
