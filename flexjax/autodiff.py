@@ -4,6 +4,9 @@
     tangent    operands, out, lse, tangents      -> tangents of out and lse; linear in the tangents
     backward   operands, out, lse, cotangents    -> cotangents of the wanted operands; the transpose of tangent
 
+If 16-bit inputs and captured arrays that have a tangent meet (`exact_captures`), forward also returns what rounding took from
+out, and the other two have it as an argument after lse (Results.rounding).
+
 Each primitive has one static parameter, the problem (plan/problem.py). The rules:
 
     jvp of forward               is tangent
@@ -40,7 +43,7 @@ from flexjax.backends import target as targets
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.dispatch import Run
-from flexjax.fold_batch import batch_rule
+from flexjax.fold_batch import FIRST_CAPTURE, batch_rule
 from flexjax.parallel.explicit_axes import split_of, split_work
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
@@ -63,11 +66,11 @@ def _run(problem: Problem, operands: Operands) -> Results:
     """The forward pass by the primitive `forward`, on arrays that no explicit mesh axis splits."""
     flat = varying_alike(jax.tree.leaves(operands))
     out, lse, *top = _bind_forward(*flat, problem=problem)
-    return Results(out, lse, top[0] if top else None)
+    return Results(out, lse, top[0] if problem.plan.max_scores else None)
 
 
 def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
-    """Binds the primitive `forward` and returns out, lse and, if the plan asks for it, max_scores.
+    """Binds the primitive `forward` and returns out, lse and, if the plan asks for them, max_scores and rounding.
 
     With and without gradients it is bound here, from one source line, because Mosaic's cache key includes the line.
     """
@@ -94,20 +97,24 @@ def varying_as(like: Array, results: Sequence[Array]) -> list[Array]:
 
 
 def _forward_shapes(avals: Sequence[core.ShapedArray], problem: Problem) -> Shapes:
-    """The types of out, lse and, if the plan asks for it, max_scores; `avals`: types of the operands."""
+    """The types of out, lse and, if the plan asks for them, max_scores and rounding; `avals`: types of the operands."""
     plan = problem.plan
     rows = avals[0].shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
-    return [core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.out_dtype)), stats, *[stats] * plan.max_scores]
+    out = core.ShapedArray((*rows, plan.value_dim), jnp.dtype(plan.out_dtype))
+    return [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
 
 
 def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     """The code of `forward`: the forward pass of `run.plan` on the backend of `run`, the choice made at lowering.
 
-    Returns out, lse and, if the plan asks for it, max_scores.
+    Returns out, lse and, if the plan asks for them, max_scores and rounding.
     """
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
-    results = results._replace(out=results.out.astype(problem.plan.out_dtype))  # kernels may round the out of a part
+    out, rounding = results.out, results.rounding
+    if problem.plan.partial:  # kernels may round the out of a part
+        out, rounding = results.float32_out, None
+    results = results._replace(out=out.astype(problem.plan.out_dtype), rounding=rounding)
     return [x for x in results if x is not None]
 
 
@@ -119,9 +126,14 @@ def _choose_forward(target: Target, problem: Problem) -> Run:
 
 
 def _split(problem: Problem, flat: Sequence[Array]) -> tuple[Operands, Results, list[Array]]:
-    """The arguments of `tangent` or `backward` in three parts: the operands, out and lse, and the tangents or cotangents."""
-    n = problem.structure.num_leaves
-    return problem.operands(flat[:n]), Results(flat[n], flat[n + 1], None), list(flat[n + 2 :])
+    """The arguments of `tangent` or `backward` in three parts: the operands, the results, and the tangents or cotangents.
+
+    The results are out, lse and, if the plan asks for it, rounding; max_scores is None.
+    """
+    n, residuals = problem.structure.num_leaves, problem.residuals
+    out, lse, *rounding = flat[n : n + residuals]
+    results = Results(out, lse, None, rounding[0] if rounding else None)
+    return problem.operands(flat[:n]), results, list(flat[n + residuals :])
 
 
 def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving: tuple[bool, ...]) -> Shapes:
@@ -238,20 +250,26 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     `tangent`; that of max_scores, where the plan asks for it, is zeros.
 
     `tangent` gets the tangents of movable operands that are not known to be zero, and `moving`, which operands these
-    are. If there are none, it is not bound and all tangents are zeros. out and lse get their names for checkpoint
-    policies here.
+    are. If there are none, it is not bound and all tangents are zeros. out, lse and rounding get their names for
+    checkpoint policies here: rounding that of out, because a policy that saves out needs both.
     """
-    out, lse, *top = _bind_forward(*primals, problem=problem)
-    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in indices]
     present = tuple(m is not None for m in moving)
+    moved_problem = problem.for_captures() if any(present[FIRST_CAPTURE:]) else problem
+    out, lse, *others = _bind_forward(*primals, problem=moved_problem)
+    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
+    rounding = []
+    if moved_problem.plan.returns_rounding:
+        rounding = [checkpoint_name(others.pop(), "flexjax_out")]
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
-        moved = tangent_p.bind(*primals, out, lse, *given, problem=problem, moving=present)
+        moved = tangent_p.bind(*primals, out, lse, *rounding, *given, problem=moved_problem, moving=present)
     else:
         moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
-    return [out, lse, *top], [*moved, *map(jnp.zeros_like, top)]
+    if problem.plan.returns_rounding:
+        others += rounding
+    return [out, lse, *others], [*moved, *map(jnp.zeros_like, others)]
 
 
 def _tangent_transpose(
@@ -268,7 +286,7 @@ def _tangent_transpose(
     `backward` is not bound and the entries are symbolic zeros; that of out alone becomes an array of zeros, that of lse
     alone is left out.
     """
-    n = problem.structure.num_leaves + 2
+    n = problem.structure.num_leaves + problem.residuals
     fixed = flat[:n]
     d_out, d_lse = cotangents
     nothing: list = [None] * n

@@ -7,6 +7,7 @@
 Reverse mode therefore stores the operands of each device, out and lse, and nothing that a device received.
 """
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Sequence
@@ -21,10 +22,11 @@ from jax.interpreters import ad, batching, mlir
 
 from flexjax import autodiff
 from flexjax.parallel import context_axes
-from flexjax.parallel.context_backward import Backward
+from flexjax.parallel.context_backward import FIRST_CAPTURE, Backward
 from flexjax.parallel.context_device import Passes
 from flexjax.parallel.context_forward import Forward
 from flexjax.parallel.context_parallel import ContextCall
+from flexjax.plan.kernel_plan import Results
 from flexjax.primitive import aval_like
 
 Array = jax.Array
@@ -56,17 +58,23 @@ _compiled = jax.jit(_attend, static_argnums=0)
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]) -> tuple[tuple, tuple]:
-    out, lse, *top = _attend(call, *primals)
-    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
     indices = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     given = [None if i is None or isinstance(tangents[i], SymbolicZero) else tangents[i] for i in indices]
     moving = tuple(x is not None for x in given)
+    asked = call.plan.returns_rounding
+    if any(moving[FIRST_CAPTURE:]):
+        call = dataclasses.replace(call, problem=call.problem.for_captures())
+    out, lse, *others = _attend(call, *primals)
+    out, lse = checkpoint_name(out, "flexjax_out"), checkpoint_name(lse, "flexjax_lse")
+    rounding = [checkpoint_name(others.pop(), "flexjax_out")] if call.plan.returns_rounding else []
     if any(moving):
-        fixed = [*primals, out, lse]
-        moved = tangent_p.bind(*fixed, *(x for x in given if x is not None), call=call, moving=moving)
+        fixed = [*primals, Results(out, lse, None, *rounding).float32_out if rounding else out, lse]
+        t_out, t_lse = tangent_p.bind(*fixed, *(x for x in given if x is not None), call=call, moving=moving)
+        moved = [t_out.astype(out.dtype), t_lse]
     else:
         moved = [jnp.zeros_like(out), jnp.zeros_like(lse)]
-    return (out, lse, *top), (*moved, *map(jnp.zeros_like, top))
+    others += rounding if asked else []
+    return (out, lse, *others), (*moved, *map(jnp.zeros_like, others))
 
 
 def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
@@ -76,6 +84,7 @@ def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[
 
 def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
     fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
+    d_out = d_out.astype(call.plan.dtype)
     return Backward.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
 
 
@@ -140,7 +149,8 @@ def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list
     plan, query = call.plan, avals[0]
     rows = query.shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
-    found = [core.ShapedArray((*rows, plan.value_dim), query.dtype), stats, *[stats] * plan.max_scores]
+    out = core.ShapedArray((*rows, plan.value_dim), query.dtype)
+    found = [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
     return [aval_like(query, x.shape, x.dtype) for x in found]
 
 

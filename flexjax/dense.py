@@ -67,7 +67,9 @@ class DenseBackend:
             **_dropout(plan, operands),
         )
         dtype = plan.score_dtype
-        return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None)
+        # backward forms no delta: it differentiates this pass
+        rounding = jnp.zeros_like(out) if plan.returns_rounding else None
+        return Results(out, lse.astype(dtype), top.astype(dtype) if plan.max_scores else None, rounding)
 
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""

@@ -25,7 +25,7 @@ from flexjax.backends import tile_math
 from flexjax.ir.fold_vmap import fold_batch
 from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -55,7 +55,7 @@ class CannotFold(Exception):
 class Mapped:
     """A call of a primitive of autodiff.py under vmap.
 
-    flat     the arguments: operands; for tangent and backward also out and lse, and the tangents or cotangents
+    flat     the arguments: operands; for tangent and backward also out, lse and rounding, and the tangents or cotangents
     axes     which arguments are mapped; their mapped axis, of `size` copies, is in front
     params   parameters of the primitive beside the problem
     moving   tangent: which movable operands have a tangent; None for the other primitives
@@ -99,7 +99,7 @@ class Mapped:
         """The index in `flat` of the tangent of the operand with index `movable` in Operands.movable; None if it has none."""
         if self.moving is None or not self.moving[movable]:
             return None
-        return self.leaves + 2 + sum(self.moving[:movable])
+        return self.leaves + self.problem.residuals + sum(self.moving[:movable])
 
 
 def batch_rule(
@@ -239,9 +239,14 @@ def _with_sinks(call: Mapped) -> list[Array]:
         sinks = jnp.where(existing, sinks, jnp.asarray(-jnp.inf, sinks.dtype))
     each_copy = lambda x: jnp.broadcast_to(x, (call.size, *x.shape[1:]))
     if call.moving is None and call.wanted is None:
-        out, lse = join_sinks(outs[0], outs[1], sinks)
-        return [each_copy(x) for x in (out, lse, *outs[2:])]
-    out, lse = argument(call.leaves), argument(call.leaves + 1)
+        out, lse, *others = outs
+        if not plan.returns_rounding:
+            return [each_copy(x) for x in (*join_sinks(out, lse, sinks), *others)]
+        whole, joined = join_sinks(Results(out, lse, None, others.pop()).float32_out, lse, sinks)
+        whole, rounding = tile_math.out_and_rounding(whole, plan)
+        return [each_copy(x) for x in (whole, joined, *others, rounding) if x is not None]
+    out, lse, *rounding = map(argument, range(call.leaves, call.leaves + problem.residuals))
+    out = out + rounding[0] if rounding else out
     weight = tile_math.probabilities(sinks, lse)
     if call.moving is not None:
         moved = weight * (0 if sinks_tangent is None else spread(argument(sinks_tangent)))
@@ -249,9 +254,10 @@ def _with_sinks(call: Mapped) -> list[Array]:
         return [each_copy(t_out), each_copy(outs[1] + moved)]
     outs, wanted = [each_copy(x) for x in outs], call.wanted
     if wanted is not None and wanted[SINKS]:
-        delta = (argument(call.leaves + 2) * out).sum(-1)
+        cotangents = call.leaves + problem.residuals
+        delta = (argument(cotangents) * out).sum(-1)
         if call.params["has_lse"]:
-            delta = delta - argument(call.leaves + 3)
+            delta = delta - argument(cotangents + 1)
         if existing is not None:
             delta = jnp.where(existing, delta, jnp.zeros_like(delta))
         heads = (1, 2) if plan.layout == "BTNH" else (1, 3)

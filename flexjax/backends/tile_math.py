@@ -4,17 +4,26 @@ Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, 
 without any unmasked entry has output 0 and lse -inf; the sink is one more column without a value; a masked entry adds
 exactly 0 to every sum, whatever its score is. Scores are natural: their exponentials are to base e.
 
+Rounded weights: a forward pass that multiplies values by bfloat16 weights exp(score - reference) rounds them. Scaling by a power
+of two and rounding commute, so if the references of a row are multiples of ln 2, whichever they are, the backward pass can round its
+probabilities to the same weights (`rounded_weights`), and delta = rowsum(dO * O) is the sum of weight times dP along the row.
+
 A row is the scores of one query. The online softmax keeps, for each row, the maximum so far and the sum of exp(score - maximum)
 so far ("total"), and multiplies earlier sums by a factor when the maximum grows.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large_product
 from flexjax.ir.program import Program
+from flexjax.plan.kernel_plan import KernelPlan
 
 Array = jax.Array
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
 def finite_or_zero(maximum: Array) -> Array:
@@ -52,13 +61,52 @@ def _distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -
     return distance(*primals), tangents[0] - tangents[1]
 
 
-def online_step(maximum: Array, total: Array, scores: Array) -> tuple[Array, Array, Array, Array]:
+MAX_WHOLE = 2.0**16
+"""Scores from this magnitude on are their own references: a multiple of ln 2 in float32 may be far from them."""
+
+
+def whole_power(score: Array) -> Array:
+    """A reference for exponentials near a row's largest score: the next multiple of ln 2, or the score itself from MAX_WHOLE on."""
+    return jnp.where(jnp.abs(score) < MAX_WHOLE, jnp.ceil(score * LOG2E) * LN2, score)
+
+
+def round_to(x: Array, dtype: str) -> Array:
+    """`x` rounded to a floating dtype and back. XLA may drop a pair of casts that does that."""
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+
+def out_and_rounding(out: Array, plan: KernelPlan) -> tuple[Array, Array | None]:
+    """(out in the dtype of the plan's output, what rounding took from it or None where the plan does not return it), as Results
+    has them, from out in the score dtype.
+    """
+    if not plan.returns_rounding:
+        return out.astype(plan.out_dtype), None
+    rounded = round_to(out, plan.out_dtype)
+    return rounded.astype(plan.out_dtype), (out - rounded).astype(plan.out_dtype)
+
+
+def rounded_weights(weights: Array, lse2: Array, dtype: str) -> Array:
+    """The weights, rounded as a forward pass rounded them whose references were multiples of ln 2.
+
+    weights   probabilities times the dropout multiplier
+    lse2      lse in base 2, broadcastable to the weights; rows that are infinite have weights 0
+    """
+    fraction = jnp.where(jnp.isfinite(lse2), lse2 - jnp.ceil(lse2), jnp.zeros_like(lse2))
+    return round_to(weights * jnp.exp2(fraction), dtype) * jnp.exp2(-fraction)
+
+
+def online_step(
+    maximum: Array, total: Array, scores: Array, whole_powers: bool = False
+) -> tuple[Array, Array, Array, Array]:
     """One step of the online softmax: (new maximum, new total, factor for the earlier sums, exponentials of the scores).
 
     maximum, total   [..., 1]: row maximum and row sum before this tile
     scores           [..., keys], -inf where masked
+    whole_powers     the maximum becomes a multiple of ln 2 (`whole_power`)
     """
-    new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
+    largest = scores.max(-1, keepdims=True)
+    new = jnp.maximum(maximum, whole_power(largest) if whole_powers else largest)
     base = finite_or_zero(new)
     factor = jnp.exp(maximum - base)
     exponentials = jnp.exp(distance(scores, base))

@@ -73,12 +73,13 @@ class Call:
         """
         plan, operands = self.problem.plan, operand_dims(self.problem)
         out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
+        rounding = [out] * plan.exact_captures
         moved = [operands[place] for place in self.movable]
         if "moving" in self.params:
-            return [*operands, out, stats, *moved], [out, stats]
+            return [*operands, out, stats, *rounding, *moved], [out, stats]
         if "wanted" in self.params:
-            return [*operands, out, stats, out, *[stats] * self.params["has_lse"]], moved
-        return operands, [out, stats, *[stats] * plan.max_scores]
+            return [*operands, out, stats, *rounding, out, *[stats] * self.params["has_lse"]], moved
+        return operands, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
 
     def on_share(self, split: Split, *flat: Array) -> list[Array]:
         """The results of one device's share of the call: binds the same primitive on that share.
@@ -102,7 +103,8 @@ class Call:
         cut = lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
         rest = flat[n:]
         if "moving" in self.params:
-            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], self.movable, strict=True)))
+            fixed = problem.residuals
+            rest = (*rest[:fixed], *(cut(x, place) for x, place in zip(rest[fixed:], self.movable, strict=True)))
         results = bind(*jax.tree.leaves(own), *rest)
         if "wanted" not in self.params:
             return results

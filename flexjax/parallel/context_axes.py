@@ -171,7 +171,7 @@ class AutoCall:
             return [*fixed, out, stats, *moved], [out, stats]
         if "wanted" in self.params:
             return [*fixed, out, stats, out, *[stats] * self.params["has_lse"]], moved
-        return fixed, [out, stats, *[stats] * plan.max_scores]
+        return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
 
     def choose(self, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
         """The axes of batch and heads: those of the arrays, without the axes of the sequence."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.backends import tile_math
 from flexjax.parallel.context_device import RING_PARTS, OnDevice
 from flexjax.parallel.context_exchange import Part as ShardPart
 from flexjax.parallel.context_merge import weight_of
@@ -186,7 +187,16 @@ class Backward(OnDevice):
         """The terms of some keys in the gradients of the wanted operands, in float32."""
         stage = self.stage(keys)
         params = {"problem": stage.problem, "wanted": wanted, "has_lse": len(cotangents) == 4}
-        return self.passes.backward.bind(*self.passes.alike([*stage.flat, *cotangents]), **params)
+        given = [*self._residuals(*cotangents[:2]), *cotangents[2:]]
+        return self.passes.backward.bind(*self.passes.alike([*stage.flat, *given]), **params)
+
+    def _residuals(self, out: Array, lse: Array) -> list[Array]:
+        """What the tangent and backward passes get of the forward pass: out, lse and, if the plan asks for it, rounding.
+
+        out   in float32 if the plan asks for rounding
+        """
+        rounded, rounding = tile_math.out_and_rounding(out, self.call.plan)
+        return [rounded, lse] if rounding is None else [rounded, lse, rounding]
 
     def _of_sinks(self, cotangents: Sequence[Array]) -> Array:
         """The gradient of the sinks, [N] float32."""
@@ -215,7 +225,7 @@ class Backward(OnDevice):
         dtype = lse.dtype
         t_out, t_lse = jnp.zeros(out.shape, dtype), jnp.zeros_like(lse)
         if any(of_stage):
-            flat = self.passes.alike([*stage.flat, out, lse, *(of[p] for p in _places(of_stage))])
+            flat = self.passes.alike([*stage.flat, *self._residuals(out, lse), *(of[p] for p in _places(of_stage))])
             t_out, t_lse = self.passes.tangent.bind(*flat, problem=stage.problem, moving=of_stage)
         if t_sinks is not None:
             sinks = self.by_head(typing.cast(Array, self.operands.sinks))

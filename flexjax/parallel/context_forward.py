@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flexjax.backends import tile_math
 from flexjax.parallel.context_device import RING_PARTS, OnDevice
 from flexjax.parallel.context_exchange import Part as ShardPart
 from flexjax.parallel.context_merge import Part, merged, weight_of
-from flexjax.parallel.context_stages import (
-    Keys,
-)
+from flexjax.parallel.context_stages import Keys
+from flexjax.plan.kernel_plan import Results
 
 Array = jax.Array
 
@@ -30,12 +30,13 @@ class Forward(OnDevice):
     """The forward pass of a call on one device."""
 
     def forward(self) -> list[Array]:
-        """out in the dtype of query, lse and, if the plan asks for it, max_scores."""
+        """out in the dtype of query, lse and, if the plan asks for them, max_scores and rounding (see Results)."""
         part = self._over_heads() if self.call.method == "all_to_all" else self.rows()
-        return [x for x in part if x is not None]
+        out, rounding = tile_math.out_and_rounding(part.out, self.call.plan)
+        return [x for x in (out, part.lse, part.top, rounding) if x is not None]
 
     def rows(self) -> Part:
-        """The rows over all keys and the sinks, out in the dtype of query."""
+        """The rows over all keys and the sinks, out in the dtype of query, or in float32 where the plan asks for rounding."""
         if self.call.checked:
             ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
             return Part(*lax.cond(self.nothing_missing(), *ways))
@@ -97,8 +98,10 @@ class Forward(OnDevice):
     def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
         """The rows over some keys and, if asked, the sinks."""
         stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
-        out, lse, *top = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
-        return Part(out, lse, top[0] if top else None)
+        out, lse, *others = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
+        if stage.problem.plan.returns_rounding:
+            out = Results(out, lse, None, others.pop()).float32_out
+        return Part(out, lse, others[0] if others else None)
 
     def nothing(self) -> Part:
         """The rows over no keys."""
@@ -109,4 +112,5 @@ class Forward(OnDevice):
         return Part(jnp.zeros((*rows, plan.value_dim), dtype), none, none if plan.max_scores else None)
 
     def _finished(self, part: Part) -> Part:
-        return part._replace(out=part.out.astype(self.call.plan.dtype))
+        plan = self.call.plan
+        return part if plan.exact_captures else part._replace(out=part.out.astype(plan.dtype))

@@ -102,7 +102,6 @@ def _compiled(
         )
         outs = mapped(*(put(x, spec) for x, spec in zip(flat, specs, strict=True)))
         wanted = [PartitionSpec(*spec, *[None] * (x.ndim - 3)) for x in outs]
-        results = [*map(put, outs, wanted), *[None] * (3 - len(outs))]
-        return Results._make(results)
+        return Results(*map(put, outs, wanted), *[None] * (3 - len(outs)))
 
     return jax.jit(call)

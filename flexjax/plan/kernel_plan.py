@@ -10,6 +10,7 @@ import dataclasses
 import typing
 
 import jax
+import jax.numpy as jnp
 
 from flexjax.ir import program as ir
 from flexjax.ir.origin import OriginLayout, Starts
@@ -67,6 +68,8 @@ class KernelPlan:
     differentiable  asks the xla backend for loops that jax can differentiate in reverse mode, for second derivatives
     lengths      whether the call gives lengths of (queries, keys) for each batch entry (`Operands.lengths`). Queries and keys from
                  a length on do not exist: whatever their slots hold, out is 0 and lse is -inf there, and gradients are 0
+    exact_captures  inputs have 16 bits and gradients of captured arrays are wanted: the forward pass also returns
+                 `Results.rounding`, and both passes round the softmax weights alike (`rounds_weights_alike`)
     """
 
     batch: int
@@ -92,6 +95,28 @@ class KernelPlan:
     origin: OriginLayout | None = None
     partial: bool = False
     lengths: tuple[bool, bool] = (False, False)
+    exact_captures: bool = False
+
+    @property
+    def returns_rounding(self) -> bool:
+        """Whether the forward pass returns `Results.rounding`. The out of a part is not rounded."""
+        return self.exact_captures and not self.partial
+
+    @property
+    def rounds_weights_alike(self) -> bool:
+        """Whether both passes round the weights that multiply the values to the same numbers.
+
+        A forward pass that multiplies values by bfloat16 weights 2^(s - n) takes an integer n as the reference of each row, because
+        rounding to bfloat16 and scaling by a power of two commute; so the backward pass, which has another reference, can
+        round its own weights to the same numbers. delta = rowsum(dO * O) is then, up to float32, the sum of rounded weight
+        times dP along the row, and the cotangents of a row add up to 0 as they should:
+
+            ds'_j = rounded weight_j * dP_j - p_j * delta
+
+        Not where max_scores is a result, which must be the largest score itself, and not for float16, whose small weights lose
+        bits below the smallest normal number.
+        """
+        return self.exact_captures and self.dtype == "bfloat16" and not self.max_scores
 
     @property
     def out_dtype(self) -> str:
@@ -180,11 +205,23 @@ class Results(typing.NamedTuple):
 
     lse is the natural logarithm of the softmax denominator, -inf in a row whose entries are all masked. max_scores is the largest
     score after score_mod, -inf in such a row, and None unless the plan asks for it.
+
+    rounding is what rounding to 16 bits took from out, in the shape and dtype of out, and None unless the plan has
+    `exact_captures` (also where out itself is not rounded, as that of a part may be):
+    out + rounding is the output in float32, up to 2^-16 of it. The backward pass forms delta = rowsum(dO * (out + rounding)):
+    an error of delta is the same for all entries of a row, and a captured array sums it where the rest of the row cancels.
     """
 
     out: jax.Array
     lse: jax.Array
     max_scores: jax.Array | None
+    rounding: jax.Array | None = None
+
+    @property
+    def float32_out(self) -> jax.Array:
+        """out + rounding in float32, out itself in float64 for float64 inputs."""
+        out = self.out.astype(jnp.promote_types(self.out.dtype, jnp.float32))
+        return out if self.rounding is None else out + self.rounding.astype(out.dtype)
 
 
 class Gradients(typing.NamedTuple):

@@ -51,9 +51,10 @@ def existing_results(results: Results, lengths: Lengths | None, plan: KernelPlan
     if query is None:
         return results
     low = float("-inf")
-    top = results.max_scores
+    top, rounding = results.max_scores, results.rounding
     return Results(
         where_exists(results.out, query, plan),
         where_exists(results.lse, query, plan, low),
         None if top is None else where_exists(top, query, plan, low),
+        None if rounding is None else where_exists(rounding, query, plan),
     )

@@ -57,6 +57,19 @@ class Problem:
         """
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, differentiable=True))
 
+    @property
+    def residuals(self) -> int:
+        """How many arrays of the forward pass the tangent and backward passes get: out, lse and, if the plan asks for it, rounding."""
+        return 2 + self.plan.exact_captures
+
+    def for_captures(self) -> "Problem":
+        """This problem with plan.exact_captures set, for a call whose captured arrays are differentiated; itself if inputs have
+        more than 16 bits.
+        """
+        if self.plan.dtype not in ("bfloat16", "float16"):
+            return self
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, exact_captures=True))
+
     def needed_derivative(self) -> Program | None:
         """score_mod's derivative program for a pass that needs it; None without score_mod.
 

@@ -56,6 +56,7 @@ def plan_text(plan: KernelPlan) -> str:
     """
     options = plan.options
     absent = {"options", *(["origin"] if plan.origin is None else []), *([] if any(plan.lengths) else ["lengths"])}
+    absent |= set() if plan.exact_captures else {"exact_captures"}
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")
@@ -84,11 +85,13 @@ def versions() -> tuple[str, str]:
 
 
 def digest(plan: KernelPlan, backend: str, device: str, of: tuple[str, str] | None) -> str:
-    """The key under which a file of measured tiles has the entry of a plan: 32 hexadecimal digits of a SHA-256.
+    """The key under which a file of measured tiles has the entry of a plan: 32 hexadecimal digits of a SHA-256. It is the same with
+    exact_captures, which runs with the same tiles.
 
     backend, device   name of the backend, device kind as jax names it
     of                versions of jax and flexjax for which the tiles were measured; None in the tables of the package
     """
+    plan = dataclasses.replace(plan, exact_captures=False)
     text = "\n".join((device, backend, *(of or ()), plan_text(plan)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -24,7 +24,7 @@ import pytest
 import flexjax
 from tests import oracle
 from tests.bound_case import Arrays, BoundCase, x64
-from tests.cases import CASES, Case, large_scores
+from tests.cases import CASES, Case, exact_captures, large_scores
 from tests.compare import assert_close
 
 # The gradient pass runs the forward pass too and compares its results; these are run forward alone besides, outside the slow run.
@@ -317,6 +317,12 @@ class TransformationConformance:
         if self.small_dtype != "float32":
             pytest.skip("the backend's own file has the dtypes that it takes")
         large_scores.check(self.implementation, precise, sinks, gated)
+
+    @pytest.mark.parametrize(
+        "mod", ["slope", "table", *(pytest.param(mod, marks=pytest.mark.slow) for mod in ("pair", "dropout"))]
+    )
+    def test_gradients_of_captures_are_exact(self, mod: str):
+        exact_captures.check(self.implementation, mod)
 
     def test_nan_shows(self):
         """In the row where it is, and nowhere else."""

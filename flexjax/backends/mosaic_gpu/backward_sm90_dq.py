@@ -321,12 +321,13 @@ class _Cta:
                 tile = self.staging.read_from_ring(tile, scratch.staged, number, group, first, last)
             s = products.read(s_acc, 1)
             found = tile.probabilities(s, own.lse2)
-            factor, factors = found.factor(), found.load_factors()
+            factor, factors = found.factor(), zip(found.load_factors(), found.rounded_factors(), strict=True)
             dp = products.read(dp_acc, 0)
             products.release(scratch.value_free.at[v_slot])
             delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
             ds = found.cotangent(factor, dp, delta)
-            return ds, tuple(ds if f is factor else found.cotangent(f, dp, delta) for f in factors)
+            same = lambda f, rounded: f is factor and rounded is None
+            return ds, tuple(ds if same(f, r) else found.load_cotangent(f, r, dp, delta) for f, r in factors)
 
         ds, gradients = products.accumulators(score_cotangents, math.shape, math.shape)
         products.add(dq_acc, ds.astype(scratch.key.dtype), scratch.key.at[k_slot])

@@ -29,7 +29,14 @@ from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
-from flexjax.backends.mosaic_gpu.thread_tiles import add_column_slope, affine_tile, repeat_columns
+from flexjax.backends.mosaic_gpu.static_reference import static_reference
+from flexjax.backends.mosaic_gpu.thread_tiles import (
+    add_column_slope,
+    affine_tile,
+    repeat_columns,
+    rounded_tile,
+    rounded_up,
+)
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -42,12 +49,15 @@ class Probabilities(typing.NamedTuple):
     slope         d mod / d score, None where it is 1
     dropout       the dropout multiplier, None without dropout
     load_slopes   d mod / d load for each load that `TileMath` was asked for, None where it is 1
+    rounded       p times the dropout multiplier, rounded as the forward pass rounded it; None where the passes do not round
+                  weights alike (`TileMath.rounds_weights`)
     """
 
     p: jax.Array
     slope: jax.Array | None
     dropout: jax.Array | None
     load_slopes: tuple[jax.Array | None, ...]
+    rounded: jax.Array | None = None
 
     def weights(self) -> jax.Array:
         """What multiplies V in the forward pass: p times the dropout multiplier, in the shape of the tile."""
@@ -61,6 +71,31 @@ class Probabilities(typing.NamedTuple):
         """p * d mod / d load, and 0 wherever p is 0, for each load that `TileMath` was asked for."""
         slopes = self.load_slopes
         return tuple(self.p if slope is None else jnp.where(self.p > 0.0, self.p * slope, 0.0) for slope in slopes)
+
+    def rounded_factors(self) -> tuple[jax.Array | None, ...]:
+        """`rounded` * d mod / d load, and 0 wherever p is 0, for each load that `TileMath` was asked for; None where the passes do
+        not round weights alike.
+        """
+        rounded, slopes = self.rounded, self.load_slopes
+        if rounded is None:
+            return (None,) * len(slopes)
+        return tuple(rounded if slope is None else jnp.where(self.p > 0.0, rounded * slope, 0.0) for slope in slopes)
+
+    def load_cotangent(
+        self, factor: jax.Array, rounded: jax.Array | None, dp: jax.Array, delta: jax.Array | None
+    ) -> jax.Array:
+        """The cotangent of the values that a load read, in the shape of the tile.
+
+        factor, rounded   of `load_factors` and `rounded_factors`
+        dp, delta         as for `cotangent`
+
+        Where weights are rounded alike, its sum along a row does not have the error of delta
+        (`KernelPlan.rounds_weights_alike`).
+        """
+        if rounded is None:
+            return self.cotangent(factor, dp, delta)
+        assert delta is not None
+        return rounded * dp - factor * delta
 
     def cotangent(self, factor: jax.Array, dp: jax.Array, delta: jax.Array | None) -> jax.Array:
         """factor * (dP - delta) in the shape of the tile: a cotangent of the scores, or of the values that a load
@@ -123,7 +158,12 @@ class TileMath:
     @property
     def starts_at_minus_delta(self) -> bool:
         """Whether the accumulator of dP starts from -delta instead of 0, which saves the subtraction and its registers."""
-        return self.plan.dropout is None
+        return self.plan.dropout is None and not self.rounds_weights
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether cotangents of loads take the weights that the forward pass rounded (`Probabilities.rounded`)."""
+        return bool(self.loads_only or self.loads_too) and self.plan.rounds_weights_alike
 
     def _is_one(self, result: int) -> bool:
         """Whether the derivative program's result number `result` is the constant 1; True without a program."""
@@ -255,7 +295,31 @@ class ColumnMath:
         computed = dict(zip(math.evaluated, rest, strict=True))
         p = self._zero_past_the_ends(self._masked_out(p))
         slopes = tuple(None if n is None else computed[n] for n in math.load_results)
-        return Probabilities(p, computed.get(1), None if self.dropout is None else self.dropout_multiplier(), slopes)
+        dropout = None if self.dropout is None else self.dropout_multiplier()
+        rounded = self._rounded(p if dropout is None else p * dropout, lse2) if math.rounds_weights else None
+        return Probabilities(p, computed.get(1), dropout, slopes, rounded)
+
+    def _rounded(self, weights: jax.Array, lse2: jax.Array) -> jax.Array:
+        """The weights, rounded as the forward kernel rounded them, relative to an integer power of two of each row.
+
+        weights   p times the dropout multiplier, in the shape of the tile
+        lse2      of row_statistics.py, a vector over the queries; rows where it is +inf have weights 0
+
+        The forward kernel leaves `row_term` out of its scores, unless its reference is static.
+        """
+        math = self.rows.math
+        assert math.row_axis == "q"
+        power, plan = lse2, math.plan
+        if may_be_large(plan.score):
+            power = lse2 * LOG2E
+        elif static_reference(plan) is None and self.score is not None:
+            row_term = self.score.row_term()
+            power = power if row_term is None else power - row_term * LOG2E
+        fraction = power - rounded_up(power)
+        fraction = jnp.where(jnp.abs(power) < jnp.float32(jnp.inf), fraction, 0.0)
+        scaled = weights * math.broadcast_rows(jnp.exp2(fraction))
+        scaled = rounded_tile(scaled, plan.dtype, plan.options.interpret)
+        return scaled * math.broadcast_rows(jnp.exp2(-fraction))
 
     def _exponentials(self, s: jax.Array, lse2: jax.Array) -> tuple[jax.Array, typing.Sequence[jax.Array]]:
         """(exp(mod(s) - lse) without the mask, the results `TileMath.evaluated` of the derivative program), each in

@@ -440,10 +440,11 @@ class _Cta:
             value = memory.load_staged(scratch.staged.at[own.q_slot, own.rows, keys], self.interpret)
             tile = tile.with_loaded(self.staging.load, value)
         found = tile.probabilities(s, own.lse2)
-        (factor,) = found.load_factors()
+        (factor,), (rounded,) = found.load_factors(), found.rounded_factors()
         dp = products.read(dp_acc)
         products.release(scratch.key_free.at[own.k_slot])
-        return found.cotangent(factor, dp, None if math.starts_at_minus_delta else math.broadcast(own.delta, "q"))
+        delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
+        return found.load_cotangent(factor, rounded, dp, delta)
 
     def scatter(self, b: Scalar, h: Scalar, row0: Scalar, column0: Scalar, value: jax.Array, group: Scalar) -> None:
         """Adds g of one part of a tile to the elements that the load reads: in fixed point to `Inputs.words`, in the

@@ -185,6 +185,8 @@ def decode_refuses(plan: KernelPlan) -> str | None:
         return "There are as many queries as keys."
     if plan.dropout is not None:
         return "It has no dropout."
+    if plan.exact_captures:
+        return "It does not return what rounding takes from out, which gradients of captured arrays read."
     if plan.extra_dim:
         return "It takes no extra features."
     if plan.options.block_q or plan.options.block_kv or plan.options.num_stages:

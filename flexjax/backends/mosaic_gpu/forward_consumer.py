@@ -635,6 +635,9 @@ class QueryTile:
             outputs.max_scores[rows] = softmax.to_score(top)
         out = out * registers.broadcast_vector(divisor, "row", out.shape)
         self._write(out, rows_of(outputs.out, setup.plan.layout, b, h, q_start, tile.rows))
+        if outputs.rounding is not None:
+            out = out - thread_tiles.rounded_tile(out, setup.plan.dtype, setup.interpret)
+            self._write(out, rows_of(outputs.rounding, setup.plan.layout, b, h, q_start, tile.rows))
 
     def _write(self, out: jax.Array, target: Ref) -> None:
         """Copies `out` to `target` in global memory, in parts of `out_columns` columns, through this warpgroup's

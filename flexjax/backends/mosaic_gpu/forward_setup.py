@@ -41,11 +41,13 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """Results: out in the layout of the queries; lse and (None: not wanted) row maxima, [B, N, T] float32."""
+    """Results: out in the layout of the queries; lse and (None: not wanted) row maxima, [B, N, T] float32; and (None: not wanted)
+    what rounding took from out, in the shape and dtype of out."""
 
     out: Part
     lse: Part
     max_scores: Part | None
+    rounding: Part | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ class ForwardSetup:
             interpret=self.interpret,
             large_scores=self.large_scores,
             program=self.plan.score,
+            whole_powers=self.plan.rounds_weights_alike,
         )
 
     @property

@@ -32,7 +32,8 @@ TMA_ROWS = 8
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
-    """Runs the forward kernel: out, lse and, where the plan wants them, row maxima (else None), in the plan's layout.
+    """Runs the forward kernel: out, lse and, where the plan wants them, row maxima and what rounding took from out (else None),
+    in the plan's layout.
 
     tile   one of `forward_candidates(plan)`, whose head dim includes the extra features
 
@@ -45,6 +46,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     inputs = _inputs(setup, operands)
     scheduler = setup.scheduler
     stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
+    out = kernel_parts.output((*inputs.query.shape[:3], tile.value_dim), plan.dtype, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
@@ -56,9 +58,10 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         kernel,
         inputs,
         Outputs(
-            out=kernel_parts.output((*inputs.query.shape[:3], tile.value_dim), plan.dtype, inputs.query),
+            out=out,
             lse=stats,
             max_scores=stats if plan.max_scores else None,
+            rounding=out if plan.exact_captures else None,
         ),
         forward_scratch(tile, plan.dtype, setup.interpret),
         name="flexjax_forward",
@@ -68,8 +71,9 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     )
     max_scores = None if results.max_scores is None else _without_padding(results.max_scores, plan)
     lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
-    out = results.out[:, : lengths[0], : lengths[1], : plan.value_dim]
-    return Results(out, _without_padding(results.lse, plan), max_scores)
+    cut = lambda x: x[:, : lengths[0], : lengths[1], : plan.value_dim]
+    rounding = None if results.rounding is None else cut(results.rounding)
+    return Results(cut(results.out), _without_padding(results.lse, plan), max_scores, rounding)
 
 
 def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:

@@ -77,6 +77,8 @@ class OnlineSoftmax:
     interpret      whether the kernel runs in the simulator
     large_scores   references are scores, not scores times log2(e)
     program        the score program, None for the identity
+    whole_powers   references are integers (multiples of ln 2 with large scores), so that the backward pass can round its
+                   weights to those of this pass (tile_math.py)
     """
 
     shape: tuple[int, int]
@@ -86,6 +88,7 @@ class OnlineSoftmax:
     interpret: bool
     large_scores: bool = False
     program: Program | None = None
+    whole_powers: bool = False
 
     def _row_vector(self, value: float) -> jax.Array:
         """The row vector, [rows] float32, whose elements are all `value`."""
@@ -171,17 +174,19 @@ class OnlineSoftmax:
         base          [rows] float32
 
         With `lazy_rescale` a reference rises only where the maximum exceeds it by RESCALE_THRESHOLD powers of two.
-        Otherwise it is the larger of both, and `needed` is always 1.
+        Otherwise it is the larger of both, and `needed` is always 1. With `whole_powers` it rises to `thread_tiles.whole_power`.
         """
         if self.lazy_rescale:
             threshold, power = (RESCALE_THRESHOLD * LN2, LOG2E) if self.large_scores else (RESCALE_THRESHOLD, 1.0)
             top, factor, needed = thread_tiles.follow_maximum(
-                largest, log2_factor, offset, base, threshold, self.interpret, power
+                largest, log2_factor, offset, base, threshold, self.interpret, power, self.whole_powers
             )
             return top, Rescale(factor, needed)
         top = largest.max(axis=1) * log2_factor
         if offset is not None:
             top = top + offset
+        if self.whole_powers:
+            top = thread_tiles.whole_power(top, LOG2E if self.large_scores else 1.0)
         top = jnp.maximum(top, base)
         return top, Rescale(self.power(base - top), jnp.int32(1))
 

@@ -41,7 +41,8 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
     delta = 0. Where scores may be too large to scale (`may_be_large`), lse takes the place of lse2.
     """
     pad = lambda x: common.pad(x, plan.layout, plan.options.interpret)
-    delta = row_dots(plan, pad(results.out), pad(d_out))
+    rounding = None if results.rounding is None else pad(results.rounding)
+    delta = row_dots(plan, pad(results.out), pad(d_out), rounding)
     lse = results.lse.astype(jnp.float32)
     d_lse = None if d_lse is None else d_lse.astype(jnp.float32)
     if plan.layout == "BTNH":
@@ -57,10 +58,11 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands of the kernel, both [B, T, N, E] or [B, N, T, E]."""
+    """Operands of the kernel, all [B, T, N, E] or [B, N, T, E]; rounding (Results) None where O is out alone."""
 
     out: Part
     d_out: Part
+    rounding: Part | None
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
@@ -74,14 +76,16 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
     out: Part
     d_out: Part
+    rounding: Part | None
     arrived: Part
 
 
-def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
+def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array, rounding: jax.Array | None = None) -> jax.Array:
     """rowsum(dO * O) of every query, [B, N, T'] float32, by a kernel: T' is the number of queries rounded up to UNIT;
     0 past the end.
 
-    out, d_out   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`
+    out, d_out, rounding   O and dO, [B, T, N, E] or [B, N, T, E], padded by `backward_sm90_common.pad`; with `rounding`, O is
+                           out + rounding
     """
     length, dim = round_up(plan.q_len, UNIT), out.shape[-1]
     tiles = length // ROWS
@@ -94,25 +98,28 @@ def row_dots(plan: KernelPlan, out: jax.Array, d_out: jax.Array) -> jax.Array:
         program = lax.axis_index("program")
         head, start = lax.div(program, i32(tiles)), lax.rem(program, i32(tiles)) * ROWS
         b, h = lax.div(head, i32(plan.q_heads)), lax.rem(head, i32(plan.q_heads))
-        for source, target in ((inputs.out, scratch.out), (inputs.d_out, scratch.d_out)):
+        for source, target in zip(inputs, scratch, strict=False):
+            if source is None or target is None:
+                continue
             plgpu.copy_gmem_to_smem(rows_of(source, plan.layout, b, h, start, ROWS), target, scratch.arrived)
         plgpu.barrier_wait(scratch.arrived)
         total = None
         for first, width in columns:
-            part = [
+            o, do, *rest = [
                 load(tile.at[:, pl.ds(first, width)], registers.TILE, optimized=False).astype(jnp.float32)
-                for tile in (scratch.out, scratch.d_out)
+                for tile in (scratch.out, scratch.d_out, scratch.rounding)
+                if tile is not None
             ]
-            dots = jnp.sum(part[0] * part[1], axis=1)
+            dots = jnp.sum((o + rest[0] if rest else o) * do, axis=1)
             total = dots if total is None else total + dots
         outputs.dots.at[b, h, pl.ds(start, ROWS)][...] = total
 
     tile = SwizzledTiles((ROWS, dim), dtype_name(out.dtype))
     results: Outputs[jax.Array] = launch(
         kernel,
-        Inputs(out, d_out),
+        Inputs(out, d_out, rounding),
         Outputs(kernel_parts.output((plan.batch, plan.q_heads, length), jnp.float32, out)),
-        Scratch(tile, tile, Barriers(arrivals=2)),
+        Scratch(tile, tile, None if rounding is None else tile, Barriers(arrivals=2 if rounding is None else 3)),
         name="flexjax_row_dots",
         programs=plan.batch * plan.q_heads * tiles,
         warpgroups=None,

@@ -25,11 +25,12 @@ def static_reference(plan: KernelPlan) -> float | None:
 
     None where there is no score_mod, where the distance from the middle to a bound exceeds MAX_DISTANCE or is unknown,
     where scores may be too large to scale, where inputs are not bfloat16 (float16 has too short an exponent for the
-    probabilities), and where the plan's result includes the row maxima.
+    probabilities), and where the plan's result includes the row maxima. An integer where both passes round weights alike.
     """
     if plan.score is None or plan.max_scores or plan.dtype != "bfloat16" or may_be_large(plan.score):
         return None
     ((low, high),) = bounds(plan.score)
     if not (high - low) / 2 * LOG2E <= MAX_DISTANCE:  # also where a bound is infinite or NaN
         return None
-    return (low + high) / 2 * LOG2E
+    middle = (low + high) / 2 * LOG2E
+    return float(round(middle)) if plan.rounds_weights_alike else middle

@@ -31,6 +31,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxlib.mlir.dialects import math as mlir_math
 
+from flexjax.backends import tile_math
 from flexjax.backends.mosaic_gpu.exponential import exp2_by_instruction
 from flexjax.backends.mosaic_gpu.kernel_parts import (
     SCALAR_INT,
@@ -341,6 +342,7 @@ def follow_maximum(
     threshold: float,
     interpret: bool,
     powers_of_two: float = 1.0,
+    whole: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The softmax reference of each row after a tile: raised to the row maximum where that exceeds the reference
     before by more than the threshold, else unchanged.
@@ -351,6 +353,7 @@ def follow_maximum(
     base            [rows] float32, the reference before
     threshold       in the unit of references
     powers_of_two   powers of two in one unit of a reference
+    whole           a reference that rises becomes `whole_power` of the maximum
 
     Returns the reference [rows], the rescaling factor 2^((base - reference) * powers_of_two) [rows], 1 where the
     reference is unchanged, and an int32 that is 1 in warps where any reference rose (always 1 in the simulator). Lanes
@@ -359,7 +362,8 @@ def follow_maximum(
     rows = base.shape[0]
     if interpret:
         top = maximum.max(axis=1) * factor + (np.float32(0) if offset is None else offset)
-        top = jnp.where(top > base + np.float32(threshold), top, base)
+        above_base = top > base + np.float32(threshold)
+        top = jnp.where(above_base, whole_power(top, powers_of_two) if whole else top, base)
         return top, jnp.exp2((base - top) * np.float32(powers_of_two)), jnp.int32(1)
 
     def follow(
@@ -389,6 +393,15 @@ def follow_maximum(
             """
             return arith.cmpf(arith.CmpFPredicate.OGT, value, arith.addf(known[row], mgpu.c(threshold, f32)))
 
+        def raised(value: ir.Value) -> ir.Value:
+            """`whole_power` of a maximum in the unit of references."""
+            if powers_of_two == 1.0:
+                return mlir_math.ceil(value)
+            up = mlir_math.ceil(arith.mulf(value, mgpu.c(powers_of_two, f32)))
+            up = arith.mulf(up, mgpu.c(1 / powers_of_two, f32))
+            small = arith.cmpf(arith.CmpFPredicate.OLT, mlir_math.absf(value), mgpu.c(tile_math.MAX_WHOLE, f32))
+            return arith.select(small, up, value)
+
         anyone = _any_lane(functools.reduce(arith.ori, (above(row, value) for row, value in scaled.items())))
         branch = scf.IfOp(anyone, [f32] * (2 * len(known)), has_else=True)
         with ir.InsertionPoint(branch.then_block):
@@ -396,7 +409,7 @@ def follow_maximum(
             for row, value in scaled.items():
                 for distance in LANE_DISTANCES:
                     value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
-                tops.append(arith.select(above(row, value), value, known[row]))
+                tops.append(arith.select(above(row, value), raised(value) if whole else value, known[row]))
                 below = arith.subf(known[row], tops[-1])
                 shrinks.append(
                     exp2_by_instruction(
@@ -421,6 +434,29 @@ def follow_maximum(
     layouts = (TILE, ROW) if offset is None else (TILE, ROW, SCALAR_LAYOUT)
     top, rescale, changed = inline_mgpu(*layouts, returns=(row, row, SCALAR_INT))(follow)(*operands)
     return top, rescale, changed
+
+
+def rounded_up(vector: jax.Array) -> jax.Array:
+    """A vector over the rows of a tile, [rows] float32, rounded up to integers; infinities stay."""
+    small = jnp.abs(vector) < np.float32(1 << 23)  # others are integers already
+    whole = jnp.where(small, vector.astype(jnp.int32).astype(jnp.float32), vector)
+    return jnp.where(whole < vector, whole + np.float32(1), whole)
+
+
+def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
+    """Softmax references, [rows] float32, raised to a whole number of powers of two.
+
+    powers_of_two   in one unit of a reference. If that is not 1, references from tile_math.MAX_WHOLE on stay
+    """
+    if powers_of_two == 1.0:
+        return rounded_up(reference)
+    whole = rounded_up(reference * np.float32(powers_of_two)) * np.float32(1 / powers_of_two)
+    return jnp.where(jnp.abs(reference) < np.float32(tile_math.MAX_WHOLE), whole, reference)
+
+
+def rounded_tile(tile: jax.Array, dtype: str, interpret: bool) -> jax.Array:
+    """A tile, [rows, columns] float32, rounded to a dtype of 16 bits, in float32."""
+    return tile_math.round_to(tile, dtype) if interpret else tile.astype(dtype).astype(jnp.float32)
 
 
 def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:

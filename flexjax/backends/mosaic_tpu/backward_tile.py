@@ -5,6 +5,9 @@
     ds      = ds' * ds'/ds                            cotangent of the scaled score
     dload_n = ds' * ds'/dload_n                       cotangent of each read of a captured array, for each entry
 
+Where both passes round weights alike (tile_math.py), dload_n has w * (dO . V) - p * (delta - d_lse) in place of ds', where w is p * r
+rounded as the forward kernel rounded it: its sum along a row does not have the error of delta.
+
 Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where they cannot hold anything but
 finite numbers (TileScores.finite_where_off), one select before the exponential does the same at less cost.
 
@@ -28,7 +31,7 @@ from flexjax.backends.mosaic_tpu import layouts, vmem
 from flexjax.backends.mosaic_tpu.hoisted_operands import Operand
 from flexjax.backends.mosaic_tpu.launch import KernelStep
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
-from flexjax.backends.mosaic_tpu.vector_ops import LOG2E
+from flexjax.backends.mosaic_tpu.vector_ops import LOG2E, round_to
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -137,8 +140,14 @@ def strip_gradients(
     dp = products.dp if multiplier is None else products.dp * multiplier
     d_score = p * (dp - products.shift)
     ds = zero_where_off(d_score if slope is None else d_score * slope)
+    weights = p if multiplier is None else p * multiplier
+    if wanted and scores.plan.rounds_weights_alike:
+        power = products.lse * np.float32(LOG2E) if scores.large else products.lse
+        fraction = jnp.where(power == jnp.inf, 0.0, power - jnp.ceil(power))
+        rounded = round_to(weights * jnp.exp2(fraction), scores.plan.dtype, scores.plan.options.interpret)
+        d_score = rounded * jnp.exp2(-fraction) * products.dp - p * products.shift
     loads = {n: zero_where_off(jnp.broadcast_to(d_score * load_slopes[n], products.qk.shape)) for n in wanted}
-    return StripGradients(zero_where_off(p if multiplier is None else p * multiplier), ds, loads)
+    return StripGradients(zero_where_off(weights), ds, loads)
 
 
 def _exponent_and_slopes(

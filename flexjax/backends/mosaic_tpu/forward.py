@@ -43,6 +43,7 @@ from flexjax.backends.mosaic_tpu.vector_ops import (
     fill,
     lane_sums,
     repeat_lanes,
+    round_to,
     zero_rows_past_end,
 )
 from flexjax.backends.mosaic_tpu.visit_order import when_on
@@ -60,11 +61,14 @@ class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
 
 
 class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
-    """Blocks of a row: out [queries, E]; lse and (if the plan asks) max_scores [1, queries], float32, natural logarithms."""
+    """Blocks of a row: out [queries, E]; lse and (if the plan asks) max_scores [1, queries], float32, natural logarithms; and (if the
+    plan asks) what rounding took from out, [queries, E].
+    """
 
     out: T
     lse: T
     max_scores: T | None
+    rounding: T | None
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[T]):
@@ -96,16 +100,28 @@ class ForwardKernel:
         return self.plan.score is None and self.plan.scale > 0
 
     @property
+    def whole_powers(self) -> bool:
+        """Whether references are whole powers of two, so that the backward pass can round its weights to those of this pass
+        (tile_math.py). Scores are then converted to base 2 before the maximum, unless they may be large.
+        """
+        return self.plan.rounds_weights_alike
+
+    @property
+    def in_base_2(self) -> bool:
+        """Whether `strip_scores` returns scores to base 2."""
+        return self.scores.separated is not None or (self.whole_powers and not self.scores.large)
+
+    @property
     def to_base_2(self) -> np.float32:
-        """The factor that turns what `strip_scores` returns into scores to base 2 (for exp2); 1 with a separated bias."""
-        if self.scores.separated is not None:
+        """The factor that turns what `strip_scores` returns into scores to base 2 (for exp2)."""
+        if self.in_base_2:
             return np.float32(1.0)
         return np.float32(self.plan.scale * LOG2E if self.identity else LOG2E)
 
     @property
     def to_natural(self) -> np.float32:
         """The factor that turns what `strip_scores` returns into scores to base e: those after score_mod."""
-        if self.scores.separated is not None:
+        if self.in_base_2:
             return np.float32(math.log(2.0))
         return np.float32(self.plan.scale if self.identity else 1.0)
 
@@ -141,16 +157,19 @@ class ForwardKernel:
         """The scores of which the row maximum is taken, float32 (queries, keys) of a strip, from the products qk = q . k.
 
         They are q . k itself without a score program (`identity`), the scores in base 2 without the row term of a separated bias,
-        or the scores after score_mod. `to_base_2` and `to_natural` are their factors.
+        or the scores after score_mod. `to_base_2` and `to_natural` are their factors. With `whole_powers` they are scores in base
+        2 (unless they may be large), with the row term, because the backward pass does not know it apart.
         """
         if self.identity:
             return qk
         separated = self.scores.separated
         if separated is None:
-            return self.scores.scores(step, qk * np.float32(self.plan.scale))[0]
+            scores = self.scores.scores(step, qk * np.float32(self.plan.scale))[0]
+            return scores * np.float32(LOG2E) if self.in_base_2 else scores
         bias = self.scores.bias(step)
         x = qk * np.float32(self.plan.scale * separated.scale * LOG2E)
-        return x if bias.tile is None else x + bias.tile
+        x = x if bias.tile is None else x + bias.tile
+        return x + bias.row_term if self.whole_powers and bias.row_term is not None else x
 
     def add_strip(self, step: KernelStep) -> None:
         """One step of the online softmax: adds the keys of a strip to the row maximum, row sum and accumulated output
@@ -168,7 +187,10 @@ class ForwardKernel:
         if on is not None:
             x = jnp.where(on, x, -jnp.inf)
         m_before = maximum[...]
-        m = jnp.maximum(m_before, jnp.max(x, axis=1, keepdims=True))
+        largest = jnp.max(x, axis=1, keepdims=True)
+        if self.whole_powers:
+            largest = tile_math.whole_power(largest) if large else jnp.ceil(largest)
+        m = jnp.maximum(m_before, largest)
         subtracted = m if large else m * self.to_base_2
         if on is not None or plan.score is not None:
             subtracted = jnp.where(m == -jnp.inf, 0.0, subtracted)
@@ -177,7 +199,7 @@ class ForwardKernel:
             p = jnp.exp2(distance * self.to_base_2)
             rescale = jnp.exp2((m_before - subtracted) * self.to_base_2)
         else:
-            base_2 = x if self.scores.separated is not None else x * self.to_base_2
+            base_2 = x if self.in_base_2 else x * self.to_base_2
             p = jnp.exp2(base_2 - repeat_lanes(subtracted, strip.cols))
             rescale = jnp.exp2(m_before * self.to_base_2 - subtracted)
         total[...] = total[...] * rescale + lane_sums(p)
@@ -199,10 +221,10 @@ class ForwardKernel:
         all keys of a row share.
         """
         refs: Refs = step.refs
-        out_ref, lse_ref, max_scores_ref = refs.outputs
+        out_ref, lse_ref, max_scores_ref, rounding_ref = refs.outputs
         accumulated = refs.scratch.accumulated
         m = refs.scratch.maximum[...]
-        if self.scores.separated is not None:
+        if self.scores.separated is not None and not self.whole_powers:
             row_term = self.scores.bias(step).row_term  # left out so far, since it is the same for the whole row
             m = m if row_term is None else jnp.where(m == -jnp.inf, m, m + row_term)
         m = m * self.to_natural
@@ -229,7 +251,12 @@ class ForwardKernel:
         sums = accumulated[...]
         if exists is not None:
             sums = jnp.where(exists[:, :1], sums, 0.0)
-        out_ref[...] = (sums * repeat_lanes(inverse, accumulated.shape[1])).astype(out_ref.dtype)
+        out = sums * repeat_lanes(inverse, accumulated.shape[1])
+        if rounding_ref is None:
+            out_ref[...] = out.astype(out_ref.dtype)
+        else:
+            rounded = round_to(out, self.plan.dtype, self.plan.options.interpret)
+            out_ref[...], rounding_ref[...] = rounded.astype(out_ref.dtype), (out - rounded).astype(out_ref.dtype)
         lse = jnp.where(not_empty, m + jnp.log(jnp.where(not_empty, total, 1.0)), -jnp.inf)
         lse_ref[...] = lse[:, :1].reshape(1, self.tiles.q)
 
@@ -246,6 +273,7 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
     maps = layouts.IndexMaps(order, shapes.group)
     q, k, v = layouts.fold(plan, operands)
     row_output = Output((plan.batch, plan.q_heads, 1, plan.q_len), "float32", maps.row_spec(tiles.q))
+    out_output = Output(shapes.out.shape, plan.dtype, shapes.out.spec(tiles.q, maps.query))
     found = launch(
         KernelCall(
             "flexjax_forward",
@@ -257,9 +285,10 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
                 Operand(v, shapes.value.spec(tiles.kv, maps.key)),
             ),
             outputs=ForwardOutputs(
-                Output(shapes.out.shape, plan.dtype, shapes.out.spec(tiles.q, maps.query)),
+                out_output,
                 row_output,
                 row_output if plan.max_scores else None,
+                out_output if plan.exact_captures else None,
             ),
             scratch=ForwardScratch(
                 pltpu.VMEM((tiles.q, LANES), F32),
@@ -275,10 +304,11 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
         ),
         ForwardKernel(plan, tiles, scores),
     )
-    out, lse, max_scores = typing.cast(ForwardOutputs[jax.Array], found)
+    out, lse, max_scores, rounding = typing.cast(ForwardOutputs[jax.Array], found)
     from_rows = lambda x: layouts.rows_from_kernel(x, shapes.tokens_first)
     return Results(
         shapes.out.from_kernel(out),
         from_rows(lse),
         None if max_scores is None else from_rows(max_scores),
+        None if rounding is None else shapes.out.from_kernel(rounding),
     )

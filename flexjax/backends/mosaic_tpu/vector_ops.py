@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flexjax.backends import tile_math
+
 LANES = 128
 """Lanes of a vector register."""
 LOG2E = math.log2(math.e)
@@ -69,3 +71,8 @@ def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int | np.int
     row = start + lax.broadcasted_iota(jnp.int32, (values.shape[0], 1), 0)
     end = np.int32(length) if isinstance(length, int) else length
     return jnp.where(row < end, values, jnp.zeros((), values.dtype))
+
+
+def round_to(x: jax.Array, dtype: str, interpret: bool) -> jax.Array:
+    """`x`, float32, rounded to a dtype of 16 bits, in float32. The interpreter's XLA may drop a pair of casts; Mosaic keeps it."""
+    return tile_math.round_to(x, dtype) if interpret else x.astype(dtype).astype(F32)

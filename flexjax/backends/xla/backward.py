@@ -83,7 +83,7 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
     tiled = TiledOperands(plan, operands, target, derivative, backward=True)
     sizes = tiled.sizes
     wide = lambda x: heads_first(x, plan).astype(tiled.compute)
-    delta = jnp.sum(wide(d_out) * wide(results.out), -1)
+    delta = jnp.sum(wide(d_out) * wide(results.float32_out), -1)
     if d_lse is not None:
         delta = delta - wide(d_lse)
     lse = wide(results.lse)
@@ -187,7 +187,12 @@ class BackwardSweep(typing.NamedTuple):
                 return QuerySums(dq, dqx), KeySums(dk, dv, dkx, buffers)
             dp = tiled.query_times_key(do, tiled.take_columns(tiled.value, row, visit))
             cotangent = p * ((dp if multiplier is None else dp * multiplier) - delta)
-            buffers = self.captured.add(buffers, row, visit, scores, cotangent)
+            of_loads = cotangent
+            if tiled.rounds_weights and self.captured.slots:
+                weights = p if multiplier is None else p * multiplier
+                weights = tile_math.rounded_weights(weights, lse * tile_math.LOG2E, plan.dtype)
+                of_loads = weights * dp - p * delta
+            buffers = self.captured.add(buffers, row, visit, scores, of_loads)
             d_raw = times_partial(cotangent, scores.partials[0]) if scores.partials else cotangent
             ds = zero_where_off(scores, d_raw) * scale
             if dq is not None:

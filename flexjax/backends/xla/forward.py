@@ -40,10 +40,11 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
         out, lse, top = (x[None] for x in one_row(jnp.int32(0)))
     else:
         out, lse, top = lax.map(one_row, jnp.arange(sizes.steps, dtype=jnp.int32))
-    out = heads_first(join_rows(out, sizes)[:, :, : plan.q_len], plan).astype(plan.out_dtype)
+    out = heads_first(join_rows(out, sizes)[:, :, : plan.q_len], plan)
     flat = lambda x: heads_first(join_rows(x, sizes)[:, :, : plan.q_len, 0], plan)
-    results = Results(out, flat(lse), flat(top) if plan.max_scores else None)
-    return existing_results(results, operands.lengths, plan)
+    results = existing_results(Results(out, flat(lse), flat(top) if plan.max_scores else None), operands.lengths, plan)
+    out, rounding = tile_math.out_and_rounding(results.out, plan)
+    return results._replace(out=out, rounding=rounding)
 
 
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
@@ -64,7 +65,7 @@ def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:
         maximum, total, accumulated = state
         raw = raw_scores(tiled, row, visit, q, qx)
         scores = visit_scores(tiled, row, visit, raw, plan.score, mask_q_end=False).modified
-        maximum, total, factor, weights = tile_math.online_step(maximum, total, scores)
+        maximum, total, factor, weights = tile_math.online_step(maximum, total, scores, tiled.rounds_weights)
         multiplier = dropout_multiplier(tiled, row, visit)
         weights = weights if multiplier is None else weights * multiplier
         product = tiled.weights_times_value(weights, tiled.take_columns(tiled.value, row, visit))
@@ -111,4 +112,5 @@ def empty_results(plan: KernelPlan, operands: Operands) -> Results:
         by_head = operands.sinks.astype(lse.dtype)
         lse = jnp.broadcast_to(by_head if plan.layout == "BTNH" else by_head[:, None], shape)
     top = jnp.full(shape, -jnp.inf, plan.score_dtype) if plan.max_scores else None
-    return Results(jnp.zeros((*shape, plan.value_dim), plan.out_dtype), lse, top)
+    out = jnp.zeros((*shape, plan.value_dim), plan.out_dtype)
+    return Results(out, lse, top, jnp.zeros_like(out) if plan.returns_rounding else None)

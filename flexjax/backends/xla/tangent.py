@@ -103,7 +103,7 @@ class TiledTangents:
         padded = tiled.pad_score_captures(filled) if any(has_tangent) else filled
         self.captures = tuple(p if has else None for p, has in zip(padded, has_tangent, strict=True))
         self.lse = pad_to(wide(results.lse), 2, tiled.sizes.padded_q)[..., None]
-        self.out = tiled.rows(results.out).astype(tiled.compute)
+        self.out = pad_to(wide(results.float32_out), 2, tiled.sizes.padded_q)
 
 
 def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:

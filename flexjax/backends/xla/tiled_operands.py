@@ -78,6 +78,7 @@ class TiledOperands:
     sizes              sizes of the tiles
     compute            dtype of scores and sums
     operand_dtype      dtype of the operands of products: low precision only where the platform has units for it
+    rounds_weights     whether the weights of values are rounded, in both passes to the same numbers (tile_math.py)
     in_place           whether keys and values keep their own length, layout and dtype: in a forward pass of a short call
                        (tile_sizes.is_short), or of one row of tiles, which reads each of them once
     key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are in place and the layout is BTNH, else 1
@@ -114,6 +115,7 @@ class TiledOperands:
         narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
         self.lengths = operands.lengths or NONE
+        self.rounds_weights = narrow and plan.rounds_weights_alike
         sizes = self.sizes
         self.in_place = (sizes.rows == 1 or is_short(plan, target)) and not backward
         self.key_heads_axis = 2 if self.in_place and plan.layout == "BTNH" else 1
