@@ -34,6 +34,7 @@ ORDER = (
         "check_arguments",
         "dropout",
     ),
+    ("paged",),
     ("parallel",),
     ("backends",),
     ("plan",),

@@ -1,0 +1,329 @@
+"""Keys and values in pages: the pool, and how tokens are written to it and read from it.
+
+The pool of keys is [P, page, M, D], that of values [P, page, M, E], M key heads. `append` writes into the pool in place if the
+caller donates it (`jax.jit(..., donate_argnums=...)`): XLA then updates the donated buffer and copies nothing but the new tokens and
+pages that are shared (table.py). One exception: on a CPU a pool of bfloat16, float16 or float8 is copied once by each append,
+because XLA has no update of such arrays there.
+
+**Quantised pools** (int8, float8_e4m3fn) have scales: key = stored * scale. Two forms, told apart by their rank:
+
+    float32 [M]      given by the caller of `empty`, one for each key head, never changed
+    float32 [P, M]   one for each page and head, set by `append` when it writes the first token of a page:
+                     2 * max |token| / L, L = 127 (int8) or 448 (float8_e4m3fn); a token of zeros counts as max |token| = 1
+
+A number x is stored as x / scale, rounded to nearest even, after clipping to -L .. L. The factor 2 leaves room for later tokens of
+the page.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from flexjax.errors import bad_argument
+from flexjax.paged.table import (
+    Growth,
+    PageTable,
+    check_int32,
+    check_page,
+    check_positive,
+    check_table,
+    described,
+    grow,
+)
+
+Array = jax.Array
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The largest number that a quantised pool stores, by dtype."""
+PLAIN = ("bfloat16", "float16", "float32", "float64")
+"""Dtypes of pools without scales."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedCache:
+    """Keys and values of one layer in P pages; a pytree, made by `flexjax.paged.empty`.
+
+    key           [P, page, M, D], bfloat16, float16, float32 or float64, or quantised: int8 or float8_e4m3fn
+    value         [P, page, M, E], of the same dtype
+    key_scales    float32 [M] or [P, M] of a quantised pool: what a stored key is multiplied by; else None
+    value_scales  the same for values
+    """
+
+    key: Array
+    value: Array
+    key_scales: Array | None = None
+    value_scales: Array | None = None
+
+
+jax.tree_util.register_dataclass(PagedCache, data_fields=["key", "value", "key_scales", "value_scales"], meta_fields=[])
+
+Scales = float | Array | np.ndarray
+
+
+def empty(
+    P: int,
+    page: int,
+    M: int,
+    D: int,
+    *,
+    E: int | None = None,
+    dtype: DTypeLike,
+    scales: Scales | tuple[Scales, Scales] | None = None,
+) -> PagedCache:
+    """A pool of P pages of `page` tokens, for M key heads, head dim D of keys and E of values (default D), all zeros.
+
+    dtype    bfloat16, float16, float32 or float64; int8 or float8_e4m3fn stores quantised numbers
+    scales   of a quantised pool: a number or float [M] for keys and values, or a pair (keys, values) of these. None: `append`
+             chooses a scale for each page and head
+
+    Raises ValueError for sizes that are no positive ints, a page that is no multiple of 8, another dtype, and scales of another
+    shape or of a pool that is not quantised.
+    """
+    value_dim = D if E is None else E
+    for name, number in (("P", P), ("M", M), ("D", D), ("E", value_dim)):
+        check_positive(name, number)
+    check_page("page", page)
+    name = jnp.dtype(dtype).name
+    if name not in (*PLAIN, *LARGEST):
+        raise bad_argument("dtype", name, "one of " + ", ".join((*PLAIN, *LARGEST)), "Store the cache in one of these.")
+    key, value = jnp.zeros((P, page, M, D), name), jnp.zeros((P, page, M, value_dim), name)
+    if name not in LARGEST:
+        if scales is not None:
+            raise bad_argument("scales", "given", f"None for {name}", "Only int8 and float8_e4m3fn pools have scales.")
+        return PagedCache(key, value)
+    if scales is None:
+        return PagedCache(key, value, *(jnp.ones((P, M), jnp.float32) for _ in range(2)))
+    pair = scales if isinstance(scales, tuple) else (scales, scales)
+    if len(pair) != 2:
+        raise bad_argument("scales", f"a tuple of {len(pair)}", "a pair (keys, values)", "Pass one for each.")
+    return PagedCache(key, value, *(_given_scale(x, M) for x in pair))
+
+
+def _given_scale(given: Scales, heads: int) -> Array:
+    """A scale that the caller gives, as float32 [M]. Raises ValueError for another shape or dtype."""
+    array = jnp.asarray(given)
+    if array.shape not in ((), (heads,)) or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise bad_argument(
+            "scales", described(array), f"a float or float32[{heads}]", "Give one for all key heads or for each."
+        )
+    return jnp.broadcast_to(array.astype(jnp.float32), (heads,))
+
+
+def append(
+    cache: PagedCache,
+    table: PageTable,
+    k: Array | np.ndarray,
+    v: Array | np.ndarray,
+    *,
+    query_seq_lengths: Array | np.ndarray | None = None,
+    cu_q_lens: Array | np.ndarray | None = None,
+) -> tuple[PagedCache, PageTable]:
+    """Writes new tokens after those that each request has: (cache, table).
+
+    k, v                [R, T, M, D] and [R, T, M, E], or the tokens of all requests one after the other, [tokens, M, D] and
+                        [tokens, M, E], with cu_q_lens. They are cast to the dtype of the cache, or quantised
+    query_seq_lengths   int32 [R], for [R, T, M, D]: how many of the T tokens of each request count; default all
+    cu_q_lens           int32 [R + 1]: request r has the tokens cu_q_lens[r] .. cu_q_lens[r + 1] - 1; tokens after the last are
+                        padding
+
+    `allocate` has to reserve the pages before. The tokens of a request whose pages are not all reserved are not written, and its
+    length stays. Every layer has a cache of its own and all share the table: give each layer the same old table, and keep the
+    table that any of them returns. Donate `cache`, so that it is updated in place. Raises ValueError for arguments of other types
+    or shapes.
+    """
+    pool, page = check_cache(cache)
+    check_table(table, page)
+    if table.uses.shape[0] != pool:
+        raise bad_argument(
+            "table.uses",
+            f"of shape {table.uses.shape}",
+            f"({pool},), a count for each page of the cache",
+            "Make them agree.",
+        )
+    rows = table.lengths.shape[0]
+    k, v = (
+        _new_tokens(name, x, like, rows, cu_q_lens) for name, x, like in (("k", k, cache.key), ("v", v, cache.value))
+    )
+    if k.shape[:-2] != v.shape[:-2]:
+        raise bad_argument("v", described(v), f"the tokens of k, {described(k)}", "Make them agree.")
+    if cu_q_lens is None:
+        most = k.shape[1]
+        counts = jnp.full(rows, most, jnp.int32)
+        if query_seq_lengths is not None:
+            counts = jnp.clip(check_int32("query_seq_lengths", query_seq_lengths, (rows,)), 0, most)
+        row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), most)
+        place = jnp.tile(jnp.arange(most, dtype=jnp.int32), rows)
+    else:
+        if query_seq_lengths is not None:
+            raise bad_argument(
+                "query_seq_lengths", "given beside cu_q_lens", "one of them", "cu_q_lens has the lengths."
+            )
+        row, place, counts = rows_of_tokens(cu_q_lens, rows, k.shape[0])
+    k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
+    growth = grow(table, counts, page)
+    position = growth.starts[row] + place
+    pages = growth.table.pages
+    column = jnp.clip(position // page, 0, pages.shape[1] - 1)
+    at = Places(growth, jnp.where(place < growth.writes[row], pages[row, column], pool), position % page)
+    key, key_scales = _append_to(cache.key, cache.key_scales, k, at)
+    value, value_scales = _append_to(cache.value, cache.value_scales, v, at)
+    return PagedCache(key, value, key_scales, value_scales), growth.table
+
+
+class Places(typing.NamedTuple):
+    """Where new tokens go: after the copies of `growth`, token i to the place slot[i] of page[i]; page P is none."""
+
+    growth: Growth
+    page: Array
+    slot: Array
+
+
+def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> tuple[Array, Array | None]:
+    """The pool of keys or values with the tokens [tokens, M, D] written to it, and its scales."""
+    if scales is not None and scales.ndim == 2:
+        most = jnp.max(jnp.abs(tokens.astype(jnp.float32)), -1)
+        found = 2 * jnp.where(most == 0, 1, most) / LARGEST[pool.dtype.name]
+        scales = _copy_pages(scales, at.growth)
+        scales = scales.at[jnp.where(at.slot == 0, at.page, pool.shape[0])].set(found, mode="drop")
+    if scales is not None:
+        most = LARGEST[pool.dtype.name]
+        scale = scales if scales.ndim == 1 else scales.at[at.page].get(mode="clip")
+        tokens = jnp.clip(tokens.astype(jnp.float32) / scale[..., None], -most, most)
+        tokens = jnp.round(tokens) if pool.dtype.name == "int8" else tokens
+    tokens = tokens.astype(pool.dtype)
+
+    def write(pool: Array, tokens: Array) -> Array:
+        """The pool after the copies, with the tokens."""
+        return _copy_pages(pool, at.growth).at[at.page, at.slot].set(tokens, mode="drop")
+
+    if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize >= 4:
+        return write(pool, tokens), scales
+    # XLA for CPUs turns a pool of narrow floats to float32 for each update; as integers it is copied once
+    bits = jnp.dtype(f"uint{8 * pool.dtype.itemsize}")
+    as_bits = lambda x: lax.bitcast_convert_type(x, bits)
+    on_cpu = lambda pool, tokens: lax.bitcast_convert_type(write(as_bits(pool), as_bits(tokens)), pool.dtype)
+    return lax.platform_dependent(pool, tokens, cpu=on_cpu, default=write), scales
+
+
+def _copy_pages(x: Array, growth: Growth) -> Array:
+    """A pool, or its scales, after the copies of `growth`.
+
+    A loop of slices and updates, because XLA updates those in place, and because most steps copy nothing.
+    """
+
+    def copy(i: Array, x: Array) -> Array:
+        """`x` after the copy with number i."""
+        old, new = jnp.clip(growth.copied[i], 0, x.shape[0] - 1)
+        return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, old, 1, 0), new, 0)
+
+    return lax.fori_loop(jnp.int32(0), growth.copies, copy, x)
+
+
+def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: object) -> Array:
+    """The argument k or v as an array. Raises ValueError for another rank, dtype, number of requests or head dim.
+
+    like   the pool that the tokens are written to
+    """
+    lead, letters = ((rows,), "R, T") if cu_q_lens is None else ((), "tokens")
+    heads = like.shape[2:]
+    rank = 2 + len(letters.split(","))
+    fits = isinstance(given, Array | np.ndarray) and given.ndim == rank and jnp.issubdtype(given.dtype, jnp.floating)
+    if not fits or given.shape[-2:] != heads or given.shape[: len(lead)] != lead:  # type: ignore[union-attr]
+        sizes = f"R = {rows}, " if lead else ""
+        other = (
+            "Pass cu_q_lens for tokens one after the other."
+            if cu_q_lens is None
+            else "Leave cu_q_lens out for [R, T, ..]."
+        )
+        raise bad_argument(
+            name, described(given), f"floats [{letters}, M, {'D' if name == 'k' else 'E'}] with {sizes}the heads and head dim "
+            f"{heads} of the cache", other,
+        )  # fmt: skip
+    return jnp.asarray(given)
+
+
+def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> tuple[Array, Array, Array]:
+    """Of tokens of all requests one after the other: (row of each token, its place among those of its request, tokens of each
+    request), int32 [tokens], [tokens] and [R]. A padding token has a place past the tokens of its row.
+
+    Raises ValueError for cu_q_lens of another type or shape.
+    """
+    ends = jnp.clip(check_int32("cu_q_lens", cu_q_lens, (rows + 1,)), 0, tokens)
+    number = jnp.arange(tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(ends[1:], number, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, rows - 1)
+    return row, number - ends[row], jnp.maximum(ends[1:] - ends[:-1], 0)
+
+
+def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+    """The keys and values of all requests, contiguous: [R, n * page, M, D] and [R, n * page, M, E].
+
+    dtype   of the result; default that of the cache, float32 if it is quantised. Quantised numbers are multiplied by their scales
+
+    Tokens of a page number outside 0 .. P - 1 are 0; those after the length of a request are whatever its pages hold. It is
+    the definition of `flexjax.paged_attention`, which never makes these arrays. Raises ValueError for arguments of other types or
+    shapes.
+    """
+    pool, page = check_cache(cache)
+    check_table(table, page)
+    rows, columns = table.pages.shape
+    inside = (table.pages >= 0) & (table.pages < pool)
+    at = jnp.where(inside, table.pages, 0)
+
+    def contiguous(x: Array, scales: Array | None) -> Array:
+        """The tokens of one pool."""
+        found = x[at]
+        if scales is not None:
+            scale = scales if scales.ndim == 1 else scales[at][:, :, None]
+            found = found.astype(jnp.float32) * scale[..., None]
+        found = jnp.where(inside[:, :, None, None, None], found, jnp.zeros_like(found))
+        result = found.reshape(rows, columns * page, *x.shape[2:])
+        return result if dtype is None else result.astype(dtype)
+
+    return contiguous(cache.key, cache.key_scales), contiguous(cache.value, cache.value_scales)
+
+
+def check_cache(cache: object) -> tuple[int, int]:
+    """(pages, tokens of a page) of a checked cache. Raises ValueError unless its arrays fit together."""
+    if not isinstance(cache, PagedCache):
+        raise bad_argument(
+            "cache", f"a {type(cache).__name__}", "a flexjax.paged.PagedCache", "Make it with flexjax.paged.empty."
+        )
+    for name, array, letters in (("key", cache.key, "[P, page, M, D]"), ("value", cache.value, "[P, page, M, E]")):
+        is_array = isinstance(array, Array | np.ndarray) and array.ndim == 4
+        if not is_array or array.dtype.name not in (*PLAIN, *LARGEST):
+            raise bad_argument(
+                f"cache.{name}",
+                described(array),
+                f"{letters} of one of {', '.join((*PLAIN, *LARGEST))}",
+                "Cast or reshape it.",
+            )
+    key, value = cache.key, cache.value
+    if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
+        raise bad_argument(
+            "cache.value", described(value), f"{key.dtype.name} with the pages, tokens and heads of cache.key, {key.shape[:3]}",
+            "Make them agree.",
+        )  # fmt: skip
+    pool, page, heads = key.shape[:3]
+    check_page("the page of cache.key", page)
+    for name, scales in (("key_scales", cache.key_scales), ("value_scales", cache.value_scales)):
+        if key.dtype.name in PLAIN:
+            if scales is not None:
+                raise bad_argument(
+                    f"cache.{name}", "given", f"None for {key.dtype.name}", "Only int8 and float8_e4m3fn have scales."
+                )
+            continue
+        known = isinstance(scales, Array | np.ndarray) and scales.dtype == jnp.float32
+        if not known or scales.shape not in ((heads,), (pool, heads)):  # type: ignore[union-attr]
+            raise bad_argument(
+                f"cache.{name}",
+                described(scales),
+                f"float32[{heads}] or float32[{pool}, {heads}]",
+                "A quantised cache needs scales.",
+            )
+    return pool, page

@@ -1,0 +1,328 @@
+"""Which pages a request has: a table of page numbers, lengths and reference counts, and how pages are handed out and returned.
+
+R requests, n pages at most for each, P pages in the pool. A request *holds* the page numbers 0 .. P - 1 in its row of the table;
+every other number is a hole. `uses` counts how many entries of the table hold a page:
+
+    uses[p] = 0         page p is free
+    uses[p] = c > 0     c entries of the table hold it
+    uses[p] = -1 - r    p is reserved as the copy that request r makes when it writes to a page that it shares
+
+**Copy on write.** `fork` shares pages: both requests hold the same numbers, and the counts grow. Only the last page of a request is
+written again, if it is not full. So there are three parts:
+
+- `allocate` reserves what the next `append` can need: a page for each hole after the tokens that are stored, and, if the page that
+  is written next is partly filled and shared, one more for its copy. It reserves all of that or nothing, request by request.
+- `append` (cache.py) copies the shared page to the reserved one if others still hold it then, writes there, and counts the old page
+  down. If nobody else holds it any more, append writes in place and returns the reserved page. Requests that share a page and
+  append together all copy it, and the original becomes free.
+- `release` and `fork` return a page that was reserved and not used.
+
+A request may also give back tokens: lower its entry of `lengths`. Its pages stay reserved for it, and `allocate` replaces those
+after the end that it shares.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flexjax.errors import bad_argument
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages of R requests; a pytree, made by `flexjax.paged.table` or by the code of an allocator of your own.
+
+    pages    int32 [R, n]: the token at position s of request r is in page pages[r, s // page], at place s % page. Numbers after the
+             last token are never read. A number outside 0 .. P - 1 before it is a page without tokens, whose keys and
+             values read as 0: mask_mod has to hide them
+    lengths  int32 [R]: tokens stored
+    uses     int32 [P]: how many entries of `pages` hold a page, 0 if it is free; -1 - r if it is reserved for the copy that request
+             r may have to make. Attention and `gather` do not read it
+    page     tokens of a page, a static number; None if only attention and `gather` get the table
+    """
+
+    pages: Array
+    lengths: Array
+    uses: Array
+    page: int | None = None
+
+
+jax.tree_util.register_dataclass(PageTable, data_fields=["pages", "lengths", "uses"], meta_fields=["page"])
+
+
+def table(R: int, n: int, P: int, page: int) -> PageTable:
+    """The table of R requests without tokens, of at most n pages each, over a pool of P free pages of `page` tokens.
+
+    Raises ValueError for numbers that are no positive ints, and for a page that is no multiple of 8.
+    """
+    for name, number in (("R", R), ("n", n), ("P", P)):
+        check_positive(name, number)
+    check_page("page", page)
+    return PageTable(jnp.full((R, n), -1, jnp.int32), jnp.zeros(R, jnp.int32), jnp.zeros(P, jnp.int32), page)
+
+
+def allocate(table: PageTable, new_lengths: Array | np.ndarray) -> tuple[PageTable, Array]:
+    """Reserves the pages with which each request can grow to new_lengths tokens: (table, granted bool [R]).
+
+    new_lengths   int32 [R]: totals, not differences. A request that does not grow needs nothing and is granted
+
+    A request gets all pages that it needs or none. Requests are served in the order of their rows; one that does not fit is left as
+    it is, and later ones may still fit. A total of more than n pages is never granted. `lengths` stays: `append` moves it. Raises
+    ValueError for arguments of other types or shapes.
+    """
+    page = check_table(table, None)
+    totals = check_int32("new_lengths", new_lengths, table.lengths.shape)
+    columns = table.pages.shape[1]
+    counts, spares = _split(table)
+    pool = counts.shape[0]
+    held = _held(table, pool)
+    stored = -(-table.lengths // page)
+    wanted = jnp.where(totals > table.lengths, -(-totals // page), 0)
+    at = jnp.arange(columns, dtype=jnp.int32)
+    shared = held & (counts[jnp.where(held, table.pages, 0)] > 1)
+    growing = (at >= stored[:, None]) & (at < wanted[:, None]) & (~held | shared)
+    copying = (totals > table.lengths) & _last_is_shared(table, shared, page) & (spares < 0)
+    cost = growing.sum(1, dtype=jnp.int32) + copying
+    granted = _first_fit(jnp.where(wanted > columns, pool + 1, cost), pool - jnp.sum(table.uses != 0, dtype=jnp.int32))
+
+    # each request's pages, then its copy, are numbered through; the k-th of them gets the k-th free page
+    takes = jnp.concatenate([growing, copying[:, None]], 1) & granted[:, None]
+    rank = jnp.cumsum(takes.reshape(-1), dtype=jnp.int32).reshape(takes.shape) - 1
+    (free,) = jnp.nonzero(table.uses == 0, size=pool, fill_value=pool)
+    given = jnp.where(takes, free.astype(jnp.int32)[jnp.clip(rank, 0, pool - 1)], pool)
+    pages = jnp.where(takes[:, :-1], given[:, :-1], table.pages)
+    counts = _count(counts, table.pages, takes[:, :-1] & held, -1)
+    counts = counts.at[given[:, :-1]].add(1, mode="drop")
+    spares = jnp.where(takes[:, -1], given[:, -1], spares)
+    return dataclasses.replace(table, pages=pages, uses=_joined(counts, spares)), granted
+
+
+def fork(table: PageTable, source: Array | np.ndarray) -> PageTable:
+    """Lets requests share the tokens of others: row r gets the pages and the length of row source[r].
+
+    source   int32 [R]: rows as they are before the call; -1, and every other number that is no row, leaves request r as it is
+
+    What request r held before is released. Pages that a source has reserved beyond its tokens stay its own. No token is
+    copied; a partly filled last page is copied when one of its requests appends to it, for which `allocate` reserves a page. So
+    allocate after a fork, also for the source. Raises ValueError for arguments of other types or shapes.
+    """
+    page = check_table(table, None)
+    source = check_int32("source", source, table.lengths.shape)
+    rows, columns = table.pages.shape
+    me = jnp.arange(rows, dtype=jnp.int32)
+    moves = (source >= 0) & (source < rows) & (source != me)
+    of = jnp.where(moves, source, me)
+    lengths = table.lengths[of]
+    stored = jnp.arange(columns, dtype=jnp.int32) < -(-lengths // page)[:, None]
+    taken = jnp.where(stored, table.pages[of], -1)
+    pages = jnp.where(moves[:, None], taken, table.pages)
+    counts, spares = _split(table)
+    pool = counts.shape[0]
+    counts = _count(counts, table.pages, _held(table, pool) & moves[:, None], -1)
+    new = dataclasses.replace(table, pages=pages, lengths=lengths)
+    counts = _count(counts, pages, _held(new, pool) & moves[:, None], 1)
+    return dataclasses.replace(new, uses=_joined(counts, jnp.where(moves, -1, spares)))
+
+
+def release(table: PageTable, requests: Array | np.ndarray) -> PageTable:
+    """Takes the pages of finished requests back: their rows are empty then, and pages that no other request holds are free.
+
+    requests   bool [R]: which requests end
+
+    Raises ValueError for arguments of other types or shapes.
+    """
+    check_table(table, None)
+    ends = _check_array("requests", requests, table.lengths.shape, jnp.bool_, "bool")
+    counts, spares = _split(table)
+    counts = _count(counts, table.pages, _held(table, counts.shape[0]) & ends[:, None], -1)
+    return dataclasses.replace(
+        table,
+        pages=jnp.where(ends[:, None], -1, table.pages),
+        lengths=jnp.where(ends, 0, table.lengths),
+        uses=_joined(counts, jnp.where(ends, -1, spares)),
+    )
+
+
+def _first_fit(cost: Array, free: Array) -> Array:
+    """Which requests get their pages, bool [R], if they are served in order of rows and those that do not fit are skipped.
+
+    cost   int32 [R]: pages that each needs;  free: int32 scalar
+
+    Each round skips the first request that does not fit, so there are as many rounds as requests that are refused.
+    """
+
+    def too_many(granted: Array) -> Array:
+        """The requests that do not fit if all `granted` before them are served."""
+        return granted & (jnp.cumsum(jnp.where(granted, cost, 0), dtype=jnp.int32) > free) & (cost > 0)
+
+    def skip_first(granted: Array) -> Array:
+        """`granted` without the first request that does not fit."""
+        late = too_many(granted)
+        return granted & ~(late & (jnp.cumsum(late, dtype=jnp.int32) == 1))
+
+    return lax.while_loop(lambda granted: jnp.any(too_many(granted)), skip_first, cost <= free)
+
+
+# ------------------------------------------------------------------- counting
+
+
+def _split(table: PageTable) -> tuple[Array, Array]:
+    """`uses` in two parts: how many entries hold each page, int32 [P], and the page that is reserved for the copy of each request,
+    int32 [R], -1 for none.
+    """
+    rows, pool = table.pages.shape[0], table.uses.shape[0]
+    owner = jnp.where(table.uses < 0, -1 - table.uses, rows)
+    spares = jnp.full(rows, -1, jnp.int32).at[owner].set(jnp.arange(pool, dtype=jnp.int32), mode="drop")
+    return jnp.maximum(table.uses, 0), spares
+
+
+def _joined(counts: Array, spares: Array) -> Array:
+    """`uses` from its two parts, as `_split` returns them. Counts below 0, of tables that did not count, become 0."""
+    rows, pool = spares.shape[0], counts.shape[0]
+    mark = -1 - jnp.arange(rows, dtype=jnp.int32)
+    return jnp.maximum(counts, 0).at[jnp.where(spares < 0, pool, spares)].set(mark, mode="drop")
+
+
+def _held(table: PageTable, pool: int) -> Array:
+    """bool [R, n]: which entries of the table are pages of a pool of that size."""
+    return (table.pages >= 0) & (table.pages < pool)
+
+
+def _count(counts: Array, pages: Array, where: Array, step: int) -> Array:
+    """`counts` with `step` added for each entry of `pages` at which `where` is True."""
+    return counts.at[jnp.where(where, pages, counts.shape[0])].add(step, mode="drop")
+
+
+def _last_is_shared(table: PageTable, shared: Array, page: int) -> Array:
+    """bool [R]: whether the page that the request writes next is partly filled and shared; `shared` bool [R, n] says which are shared."""
+    columns = table.pages.shape[1]
+    last = jnp.clip(table.lengths // page, 0, columns - 1)
+    return (table.lengths % page != 0) & jnp.take_along_axis(shared, last[:, None], 1)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """What an append does to the table.
+
+    table    the table after it
+    starts   int32 [R]: position of the first new token of each request
+    writes   int32 [R]: how many tokens are written: all that were given, or 0 if their pages are not reserved
+    copied   int32 [R, 2]: the page to copy and the page to copy it to; of the first `copies` rows
+    copies   int32 scalar: how many pages are copied
+    """
+
+    table: PageTable
+    starts: Array
+    writes: Array
+    copied: Array
+    copies: Array
+
+
+def grow(table: PageTable, counts: Array, page: int) -> Growth:
+    """The table after `counts` int32 [R] tokens are appended to each request, and which pages must be copied before.
+
+    A request whose pages are not all reserved stays as it is.
+    """
+    columns = table.pages.shape[1]
+    uses, spares = _split(table)
+    pool = uses.shape[0]
+    held = _held(table, pool)
+    shared = held & (uses[jnp.where(held, table.pages, 0)] > 1)
+    starts, ends = table.lengths, table.lengths + counts
+    at = jnp.arange(columns, dtype=jnp.int32)
+    copying = _last_is_shared(table, shared, page) & (counts > 0)
+    written = (at >= (starts // page)[:, None]) & (at < -(-ends // page)[:, None]) & (counts > 0)[:, None]
+    first = at == (starts // page)[:, None]
+    fit = ~written | (held & (~shared | (first & copying[:, None])))
+    fits = jnp.all(fit, 1) & (ends <= columns * page) & (~copying | (spares >= 0)) & (counts > 0)
+    copying &= fits
+    old = jnp.take_along_axis(table.pages, jnp.clip(starts // page, 0, columns - 1)[:, None], 1)[:, 0]
+    pages = jnp.where(first & copying[:, None], spares[:, None], table.pages)
+    uses = _count(uses, old, copying, -1)
+    uses = _count(uses, spares, copying, 1)
+    order = jnp.argsort(~copying, stable=True)
+    new = PageTable(pages, jnp.where(fits, ends, starts), _joined(uses, jnp.where(fits, -1, spares)), table.page)
+    copied = jnp.stack([old, spares], 1)[order]
+    return Growth(new, starts, jnp.where(fits, counts, 0), copied, jnp.sum(copying, dtype=jnp.int32))
+
+
+# ------------------------------------------------------------------- checks
+
+
+def check_table(table: object, page: int | None) -> int:
+    """The tokens of a page of a checked table. Raises ValueError unless `table` is a PageTable of int32 arrays that fit together.
+
+    page   tokens of a page of the cache; None: the table has to say it
+    """
+    if not isinstance(table, PageTable):
+        raise bad_argument(
+            "table", f"a {type(table).__name__}", "a flexjax.paged.PageTable", "Make it with flexjax.paged.table."
+        )
+    pages, lengths, uses = (getattr(table, name) for name in ("pages", "lengths", "uses"))
+    for name, array, rank, letters in (
+        ("pages", pages, 2, "[R, n]"),
+        ("lengths", lengths, 1, "[R]"),
+        ("uses", uses, 1, "[P]"),
+    ):
+        if not isinstance(array, Array | np.ndarray) or array.dtype != jnp.int32 or array.ndim != rank:
+            raise bad_argument(f"table.{name}", described(array), f"int32 {letters}", "Cast or reshape it.")
+    if pages.shape[0] != lengths.shape[0]:
+        raise bad_argument(
+            "table.lengths",
+            f"of shape {lengths.shape}",
+            f"({pages.shape[0]},), a length for each row of pages",
+            "Make them agree.",
+        )
+    if table.page is None:
+        if page is None:
+            raise bad_argument(
+                "table.page",
+                "None",
+                "the tokens of a page",
+                "Make the table with flexjax.paged.table, or pass page= to PageTable.",
+            )
+        return page
+    check_page("table.page", table.page)
+    if page is not None and table.page != page:
+        raise bad_argument(
+            "table.page", str(table.page), f"{page}, the tokens of a page of the cache", "Make them agree."
+        )
+    return table.page
+
+
+def check_page(name: str, page: object) -> None:
+    """Raises ValueError unless `page` is a positive multiple of 8."""
+    if not isinstance(page, int) or isinstance(page, bool) or page < 8 or page % 8:
+        raise bad_argument(name, repr(page), "a positive multiple of 8", "Kernels copy 8 tokens at a time.")
+
+
+def check_positive(name: str, number: object) -> None:
+    """Raises ValueError unless `number` is a positive int."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise bad_argument(
+            name, repr(number), "a positive int", "Sizes are static: they are compiled into the program."
+        )
+
+
+def check_int32(name: str, given: object, shape: tuple[int, ...]) -> Array:
+    """The argument as int32. Raises ValueError for another shape or dtype; integers of other types are cast."""
+    return _check_array(name, given, shape, jnp.integer, "int32").astype(jnp.int32)
+
+
+def _check_array(name: str, given: object, shape: tuple[int, ...], kind: type, dtype: str) -> Array:
+    """The argument as a jax array. Raises ValueError unless it is an array of that shape and kind of dtype."""
+    if not isinstance(given, Array | np.ndarray) or given.shape != shape or not jnp.issubdtype(given.dtype, kind):
+        raise bad_argument(name, described(given), f"{dtype}{list(shape)}", "Cast or reshape it.")
+    return jnp.asarray(given)
+
+
+def described(given: object) -> str:
+    """An argument for a message: dtype and shape of an array, else the name of its type."""
+    if isinstance(given, Array | np.ndarray):
+        return f"{given.dtype.name}{list(given.shape)}"
+    return f"a {type(given).__name__}"

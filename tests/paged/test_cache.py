@@ -1,0 +1,212 @@
+"""Tokens in pages: written, quantised, gathered, in place; and every message about arguments that do not fit."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flexjax import paged
+from tests.cases.small import quick_jit
+
+M, D, E, PAGE = 2, 4, 3, 8
+append, allocate, fork, gather = (quick_jit(f) for f in (paged.append, paged.allocate, paged.fork, paged.gather))
+
+
+def tokens(rng: np.random.Generator, *lead: int, dim: int = D) -> jax.Array:
+    return jnp.asarray(rng.standard_normal((*lead, M, dim)), jnp.float32)
+
+
+def started(totals: list[int], *, pool: int = 12, n: int = 4, dtype: str = "float32", scales: object = None):
+    """A cache and a table in which the pages for so many tokens are reserved."""
+    table, granted = allocate(paged.table(len(totals), n, pool, PAGE), np.asarray(totals, np.int32))
+    assert granted.all()
+    return paged.empty(pool, PAGE, M, D, E=E, dtype=dtype, scales=scales), table  # type: ignore[arg-type]
+
+
+def test_ragged_tokens_are_those_of_rows() -> None:
+    """Also with padding after the last token, and a request without tokens in the middle."""
+    rng, counts = np.random.default_rng(0), [3, 0, 9]
+    k, v = tokens(rng, 3, 9), tokens(rng, 3, 9, dim=E)
+    flat = lambda x: jnp.concatenate([x[r, :c] for r, c in enumerate(counts)] + [jnp.full((2, *x.shape[2:]), jnp.nan)])
+    cache, table = started([3, 0, 9])
+    one, after = append(cache, table, k, v, query_seq_lengths=np.asarray(counts))
+    two, also = append(cache, table, flat(k), flat(v), cu_q_lens=jnp.asarray([0, 3, 3, 12]))
+    jax.tree.map(np.testing.assert_array_equal, (one, after), (two, also))
+    assert after.lengths.tolist() == counts
+    for found, given in zip(gather(one, after), (k, v), strict=True):
+        for r, c in enumerate(counts):
+            np.testing.assert_array_equal(found[r, :c], given[r, :c])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_page_takes_its_scale_from_its_first_token(dtype: str) -> None:
+    """Token by token and all at once store the same bits, those that numpy finds."""
+    most, rng = {"int8": 127, "float8_e4m3fn": 448}[dtype], np.random.default_rng(1)
+    k, v = tokens(rng, 1, 11), tokens(rng, 1, 11, dim=E)
+    k = k.at[0, 8, 1].set(0)  # a page whose first token is 0 in a head
+    k = k.at[0, 3, 0].set(100)  # clipped
+    cache, table = started([11], dtype=dtype)
+    at_once, filled = append(cache, table, k, v)
+    one_by_one = cache, table
+    for t in range(11):
+        one_by_one = append(*one_by_one, k[:, t : t + 1], v[:, t : t + 1])
+    jax.tree.map(np.testing.assert_array_equal, (at_once, filled), one_by_one)
+    for x, stored, scales in ((k, at_once.key, at_once.key_scales), (v, at_once.value, at_once.value_scales)):
+        for page in range(2):
+            part = np.asarray(x[0, page * PAGE : min(11, (page + 1) * PAGE)])
+            top = np.abs(part[0]).max(-1)
+            scale = (2 * np.where(top == 0, 1, top) / np.float32(most)).astype(np.float32)
+            np.testing.assert_allclose(scales[page], scale, rtol=1e-6)
+            exact = np.clip(part / np.asarray(scales[page])[:, None], -most, most)
+            want = np.rint(exact) if dtype == "int8" else exact.astype(jnp.float8_e4m3fn)
+            got, want = (np.asarray(a, np.float32) for a in (stored[page, : len(part)], want))
+            tie = np.abs(got - exact) <= np.abs(want - exact) * (1 + 1e-5)  # the largest of a first token is L / 2
+            np.testing.assert_array_equal(np.where(tie, want, got), want)
+    keys, _ = gather(at_once, filled)
+    np.testing.assert_allclose(keys[0, :3], k[0, :3], atol=0.07 * float(jnp.abs(k[0, :3]).max()))
+
+
+def test_a_shared_page_is_copied_with_its_scales() -> None:
+    rng = np.random.default_rng(2)
+    k, v = tokens(rng, 2, 5), tokens(rng, 2, 5, dim=E)
+    cache, table = started([5, 0], dtype="int8")
+    cache, table = append(cache, table, k, v, query_seq_lengths=np.asarray([5, 0]))
+    table = fork(table, np.asarray([-1, 0]))
+    before = gather(cache, table)
+    table, granted = allocate(table, np.asarray([5, 6]))
+    assert granted.all()
+    cache, table = append(cache, table, k[:, 4:], v[:, 4:], query_seq_lengths=np.asarray([0, 1]))
+    assert table.pages[0, 0] != table.pages[1, 0]
+    for old, new in zip(before, gather(cache, table), strict=True):
+        np.testing.assert_array_equal(old[:, :5], new[:, :5])
+
+
+def test_scales_that_are_given_stay() -> None:
+    rng = np.random.default_rng(3)
+    k, v = tokens(rng, 1, 9), tokens(rng, 1, 9, dim=E)
+    cache, table = started([9], dtype="int8", scales=(jnp.asarray([0.5, 0.25]), 0.125))
+    cache, table = append(cache, table, k, v)
+    assert cache.key_scales is not None
+    assert cache.key_scales.tolist() == [0.5, 0.25]
+    keys, values = paged.gather(cache, table, dtype="bfloat16")
+    assert keys.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(keys[0, :9, 0], np.rint(k[0, :, 0] / 0.5) * 0.5)
+    np.testing.assert_array_equal(values[0, :9], np.clip(np.rint(v[0] / 0.125), -127, 127) * 0.125)
+
+
+def test_page_numbers_that_are_none_read_as_zeros() -> None:
+    cache = jax.tree.map(lambda x: x + 1, paged.empty(2, PAGE, M, D, dtype=jnp.float32))
+    table = paged.PageTable(jnp.asarray([[1, -7, 2**31 - 1, 0]], jnp.int32), jnp.asarray([32]), jnp.zeros(2, jnp.int32))
+    keys, _ = gather(cache, table)
+    assert keys[0, :, 0, 0].tolist() == [1.0] * 8 + [0.0] * 16 + [1.0] * 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_donated_cache_is_updated_in_place(dtype: str) -> None:
+    """No copy of the pools, also where a shared page is copied."""
+    cache, table = started([5, 0], pool=256, dtype=dtype)
+    k, v = jnp.ones((2, 3, M, D)), jnp.ones((2, 3, M, E))
+    compiled = jax.jit(paged.append, donate_argnums=0).lower(cache, table, k, v).compile()
+    memory, pools = compiled.memory_analysis(), cache.key.nbytes + cache.value.nbytes
+    assert memory.alias_size_in_bytes >= pools
+    assert memory.temp_size_in_bytes < pools // 2
+    for pool in (cache.key, cache.value):
+        shape = f"[{','.join(map(str, pool.shape))}]"
+        assert shape in compiled.as_text()
+        assert not re.findall(rf"= \w+{re.escape(shape)}\S* copy\(", compiled.as_text())
+
+
+def test_steps_do_not_retrace() -> None:
+    traces = []
+
+    @functools.partial(quick_jit, donate_argnums=0)
+    def step(cache, table, k, v, totals, source, ends):
+        traces.append(0)
+        table = paged.fork(paged.release(table, ends), source)
+        table, granted = paged.allocate(table, totals)
+        return *paged.append(cache, table, k, v, query_seq_lengths=granted.astype(jnp.int32)), granted
+
+    cache, table = started([1, 0, 0])
+    k, v = jnp.ones((3, 1, M, D)), jnp.ones((3, 1, M, E))
+    for i in range(4):
+        ends, source = np.arange(3) == i, np.asarray([-1, -1, i - 1], np.int32)
+        cache, table, _ = step(cache, table, k, v, np.asarray(table.lengths) + 1, source, ends)
+    assert len(traces) == 1
+
+
+CACHE, TABLE = paged.empty(2, PAGE, M, D, dtype="float32"), paged.table(2, 3, 2, PAGE)
+NEW = jnp.ones((2, 1, M, D))
+DTYPES = "bfloat16, float16, float32, float64, int8, float8_e4m3fn"
+# fmt: off
+ERRORS = [
+    (lambda: paged.empty(0, 8, M, D, dtype="float32"),
+     "`P` is 0; expected a positive int. Sizes are static: they are compiled into the program."),
+    (lambda: paged.empty(2, 12, M, D, dtype="float32"),
+     "`page` is 12; expected a positive multiple of 8. Kernels copy 8 tokens at a time."),
+    (lambda: paged.empty(2, 8, M, D, dtype="int32"),
+     f"`dtype` is int32; expected one of {DTYPES}. Store the cache in one of these."),
+    (lambda: paged.empty(2, 8, M, D, dtype="float32", scales=1.0),
+     "`scales` is given; expected None for float32. Only int8 and float8_e4m3fn pools have scales."),
+    (lambda: paged.empty(2, 8, M, D, dtype="int8", scales=jnp.ones(3)),
+     "`scales` is float32[3]; expected a float or float32[2]. Give one for all key heads or for each."),
+    (lambda: paged.empty(2, 8, M, D, dtype="int8", scales=(1.0, 1.0, 1.0)),
+     "`scales` is a tuple of 3; expected a pair (keys, values). Pass one for each."),
+    (lambda: paged.table(2, 3, 2, 7),
+     "`page` is 7; expected a positive multiple of 8. Kernels copy 8 tokens at a time."),
+    (lambda: paged.table(2, True, 2, 8),
+     "`n` is True; expected a positive int. Sizes are static: they are compiled into the program."),
+    (lambda: paged.allocate(TABLE, [1, 2]),  # type: ignore[arg-type]
+     "`new_lengths` is a list; expected int32[2]. Cast or reshape it."),
+    (lambda: paged.allocate(TABLE, np.ones(2)),
+     "`new_lengths` is float64[2]; expected int32[2]. Cast or reshape it."),
+    (lambda: paged.allocate(CACHE, np.ones(2)),  # type: ignore[arg-type]
+     "`table` is a PagedCache; expected a flexjax.paged.PageTable. Make it with flexjax.paged.table."),
+    (lambda: paged.allocate(dataclasses.replace(TABLE, page=None), np.ones(2, np.int32)),
+     "`table.page` is None; expected the tokens of a page. Make the table with flexjax.paged.table, or pass page= to PageTable."),
+    (lambda: paged.fork(dataclasses.replace(TABLE, pages=jnp.zeros(3, jnp.int32)), np.ones(2, np.int32)),
+     "`table.pages` is int32[3]; expected int32 [R, n]. Cast or reshape it."),
+    (lambda: paged.fork(dataclasses.replace(TABLE, lengths=jnp.zeros(3, jnp.int32)), np.ones(2, np.int32)),
+     "`table.lengths` is of shape (3,); expected (2,), a length for each row of pages. Make them agree."),
+    (lambda: paged.release(TABLE, np.ones(2, np.int32)),
+     "`requests` is int32[2]; expected bool[2]. Cast or reshape it."),
+    (lambda: paged.append(CACHE, paged.table(2, 3, 2, 16), NEW, NEW),
+     "`table.page` is 16; expected 8, the tokens of a page of the cache. Make them agree."),
+    (lambda: paged.append(CACHE, paged.table(2, 3, 5, 8), NEW, NEW),
+     "`table.uses` is of shape (5,); expected (2,), a count for each page of the cache. Make them agree."),
+    (lambda: paged.append(CACHE, TABLE, NEW[0], NEW),
+     "`k` is float32[1, 2, 4]; expected floats [R, T, M, D] with R = 2, the heads and head dim (2, 4) of the cache. "
+     "Pass cu_q_lens for tokens one after the other."),
+    (lambda: paged.append(CACHE, TABLE, NEW, NEW, cu_q_lens=np.zeros(3, np.int32)),
+     "`k` is float32[2, 1, 2, 4]; expected floats [tokens, M, D] with the heads and head dim (2, 4) of the cache. "
+     "Leave cu_q_lens out for [R, T, ..]."),
+    (lambda: paged.append(CACHE, TABLE, NEW, jnp.ones((2, 2, M, D))),
+     "`v` is float32[2, 2, 2, 4]; expected the tokens of k, float32[2, 1, 2, 4]. Make them agree."),
+    (lambda: paged.append(CACHE, TABLE, NEW[0], NEW[0], cu_q_lens=np.zeros(2, np.int32)),
+     "`cu_q_lens` is int32[2]; expected int32[3]. Cast or reshape it."),
+    (lambda: paged.append(CACHE, TABLE, NEW[0], NEW[0], cu_q_lens=np.zeros(3, np.int32), query_seq_lengths=np.ones(2, np.int32)),
+     "`query_seq_lengths` is given beside cu_q_lens; expected one of them. cu_q_lens has the lengths."),
+    (lambda: paged.gather(TABLE, TABLE),  # type: ignore[arg-type]
+     "`cache` is a PageTable; expected a flexjax.paged.PagedCache. Make it with flexjax.paged.empty."),
+    (lambda: paged.gather(dataclasses.replace(CACHE, value=NEW[0]), TABLE),
+     f"`cache.value` is float32[1, 2, 4]; expected [P, page, M, E] of one of {DTYPES}. Cast or reshape it."),
+    (lambda: paged.gather(dataclasses.replace(CACHE, value=CACHE.value[:1]), TABLE),
+     "`cache.value` is float32[1, 8, 2, 4]; expected float32 with the pages, tokens and heads of cache.key, (2, 8, 2). Make them agree."),
+    (lambda: paged.gather(jax.tree.map(lambda x: x[:, :4], CACHE), TABLE),
+     "`the page of cache.key` is 4; expected a positive multiple of 8. Kernels copy 8 tokens at a time."),
+    (lambda: paged.gather(dataclasses.replace(CACHE, key_scales=jnp.ones(2)), TABLE),
+     "`cache.key_scales` is given; expected None for float32. Only int8 and float8_e4m3fn have scales."),
+    (lambda: paged.gather(dataclasses.replace(paged.empty(2, 8, M, D, dtype="int8"), value_scales=None), TABLE),
+     "`cache.value_scales` is a NoneType; expected float32[2] or float32[2, 2]. A quantised cache needs scales."),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=lambda x: "" if callable(x) else x[:40])
+def test_messages(call, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        call()
+    assert str(caught.value) == message
