@@ -6,6 +6,7 @@ Functions
     dot_product_attention  the same with the arguments of jax.nn.dot_product_attention
     create_block_mask      the blocks of a mask function, to be shared by several calls
     context_layout         how a sequence that is split over devices is shared out, for a mask
+    merge_attention_states attention over all keys, from calls that have some of them
     and_masks, or_masks, not_mask, chain_mods
                            compose mask functions and score functions
     explain                says what a call will do and why, as text
@@ -54,6 +55,7 @@ from flexjax.combine import or_masks as or_masks
 from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
+from flexjax.merge_states import merge_attention_states as merge_attention_states
 from flexjax.parallel.context_layout import ContextLayout as ContextLayout
 from flexjax.parallel.context_layout import context_layout as context_layout
 from flexjax.parallel.context_parallel import ContextParallel as ContextParallel
@@ -74,6 +76,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "dot_product_attention",
     "create_block_mask",
     "context_layout",
+    "merge_attention_states",
     "and_masks",
     "or_masks",
     "not_mask",

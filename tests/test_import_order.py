@@ -42,7 +42,7 @@ ORDER = (
     ("trace",),
     ("analysis",),
     ("ir",),
-    ("combine", "reference", "progress_bar", "types", "errors", "partition"),
+    ("merge_states", "combine", "reference", "progress_bar", "types", "errors", "partition"),
     ("mods",),
     ("masks",),
     ("mod_tools",),

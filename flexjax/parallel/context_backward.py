@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.merge_states import weight_of
 from flexjax.parallel.context_device import RING_PARTS, OnDevice
 from flexjax.parallel.context_exchange import Part as ShardPart
-from flexjax.parallel.context_merge import weight_of
 from flexjax.parallel.context_parallel import Visitors
 from flexjax.parallel.context_stages import (
     Keys,

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.backends import tile_math
+from flexjax.merge_states import weight_of
 from flexjax.parallel.context_device import RING_PARTS, OnDevice
 from flexjax.parallel.context_exchange import Part as ShardPart
-from flexjax.parallel.context_merge import Part, merged, weight_of
+from flexjax.parallel.context_merge import Part, merged
 from flexjax.parallel.context_stages import Keys
 from flexjax.plan.kernel_plan import Results
 

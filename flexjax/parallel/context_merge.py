@@ -1,16 +1,11 @@
-"""Partial results over rows, each over some of the keys, and how two are merged.
-
-With lse_s and out_s the row statistics and outputs of a part s over its own keys:
-
-    lse = log sum_s exp(lse_s)        out = sum_s exp(lse_s - lse) out_s
-
-A part without keys for a row has lse_s = -inf and weight 0, also where all parts are -inf.
-"""
+"""Partial results over rows, each over some of the keys, and how two are merged (merge_states.py)."""
 
 import typing
 
 import jax
 import jax.numpy as jnp
+
+from flexjax.merge_states import joint_lse, weight_of
 
 Array = jax.Array
 
@@ -25,12 +20,7 @@ class Part(typing.NamedTuple):
 
 def merged(a: Part, b: Part) -> Part:
     """The rows over the keys of both parts."""
-    lse = jnp.logaddexp(a.lse, b.lse)
+    lse = joint_lse(jnp.stack([a.lse, b.lse]))
     out = sum(weight_of(x.lse, lse)[..., None] * x.out for x in (a, b))
     top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)
     return Part(typing.cast(Array, out), lse, top)
-
-
-def weight_of(part: Array, whole: Array) -> Array:
-    """exp(part - whole), 0 where part is -inf."""
-    return jnp.where(jnp.isneginf(part), 0, jnp.exp(part - jnp.where(jnp.isneginf(part), 0, whole)))

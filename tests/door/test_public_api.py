@@ -19,10 +19,10 @@ NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
     "AuxOutput", "Origin", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
-    "context_layout", "ContextLayout", "ContextParallel",
+    "context_layout", "ContextLayout", "merge_attention_states", "ContextParallel",
 }
 FUNCTIONS = [
-    "flex_attention", "dot_product_attention", "create_block_mask", "context_layout", "and_masks", "or_masks", "not_mask",
+    "flex_attention", "dot_product_attention", "create_block_mask", "context_layout", "merge_attention_states", "and_masks", "or_masks", "not_mask",
     "chain_mods", "explain", "autotune", "profile", "attention_weights",
 ]
 ALIASES = {"Layout", "Implementation"}
