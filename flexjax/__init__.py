@@ -3,6 +3,7 @@
 Functions
 
     flex_attention         attention with a score function and a mask function; the one to start with
+    paged_attention        the same over a cache in pages, for requests of different lengths
     dot_product_attention  the same with the arguments of jax.nn.dot_product_attention
     create_block_mask      the blocks of a mask function, to be shared by several calls
     context_layout         how a sequence that is split over devices is shared out, for a mask
@@ -21,6 +22,7 @@ Ready-made functions
 
 Modules
 
+    paged                  a cache in pages: allocate, fork, append, release
     nn                     adapters for flax, equinox and trainers
     visualize              pictures of masks, scores and weights
 
@@ -42,6 +44,7 @@ What is listed here is public; nothing else is. `help(flexjax.flex_attention)` h
 from flexjax import masks as masks
 from flexjax import mods as mods
 from flexjax import nn as nn
+from flexjax import paged as paged
 from flexjax import visualize as visualize
 from flexjax.attention import flex_attention as flex_attention
 from flexjax.attention_weights import attention_weights as attention_weights
@@ -56,6 +59,7 @@ from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
 from flexjax.merge_states import merge_attention_states as merge_attention_states
+from flexjax.paged_call import paged_attention as paged_attention
 from flexjax.parallel.context_layout import ContextLayout as ContextLayout
 from flexjax.parallel.context_layout import context_layout as context_layout
 from flexjax.parallel.context_parallel import ContextParallel as ContextParallel
@@ -73,6 +77,7 @@ __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "flex_attention",
+    "paged_attention",
     "dot_product_attention",
     "create_block_mask",
     "context_layout",
@@ -87,6 +92,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "attention_weights",
     "masks",
     "mods",
+    "paged",
     "nn",
     "visualize",
     "BlockMask",

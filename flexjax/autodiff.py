@@ -255,6 +255,8 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in indices]
+    if problem.plan.page:
+        _refuse_gradients_of_cache(problem, tangents)
     present = tuple(m is not None for m in moving)
     moved_problem = problem.for_captures() if any(present[FIRST_CAPTURE:]) else problem
     out, lse, *others = _bind_forward(*primals, problem=moved_problem)
@@ -270,6 +272,16 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     if problem.plan.returns_rounding:
         others += rounding
     return [out, lse, *others], [*moved, *map(jnp.zeros_like, others)]
+
+
+def _refuse_gradients_of_cache(problem: Problem, tangents: Sequence[object]) -> None:
+    """Raises NotImplementedError if keys or values in pages, or their scales, have one of the tangents of the operands."""
+    given = problem.arrange(list(tangents))
+    if not all(_is_zero(t) for t in (given.key, given.value, *(given.scales or ()))):
+        raise NotImplementedError(
+            "paged_attention has no gradients of the keys and values in the cache. Compute them with flex_attention on contiguous "
+            "keys, or put jax.lax.stop_gradient around the cache."
+        )
 
 
 def _tangent_transpose(

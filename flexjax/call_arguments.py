@@ -62,8 +62,12 @@ def describe_call(
     given = {name: x for name, x in arguments.items() if not is_default(name, x)}
     if return_aux is not None:
         given["return_aux"] = return_aux
-    arrays = {"query": query, "key": key, "value": value}
-    return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in (arrays | given).items())})"
+    return text_of_call(function, {"query": query, "key": key, "value": value} | given)
+
+
+def text_of_call(function: str, arguments: dict[str, object]) -> str:
+    """A call with these keywords in a line; arrays are shown as dtype and shape, mods by name."""
+    return f"in {function}({', '.join(f'{name}={_describe(x)}' for name, x in arguments.items())})"
 
 
 def _describe(x: object) -> str:

@@ -140,7 +140,7 @@ def check_inputs(
         query=q,
         key=spread(k),
         value=spread(v),
-        sinks=_check_sinks(sinks, sizes["q_heads"], sizes["q_len"], str(layout)),
+        sinks=check_sinks(sinks, sizes["q_heads"], sizes["q_len"], str(layout)),
         query_extra=qx,
         key_extra=None if kx is None else spread(kx),
         batch=batch,
@@ -249,7 +249,7 @@ def other_layout(layout: str) -> str:
     return f"if the arrays are in layout {other}, pass layout='{other}'."
 
 
-def _check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
+def check_sinks(sinks: object, heads: int, tokens: int, layout: str) -> Array | None:
     """The argument sinks as an array [N], None without sinks. Raises ValueError for another shape or an integer dtype.
 
     heads, tokens   N and T of query, where the message guesses that the layout is wrong if sinks has T elements

@@ -23,6 +23,7 @@ from flexjax.ir.origin import NOT_KNOWN, OriginTable, indices_of
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import NONE
+from flexjax.plan.pages import contiguous
 from flexjax.reference import over_entries, reference_attention
 
 Array = jax.Array
@@ -51,6 +52,7 @@ class DenseBackend:
         """The forward pass: out, lse and, if the plan asks for it, max_scores, by reference_attention with the plan's programs as
         mods.
         """
+        plan, operands = contiguous(plan, operands)
         out, lse, top = reference_attention(
             operands.query,
             operands.key,

@@ -25,7 +25,7 @@ from flexjax.backends import tile_math
 from flexjax.ir.fold_vmap import fold_batch
 from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results, Scales
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -164,8 +164,10 @@ def fold(call: Mapped) -> Folded:
     copies = lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape))
     lists, lists_batch = _lists(plan, operands, flags, size)
     layout, origin = _origin(plan, operands, flags, size)
+    pool = _pages(plan, operands, flags, size) if plan.page else {}
     folded = operands._replace(
-        **{n: lead(getattr(operands, n), getattr(flags, n)) for n in Operands._fields[:SINKS]},
+        **{n: lead(getattr(operands, n), getattr(flags, n)) for n in Operands._fields[:SINKS] if n not in pool},
+        **pool,
         score_captures=tuple(
             copies(x, flags.score_captures[i]) if copied[i] else x for i, x in enumerate(operands.score_captures)
         ),
@@ -355,6 +357,29 @@ def _lengths(
     if lengths is None or mapped is None:
         return None
     return Lengths(lead(lengths.query, mapped.query), lead(lengths.key, mapped.key))
+
+
+def _pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> dict[str, typing.Any]:
+    """The pools, the page numbers and the scales of a call whose keys are in pages, for the folded batch, by name.
+
+    A pool that all copies share stays as it is. Pools that differ become one, and page p of copy v is page v * P + p there.
+    """
+    pages, scales = operands.pages, operands.scales
+    assert pages is not None
+    copied = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+    pages = copied(pages, flags.pages)
+    names = {"key": operands.key, "value": operands.value}
+    if any(jax.tree.leaves((flags.key, flags.value, flags.scales))):
+        pool = operands.key.shape[1 if flags.key else 0]
+        first = pool * jnp.arange(size, dtype=jnp.int32)[:, None, None]
+        pages = jnp.where((pages >= 0) & (pages < pool), pages + first, -1)
+        names = {n: _lead(x, getattr(flags, n), size) for n, x in names.items()}
+        if scales is not None:
+            by_page = lambda x: x if x.ndim == 3 else jnp.broadcast_to(x[:, None], (size, pool, x.shape[1]))
+            scales = Scales(
+                *(by_page(copied(x, m)).reshape(size * pool, -1) for x, m in zip(scales, flags.scales, strict=True))
+            )
+    return {**names, "pages": pages.reshape(size * plan.batch, -1), "scales": scales}
 
 
 def _origin(

@@ -87,6 +87,9 @@ def _whole(because: str, todo: str) -> str:
     )
 
 
+OF_PAGES = _whole("keys in pages have no partitioning rule", "Use jax.shard_map over the requests or the heads")
+
+
 def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
     """A function that returns a context; the context applies, in any thread, jax settings as they are in this thread now.
 

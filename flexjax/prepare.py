@@ -23,8 +23,9 @@ from flexjax.check_arguments import Inputs, both_masks, check_block_mask, check_
 from flexjax.dropout import dropout_program
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
-from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Scales
 from flexjax.plan.lengths import NONE
+from flexjax.plan.pages import whole_pages
 from flexjax.plan.problem import Problem
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import ArrayOrShape, AuxRequest, Layout, MaskMod, Origin, ScoreMod
@@ -60,12 +61,30 @@ class Call:
         return Problem(self.plan, derivative, why_not, implementation, jax.tree.structure(self.operands), text)
 
 
+class InPages(typing.NamedTuple):
+    """Keys in pages, for `prepare`: what it needs to know beside their pools, key and value.
+
+    inputs        the checked arrays of the call; kv_len is the number of pages of a batch entry times `page`
+    pages         int32 [B, n]
+    page          tokens of a page
+    cache_dtype   dtype of quantised pools; None for others
+    scales        of quantised pools; None for others
+    """
+
+    inputs: Inputs
+    pages: Array
+    page: int
+    cache_dtype: str | None
+    scales: Scales | None
+
+
 def prepare(
     query: ArrayOrShape,
     key: ArrayOrShape,
     value: ArrayOrShape,
     *,
     return_aux: AuxRequest | None = None,
+    in_pages: InPages | None = None,
     **arguments: typing.Unpack[Arguments[ArrayOrShape]],
 ) -> Call:
     """Checks the arguments of flex_attention, traces the mods, finds the block mask, and returns the plan and the
@@ -74,13 +93,16 @@ def prepare(
     The arguments are those of flex_attention; its arrays may be traced (explain and autotune call it under
     jax.eval_shape or with random numbers for shapes). A score_mod that returns its score is left out; a scale that is a
     jax scalar becomes a captured array of the score program, and the plan's scale is then 1. With an origin, the
-    programs are those of the whole problem, and the plan and the operands have the origin. Raises ValueError for bad
-    arguments.
+    programs are those of the whole problem, and the plan and the operands have the origin. With `in_pages`, key and value
+    are pools of pages. Raises ValueError for bad arguments.
     """
     get = arguments.get
     layout, sinks = get("layout", "BTNH"), get("sinks")
     options = check_options(return_aux, get("kernel_options"))
-    inputs = check_inputs(query, key, value, sinks, layout, get("query_extra"), get("key_extra"))
+    if in_pages is None:
+        inputs = check_inputs(query, key, value, sinks, layout, get("query_extra"), get("key_extra"))
+    else:
+        inputs = in_pages.inputs
     scale = _scale(get("scale"), inputs)
     score_dtype = "float64" if inputs.dtype == "float64" else "float32"
     lengths = check_lengths(get("query_seq_lengths"), get("key_value_seq_lengths"), inputs)
@@ -96,7 +118,7 @@ def prepare(
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, score_dtype)
     if score is not None and score.program.results[0] == score.program.inputs[0]:
         score = None  # the identity
-    block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, origin)
+    block_mask = _block_mask(get("mask_mod"), get("block_mask"), inputs, origin, in_pages)
     dropout = dropout_program(
         get("dropout_rate", 0.0), get("dropout_key"), sizes, score_dtype, get("broadcast_dropout", False)
     )
@@ -123,6 +145,8 @@ def prepare(
         options=options,
         origin=None if origin is None else origin.layout,
         lengths=(False, False) if lengths is None else (lengths.query is not None, lengths.key is not None),
+        page=0 if in_pages is None else in_pages.page,
+        cache_dtype=None if in_pages is None else in_pages.cache_dtype,
     )
     operands = Operands(
         query=inputs.query,
@@ -137,6 +161,8 @@ def prepare(
         lists=None if block_mask is None else _lists(block_mask),
         origin=None if origin is None else origin.starts,
         lengths=lengths,
+        pages=None if in_pages is None else in_pages.pages,
+        scales=None if in_pages is None else in_pages.scales,
     )
     return Call(plan, operands, score, origin)
 
@@ -230,11 +256,13 @@ def _block_mask(
     block_mask: BlockMask | None,
     inputs: Inputs,
     origin: OriginTable | None,
+    in_pages: InPages | None,
 ) -> BlockMask | None:
     """The block mask of the call: the one given, or one computed from mask_mod; None if neither is given.
 
     A computed mask has blocks of DEFAULT_BLOCK tokens, and a batch (heads) dimension of size 1 if mask_mod does not
-    read b (h). Raises ValueError if both are given; that the given one fits is checked elsewhere.
+    read b (h). With keys in pages a key block is whole pages or a part of one, and the class of a block does not depend on how
+    many other blocks there are. Raises ValueError if both are given; that the given one fits is checked elsewhere.
     """
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
@@ -248,8 +276,9 @@ def _block_mask(
         inputs.batch if traced.program.reads("b") else 1,
         inputs.q_heads if traced.program.reads("h") else 1,
     )
-    lengths = (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, DEFAULT_BLOCK)
-    return BlockMask.of(from_traced(traced, heads, lengths, origin=origin))
+    block_kv = DEFAULT_BLOCK if in_pages is None else whole_pages(in_pages.page, DEFAULT_BLOCK)
+    lengths = (inputs.q_len, inputs.kv_len, DEFAULT_BLOCK, block_kv)
+    return BlockMask.of(from_traced(traced, heads, lengths, None if in_pages is None else False, origin))
 
 
 def _layout(mask: BlockMask) -> BlockLayout:

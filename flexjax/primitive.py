@@ -96,6 +96,8 @@ def make_primitive(
         target = targets.of_lowering(ctx, platform or ctx.module_context.platforms[0])
         try:
             how = None if problem.plan.options.interpret else partition.how_split(ctx, target.platform)
+            if problem.plan.page and isinstance(how, partition.Mesh):
+                how = partition.NoRule(partition.OF_PAGES)
             if isinstance(how, partition.NoRule):
                 target = dataclasses.replace(target, automatic=True)
                 warn_of_whole_calls(problem, how.why)

@@ -12,11 +12,13 @@ from flexjax.mod_tools.factory_arguments import integer_array, integer_or_vector
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
-def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
+def tree(parents: ArrayLike, context: ArrayLike = 0, *, queries_follow_context: bool = False) -> MaskMod:
     """mask = (kv_idx < context) | (node `kv_idx - context` is node `q_idx` or an ancestor of it)
 
     parents:  integer `[T]` or `[B, T]`: parent of each node, an earlier node, or -1 for a root.
     context:  int, or int32 `[]` or `[B]`: keys before the tree, which every node sees.
+    queries_follow_context:  q_idx counts from the first token of the context, as the nodes' keys do: with
+              `origin=Origin(query="end")` and in `flexjax.paged_attention`.  Otherwise it counts nodes.
 
     Queries are the `T` nodes; keys are `context` tokens and then the `T` nodes, later keys are hidden.  Both
     arrays may be traced.  Nodes are renumbered in depth-first order, in which a subtree is an interval:
@@ -49,7 +51,8 @@ def tree(parents: ArrayLike, context: ArrayLike = 0) -> MaskMod:
         """Whether the key is before the tree, or is the query's own node or an ancestor of it; False for keys after the tree."""
         node = kv_idx - value_at(before, b)
         inside = jnp.clip(node, 0, last)
-        at = batched_value_at(enter, b, q_idx)
+        query = q_idx - value_at(before, b) if queries_follow_context else q_idx
+        at = batched_value_at(enter, b, query)
         is_above = (batched_value_at(enter, b, inside) <= at) & (at < batched_value_at(leave, b, inside))
         return (node < 0) | ((node <= last) & is_above)
 

@@ -19,6 +19,7 @@ ORDER = (
         "context_call",
         "context_primitives",
         "explain_context",
+        "paged_call",
         "jax_nn",
         "explain",
         "autotune",

@@ -70,6 +70,9 @@ class KernelPlan:
                  a length on do not exist: whatever their slots hold, out is 0 and lse is -inf there, and gradients are 0
     exact_captures  inputs have 16 bits and gradients of captured arrays are wanted: the forward pass also returns
                  `Results.rounding`, and both passes round the softmax weights alike (`rounds_weights_alike`)
+    page         tokens of a page, if keys and values are in pages (see Operands); 0: they are contiguous. Such a plan has key
+                 lengths
+    cache_dtype  dtype of keys and values in pages, "int8" or "float8_e4m3fn", if they are quantised; None: `dtype`
     """
 
     batch: int
@@ -96,6 +99,8 @@ class KernelPlan:
     partial: bool = False
     lengths: tuple[bool, bool] = (False, False)
     exact_captures: bool = False
+    page: int = 0
+    cache_dtype: str | None = None
 
     @property
     def returns_rounding(self) -> bool:
@@ -167,6 +172,13 @@ class Lengths(typing.NamedTuple):
     key: jax.Array | None
 
 
+class Scales(typing.NamedTuple):
+    """What stored keys and values of a quantised cache are multiplied by: float32 [M], or [P, M] by page."""
+
+    key: jax.Array
+    value: jax.Array
+
+
 class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
@@ -174,6 +186,10 @@ class Operands(typing.NamedTuple):
     sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, the
     positions at which runs of queries and keys begin, and the lengths. An operand that the call does not have is None, or an
     empty tuple.
+
+    With plan.page keys and values are in pages: key [P, page, M, D], value [P, page, M, E] for either layout, pages int32 [B, n] with
+    S = n * page. Key s of batch entry b is key[pages[b, s // page], s % page]; a number outside 0 .. P - 1 is a page of zeros,
+    and past the key length it is not looked at. With plan.cache_dtype both are multiplied by scales, float32 [M] or [P, M].
     """
 
     query: jax.Array
@@ -188,6 +204,8 @@ class Operands(typing.NamedTuple):
     lists: BlockLists | None
     origin: Starts | None = None
     lengths: Lengths | None = None
+    pages: jax.Array | None = None
+    scales: Scales | None = None
 
     @property
     def movable(self) -> tuple[jax.Array | None, ...]:

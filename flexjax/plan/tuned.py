@@ -57,6 +57,7 @@ def plan_text(plan: KernelPlan) -> str:
     options = plan.options
     absent = {"options", *(["origin"] if plan.origin is None else []), *([] if any(plan.lengths) else ["lengths"])}
     absent |= set() if plan.exact_captures else {"exact_captures"}
+    absent |= set() if plan.page else {"page", "cache_dtype"}
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")

@@ -39,6 +39,8 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
     """
+    if plan.page:
+        return "The GPU kernels do not take keys in pages yet."
     reason = lengths_as_mask.refuses(plan) if any(plan.lengths) else None
     reason = reason or _refuses_origin(plan)
     if reason is not None:

@@ -128,6 +128,8 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
     between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM.
     """
+    if plan.page:
+        return "mosaic_tpu does not take keys in pages yet."
     if plan.origin is not None:
         reason = _origin_refusal(plan)
         if reason is not None:

@@ -7,6 +7,9 @@ TiledOperands are the operands of the pass, laid out for tiles; a TileRow says w
 visit computes.
 """
 
+import typing
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +24,8 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.lengths import existing_results
 
 Array = jax.Array
+Rows = tuple[Array, Array, Array]
+"""out, lse and max_scores of a tile row (`_row`), or of all, one after the other."""
 
 
 def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
@@ -36,7 +41,9 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """(out, lse, max_scores) of the tile row with number `step`, as `_row` returns them."""
         return _row(tiled, row_at(plan, sizes, tiled.lists, step, tiled.lengths))
 
-    if sizes.steps == 1:
+    if plan.page and not plan.differentiable:
+        out, lse, top = _opaque_map(one_row, sizes.steps, tiled)
+    elif sizes.steps == 1:
         out, lse, top = (x[None] for x in one_row(jnp.int32(0)))
     else:
         out, lse, top = lax.map(one_row, jnp.arange(sizes.steps, dtype=jnp.int32))
@@ -45,6 +52,25 @@ def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
     results = existing_results(Results(out, flat(lse), flat(top) if plan.max_scores else None), operands.lengths, plan)
     out, rounding = tile_math.out_and_rounding(results.out, plan)
     return results._replace(out=out, rounding=rounding)
+
+
+def _opaque_map(one_row: Callable[[Array], Rows], steps: int, tiled: TiledOperands) -> Rows:
+    """lax.map of `one_row` over 0 .. steps - 1, in a loop whose length XLA does not know.
+
+    XLA inlines a loop of one round and fuses its code with what is around it, which can change the last bits: those of a request that
+    is alone would differ from those of the same request among others.
+    """
+    lengths = tiled.lengths.key
+    assert lengths is not None
+    count = jnp.where(jnp.max(lengths) >= 0, jnp.int32(steps), jnp.int32(0))  # lengths are never negative
+    empty = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), jax.eval_shape(one_row, jnp.int32(0)))
+
+    def round_(step: Array, found: Rows) -> Rows:
+        """`found` with the results of one tile row put in their place."""
+        put = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, step, 0)
+        return typing.cast(Rows, jax.tree.map(put, found, one_row(step)))
+
+    return lax.fori_loop(jnp.int32(0), count, round_, tiled.vary_like_operands(empty))
 
 
 def _row(tiled: TiledOperands, row: TileRow) -> tuple[Array, Array, Array]:

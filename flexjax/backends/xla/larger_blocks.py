@@ -52,7 +52,7 @@ def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
     one_run = origin is None or origin.single
-    if asked_q is None and asked_kv is None and one_run and scores_of(plan) <= ONE_STEP:
+    if asked_q is None and asked_kv is None and one_run and not plan.page and scores_of(plan) <= ONE_STEP:
         return max(plan.q_len, 1), max(plan.kv_len, 1)
 
     def merged(block: int, most: int, run: int | None) -> int:
@@ -72,5 +72,7 @@ def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
 
 
 def _in_one_step(plan: KernelPlan, size: tuple[int, int]) -> bool:
-    """Whether a block of that size is the whole score matrix, so that no list is needed."""
-    return size[0] >= plan.q_len and size[1] >= plan.kv_len
+    """Whether a block of that size is the whole score matrix, so that no list is needed. Not with keys in pages, whose tiles do not
+    depend on the number of requests and pages.
+    """
+    return size[0] >= plan.q_len and size[1] >= plan.kv_len and not plan.page

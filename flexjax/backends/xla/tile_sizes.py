@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import KernelPlan
+from flexjax.plan.pages import whole_pages
 
 CPU_TILE = 1 << 18
 """Scores of a tile on a CPU, over all its heads and batch entries, without a block mask."""
@@ -28,6 +29,9 @@ ROW_STEPS = 4
 """Into how many steps an accelerator cuts the longest list of key blocks, so that shorter lists take fewer steps."""
 MAX_CHUNK = 8
 """The most key blocks of a list that are taken at a time, unless the options ask for more."""
+PAGED_CHUNK = 4
+"""The most key blocks of a list that are taken at a time where keys are in pages. It does not follow the longest list, so a short
+request computes that many too."""
 DENSE_QUERIES, DENSE_KEYS = 256, 512
 """Queries and keys of a tile without a block mask on a CPU."""
 ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS = 512, 4096
@@ -90,6 +94,9 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 
     A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of SHORT_KEYS keys that
     start at multiples of SHORT_KEYS (whole mask blocks under a block mask), whatever the batch and the lists of others are.
+
+    With keys in pages a tile has one batch entry, and its sizes do not depend on how many entries, pages and keys there are: the
+    bits of a request then do not depend on the other requests.
     """
     options = plan.options
     asked_q = options.block_q_bwd if backward else options.block_q
@@ -100,13 +107,15 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
         most_q, most_kv = DENSE_QUERIES, DENSE_KEYS
-        if not on_cpu and scores_of(plan) <= ONE_STEP:
+        if not on_cpu and scores_of(plan) <= ONE_STEP and not plan.page:
             most_q, most_kv, budget = plan.q_len, plan.kv_len, ONE_STEP
         elif not on_cpu:
             most_q, most_kv = ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS
         block_q = min(asked_q or even_block(plan.q_len, max(most_q, 1)), max(plan.q_len, 1))
         block_kv = SHORT_KEYS if short else even_block(plan.kv_len, max(most_kv, 1))
         block_kv = min(asked_kv or block_kv, max(plan.kv_len, 1))
+        if plan.page:  # the same for all numbers of pages, so that bits are
+            block_kv = whole_pages(plan.page, asked_kv or DENSE_KEYS)
         block_q, block_kv = _within_runs(plan, block_q, block_kv)
         lists_batch = lists_heads = widest = 1
     else:
@@ -126,6 +135,7 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         and lists_heads == 1
         and heads == plan.q_heads
         and same_positions
+        and not plan.page
         and not (on_cpu and any(plan.lengths))
         and not short
     ):
@@ -135,8 +145,10 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if listed else 1
     if listed and short:
         chunk = max(1, min(SHORT_KEYS // block_kv, -(-plan.kv_len // block_kv)))
+    if listed and plan.page:
+        chunk = max(1, min(most // (area * heads), PAGED_CHUNK))
     if listed and asked_kv:
-        chunk = max(1, min(asked_kv // block_kv, -(-plan.kv_len // block_kv)))
+        chunk = max(1, min(asked_kv // block_kv, MAX_CHUNK if plan.page else -(-plan.kv_len // block_kv)))
     return TileSizes(
         batch,
         heads,
@@ -151,8 +163,10 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 
 
 def is_short(plan: KernelPlan, target: Target) -> bool:
-    """Whether a call has so few queries, on a CPU, that reading keys and values takes its time."""
-    return target.platform == "cpu" and plan.q_len <= SHORT_QUERIES
+    """Whether a call has so few queries, on a CPU, that reading keys and values takes its time. Keys in pages have sizes of their
+    own.
+    """
+    return target.platform == "cpu" and plan.q_len <= SHORT_QUERIES and not plan.page
 
 
 def scores_of(plan: KernelPlan) -> int:

@@ -20,6 +20,7 @@ from jax import lax
 
 from flexjax.backends.target import Target
 from flexjax.backends.xla.block_loop import BlockVisit, TileRow
+from flexjax.backends.xla.page_rows import PageRows, Pool
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes, is_short
 from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
@@ -83,7 +84,8 @@ class TiledOperands:
                        (tile_sizes.is_short), or of one row of tiles, which reads each of them once
     key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are in place and the layout is BTNH, else 1
     query, query_extra       as `rows` returns them; query_extra None without extra features
-    key, value, key_extra    as `columns` returns them; key_extra None without extra features
+    key, value, key_extra    as `columns` returns them; key_extra None without extra features; key and value in pages as Pools
+    pages              where the pages of each batch entry are; None if keys are contiguous
     sinks              [N] in dtype `compute`; None without sinks
     lists              block lists of the operands
     score_programs     score_mod's program and that of its derivatives (either may be None); both read `score_captures`
@@ -113,15 +115,17 @@ class TiledOperands:
         self.compute = jnp.dtype(plan.score_dtype)
         # A CPU has no low-precision units: widening once beats widening in every product.
         narrow = target.platform != "cpu" and plan.dtype in ("bfloat16", "float16")
-        self.operand_dtype = jnp.dtype(plan.dtype) if narrow else self.compute
+        self.operand_dtype = jnp.dtype(plan.dtype) if narrow and plan.cache_dtype is None else self.compute
         self.lengths = operands.lengths or NONE
         self.rounds_weights = narrow and plan.rounds_weights_alike
         sizes = self.sizes
         self.in_place = (sizes.rows == 1 or is_short(plan, target)) and not backward
-        self.key_heads_axis = 2 if self.in_place and plan.layout == "BTNH" else 1
+        self.key_heads_axis = 2 if plan.page or (self.in_place and plan.layout == "BTNH") else 1
+        self.pages = None if operands.pages is None else PageRows(plan, sizes, operands.pages)
+        scales = operands.scales or (None, None)
         self.query = self.rows(operands.query)
-        self.key = self.columns(operands.key)
-        self.value = self.columns(operands.value)
+        self.key = Pool(operands.key, scales[0]) if plan.page else self.columns(operands.key)
+        self.value = Pool(operands.value, scales[1]) if plan.page else self.columns(operands.value)
         self.query_extra = None if operands.query_extra is None else self.rows(operands.query_extra)
         self.key_extra = None if operands.key_extra is None else self.columns(operands.key_extra)
         self.sinks = None if operands.sinks is None else operands.sinks.astype(self.compute)
@@ -186,15 +190,19 @@ class TiledOperands:
         group = self.plan.q_heads // heads
         return row.h0 // group, max(1, self.sizes.heads // group)
 
-    def take_columns(self, x: Array, row: TileRow, visit: BlockVisit) -> Array:
+    def take_columns(self, x: Array | Pool, row: TileRow, visit: BlockVisit) -> Array:
         """What one visit reads of `x`, an array that `columns` made: [batch, key heads, chunk * block_kv, D] in
         operand_dtype, with the key heads that the row's query heads read (`key_group`) and heads first in any layout.
 
         row      the tile row, which decides the batch entries and the key heads
 
-        Keys that do not exist are 0, where the lengths may cut the key blocks of the visit.
+        x may also be a Pool of pages. Keys that do not exist are 0, where the lengths may cut the key blocks of the visit.
         """
         s, heads, blocks = self.sizes, self.key_heads_axis, visit.blocks
+        if isinstance(x, Pool):
+            assert self.pages is not None
+            found = self.pages.take(x, self.key_group(x.tokens.shape[2], row), row.b0, blocks, self.operand_dtype)
+            return self._existing_columns(found, row, visit)
         m0, nm = self.key_group(x.shape[heads], row)
 
         def part(first: Array) -> Array:
@@ -212,7 +220,11 @@ class TiledOperands:
             return jnp.swapaxes(found, 1, 2) if heads == 2 else found
 
         parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
-        found = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
+        return self._existing_columns(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2), row, visit)
+
+    def _existing_columns(self, found: Array, row: TileRow, visit: BlockVisit) -> Array:
+        """`found`, the keys of a visit [batch, key heads, keys, D], with 0 for keys that do not exist."""
+        s, blocks = self.sizes, visit.blocks
         if not visit.cut:
             return found
         columns = (blocks[:, None] * s.block_kv + jnp.arange(s.block_kv, dtype=jnp.int32)).reshape(1, 1, -1, 1)

@@ -1,0 +1,291 @@
+"""paged_attention is flex_attention on gathered keys, whatever lies in other pages, and a request's bits are its own."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import AuxRequest, KernelOptions, Origin, masks, paged
+from tests.cases.small import launches, quick_jit
+
+Array = jax.Array
+N, M, D, E = 4, 2, 8, 6
+ALL = AuxRequest(lse=True, max_scores=True)
+
+
+def draw(seed: int, *shape: int) -> Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def served(
+    lengths: list[int],
+    page: int,
+    *,
+    n: int | None = None,
+    pool: int | None = None,
+    hole: float = np.nan,
+    seeds: Any = None,
+) -> tuple[paged.PagedCache, paged.PageTable]:
+    """Requests whose keys depend on their seed alone, in pages in a random order.  Free pages and slots past the lengths hold `hole`,
+    and the table is -7 or 2**31 - 1 past the last token.
+    """
+    needs = [-(-length // page) for length in lengths]
+    n, pool = n or max(needs) + 1, pool or sum(needs) + 3
+    order = np.random.default_rng(pool).permutation(pool).tolist()
+    key, value = (np.full((pool, page, M, dim), hole, np.float32) for dim in (D, E))
+    pages = np.where(np.arange(n) % 2, -7, 2**31 - 1)[None].repeat(len(lengths), 0).astype(np.int32)
+    for r, length in enumerate(lengths):
+        seed = r if seeds is None else seeds[r]
+        for x, dim in ((key, D), (value, E)):
+            tokens = np.random.default_rng((seed, dim)).standard_normal((length, M, dim))
+            for i in range(needs[r]):
+                pages[r, i] = order[sum(needs[:r]) + i]
+                part = tokens[i * page : (i + 1) * page]
+                x[pages[r, i], : len(part)] = part
+    table = paged.PageTable(jnp.asarray(pages), jnp.asarray(lengths, jnp.int32), jnp.zeros(pool, jnp.int32), page)
+    return paged.PagedCache(jnp.asarray(key), jnp.asarray(value)), table
+
+
+def definition(
+    query: Array, cache: paged.PagedCache, table: paged.PageTable, mask_mod: Any = masks.causal, **call: Any
+):
+    k, v = (x.astype(query.dtype) for x in paged.gather(cache, table))
+    call = dict(origin=Origin(query="end"), key_value_seq_lengths=table.lengths, implementation="reference") | call
+    return flexjax.flex_attention(query, k, v, mask_mod=mask_mod, **call)
+
+
+def assert_same(got: Any, want: Any, within: float = 2e-6) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=within, atol=within), got, want)
+
+
+def biased(table: Array) -> Callable:
+    """Reads by head and distance, by request, and of a row of keys."""
+
+    def score_mod(score: Array, b: Array, h: Array, q: Array, kv: Array) -> Array:
+        return score * (1 + 0.1 * b) + table[h, jnp.clip(q - kv, 0, table.shape[1] - 1)] + 0.01 * (kv % 3)
+
+    return score_mod
+
+
+LENGTHS = [21, 0, 8, 40]
+# fmt: off
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # page, T, arguments
+    "one_token": (8, 1, {}),
+    "no_mask": (24, 2, dict(mask_mod=None)),
+    "window_and_sinks": (8, 3, dict(mask_mod=flexjax.and_masks(masks.causal, lambda b, h, q, kv: q - kv < 12), sinks=draw(7, N))),
+    "bias_by_request": (16, 3, dict(score_mod=biased(draw(8, N, 30)), query_seq_lengths=jnp.asarray([3, 0, 1, 2]))),
+    "documents": (8, 2, dict(mask_mod=lambda b, h, q, kv: jnp.asarray(np.arange(160).reshape(4, 40) % 7)[b, jnp.minimum(kv, 39)] != 3)),
+    "scaled": (40, 2, dict(scale=jnp.float32(0.3))),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention_on_gathered_keys(name: str) -> None:
+    """With NaN in free pages, past the lengths and in the rows of queries that do not exist."""
+    page, most, call = CASES[name]
+    cache, table = served(LENGTHS, page)
+    q, rows = draw(100, len(LENGTHS), most, N, D), call.get("query_seq_lengths")
+    if rows is not None:
+        q = jnp.where(jnp.arange(most)[:, None, None] < rows[:, None, None, None], q, jnp.nan)
+    got = quick_jit(lambda *x: flexjax.paged_attention(*x, return_aux=ALL, **call))(q, cache, table)
+    assert_same(got, definition(q, cache, table, return_aux=ALL, **call))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 1, 17], [0, 0, 0, 2]])
+def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
+    """Mods see the request; padding is 0 and -inf; block_q cuts other tiles."""
+    cache, table = served(LENGTHS, 8)
+    q, bias = draw(100, len(LENGTHS), 17, N, D), biased(draw(8, N, 30))
+    flat = jnp.concatenate([q[r, :c] for r, c in enumerate(counts)] + [jnp.full((4, N, D), jnp.nan)])
+    ends = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    want, of_rows = definition(q, cache, table, score_mod=bias, query_seq_lengths=jnp.asarray(counts), return_aux=ALL)
+    for options in (None, KernelOptions(block_q=5)):
+        call = dict(score_mod=bias, return_aux=ALL, kernel_options=options)
+        attend = quick_jit(functools.partial(flexjax.paged_attention, **call))
+        out, aux = attend(flat, cache, table, cu_q_lens=ends)
+        for r, c in enumerate(counts):
+            got = [x[ends[r] : ends[r + 1]] for x in (out, *aux)]
+            assert_same(got, [x[r, :c] for x in (want, *of_rows)])
+        assert not np.any(out[ends[-1] :])
+        assert np.all(np.isneginf(aux.lse[ends[-1] :]))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_quantised_and_narrow_caches(dtype: str) -> None:
+    table, _ = paged.allocate(paged.table(2, 3, 8, 8), np.asarray([19, 9], np.int32))
+    cache = paged.empty(8, 8, M, D, E=E, dtype=dtype)
+    given = draw(0, 2, 19, M, D), draw(1, 2, 19, M, E)
+    cache, table = quick_jit(paged.append)(cache, table, *given, query_seq_lengths=np.asarray([19, 9]))
+    q = draw(2, 2, 3, N, D).astype("bfloat16" if dtype == "bfloat16" else "float32")
+    got = quick_jit(flexjax.paged_attention)(q, cache, table)
+    assert_same(
+        got.astype("float32"), definition(q, cache, table).astype("float32"), 0.02 if dtype == "bfloat16" else 2e-6
+    )
+
+
+def test_bits_of_a_request_are_its_own() -> None:
+    """Alone; among others, in other pages; in wider tables and larger pools; with padding and rows that do not exist. The prompt is
+    long enough for several visits of several blocks.
+    """
+    slopes, length, most = draw(8, N), 600, 5
+    alibi = lambda score, b, h, q, kv: score - 0.01 * slopes[h] * (q - kv)
+    attend = quick_jit(lambda *x, **rows: flexjax.paged_attention(*x, score_mod=alibi, **rows))
+
+    def request(lengths: list[int], seeds: list[int], rows: list[int], me: int, **where: Any) -> list[np.ndarray]:
+        cache, table = served(lengths, 16, seeds=seeds, **where)
+        q = np.stack([draw(200 + s, most, N, D) for s in seeds])
+        for r, count in enumerate(rows):
+            q[r, count:] = where.get("hole", np.nan)
+        flat = np.concatenate([q[r, :count] for r, count in enumerate(rows)] + [q[0, rows[0] :]])
+        first, *_ = ends = np.cumsum([0, *rows]).astype(np.int32)[[me, *range(len(rows) + 1)]]
+        padded = attend(q, cache, table, query_seq_lengths=np.asarray(rows, np.int32))[me, : rows[me]]
+        return [
+            np.asarray(x) for x in (padded, attend(flat, cache, table, cu_q_lens=ends[1:])[first : first + rows[me]])
+        ]
+
+    alone = request([length], [0], [4], 0, hole=0.0)
+    for others in (
+        request([30, length, 300], [1, 0, 2], [1, 4, 5], 1),
+        request([length, 1], [0, 3], [4, 0], 0, n=71, pool=200, hole=1e30),
+    ):
+        for x, y in zip(alone, others, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_tree_of_candidates() -> None:
+    """Its nodes are the last tokens of the cache."""
+    parents, context = np.asarray([-1, 0, 0, 1, 2]), jnp.asarray([16, 3])
+    cache, table = served([21, 8], 8)
+    q = draw(3, 2, 5, N, D)
+    tree = masks.tree(parents, context, queries_follow_context=True)
+    got = quick_jit(lambda *x: flexjax.paged_attention(*x, mask_mod=tree))(q, cache, table)
+    k, v = paged.gather(cache, table)
+    want = flexjax.flex_attention(
+        q, k, v, mask_mod=masks.tree(parents, context), key_value_seq_lengths=table.lengths, implementation="reference"
+    )
+    assert_same(got, want)
+
+
+def test_gradients_of_queries_sinks_and_captures() -> None:
+    """Those of the definition, also with NaN in free pages; the cache has none, in a sentence."""
+    cache, table = served([21, 8], 8)
+    given = dict(q=draw(3, 2, 3, N, D), bias=draw(8, N, 30), sinks=draw(7, N), scale=jnp.float32(0.4))
+
+    def loss(function: Callable, x: dict[str, Array], cache: paged.PagedCache, **rows: Any) -> Array:
+        call = dict(score_mod=biased(x["bias"]), sinks=x["sinks"], scale=x["scale"], return_aux=AuxRequest(lse=True))
+        out, aux = function(x["q"], cache, table, **call, **rows)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)) + jnp.sum(jnp.sin(aux.lse))
+
+    got = quick_jit(jax.value_and_grad(lambda x: loss(flexjax.paged_attention, x, cache)))(given)
+    assert_same(got, jax.value_and_grad(lambda x: loss(definition, x, cache))(given), 2e-5)
+    flat = given | {"q": given["q"].reshape(-1, N, D)}
+    ends = jnp.asarray([0, 3, 6])
+    ragged = quick_jit(jax.grad(lambda x: loss(flexjax.paged_attention, x, cache, cu_q_lens=ends)))(flat)
+    for name, x in ragged.items():
+        if name != "q":  # the order of queries changes the weights of the loss in no other way
+            assert_same(x, got[1][name], 2e-5)
+    message = (
+        "paged_attention has no gradients of the keys and values in the cache. Compute them with flex_attention on contiguous "
+        "keys, or put jax.lax.stop_gradient around the cache."
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jax.grad(lambda c: loss(flexjax.paged_attention, given, c))(cache)
+
+
+@pytest.mark.parametrize("mapped", [(0, None, None), (0, 0, 0), (None, 0, None)])
+def test_vmap_is_one_call(mapped: tuple[int | None, ...]) -> None:
+    """Of copies that share the pool, or have pools of their own."""
+    copies = [served([21, 8], 8, seeds=seeds, pool=9) for seeds in ((0, 1), (2, 3))]
+    stack = lambda *xs: jax.tree.map(lambda *x: jnp.stack(x), *xs)
+    given = (draw(3, 2, 2, 1, N, D), stack(*(c for c, _ in copies)), stack(*(t for _, t in copies)))
+    given = tuple(x if m == 0 else jax.tree.map(lambda a: a[0], x) for x, m in zip(given, mapped, strict=True))
+    call = jax.vmap(flexjax.paged_attention, mapped)
+    assert launches(jax.make_jaxpr(call)(*given).jaxpr).count("flexjax_forward") == 1
+    one = lambda i: (x if m is None else jax.tree.map(lambda a: a[i], x) for x, m in zip(given, mapped, strict=True))
+    assert_same(quick_jit(call)(*given), jnp.stack([definition(*one(i)) for i in range(2)]))
+
+
+def test_a_step_traces_once_and_never_gathers_the_cache() -> None:
+    traces: list[int] = []
+    cache, table = served([21, 8], 8, n=512, pool=1024, hole=0.0)
+
+    def step(q: Array, cache: paged.PagedCache, table: paged.PageTable) -> Array:
+        traces.append(0)
+        return flexjax.paged_attention(q, cache, table)
+
+    q = draw(3, 2, 1, N, D)
+    compiled = jax.jit(step).lower(q, cache, table).compile()
+    contiguous = 512 * 8 * M * (D + E) * 4  # of one request
+    assert compiled.memory_analysis().temp_size_in_bytes < contiguous / 4
+    jitted = quick_jit(step)
+    for length in (3, 8, 17):
+        jitted(q, cache, dataclasses.replace(table, lengths=jnp.asarray([length, 8]), pages=table.pages[::-1]))
+    assert len(traces) == 1
+
+
+def test_work_follows_the_lengths() -> None:
+    """A table of a million tokens, of which sixteen exist: computing all of it would take minutes."""
+    cache, table = served([16], 8, n=131072, hole=0.0)
+    got = quick_jit(lambda *x: flexjax.paged_attention(*x, mask_mod=None))(draw(3, 1, 1, N, D), cache, table)
+    small = dataclasses.replace(table, pages=table.pages[:, :2])
+    assert_same(got, definition(draw(3, 1, 1, N, D), cache, small, None))
+
+
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
+def test_kernels_refuse_pages_in_a_sentence(name: str) -> None:
+    cache, table = served([16], 8, hole=0.0)
+    bf16 = dataclasses.replace(cache, key=cache.key.astype("bfloat16"), value=cache.value.astype("bfloat16"))
+    call = dict(implementation=name, kernel_options=KernelOptions(interpret=True))
+    with pytest.raises(NotImplementedError, match="keys in pages"):
+        flexjax.paged_attention(draw(3, 1, 1, N, D).astype("bfloat16"), bf16, table, **call)  # type: ignore[arg-type]
+
+
+CACHE, TABLE = served([16, 8], 8, hole=0.0)
+Q = draw(3, 2, 1, N, D)
+# fmt: off
+ERRORS: list[tuple[Callable, str]] = [
+    (lambda: flexjax.paged_attention(Q[0], CACHE, TABLE),
+     "`query` is float32[1, 4, 8]; expected [R, T, N, D]. Pass cu_q_lens for queries one after the other."),
+    (lambda: flexjax.paged_attention(Q, CACHE, TABLE, cu_q_lens=np.zeros(3, np.int32)),
+     "`query` is float32[2, 1, 4, 8]; expected [tokens, N, D]. Leave cu_q_lens out for [R, T, N, D]."),
+    (lambda: flexjax.paged_attention(Q[:1], CACHE, TABLE),
+     "`query` is float32[1, 1, 4, 8]; expected 2 requests, as table has. A request without a query has query_seq_lengths 0."),
+    (lambda: flexjax.paged_attention(Q[..., :6], CACHE, TABLE),
+     "`query` is float32[2, 1, 4, 6]; expected a last dim of 8, that of cache.key. Project both to one head dim."),
+    (lambda: flexjax.paged_attention(Q[:, :, :3], CACHE, TABLE),
+     "`query` is float32[2, 1, 3, 8]; expected a multiple of the 2 heads of cache.key. Query heads share key heads."),
+    (lambda: flexjax.paged_attention(Q.astype("bfloat16"), CACHE, TABLE),
+     "`query` is bfloat16[2, 1, 4, 8]; expected float32, the dtype of the cache. Cast it."),
+    (lambda: flexjax.paged_attention(Q[0], CACHE, TABLE, cu_q_lens=np.zeros(2, np.int32)),
+     "`cu_q_lens` is int32[2]; expected int32[3]. Cast or reshape it."),
+    (lambda: flexjax.paged_attention(Q, CACHE, TABLE, query_seq_lengths=np.ones(3, np.int32)),
+     "`query_seq_lengths` is int32[3]; expected int32[2]. Cast or reshape it."),
+    (lambda: flexjax.paged_attention(Q[0], CACHE, TABLE, cu_q_lens=np.zeros(3, np.int32), query_seq_lengths=np.ones(2, np.int32)),
+     "`query_seq_lengths` is given beside cu_q_lens; expected one of them. cu_q_lens has the lengths."),
+    (lambda: flexjax.paged_attention(Q, TABLE, CACHE),  # type: ignore[arg-type]
+     "`cache` is a PageTable; expected a flexjax.paged.PagedCache. Make it with flexjax.paged.empty."),
+    (lambda: flexjax.paged_attention(Q, CACHE, TABLE, sinks=jnp.ones(3)),
+     "`sinks` is float32[3]; expected float32[4], a logit for each query head. Reshape it."),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=range(len(ERRORS)))
+def test_messages(call: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        call()
+    assert str(caught.value) == message
+    assert caught.value.__notes__[0].startswith("in paged_attention(query=")
+
+
+def test_no_queries_and_no_tokens() -> None:
+    assert flexjax.paged_attention(Q[:, :0], CACHE, TABLE).shape == (2, 0, N, E)
+    assert flexjax.paged_attention(Q[0, :0], CACHE, TABLE, cu_q_lens=jnp.zeros(3, jnp.int32)).shape == (0, N, E)
