@@ -374,7 +374,7 @@ def _pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> 
         first = pool * jnp.arange(size, dtype=jnp.int32)[:, None, None]
         pages = jnp.where((pages >= 0) & (pages < pool), pages + first, -1)
         names = {n: _lead(x, getattr(flags, n), size) for n, x in names.items()}
-        if scales is not None:
+        if scales is not None and flags.scales is not None:
             by_page = lambda x: x if x.ndim == 3 else jnp.broadcast_to(x[:, None], (size, pool, x.shape[1]))
             scales = Scales(
                 *(by_page(copied(x, m)).reshape(size * pool, -1) for x, m in zip(scales, flags.scales, strict=True))

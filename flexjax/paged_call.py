@@ -45,6 +45,46 @@ RAGGED_TILE = 16
 """Queries of a tile of ragged tokens, unless kernel_options.block_q says another number."""
 
 
+@typing.overload
+def paged_attention(
+    query: ArrayArgument,
+    cache: PagedCache,
+    table: PageTable,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = masks.causal,
+    query_seq_lengths: ArrayArgument | None = None,
+    cu_q_lens: ArrayArgument | None = None,
+    scale: float | ArrayArgument | None = None,
+    sinks: ArrayArgument | None = None,
+    return_aux: None = None,
+    implementation: Implementations | None = None,
+    kernel_options: KernelOptions | None = None,
+) -> Array:
+    """The type of a call without return_aux. The function itself is documented below."""
+    ...
+
+
+@typing.overload
+def paged_attention(
+    query: ArrayArgument,
+    cache: PagedCache,
+    table: PageTable,
+    *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = masks.causal,
+    query_seq_lengths: ArrayArgument | None = None,
+    cu_q_lens: ArrayArgument | None = None,
+    scale: float | ArrayArgument | None = None,
+    sinks: ArrayArgument | None = None,
+    return_aux: AuxRequest,
+    implementation: Implementations | None = None,
+    kernel_options: KernelOptions | None = None,
+) -> tuple[Array, AuxOutput]:
+    """The type of a call with return_aux. The function itself is documented below."""
+    ...
+
+
 def paged_attention(
     query: ArrayArgument,
     cache: PagedCache,
@@ -156,7 +196,7 @@ class Rows:
     place: Array | None = None
     exists: Array | None = None
 
-    def of_requests(self, mod: typing.Callable[..., Array]) -> typing.Callable[..., Array]:
+    def of_requests(self, mod: typing.Any) -> typing.Any:
         """The mod (mask or score) of a plan whose batch entries are tiles, from one whose b is the request."""
         request = self.request
         assert request is not None
@@ -164,7 +204,7 @@ class Rows:
             return mod  # refused, with a message, where it is traced
 
         @functools.wraps(mod)
-        def of_tiles(*at: Array) -> Array:
+        def of_tiles(*at: Array) -> typing.Any:
             """`mod` with the request of the tile in place of b, the fourth argument from the end."""
             *score, b, h, q_idx, kv_idx = at
             return mod(*score, request[b], h, q_idx, kv_idx)

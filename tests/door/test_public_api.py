@@ -19,10 +19,10 @@ NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
     "AuxOutput", "Origin", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
-    "context_layout", "ContextLayout", "merge_attention_states", "ContextParallel",
+    "context_layout", "ContextLayout", "merge_attention_states", "paged", "paged_attention", "ContextParallel",
 }
 FUNCTIONS = [
-    "flex_attention", "dot_product_attention", "create_block_mask", "context_layout", "merge_attention_states", "and_masks", "or_masks", "not_mask",
+    "flex_attention", "paged_attention", "dot_product_attention", "create_block_mask", "context_layout", "merge_attention_states", "and_masks", "or_masks", "not_mask",
     "chain_mods", "explain", "autotune", "profile", "attention_weights",
 ]
 ALIASES = {"Layout", "Implementation"}
@@ -31,6 +31,7 @@ SIGNATURES = {
     "flex_attention": "query, key, value, *, score_mod=None, mask_mod=None, block_mask=None, scale=None, sinks=None, "
         "layout='BTNH', return_aux=None, implementation=None, kernel_options=None, dropout_rate=0.0, dropout_key=None, "
         "broadcast_dropout=False, query_extra=None, key_extra=None, origin=None, context=None",
+    "merge_attention_states": "outs, lses, axis=0",
     "create_block_mask": "mask_mod, batch, heads, q_len, kv_len, *, block_size=128, exact=None, origin=None",
     "BlockMask.from_kv_blocks": "kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, *, "
         "block_size=128, mask_mod=None, q_len=None, kv_len=None",
@@ -59,7 +60,7 @@ def test_names() -> None:
     mine = {
         n
         for n, v in public().items()
-        if not isinstance(v, types.ModuleType) or n in ("masks", "mods", "nn", "visualize")
+        if not isinstance(v, types.ModuleType) or n in ("masks", "mods", "nn", "paged", "visualize")
     }
     assert mine == NAMES
     assert set(flexjax.__all__) == NAMES

@@ -39,7 +39,15 @@ TRAINED: dict[str, dict[str, int]] = {
 
 
 def test_every_example_is_tested():
-    tested = {"train_packed_lm", "alibi_window", "pair_bias_gradient", "block_diffusion", "topk_blocks", "fp8_keys"}
+    tested = {
+        "serve_lm",
+        "train_packed_lm",
+        "alibi_window",
+        "pair_bias_gradient",
+        "block_diffusion",
+        "topk_blocks",
+        "fp8_keys",
+    }
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested | set(TRAINED) | {SHARED}
 
 
@@ -71,6 +79,18 @@ def test_training_examples_learn(name: str, tmp_path: pathlib.Path):
     assert results.get("apart", 0.0) < 1e-3
     assert (tmp_path / f"{name}.png").stat().st_size > 2000
     assert "step" in done.stderr
+
+
+@pytest.mark.slow
+def test_serve_lm(monkeypatch, capsys):
+    """Every request gets the tokens of decoding without a cache, by one compiled step, also those that waited for pages."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    results = load("serve_lm").main(steps=12, requests=6, slots=3, wanted=8, width=32, layers=1, seed=1)
+    assert results["same"] == [True] * 6
+    assert results["traces"] == 1
+    assert results["waited"] > 0
+    assert results["losses"][-1] < results["losses"][0]
+    assert "tokens/s" in capsys.readouterr().err
 
 
 def test_fp8_keys():
