@@ -206,15 +206,16 @@ def _items_of_used_rows(
     i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
     element = ir.MemRefType(memory.type).element_type
     by_row, by_column = elements_per_step[0], elements_per_step[1] if len(elements_per_step) > 1 else 0
+    lanes = list(positions.lane)
     bases: dict[int, ir.Value] = {}
     loaded: dict[tuple[int, int], ir.Value] = {}
     for register, item, position in positions.constants:
-        row, column = position[0], position[1] if len(position) > 1 else 0
+        row, column = [*position, 0][:2]
         if row not in bases:
-            number = arith.minsi(arith.addi(positions.lane[0], mgpu.c(row, i32)), mgpu.c(used_rows - 1, i32))
+            number = arith.minsi(arith.addi(lanes[0], mgpu.c(row, i32)), mgpu.c(used_rows - 1, i32))
             lane = arith.addi(first, arith.muli(number, mgpu.c(by_row, i32)))
-            if len(positions.lane) > 1:
-                lane = arith.addi(lane, arith.muli(positions.lane[1], mgpu.c(by_column, i32)))
+            if len(lanes) > 1:
+                lane = arith.addi(lane, arith.muli(lanes[1], mgpu.c(by_column, i32)))
             bases[row] = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [arith.extsi(i64, lane)], element)
         at = (row, column * by_column)
         if at not in loaded:
