@@ -14,9 +14,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from flexjax.attention import flex_attention
+from flexjax.call_arguments import Arguments
 from flexjax.combine import and_masks
 from flexjax.errors import bad_argument
-from flexjax.types import AuxRequest, Implementations, MaskMod
+from flexjax.types import ArrayArgument, AuxRequest, Implementations, MaskMod
 
 Array = jax.Array
 Lookup = Callable[[Array, Array, Array, Array], Array]
@@ -122,22 +123,18 @@ def dot_product_attention(
             raise bad_argument("bias", f"of dtype {bias.dtype.name}", "a real dtype", "Pass its real part, bias.real.")
         look_up = broadcast_lookup("bias", bias, full)
         score_mod = lambda score, *at: score + look_up(*at).astype(score.dtype)
-    result = flex_attention(
-        q,
-        k,
-        v,
-        score_mod=score_mod,
-        mask_mod=and_masks(*parts) if parts else None,
-        scale=scale,
-        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, full[0]),
-        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, full[0]),
-        implementation=_checked_implementation(implementation),
-        return_aux=AuxRequest(lse=True) if return_residual else None,
-    )
+    arguments: Arguments[ArrayArgument] = {
+        "score_mod": score_mod,
+        "mask_mod": and_masks(*parts) if parts else None,
+        "scale": scale,
+        "query_seq_lengths": _lengths("query_seq_lengths", query_seq_lengths, full[0]),
+        "key_value_seq_lengths": _lengths("key_value_seq_lengths", key_value_seq_lengths, full[0]),
+    }
     front = query.shape[:-1]
-    if not isinstance(result, tuple):
-        return result.reshape(*front, v.shape[-1])
-    out, aux = result
+    chosen = _checked_implementation(implementation)
+    if not return_residual:
+        return flex_attention(q, k, v, implementation=chosen, **arguments).reshape(*front, v.shape[-1])
+    out, aux = flex_attention(q, k, v, implementation=chosen, return_aux=AuxRequest(lse=True), **arguments)
     assert aux.lse is not None
     lse = jax.lax.stop_gradient(aux.lse.astype(k.dtype))
     return out.reshape(*front, v.shape[-1]), lse.reshape(front)
