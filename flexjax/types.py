@@ -95,6 +95,9 @@ class KernelOptions:
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
+    split                      "auto", or the keys of a chunk: where queries times query heads of a key head are at most 64, the forward
+                               pass sums each chunk of the keys by a CTA of its own and merges them, so that few requests with long
+                               caches fill the GPU (Hopper). None: it does not split the keys
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
@@ -109,6 +112,7 @@ class KernelOptions:
     block_q_bwd: int | None = None
     block_kv_bwd: int | None = None
     num_stages: int | None = None
+    split: int | typing.Literal["auto"] | None = None
     deterministic: bool = True
     interpret: bool = False
 
@@ -120,6 +124,14 @@ class KernelOptions:
                 raise bad_argument(
                     f"kernel_options.{name}", repr(value), "a positive int or None", "None lets the backend choose."
                 )
+        split = self.split
+        if split not in (None, "auto") and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
+            raise bad_argument(
+                "kernel_options.split",
+                repr(split),
+                '"auto", a positive int or None',
+                '"auto" lets the backend choose the chunk.',
+            )
         _check_flags("kernel_options", self, ("deterministic", "interpret"))
 
 

@@ -167,6 +167,7 @@ def flexjax_call(case: Case, change: Callable[..., typing.Any] | None) -> Callab
         if case.mean:
             given["key_value_seq_lengths"] = arrays["lengths"]
         if change is None and not case.page:
+            given["kernel_options"] = flexjax.KernelOptions(split="auto")
             return flexjax.flex_attention(query, key, value, implementation="mosaic_gpu", **given)
         like = jax.ShapeDtypeStruct((case.batch, case.keys, case.kv_heads, case.dim), query.dtype)
         stand_in = jnp.zeros(like.shape, like.dtype) if case.page else None  # unread, so XLA removes it

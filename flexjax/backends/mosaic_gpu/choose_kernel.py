@@ -17,6 +17,7 @@ The backward pass of one plan:
     no tile of the fused kernel fits (`fused_tiles`)          two kernels
 """
 
+import dataclasses
 import typing
 
 from flexjax.backends.mosaic_gpu import decode_tiles, dq_order, forward_tiles
@@ -32,6 +33,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     DenseBiasTypes,
     padded_dims,
 )
+from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -48,11 +50,16 @@ arrays over queries or keys, which two kernels evaluate twice."""
 
 
 def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
-    """The configuration of the decode kernel that runs the forward pass of a plan; None where the forward kernel does.
+    """The configuration of the decode kernel that runs the forward pass of a plan; None where the forward kernel does, as it
+    does without the option `split`.
 
     plan   with the blocks of the user's block mask
     """
-    return None if decode_tiles.decode_refuses(plan) else decode_tiles.decode_tile(plan)
+    split = plan.options.split
+    if split is None or decode_tiles.decode_refuses(plan):
+        return None
+    tile = decode_tiles.decode_tile(plan)
+    return tile if split == "auto" else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
 
 
 def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
@@ -196,7 +203,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 def describe(plan: KernelPlan, given: KernelPlan) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v. Where the queries are few and the decode kernel does not run, the text says why.
+    gradients of q, k and v. Where the keys were to be split and the queries are few, the text says why the decode kernel does not run.
 
     given   the plan with the blocks of the user's block mask, `plan` the one with the blocks that the kernels visit
     """
@@ -213,7 +220,7 @@ def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
         return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
     tile = forward_kernel(plan)
     text = f"forward {tile.block_q} x {tile.block_kv}"
-    if plan.q_len * plan.group > decode_tiles.ROWS:
+    if plan.options.split is None or plan.q_len * plan.group > decode_tiles.ROWS:
         return text
     why = decode_tiles.decode_refuses(given)
     return f"{text} (not the decode kernel: {why})"

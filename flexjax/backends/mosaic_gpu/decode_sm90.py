@@ -18,7 +18,7 @@ from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
 from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
-from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch, page_of
+from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch, DecodeTile, decode_scratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, launch, pad
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
@@ -90,8 +90,8 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> Deco
         score=fold(plan.score),
         mask=fold(plan.mask),
         lengths=existing(plan, operands)[1] is not None,
-        page=page_of(plan),
-        stored_pages=operands.key.shape[0] if page_of(plan) else 0,
+        page=plan.page,
+        stored_pages=operands.key.shape[0] if plan.page else 0,
         reference=static_reference(plan),
         large_scores=may_be_large(plan.score),
     )
@@ -112,7 +112,7 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         stored, layout = page, "BTNH"
     if page and setup.interpret:  # the page that a number stands for that is no page's
         key, value = (jnp.pad(x, ((0, 1), (0, 0), (0, 0), (0, 0))) for x in (key, value))
-    pages: jax.Array | None = getattr(operands, "pages", None)
+    pages: jax.Array | None = operands.pages
     tables = () if operands.origin is None else tuple(operands.origin)
     captures = lambda arrays: (*(memory.kernel_operand(x) for x in arrays), *tables)
     return DecodeInputs(

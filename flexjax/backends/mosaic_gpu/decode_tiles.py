@@ -151,7 +151,7 @@ def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
 def decode_tile(plan: KernelPlan) -> DecodeTile:
     """The configuration that runs a plan that `decode_refuses` does not refuse."""
     head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
-    rows, page = plan.q_len * plan.group, page_of(plan)
+    rows, page = plan.q_len * plan.group, plan.page
     block_kv = 128 if 128 * (head_dim + value_dim) * 2 <= TILE_BYTES else 64
     tile = DecodeTile(
         used_rows=rows,
@@ -171,11 +171,6 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
     return dataclasses.replace(tile, stages=stages)
 
 
-def page_of(plan: KernelPlan) -> int:
-    """Keys of a page of the cache, 0 where keys are contiguous, as they are in plans without such a field."""
-    return getattr(plan, "page", 0)
-
-
 def decode_refuses(plan: KernelPlan) -> str | None:
     """Why the decode kernel does not run a plan, in a sentence; None where it does. It asks the plan alone."""
     rows = plan.q_len * plan.group
@@ -193,9 +188,9 @@ def decode_refuses(plan: KernelPlan) -> str | None:
         return "block_q, block_kv and num_stages are options of the other kernel."
     if plan.origin is not None and not plan.origin.single:
         return "It takes an origin of one run of queries and one of keys."
-    if page_of(plan) % COPY_ROWS:
-        return f"Pages of {getattr(plan, 'page', 0)} keys are no multiple of {COPY_ROWS}."
-    if getattr(plan, "cache_dtype", None) is not None:
+    if plan.page % COPY_ROWS:
+        return f"Pages of {plan.page} keys are no multiple of {COPY_ROWS}."
+    if plan.cache_dtype is not None:
         return "It takes no quantised cache."
     blocks = plan.blocks
     if blocks is not None and (blocks.from_user_lists or plan.mask is None):

@@ -47,7 +47,8 @@ def relative(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typi
 
 def small(**fields: typing.Any) -> KernelPlan:
     given: dict[str, typing.Any] = dict(batch=2, q_heads=8, kv_heads=2, q_len=1, kv_len=512, head_dim=64, value_dim=64)
-    return KernelPlan(**{**given, "dtype": "bfloat16", "layout": "BTNH", "scale": 0.1, **fields})
+    split = KernelOptions(split="auto")
+    return KernelPlan(**{**given, "dtype": "bfloat16", "layout": "BTNH", "scale": 0.1, "options": split, **fields})
 
 
 REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
@@ -55,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
     "as many queries": ({"q_len": 16, "kv_len": 16}, "There are as many queries as keys."),
     "extra": ({"extra_dim": 8, "extra_heads": 2}, "It takes no extra features."),
     "tile": (
-        {"options": KernelOptions(block_q=64)},
+        {"options": KernelOptions(block_q=64, split="auto")},
         "block_q, block_kv and num_stages are options of the other kernel.",
     ),
     "runs": (
@@ -70,6 +71,15 @@ def test_what_the_other_kernel_runs(name: str) -> None:
     fields, sentence = REFUSED[name]
     assert decode_tiles.decode_refuses(small(**fields)) == sentence
     assert choose_kernel.decode_kernel(small(**fields)) is None
+
+
+def test_keys_are_split_where_the_user_asks() -> None:
+    assert choose_kernel.decode_kernel(small(options=KernelOptions())) is None
+    asked = choose_kernel.decode_kernel(small(options=KernelOptions(split=300)))
+    assert asked is not None
+    assert asked.chunk == 384  # whole tiles of 128 keys
+    text = support.BACKEND.schedule(small(options=KernelOptions()), typing.cast(typing.Any, None))
+    assert text.split(", backward")[0] == "forward 64 x 128"
 
 
 def test_in_words() -> None:
@@ -179,28 +189,6 @@ def test_matches_dense(name: str) -> None:
         np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
 
 
-@dataclasses.dataclass(frozen=True)
-class PagedPlan(KernelPlan):
-    """A plan whose keys are in pages."""
-
-    page: int = 0
-
-
-class PagedOperands(typing.NamedTuple):
-    """The operands of such a plan, those that the kernel reads."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    score_captures: tuple[jax.Array, ...]
-    lengths: Lengths
-    pages: jax.Array
-    sinks: None = None
-    mask_captures: tuple[jax.Array, ...] = ()
-    lists: None = None
-    origin: None = None
-
-
 KEYS = np.array([200, 0, 137], np.int32)
 """Lengths of three batch entries."""
 
@@ -226,9 +214,8 @@ def ragged(entries: list[int], buffer: int, page: int = 0) -> tuple[KernelPlan, 
     pages = np.argsort(order).reshape(-1, count).astype(np.int32)
     pages[np.arange(count) * page >= KEYS[entries][:, None]] = 2**31 - 1
     key, value = (x.reshape(-1, page, *x.shape[2:])[order] for x in stored)
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    operands = PagedOperands(query, key, value, made.operands.score_captures, lengths, jnp.asarray(pages))
-    return PagedPlan(**fields, page=page), operands
+    operands = made.operands._replace(query=query, key=key, value=value, lengths=lengths, pages=jnp.asarray(pages))
+    return dataclasses.replace(plan, page=page), operands
 
 
 @needs_kernels
