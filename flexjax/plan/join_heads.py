@@ -103,8 +103,7 @@ def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
 def split_results(plan: KernelPlan, results: Results) -> Results:
     """The results of `plan` from those of its joined plan."""
     shape = (plan.batch, plan.q_len, plan.q_heads)
-    split = lambda x: x.reshape(*shape, *x.shape[3:])
-    return Results(split(results.out), split(results.lse), jax.tree.map(split, results.max_scores))
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[3:]), results)
 
 
 def _one_list(plan: KernelPlan, lists: BlockLists) -> BlockLists:

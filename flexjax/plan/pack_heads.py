@@ -89,8 +89,7 @@ def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
 
 def unpack_results(plan: KernelPlan, results: Results) -> Results:
     """The results of `plan` from those of its packed plan."""
-    unpack = lambda x: _unpack(x, plan)
-    return Results(unpack(results.out), unpack(results.lse), jax.tree.map(unpack, results.max_scores))
+    return jax.tree.map(lambda x: _unpack(x, plan), results)
 
 
 def _pack(x: Array, plan: KernelPlan) -> Array:

@@ -59,7 +59,7 @@ def call(name: str, tokens: int, layout: str = "BTNH") -> tuple[KernelPlan, Oper
     aux = flexjax.AuxRequest(lse=True, max_scores=True)
     options: Any = DEFAULTS | arguments[name] | {"layout": layout, "return_aux": aux}
     problem = prepare(*arrays, **options)
-    return problem.plan, problem.operands
+    return dataclasses.replace(problem.plan, exact_captures=True), problem.operands  # with all four results
 
 
 @pytest.mark.parametrize(
