@@ -33,24 +33,34 @@ def fold_heads(
     rows = q_len * group
     builder = Builder((batch, heads // group, rows, lengths[1]), program.inputs[SCORE].dtype)
     builder.captures = list(program.captures)
-    b, h, row, key = (builder.inputs[n] for n in (B, H, Q, KV))
-    number = lambda n: literal(n, "int32")
-    of_group: Atom = row
-    query: Atom = number(0)
-    if group == 1:
-        of_group, query = number(0), row
-    elif q_len > 1:
-        of_group = builder.op("floormod", (row, number(group)), "int32")
-        query = builder.op("floordiv", (row, number(group)), "int32")
-    first = builder.op("mul", (h, number(group)), "int32")
     inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
-    inputs[H] = builder.op("add", (first, of_group), "int32")
-    inputs[Q] = query
+    inputs[H], inputs[Q] = head_and_query(builder, q_len, group)
     if origin is not None:
-        entry: Atom = b if origin.rows > 1 else number(0)
-        for ident, at, size, own in ((Q, query, q_size, q_len), (KV, key, kv_size, lengths[1])):
-            start = builder.load(builder.capture((origin.rows, 1), "int32"), (entry, number(0)))
+        zero = literal(0, "int32")
+        entry: Atom = builder.inputs[B] if origin.rows > 1 else zero
+        for ident, size, own in ((Q, q_size, q_len), (KV, kv_size, lengths[1])):
+            start = builder.load(builder.capture((origin.rows, 1), "int32"), (entry, zero))
             # clamped, so that the builder knows the range of a position
-            inputs[ident] = builder.op("add", (at, builder.clamped(start, max(0, size - own))), "int32")
+            inputs[ident] = builder.op("add", (inputs[ident], builder.clamped(start, max(0, size - own))), "int32")
     found = replay(program, builder, inputs)
     return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
+
+
+def head_and_query(builder: Builder, q_len: int, group: int) -> tuple[Atom, Atom]:
+    """The query head and the number of the query of a packed row, where h of the new program is a key head and q the row.
+
+    q_len   queries of a head
+    group   query heads of a key head
+
+    With one query the member of the group is the row itself, so `x[h]` stays a read along the rows.
+    """
+    row, size = builder.inputs[Q], literal(group, "int32")
+    member: Atom = row
+    query: Atom = literal(0, "int32")
+    if group == 1:
+        member, query = query, row
+    elif q_len > 1:
+        member = builder.op("floormod", (row, size), "int32")
+        query = builder.op("floordiv", (row, size), "int32")
+    first = builder.op("mul", (builder.inputs[H], size), "int32")
+    return builder.op("add", (first, member), "int32"), query

@@ -17,7 +17,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from flexjax.ir.builder import Builder, literal
+from flexjax.ir.builder import Builder
+from flexjax.ir.fold_heads import head_and_query
 from flexjax.ir.origin import Starts
 from flexjax.ir.program import SCORE, Atom, B, H, Program, Q
 from flexjax.ir.replay import replay
@@ -123,12 +124,7 @@ def _packed_program(program: Program, group: int, kv_heads: int, q_len: int, ori
     builder = Builder((sizes[0], kv_heads, q_len * group, sizes[3]), program.inputs[SCORE].dtype)
     builder.captures = list(program.captures)
     inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
-    row, size = inputs[Q], literal(group, "int32")
-    # With one query the member of the group is the row itself: `x[h]` stays a read along the rows.
-    member = row if q_len == 1 else builder.op("floormod", (row, size), "int32")
-    query: Atom = literal(0, "int32") if q_len == 1 else builder.op("floordiv", (row, size), "int32")
-    first = builder.op("mul", (inputs[H], size), "int32")
-    inputs[H] = builder.op("add", (first, member), "int32")
+    inputs[H], query = head_and_query(builder, q_len, group)
     if origin_rows is not None and program.reads("q"):
         table = builder.capture(() if origin_rows == 1 else (origin_rows,), "int32")
         start = builder.load(table, () if origin_rows == 1 else (inputs[B],))
