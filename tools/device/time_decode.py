@@ -270,7 +270,7 @@ def changes() -> Iterator[tuple[str, Callable[..., typing.Any]]]:
     """(text, change of the configuration) of the variants."""
     from flexjax.backends.mosaic_gpu.decode_tiles import decode_fits
 
-    for block_kv, stages, chunk in ((64, 5, 512), (64, 5, 2048), (64, 3, 1024), (128, 2, 1024), (128, 2, 2048)):
+    for block_kv, stages, chunk in ((64, 4, 512), (64, 4, 2048), (64, 2, 1024), (128, 2, 1024), (128, 2, 2048)):
 
         def change(tile: typing.Any, sizes: tuple[int, int, int] = (block_kv, stages, chunk)) -> typing.Any:
             """The configuration with these sizes."""

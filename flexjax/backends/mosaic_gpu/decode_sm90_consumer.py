@@ -95,10 +95,10 @@ class DecodeConsumer:
             plgpu.barrier_arrive(scratch.other_free)
 
         def compute_item(turn: Scalar, first_step: Scalar) -> Scalar:
-            """Computes this warpgroup's share of one work item; returns the number of the CTA's step after its last."""
+            """Computes this warpgroup's share of one work item; returns the number of the next item's first step."""
             item = items.item(self.inputs.work, turn)
             self._compute_item(item, turn, first_step, group)
-            return first_step + item.total
+            return items.next_step(first_step, item)
 
         lax.fori_loop(i32(0), items.turns(self.inputs.work), compute_item, i32(0))
         if self.setup.interpret:  # the simulator wants every arrival at a barrier to be waited for

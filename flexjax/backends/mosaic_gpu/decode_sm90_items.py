@@ -211,6 +211,13 @@ class DecodeItems:
             found = jnp.where(first[candidate] <= number, candidate, found)
         return found
 
+    @staticmethod
+    def next_step(first_step: Scalar, item: DecodeItem) -> Scalar:
+        """The number of the first step of the item after `item`, whose own is `first_step`: even, so that the warpgroup
+        that waits for a slot of the rings is the same each time. A thread counts the phases of a barrier by its own waits.
+        """
+        return first_step + item.total + (item.total & i32(1))
+
     def tile_number(self, work: Work, item: DecodeItem, step: Scalar) -> Scalar:
         """The number of the key tile that the item visits at `step`, counted from the first key."""
         if work.tile_index is not None:

@@ -49,8 +49,8 @@ class DecodeProducer:
                 plgpu.barrier_wait(scratch.value_free.at[slot])
 
     def _copy_item(self, turn: Scalar, first_step: Scalar) -> Scalar:
-        """Starts the copies of one work item, each once its slot is free; returns the number of the step after its
-        last.
+        """Starts the copies of one work item, each once its slot is free; returns the number of the next item's first
+        step.
 
         turn         number of the item in this CTA
         first_step   number of its first step, counted over the items of this CTA
@@ -72,7 +72,7 @@ class DecodeProducer:
             self._copy_tile(inputs.value, scratch.value.at[slot], scratch.value_full.at[slot], item, start)
 
         lax.fori_loop(i32(0), item.total, copy_step, None)
-        return first_step + item.total
+        return setup.items.next_step(first_step, item)
 
     def _copy_tile(self, source: Ref, target: Ref, full: Ref, item: DecodeItem, start: Scalar) -> None:
         """Starts the copies of one key tile of keys or values.

@@ -52,7 +52,8 @@ class DecodeTile:
     used_rows              packed rows: queries times query heads of a key head, at most ROWS
     block_kv               keys of a tile
     chunk                  keys of a work item, a multiple of block_kv
-    stages                 slots of the ring of key tiles, and of that of value tiles
+    stages                 slots of the ring of key tiles, and of that of value tiles: even, so that a slot is always
+                           read by the same warpgroup
     query_slots            slots of the ring of packed queries
     head_dim, value_dim    head dims, rounded up to what WGMMA takes
     page_rows              keys that one copy brings: block_kv, or what a page of the cache and a tile both divide into
@@ -168,7 +169,7 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
         tile = dataclasses.replace(tile, query_slots=1)
     left = SHARED_MEMORY - BARRIER_BYTES - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
     stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * 2))
-    return dataclasses.replace(tile, stages=stages)
+    return dataclasses.replace(tile, stages=stages - stages % tile.groups)
 
 
 def decode_refuses(plan: KernelPlan) -> str | None:

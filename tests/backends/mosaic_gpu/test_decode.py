@@ -101,10 +101,27 @@ def test_sizes() -> None:
         made = small(head_dim=head_dim, value_dim=value_dim, q_len=q_len, q_heads=2 * group)
         tile = decode_tiles.decode_tile(made)
         assert decode_tiles.decode_fits(tile)
-        assert tile.stages >= 2
+        assert tile.stages in (2, 4, 6)
         assert tile.chunk % tile.block_kv == 0
         other = dataclasses.replace(made, batch=5, kv_len=100_000, q_heads=8 * group, kv_heads=8)
         assert decode_tiles.decode_tile(other) == tile
+
+
+@needs_kernels
+@pytest.mark.parametrize("stages", [2, 4, 6])
+def test_a_slot_is_always_read_by_the_same_warpgroup(stages: int) -> None:
+    """A thread knows the phase of a barrier by counting its own waits, so it must wait for every fill of a slot."""
+    from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem, DecodeItems
+    from flexjax.backends.mosaic_gpu.kernel_parts import i32
+
+    reader: dict[int, int] = {}
+    first_step = 0
+    for total in (3, 1, 0, 4, 5, 5, 2, 7):
+        for n in range(total):
+            assert reader.setdefault((first_step + n) % stages, n % 2) == n % 2
+        item = DecodeItem(*map(i32, (0, 0, 0, total, 0, 0)))
+        first_step = int(DecodeItems.next_step(i32(first_step), item))
+    assert len(reader) == stages
 
 
 @pytest.mark.parametrize(("q_len", "group"), [(1, 3), (2, 3), (5, 1)])
