@@ -199,8 +199,8 @@ def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: 
     """On a GPU a small call is one step and other calls merge mask blocks; both passes are those of the CPU's tiles."""
     for module in (larger_blocks, tile_sizes):
         monkeypatch.setattr(module, "ONE_STEP", 1 << 20 if one_step else 1 << 10)
-    monkeypatch.setattr(larger_blocks, "QUERIES", 160)
-    monkeypatch.setattr(larger_blocks, "KEYS", 160)
+    monkeypatch.setattr(larger_blocks, "WIDE", (160, 160))
+    monkeypatch.setattr(larger_blocks, "NARROW", (160, 160))
     monkeypatch.setattr(tile_sizes, "ACCELERATOR_DENSE_QUERIES", 100)
     q, k, v = arrays()
     score_mod = lambda s, b, h, i, j: s + jnp.sin(1.0 * (i - j))
@@ -221,6 +221,20 @@ def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: 
         *(jax.tree.leaves(jax.jit(both_passes, static_argnums=0)(t)) for t in (GPU, CPU)), strict=True
     ):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "size"),
+    [(masks.causal, (2048, 2048)), (masks.sliding_window(512), (512, 512)), (masks.sliding_window(2000), (2048, 2048))],
+)
+def test_blocks_are_larger_where_rows_see_many_keys(mask_mod: Any, size: tuple[int, int]) -> None:
+    array = np.zeros((1, 16384, 1, 1), np.float32)
+    call = prepare(array, array, array, **(DEFAULTS | {"mask_mod": mask_mod}))
+    blocks = larger_blocks.plan_on_larger_blocks(call.plan, GPU).blocks
+    assert blocks is not None
+    assert (blocks.block_q, blocks.block_kv) == size
+    sizes = choose_tile_sizes(larger_blocks.plan_on_larger_blocks(call.plan, GPU), GPU)
+    assert sizes.heads * sizes.block_q * sizes.block_kv * sizes.chunk <= tile_sizes.ACCELERATOR_TILE
 
 
 # Differences of positions that int32 does not hold, or holds only modulo 2^32: (whether they need 64 bits, the mask).

@@ -1,7 +1,7 @@
 """The xla backend beside dense attention of jax.nn, on a GPU: `PYTHONPATH=. python3 tools/device/time_xla.py`.
 
 Not collected by pytest. Both passes together, milliseconds, medians of rounds that alternate between the two; the ratio is
-jax.nn's time over ours. This is what a GPU without kernels of its own gets.
+jax.nn's time over ours (variants are held against its time beside the default). This is what a GPU without kernels of its own gets.
 
     --variants TEXT   tiles to try beside the default, by semicolons: queries,keys,log2 of a tile's scores,log2 of one step's scores,steps of a row
     --only TEXT       problems whose names contain one of these, by semicolons
@@ -41,6 +41,8 @@ class Case(typing.NamedTuple):
 CASES = (
     Case("causal", "bfloat16", 16, 512, 16, 128),
     Case("causal", "bfloat16", 1, 4096, 16, 128),
+    Case("full", "bfloat16", 1, 4096, 16, 128),
+    Case("full", "float32", 1, 4096, 16, 64),
     Case("causal", "bfloat16", 1, 16384, 16, 128),
     Case("causal", "float32", 1, 2048, 16, 64),
     Case("causal", "float32", 1, 4096, 16, 128),
@@ -49,27 +51,31 @@ CASES = (
     Case("window", "float32", 1, 16384, 16, 64),
     Case("documents", "bfloat16", 1, 16384, 16, 128),
     Case("documents", "float32", 1, 4096, 16, 64),
+    Case("short documents", "bfloat16", 1, 16384, 16, 128),
+    Case("causal", "bfloat16", 4, 4096, 16, 64),
 )
 
 
-def documents(tokens: int) -> np.ndarray:
-    """Document ids, int32 [tokens]: twelve documents of unequal lengths."""
-    ends = np.sort(np.random.default_rng(0).integers(1, tokens, 11))
+def documents(tokens: int, count: int = 12) -> np.ndarray:
+    """Document ids, int32 [tokens]: `count` documents of unequal lengths."""
+    ends = np.sort(np.random.default_rng(0).integers(1, tokens, count - 1))
     return np.searchsorted(ends, np.arange(tokens), side="right").astype(np.int32)
 
 
 def functions(case: Case) -> tuple[typing.Any, typing.Any]:
     """flexjax's attention of the case on xla, and dense attention of jax.nn: (q, k, v) -> out."""
-    ids = jnp.asarray(documents(case.tokens))
+    ids = jnp.asarray(documents(case.tokens, 64 if case.mask == "short documents" else 12))
     mask_mod = {
+        "full": None,
         "causal": masks.causal,
         "window": masks.sliding_window(512),
         "documents": flexjax.and_masks(masks.causal, masks.document(ids)),
+        "short documents": flexjax.and_masks(masks.causal, masks.document(ids)),
     }[case.mask]
-    dense: dict[str, typing.Any] = {"is_causal": True, "implementation": "xla"}
+    dense: dict[str, typing.Any] = {"is_causal": case.mask != "full", "implementation": "xla"}
     if case.mask == "window":
         dense["local_window_size"] = (511, 0)
-    elif case.mask == "documents":
+    elif "documents" in case.mask:
         dense["mask"] = (ids[:, None] == ids[None, :])[None, None]
     ours = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=mask_mod, implementation="xla")
     return ours, lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **dense)
@@ -99,7 +105,7 @@ def use(variant: str) -> None:
     if not variant:
         return
     queries, keys, tile, one, steps = map(int, variant.split(","))
-    larger_blocks.QUERIES, larger_blocks.KEYS = queries, keys
+    larger_blocks.WIDE = larger_blocks.NARROW = queries, keys
     tile_sizes.ACCELERATOR_TILE = 1 << tile
     tile_sizes.ONE_STEP = larger_blocks.ONE_STEP = 1 << one
     tile_sizes.ROW_STEPS = steps
@@ -113,21 +119,25 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     cases = [case for case in CASES if any(part in str(case) for part in args.only.split(";"))]
+    known: dict[Case, float] = {}
     for variant in ["", *filter(None, args.variants.split(";"))]:
         use(variant)
         for case in cases:
             shape = (case.batch, case.tokens, case.heads, case.dim)
             draws = jax.random.split(jax.random.key(0), 4)
             arrays = tuple(jax.random.normal(key, shape, jnp.dtype(case.dtype)) for key in draws)
-            steps = [both_passes(attend, arrays) for attend in functions(case)]
+            attends = functions(case)[: 1 if case in known else 2]
+            steps = [both_passes(attend, arrays) for attend in attends]
             samples = [[np.asarray(x[:, ::97], np.float32) for x in jax.tree.leaves(step(*arrays))] for step in steps]
-            worst = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(*samples, strict=True))
             times = [[seconds(step, arrays) for step in steps] for _ in range(ROUNDS)]
-            ours, dense = (1e3 * statistics.median(t) for t in zip(*times, strict=True))
-            memory = [step.memory_analysis().temp_size_in_bytes / 2**20 for step in steps]
+            ours, *dense = (1e3 * statistics.median(t) for t in zip(*times, strict=True))
+            known[case] = dense[0] if dense else known[case]
+            text = ", MiB " + " and ".join(f"{step.memory_analysis().temp_size_in_bytes / 2**20:.0f}" for step in steps)
+            if dense:
+                worst = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(*samples, strict=True))
+                text = f", differs {worst:.1e}{text}"
             print(
-                f"{variant or 'default'}: {case}: {ours:.3f} ms, jax.nn {dense:.3f} ms, ratio {dense / ours:.2f}, "
-                f"differs {worst:.1e}, MiB {memory[0]:.0f} and {memory[1]:.0f}",
+                f"{variant or 'default'}: {case}: {ours:.3f} ms, jax.nn {known[case]:.3f} ms, ratio {known[case] / ours:.2f}{text}",
                 flush=True,
             )
 

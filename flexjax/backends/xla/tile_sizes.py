@@ -23,8 +23,8 @@ SHORT_QUERIES, SHORT_KEYS = 64, 128
 """Up to how many queries a call on a CPU is short, as a step of decoding is, and how many keys a visit of a short call has. A visit
 has one batch entry then: the arrays of a visit stay in the second-level cache, and the bits of a row do not depend on the
 batch."""
-ACCELERATOR_TILE = 1 << 25
-"""Scores of a tile on other platforms: 128 MB in float32."""
+ACCELERATOR_TILE = 1 << 27
+"""Scores of a tile on other platforms: 512 MB in float32."""
 ROW_STEPS = 4
 """Into how many steps an accelerator cuts the longest list of key blocks, so that shorter lists take fewer steps."""
 MAX_CHUNK = 8
@@ -34,7 +34,7 @@ PAGED_CHUNK = 4
 request computes that many too."""
 DENSE_QUERIES, DENSE_KEYS = 256, 512
 """Queries and keys of a tile without a block mask on a CPU."""
-ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS = 512, 4096
+ACCELERATOR_DENSE_QUERIES, ACCELERATOR_DENSE_KEYS = 2048, 2048
 """The same on other platforms, where a call of at most ONE_STEP scores has one tile."""
 ONE_STEP = 1 << 26
 """The most scores, over all batch entries and heads, of a call that an accelerator computes in one step: 256 MB in float32."""
