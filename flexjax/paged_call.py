@@ -41,8 +41,9 @@ from flexjax.types import (
 
 Array = jax.Array
 
-RAGGED_TILE = 16
-"""Queries of a tile of ragged tokens, unless kernel_options.block_q says another number."""
+RAGGED_TILE, PACKED_ROWS = 16, 64
+"""The most queries of a tile of ragged tokens, and the most packed rows (queries times query heads of a key head), which is what a
+kernel for few queries takes; kernel_options.block_q says another number of queries."""
 
 
 @typing.overload
@@ -110,7 +111,8 @@ def paged_attention(
     query_seq_lengths  int32 [R], for [R, T, N, D]: how many of the T queries of each request exist; default all
     cu_q_lens    int32 [R + 1]: request r has the queries cu_q_lens[r] .. cu_q_lens[r + 1] - 1; rows after the last are padding
     scale, sinks, return_aux, implementation  as for flex_attention
-    kernel_options  as for flex_attention; with cu_q_lens, block_q is the number of queries of a tile, default 16
+    kernel_options  as for flex_attention; with cu_q_lens, block_q is the number of queries of a tile, default 16, or fewer
+                 where more than four query heads share a key head
 
     Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux. Rows of queries that do
     not exist are 0, with lse -inf. By definition it is
@@ -298,7 +300,10 @@ def _tiles(rows: Rows, ends: Array, options: KernelOptions) -> Rows:
     """
     inputs, pages = rows.inputs, rows.in_pages
     tokens, requests = inputs.q_len, ends.shape[0] - 1
-    size = options.block_q or RAGGED_TILE  # however few tokens there are: other sizes give other bits
+    group = inputs.q_heads // inputs.kv_heads
+    size = options.block_q or min(
+        RAGGED_TILE, max(1, PACKED_ROWS // group)
+    )  # however few tokens there are: other sizes give other bits
     row, place, counts = rows_of_tokens(ends, requests, tokens)
     most = max(1, tokens // size + min(requests, tokens))
     needs = -(-counts // size)

@@ -95,9 +95,10 @@ class KernelOptions:
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
-    split                      "auto", or the keys of a chunk: where queries times query heads of a key head are at most 64, the forward
+    split                      keys of a chunk, on Hopper: where queries times query heads of a key head are at most 64, the forward
                                pass sums each chunk of the keys by a CTA of its own and merges them, so that few requests with long
-                               caches fill the GPU (Hopper). None: it does not split the keys
+                               caches fill the GPU. "auto": a chunk by head dims and rows, half a megabyte of keys and values or
+                               twice that. None: "auto", where there are at least eight keys for each row, or lengths, or pages
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than

@@ -239,11 +239,10 @@ def test_work_follows_the_lengths() -> None:
     assert_same(got, definition(draw(3, 1, 1, N, D), cache, small, None))
 
 
-@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
-def test_kernels_refuse_pages_in_a_sentence(name: str) -> None:
+def test_the_tpu_kernels_refuse_pages_in_a_sentence() -> None:
     cache, table = served([16], 8, hole=0.0)
     bf16 = dataclasses.replace(cache, key=cache.key.astype("bfloat16"), value=cache.value.astype("bfloat16"))
-    call = dict(implementation=name, kernel_options=KernelOptions(interpret=True))
+    call = dict(implementation="mosaic_tpu", kernel_options=KernelOptions(interpret=True))
     with pytest.raises(NotImplementedError, match="keys in pages"):
         flexjax.paged_attention(draw(3, 1, 1, N, D).astype("bfloat16"), bf16, table, **call)  # type: ignore[arg-type]
 

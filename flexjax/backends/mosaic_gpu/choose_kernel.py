@@ -44,22 +44,36 @@ MOST_DELAY = 0.12
 MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 """The same where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
 arrays over queries or keys, which two kernels evaluate twice."""
+KEYS_A_ROW = 8
+"""From so many keys for each packed row on, partial results are at most a quarter of the traffic of the decode kernel."""
 
 
 # ------------------------------------------------------------------- forward
 
 
 def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
-    """The configuration of the decode kernel that runs the forward pass of a plan; None where the forward kernel does, as it
-    does without the option `split`.
+    """The configuration of the decode kernel that runs the forward pass of a plan; None where the forward kernel does.
 
     plan   with the blocks of the user's block mask
     """
-    split = plan.options.split
-    if split is None or decode_tiles.decode_refuses(plan):
+    if decode_tiles.decode_refuses(plan) or not _decode_is_faster(plan):
         return None
-    tile = decode_tiles.decode_tile(plan)
-    return tile if split == "auto" else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
+    tile, split = decode_tiles.decode_tile(plan), plan.options.split
+    return tile if split in (None, "auto") else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
+
+
+def _decode_is_faster(plan: KernelPlan) -> bool:
+    """Whether the decode kernel is expected to beat the forward kernel, for a plan that it does not refuse.
+
+    It is where keys are many beside the packed rows, because its partial results are written and read once more. Where
+    batch entries have lengths of their own, the array is a buffer: however long it is, the same kernel runs, so that the bits
+    are the same.
+    """
+    if plan.page or plan.options.split is not None:
+        return True
+    if plan.q_len >= plan.kv_len:
+        return False
+    return plan.lengths[1] or plan.kv_len >= KEYS_A_ROW * plan.q_len * plan.group
 
 
 def forward_kernel(plan: KernelPlan) -> forward_tiles.ForwardTile:
@@ -203,11 +217,13 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 def describe(plan: KernelPlan, given: KernelPlan) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v. Where the keys were to be split and the queries are few, the text says why the decode kernel does not run.
+    gradients of q, k and v. Where the queries are few and beside them the keys many, the text says why the decode kernel does not
+    run. Keys in pages have no backward pass.
 
     given   the plan with the blocks of the user's block mask, `plan` the one with the blocks that the kernels visit
     """
-    return f"{_describe_forward(plan, given)}, backward {_describe_backward(plan)}"
+    forward = _describe_forward(plan, given)
+    return forward if plan.page else f"{forward}, backward {_describe_backward(plan)}"
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
@@ -220,9 +236,9 @@ def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
         return f"forward decode {decode.used_rows} x {decode.block_kv}, {items} work items of {decode.chunk} keys"
     tile = forward_kernel(plan)
     text = f"forward {tile.block_q} x {tile.block_kv}"
-    if plan.options.split is None or plan.q_len * plan.group > decode_tiles.ROWS:
-        return text
     why = decode_tiles.decode_refuses(given)
+    if why is None or plan.q_len * plan.group > decode_tiles.ROWS or not _decode_is_faster(given):
+        return text
     return f"{text} (not the decode kernel: {why})"
 
 

@@ -177,8 +177,6 @@ def decode_refuses(plan: KernelPlan) -> str | None:
     rows = plan.q_len * plan.group
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
-    if plan.q_len >= plan.kv_len:
-        return "There are as many queries as keys."
     if plan.dropout is not None:
         return "It has no dropout."
     if plan.exact_captures:

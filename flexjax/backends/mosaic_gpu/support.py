@@ -17,7 +17,7 @@ import jax
 from jax.interpreters import mlir
 
 from flexjax.backends.base import BackwardInputs
-from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, program_support
+from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, decode_tiles, forward_tiles, program_support
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import lengths_as_mask, mask_blocks
@@ -40,7 +40,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     version   of jax, such as (0, 11, 2); that of this process by default
     """
     if plan.page:
-        return "The GPU kernels do not take keys in pages yet."
+        return _refuses_pages(plan, target, version or jax.__version_info__[:3])
     reason = lengths_as_mask.refuses(plan) if any(plan.lengths) else None
     reason = reason or _refuses_origin(plan)
     if reason is not None:
@@ -53,6 +53,18 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
         or _refuses_programs(plan)
         or _refuses_tiles(plan)
     )
+
+
+def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:
+    """Why the decode kernel, which alone reads keys in pages, cannot run the plan, in a sentence; None if it can.
+
+    target, version   as for `refuses`
+    """
+    reason = decode_tiles.decode_refuses(plan)
+    if reason is not None:
+        return f"The GPU kernel for keys in pages does not run this call: {reason[0].lower()}{reason[1:]}"
+    device = _refuses_device(None if plan.options.interpret else target)
+    return _refuses_jax(version) or device or _refuses_arrays(plan) or _refuses_programs(plan)
 
 
 def _refuses_origin(plan: KernelPlan) -> str | None:
@@ -214,6 +226,8 @@ class MosaicGpu:
         """
         from flexjax.backends.mosaic_gpu import capture_gradients
 
+        if plan.page:
+            return "The GPU kernels have no backward pass for keys in pages."
         why = refuses(plan, target)
         if why is not None or derivative is None:
             return why
@@ -225,7 +239,7 @@ class MosaicGpu:
 
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
-        return choose_kernel.describe(_kernel_plan(plan), plan)
+        return choose_kernel.describe(plan if plan.page else _kernel_plan(plan), plan)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.

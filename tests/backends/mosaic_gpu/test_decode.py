@@ -53,7 +53,6 @@ def small(**fields: typing.Any) -> KernelPlan:
 
 REFUSED: dict[str, tuple[dict[str, typing.Any], str]] = {
     "rows": ({"q_len": 17}, "68 packed rows (queries times query heads of a key head) are more than 64."),
-    "as many queries": ({"q_len": 16, "kv_len": 16}, "There are as many queries as keys."),
     "extra": ({"extra_dim": 8, "extra_heads": 2}, "It takes no extra features."),
     "tile": (
         {"options": KernelOptions(block_q=64, split="auto")},
@@ -73,13 +72,58 @@ def test_what_the_other_kernel_runs(name: str) -> None:
     assert choose_kernel.decode_kernel(small(**fields)) is None
 
 
-def test_keys_are_split_where_the_user_asks() -> None:
-    assert choose_kernel.decode_kernel(small(options=KernelOptions())) is None
+NONE = KernelOptions()
+
+
+@pytest.mark.parametrize(
+    ("fields", "decodes"),
+    [
+        ({}, True),
+        ({"kv_len": 32}, True),
+        ({"kv_len": 31}, False),
+        ({"kv_len": 31, "lengths": (False, True)}, True),
+        ({"kv_len": 31, "lengths": (True, False)}, False),
+        ({"q_len": 16, "kv_len": 16, "lengths": (True, True)}, False),
+        ({"q_len": 16, "kv_len": 16, "page": 16}, True),
+        ({"kv_len": 31, "options": KernelOptions(split="auto")}, True),
+        ({"options": KernelOptions(block_kv=64)}, False),
+    ],
+)
+def test_where_the_keys_are_many(fields: dict[str, typing.Any], decodes: bool) -> None:
+    made = small(**{"options": NONE, **fields})
+    assert (choose_kernel.decode_kernel(made) is not None) == decodes
+
+
+def test_keys_are_split_as_the_user_asks() -> None:
     asked = choose_kernel.decode_kernel(small(options=KernelOptions(split=300)))
     assert asked is not None
     assert asked.chunk == 384  # whole tiles of 128 keys
-    text = support.BACKEND.schedule(small(options=KernelOptions()), typing.cast(typing.Any, None))
-    assert text.split(", backward")[0] == "forward 64 x 128"
+
+
+PAGES: dict[str, tuple[dict[str, typing.Any], str | None]] = {
+    "few": ({}, None),
+    "many rows": (
+        {"q_len": 17},
+        "The GPU kernel for keys in pages does not run this call: 68 packed rows (queries times query heads of a key head) are "
+        "more than 64.",
+    ),
+    "odd pages": (
+        {"page": 12},
+        "The GPU kernel for keys in pages does not run this call: pages of 12 keys are no multiple of 8.",
+    ),
+    "int8": (
+        {"cache_dtype": "int8"},
+        "The GPU kernel for keys in pages does not run this call: it takes no quantised cache.",
+    ),
+    "float32": ({"dtype": "float32"}, "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_keys_in_pages(name: str) -> None:
+    fields, sentence = PAGES[name]
+    made = small(**{"options": NONE, "page": 16, "lengths": (False, True), **fields})
+    assert support.refuses(made, None, (0, 11, 0)) == sentence
 
 
 def test_in_words() -> None:

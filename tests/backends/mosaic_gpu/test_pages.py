@@ -1,0 +1,116 @@
+"""paged_attention on the decode kernel, in the simulator; `tools/device/check_pages.py` runs the same checks on a GPU."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flexjax
+from flexjax import KernelOptions, masks, paged
+from tests.cases.small import quick_jit
+from tests.marks import some_slow
+from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, N, biased, definition, draw, served
+
+needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+
+
+def bf16(cache: paged.PagedCache) -> paged.PagedCache:
+    return dataclasses.replace(cache, key=cache.key.astype("bfloat16"), value=cache.value.astype("bfloat16"))
+
+
+def on_gpu(interpret: bool) -> dict[str, typing.Any]:
+    return dict(implementation="mosaic_gpu", kernel_options=KernelOptions(interpret=True) if interpret else None)
+
+
+def jitted(interpret: bool, function: typing.Callable) -> typing.Callable:
+    """The function compiled; as it is in the simulator, whose callbacks run in order and so not inside another jit."""
+    return function if interpret else quick_jit(function)
+
+
+def assert_near(got: typing.Any, want: typing.Any) -> None:
+    """Both are of the same bfloat16 inputs; `want` was computed in float32."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), atol=2e-2)
+
+
+def check_case(name: str, interpret: bool) -> None:
+    """A row of the table of tests/paged: with NaN in free pages, past the lengths and in queries that do not exist."""
+    page, most, call = CASES[name]
+    cache, table = served(LENGTHS, page)
+    cache = bf16(cache)
+    q, rows = draw(100, len(LENGTHS), most, N, D).astype("bfloat16"), call.get("query_seq_lengths")
+    if rows is not None:
+        q = jnp.where(jnp.arange(most)[:, None, None] < rows[:, None, None, None], q, jnp.nan)
+    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, return_aux=ALL, **call, **on_gpu(interpret)))
+    wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, cache)
+    assert_near(attend(q, cache, table), definition(q.astype("float32"), wide, table, return_aux=ALL, **call))
+
+
+def check_ragged(interpret: bool) -> None:
+    """Ragged queries of several requests, one of them without any and one of several tiles."""
+    counts = [3, 0, 1, 17]
+    cache, table = served(LENGTHS, 8)
+    cache, bias = bf16(cache), biased(draw(8, N, 30))
+    q = draw(100, len(LENGTHS), 17, N, D).astype("bfloat16")
+    flat = jnp.concatenate([q[r, :c] for r, c in enumerate(counts)] + [jnp.full((4, N, D), jnp.nan, q.dtype)])
+    ends = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    attend = jitted(
+        interpret, lambda *x: flexjax.paged_attention(*x[:3], cu_q_lens=x[3], score_mod=bias, **on_gpu(interpret))
+    )
+    got = attend(flat, cache, table, ends)
+    wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, cache)
+    want = definition(q.astype("float32"), wide, table, score_mod=bias, query_seq_lengths=jnp.asarray(counts))
+    for r, c in enumerate(counts):
+        assert_near(got[ends[r] : ends[r + 1]], want[r, :c])
+    assert not np.any(np.asarray(got[ends[-1] :], np.float32))
+
+
+def check_bits(interpret: bool) -> None:
+    """A request alone, and among others in other pages of a larger pool and a wider table."""
+    slopes, found = draw(8, N), []
+    alibi = lambda score, b, h, q, kv: score - 0.01 * slopes[h] * (q - kv)
+    attend = jitted(interpret, lambda *x: flexjax.paged_attention(*x, score_mod=alibi, **on_gpu(interpret)))
+    for lengths, seeds, where in (([300], [0], {}), ([30, 300, 1], [1, 0, 2], dict(n=40, pool=60, hole=1e30))):
+        cache, table = served(lengths, 16, seeds=seeds, **where)
+        q = jnp.stack([draw(200 + s, 2, N, D) for s in seeds]).astype("bfloat16")
+        found.append(np.asarray(attend(q, bf16(cache), table)[seeds.index(0)], np.float32))
+    np.testing.assert_array_equal(*found)
+
+
+def check_tree(interpret: bool) -> None:
+    """Candidates of a speculative tree are the last tokens of the cache."""
+    tree = masks.tree(np.asarray([-1, 0, 0, 1, 2]), jnp.asarray([16, 3]), queries_follow_context=True)
+    cache, table = served([21, 8], 8)
+    cache, q = bf16(cache), draw(3, 2, 5, N, D).astype("bfloat16")
+    got = jitted(interpret, lambda *x: flexjax.paged_attention(*x, mask_mod=tree, **on_gpu(interpret)))(q, cache, table)
+    wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, cache)
+    assert_near(got, definition(q.astype("float32"), wide, table, tree))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", some_slow(CASES, ("bias_by_request",)))
+def test_it_is_attention_on_gathered_keys(name: str) -> None:
+    check_case(name, interpret=True)
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_ragged_queries_trees_and_bits() -> None:
+    check_ragged(interpret=True)
+    check_tree(interpret=True)
+    check_bits(interpret=True)
+
+
+@needs_kernels
+def test_what_has_too_many_rows_is_refused() -> None:
+    cache, table = served([16], 8, hole=0.0)
+    message = (
+        "No implementation accepts this call: mosaic_gpu: The GPU kernel for keys in pages does not run this call: 80 packed rows "
+        "(queries times query heads of a key head) are more than 64."
+    )
+    with pytest.raises(NotImplementedError) as caught:
+        flexjax.paged_attention(draw(3, 1, 40, N, D).astype("bfloat16"), bf16(cache), table, **on_gpu(True))
+    assert str(caught.value) == message

@@ -1,0 +1,32 @@
+"""paged_attention on a GPU against its definition: `PYTHONPATH=. python3 tools/device/check_pages.py`.
+
+Not collected by pytest. The checks of tests/backends/mosaic_gpu/test_pages.py, which run in the simulator there. About half a
+minute on an H200.
+"""
+
+import sys
+import traceback
+
+from tests.backends.mosaic_gpu import test_pages
+
+
+def main() -> int:
+    """Prints a line for each check; returns 1 if one failed."""
+    checks = {name: (test_pages.check_case, name) for name in test_pages.CASES}
+    checks |= {
+        check.__name__: (check,) for check in (test_pages.check_ragged, test_pages.check_tree, test_pages.check_bits)
+    }
+    failed = 0
+    for name, (check, *arguments) in checks.items():
+        try:
+            check(*arguments, interpret=False)
+            print(f"{name}: right", flush=True)
+        except Exception:  # the others are still worth checking
+            failed += 1
+            print(f"{name}: WRONG\n{traceback.format_exc()}", flush=True)
+    print(f"{len(checks) - failed} of {len(checks)} right")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
