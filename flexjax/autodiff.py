@@ -11,7 +11,7 @@ Each primitive has one static parameter, the problem (plan/problem.py). The rule
 
     jvp of forward               is tangent
     transpose of tangent         is backward, so that reverse mode runs forward and backward
-    jvp of tangent and backward  differentiates the JAX code of the xla backend, with loops that reverse mode can cross
+    jvp of tangent and backward  differentiates the JAX code of the xla backend (second_order.py)
     vmap                         makes the mapped axis a part of the batch (fold_batch.py)
     lowering                     chooses the backend, once for each platform that a program is lowered for (primitive.py)
 
@@ -25,21 +25,17 @@ A Run (dispatch.py) is the backend that was chosen for a pass, with the plan and
 lowered. A cotangent may be a symbolic zero (ad.Zero).
 """
 
-import functools
 import typing
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import core
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jaxlib.mlir import ir
+from jax.interpreters import ad, batching
 
 from flexjax import dispatch
-from flexjax.backends import target as targets
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.dispatch import Run
@@ -47,7 +43,9 @@ from flexjax.fold_batch import FIRST_CAPTURE, batch_rule
 from flexjax.parallel.explicit_axes import split_of, split_work
 from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
-from flexjax.primitive import Shapes, make_primitive, target_of
+from flexjax.primitive import Shapes, make_primitive
+from flexjax.second_order import is_zero, jvp_through_xla
+from flexjax.varying import varying_alike
 
 Array = jax.Array
 Cotangent = Array | ad.Zero
@@ -75,22 +73,6 @@ def _bind_forward(*flat: Array, problem: Problem) -> list[Array]:
     With and without gradients it is bound here, from one source line, because Mosaic's cache key includes the line.
     """
     return forward_p.bind(*flat, problem=problem)
-
-
-def varying_alike(flat: Sequence[Array]) -> list[Array]:
-    """The arrays, cast to vary over the union of the mesh axes that any of them varies over inside shard_map.
-
-    The transpose of the cast adds up the gradients of the devices that share an array.
-    """
-    over = [frozenset(jax.typeof(x).mat.varying) for x in flat]
-    everywhere = frozenset().union(*over)
-    missing = [tuple(sorted(everywhere - axes, key=str)) for axes in over]
-    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(flat, missing, strict=True)]
-
-
-def varying_as(like: Array, results: Sequence[Array]) -> list[Array]:
-    """The results, cast to vary over the mesh axes that `like` varies over inside shard_map."""
-    return varying_alike([like, *results])[1:]
 
 
 # ------------------------------------------------------------------- what each primitive computes
@@ -238,13 +220,6 @@ backward_p = make_primitive("flexjax_backward", _backward, _backward_shapes, _ch
 # ------------------------------------------------------------------- differentiation
 
 
-def _is_zero(tangent: object) -> bool:
-    """Whether a tangent or cotangent is known to be zero: a symbolic zero, or that of an integer array."""
-    if isinstance(tangent, ad.Zero):
-        return True
-    return getattr(tangent, "dtype", None) == jax.dtypes.float0
-
-
 def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem) -> tuple[list, list]:
     """The jvp rule of `forward`: (results, their tangents). The tangents of out and lse are those of the primitive
     `tangent`; that of max_scores, where the plan asks for it, is zeros.
@@ -254,7 +229,7 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     checkpoint policies here: rounding that of out, because a policy that saves out needs both.
     """
     indices = problem.arrange(range(len(primals))).movable
-    moving = [None if i is None or _is_zero(tangents[i]) else tangents[i] for i in indices]
+    moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]
     if problem.plan.page:
         _refuse_gradients_of_cache(problem, tangents)
     present = tuple(m is not None for m in moving)
@@ -277,7 +252,7 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
 def _refuse_gradients_of_cache(problem: Problem, tangents: Sequence[object]) -> None:
     """Raises NotImplementedError if keys or values in pages, or their scales, have one of the tangents of the operands."""
     given = problem.arrange(list(tangents))
-    if not all(_is_zero(t) for t in (given.key, given.value, *(given.scales or ()))):
+    if not all(is_zero(t) for t in (given.key, given.value, *(given.scales or ()))):
         raise NotImplementedError(
             "paged_attention has no gradients of the keys and values in the cache. Compute them with flex_attention on contiguous "
             "keys, or put jax.lax.stop_gradient around the cache."
@@ -302,87 +277,20 @@ def _tangent_transpose(
     fixed = flat[:n]
     d_out, d_lse = cotangents
     nothing: list = [None] * n
-    if _is_zero(d_out) and _is_zero(d_lse):
+    if is_zero(d_out) and is_zero(d_lse):
         return nothing + [ad.Zero(x.aval) for x in flat[n:]]
     like = fixed[problem.structure.num_leaves]
-    d_out = jnp.zeros_like(like) if _is_zero(d_out) else d_out
-    has_lse = not _is_zero(d_lse)
+    d_out = jnp.zeros_like(like) if is_zero(d_out) else d_out
+    has_lse = not is_zero(d_lse)
     given = [d_out, *([d_lse] if has_lse else [])]
     gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
     return nothing + list(gradients)
 
 
-def _through_xla(function: Callable) -> Callable:
-    """Makes the jvp rule of `tangent` or `backward`, for second derivatives: jax.jvp of `function`, its code, on the xla backend.
-
-    The code becomes a part of the caller's program here, before the target is known, so its tiles are those for the default
-    device. It runs on every device.
-    """
-
-    def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
-        """(results, their tangents), from the arguments of the primitive and their tangents."""
-        again = problem.differentiable()
-        run = dispatch.on_xla(again.plan, targets.default())
-        plain = lambda *flat: varying_as(flat[0], function(*flat, run=run, problem=again, **params))
-        moved = [_instantiate(p, t) for p, t in zip(primals, tangents, strict=True)]
-        results, moved_results = jax.jvp(plain, list(primals), moved)
-        return results, [second_order_p.bind(x, problem=again) for x in moved_results]
-
-    return rule
-
-
-def _second_order() -> Primitive:
-    """Makes a primitive that is the identity on second-order tangents and cotangents and warns when lowered for a GPU or TPU.
-
-    Second derivatives become plain JAX code while a program is traced, before its target is known; this primitive marks them, so
-    that a program on a GPU or TPU warns that it leaves the kernels.
-    """
-    primitive = Primitive("flexjax_second_order")
-    primitive.def_abstract_eval(lambda x, problem: x)
-
-    def warn(target: Target, problem: Problem) -> None:
-        """Warns that the second derivatives of the problem leave the kernels of the target."""
-        run = dispatch.on_xla(problem.plan, target, "The kernels compute first derivatives only.")
-        dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
-
-    @primitive.def_impl
-    def run_now(x: Array, problem: Problem) -> Array:
-        """Evaluates the primitive outside of jit: warns for the device of x, and returns x."""
-        warn(target_of(x), problem)
-        return x
-
-    def lower(ctx: mlir.LoweringRuleContext, x: ir.Value, *, platform: str, problem: Problem) -> list:
-        """The lowering rule for a GPU or TPU: warns, and returns x."""
-        warn(targets.of_lowering(ctx, platform), problem)
-        return [x]
-
-    for platform in dispatch.KERNELS:
-        mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
-    mlir.register_lowering(primitive, lambda ctx, x, problem: [x])
-    ad.deflinear2(primitive, lambda cotangent, x, problem: [primitive.bind(cotangent, problem=problem)])
-    batching.primitive_batchers[primitive] = lambda values, dims, problem: (
-        primitive.bind(values[0], problem=problem),
-        dims[0],
-    )
-    return primitive
-
-
-second_order_p = _second_order()
-
-
-def _instantiate(primal: Array, tangent: object) -> object:
-    """The tangent of `primal` as an array: zeros for a symbolic zero, of dtype float0 if the primal has integers."""
-    if not _is_zero(tangent):
-        return tangent
-    if jnp.issubdtype(primal.dtype, jnp.inexact):
-        return jnp.zeros_like(primal)
-    return np.zeros(primal.shape, jax.dtypes.float0)
-
-
 ad.primitive_jvps[forward_p] = _forward_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
-ad.primitive_jvps[tangent_p] = _through_xla(_tangent)
-ad.primitive_jvps[backward_p] = _through_xla(_backward)
+ad.primitive_jvps[tangent_p] = jvp_through_xla(_tangent)
+ad.primitive_jvps[backward_p] = jvp_through_xla(_backward)
 
 
 # ------------------------------------------------------------------- mapping

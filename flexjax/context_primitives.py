@@ -28,15 +28,16 @@ from flexjax.parallel.context_forward import Forward
 from flexjax.parallel.context_parallel import ContextCall
 from flexjax.plan.kernel_plan import Results
 from flexjax.primitive import aval_like
+from flexjax.varying import varying_alike
 
 Array = jax.Array
 
-PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, autodiff.varying_alike)
+PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, varying_alike)
 
 
 def run(call: ContextCall, flat: Sequence[Array]) -> list[Array]:
     """out, lse and, if asked, max_scores, from the operands and the tables, flat."""
-    return list(_compiled(call, *(flat if call.is_global else autodiff.varying_alike(flat))))
+    return list(_compiled(call, *(flat if call.is_global else varying_alike(flat))))
 
 
 def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[Array]]:

@@ -30,6 +30,7 @@ ORDER = (
         "call_arguments",
         "prepare",
         "primitive",
+        "second_order",
         "time_tiles",
         "fold_batch",
         "check_arguments",
@@ -43,7 +44,7 @@ ORDER = (
     ("trace",),
     ("analysis",),
     ("ir",),
-    ("merge_states", "combine", "reference", "progress_bar", "types", "errors", "partition"),
+    ("merge_states", "combine", "reference", "progress_bar", "types", "errors", "partition", "varying"),
     ("mods",),
     ("masks",),
     ("mod_tools",),
@@ -61,6 +62,7 @@ BACKEND_MAY_IMPORT = (
     "flexjax.analysis",
     "flexjax.types",
     "flexjax.errors",
+    "flexjax.varying",
 )
 
 

@@ -27,6 +27,7 @@ from flexjax.parallel.context_stages import (
     token_axis,
 )
 from flexjax.plan.kernel_plan import Operands
+from flexjax.varying import varying_as
 
 Array = jax.Array
 
@@ -35,7 +36,7 @@ RING_PARTS, PART_BLOCKS = 4, 64
 
 
 class Passes(typing.NamedTuple):
-    """The primitives of autodiff.py, and `alike`, which casts arrays to vary over the same mesh axes (autodiff.varying_alike)."""
+    """The primitives of autodiff.py, and `alike`, which casts arrays to vary over the same mesh axes (varying.py)."""
 
     forward: Primitive
     tangent: Primitive
@@ -127,8 +128,7 @@ class OnDevice:
 
     def varying(self, tree: typing.Any) -> typing.Any:
         """The arrays of a tree, cast to vary over the mesh axes that the operands vary over."""
-        leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, self.passes.alike([self.operands.query, *leaves])[1:])
+        return varying_as(self.operands.query, tree)
 
     def by_head(self, sinks: Array) -> Array:
         sinks = sinks.astype(self.call.plan.score_dtype)

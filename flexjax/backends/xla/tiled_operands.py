@@ -26,6 +26,7 @@ from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.lengths import NONE, where_exists
+from flexjax.varying import varying_as
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -141,17 +142,8 @@ class TiledOperands:
     def vary_like_operands(self, carry: Tree) -> Tree:
         """The carry with which a loop starts, each array cast to vary over the mesh axes over which query varies (in
         shard_map); the same carry outside of shard_map.
-
-        A loop must return the type with which it starts. JAX checks that only where it differentiates the loop.
         """
-        over = jax.typeof(self.query).mat.varying
-
-        def cast(x: Array) -> Array:
-            """x, cast to vary also over those axes of `over` (the axes over which query varies) that it does not vary over yet."""
-            missing = tuple(sorted(over - jax.typeof(x).mat.varying, key=str))
-            return lax.pcast(x, missing, to="varying") if missing else x
-
-        return jax.tree.map(cast, carry)
+        return varying_as(self.query, carry)
 
     # ------------------------------------------------------------------ layout
 
