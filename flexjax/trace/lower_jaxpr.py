@@ -8,15 +8,12 @@ The jaxpr is interpreted once, equation by equation, on values of three kinds (v
     lazy array       an array whose elements become atoms when they are asked for
 
 Small vectors inside a mod are unrolled into scalars, nested calls are inlined, branches become selects, loops of known length
-are unrolled. An equation that no rule covers becomes a `Call`, which only some backends run. To capture a JAX array is to make
+are unrolled. An equation that no rule covers becomes a `Call` (lower_call.py), which only some backends run. To capture a JAX array is to make
 it a captured array of the program. Functions with a derivative rule of their own are those of jax.custom_jvp and
 jax.custom_vjp.
-
-The file is longer than others because its one class interprets every kind of equation on the same table of values.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -30,13 +27,11 @@ from jax.typing import DTypeLike
 
 from flexjax.errors import ModError
 from flexjax.ir.builder import Builder, literal
-from flexjax.ir.program import Atom, Call, Lit, axes_of
-from flexjax.trace.closed_over import body_of, explain_custom_vjp, split_closed_over
+from flexjax.ir.program import Atom, Lit
 from flexjax.trace.equations import (
     PYTHON_DIVISION,
     aval_of,
     equation_function,
-    equation_text,
     has_jaxpr,
     inner_jaxpr,
     is_jnp_function,
@@ -44,6 +39,7 @@ from flexjax.trace.equations import (
     varying_axes,
 )
 from flexjax.trace.lazy_rules import LAZY_RULES, element_of, too_large_of, whole_capture
+from flexjax.trace.lower_call import equation_as_call
 from flexjax.trace.lower_rules import RULES
 from flexjax.trace.primitives import (
     CALLBACKS,
@@ -53,13 +49,11 @@ from flexjax.trace.primitives import (
     ELEMENTWISE,
     INLINED,
     KEPT_PARAMS,
-    LOOPS,
     SAME,
 )
 from flexjax.trace.translation import ClosedScope, Equation, Scope
 from flexjax.trace.values import (
     MAX_ELEMENTS,
-    MAX_UNROLL,
     Index,
     LazyArray,
     Value,
@@ -67,7 +61,6 @@ from flexjax.trace.values import (
     is_known,
     is_lazy,
     map_elements,
-    object_array,
     scalar,
     settled,
 )
@@ -177,7 +170,7 @@ class Lowering:
             outs = rule(self, eqn, args)
             if outs is not None:
                 return outs
-        return self.call(eqn, args)
+        return equation_as_call(self, eqn, args)
 
     def compute_now(self, eqn: Equation, args: list[Value]) -> Sequence[Value]:
         """Computes an equation that depends on captured arrays and literals alone, outside of the kernel; returns its
@@ -370,47 +363,3 @@ class Lowering:
         prim = str(name)
         make = lambda *atoms: self.builder.op(prim, atoms, out.dtype, **params)
         return self.map_values(make, args, out.shape, out.dtype)
-
-    def call(self, eqn: Equation, args: list[Value]) -> list[np.ndarray]:
-        """Appends a Call that runs the whole equation; returns its results as arrays of atoms.
-
-        args   the values of the operands
-
-        Only backends that map a jaxpr over a tile run a Call. A known array that a loop reads, or one of more than
-        MAX_UNROLL elements, is captured and passed whole; all other operands are atoms. A function with a derivative
-        rule of its own keeps its body, and operands of it that `split_closed_over` finds are no operands of the Call.
-        Raises ModError for a result of more than MAX_ELEMENTS elements.
-        """
-        custom = eqn.primitive.name in CUSTOM
-        closed_over, args = split_closed_over(eqn, args) if custom else ({}, args)
-        parts, axes = [], frozenset()
-        for arg in args:
-            if is_known(arg) and arg.ndim > 0 and (eqn.primitive.name in LOOPS or arg.size > MAX_UNROLL):
-                parts.append(self.capture(arg))
-                continue
-            atoms = self.as_atoms(arg)
-            parts.append((atoms.shape, tuple(atoms.ravel())))
-            axes = axes.union(*(axes_of(a) for a in atoms.ravel()))
-        axes = frozenset({"q", "kv"} | (axes - {"delta"})) if "delta" in axes else axes
-        axes = axes | {"b", "h", "q", "kv"} if "score" in axes else axes
-        results = []
-        for var in eqn.outvars:
-            size = math.prod(var.aval.shape)
-            if size > MAX_ELEMENTS:
-                raise ModError(
-                    f"its `{eqn.primitive.name}` makes an array of shape {tuple(var.aval.shape)} at each position; at most "
-                    f"{MAX_ELEMENTS} elements."
-                )
-            results.append((var.aval.shape, tuple(self.builder.fresh(var.aval.dtype.name, axes) for _ in range(size))))
-        inner = body_of(eqn, closed_over) if custom else None
-        bind = equation_function(eqn, closed_over)
-        step = Call(
-            eqn.primitive.name,
-            equation_text(eqn),
-            tuple(parts),
-            tuple(results),
-            explain_custom_vjp(bind) if custom else bind,
-            inner,
-        )
-        self.builder.steps.append(step)
-        return [object_array(vals).reshape(shape) for shape, vals in results]

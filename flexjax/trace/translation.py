@@ -1,9 +1,9 @@
 """What a lowering rule is given: the translation, and one equation of a jaxpr with the types that jax does not declare.
 
 A rule translates one equation of a mod's jaxpr. It is a function of (translation, equation, operands) that returns the values
-(values.py) of the equation's results, or None where the equation must stay whole (a Call). The rules are in lower_rules.py,
-lower_special.py, indexing.py and lazy_rules.py; the translation is Lowering of lower_jaxpr.py, which imports the rules. This
-file exists so that they need not import it.
+(values.py) of the equation's results, or None where the equation must stay whole (a Call, lower_call.py). The rules are in
+lower_rules.py, lower_special.py, indexing.py and lazy_rules.py; the translation is Lowering of lower_jaxpr.py, which imports the
+rules. This file exists so that they need not import it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +135,10 @@ class Translation(Protocol):
 
     def load(self, array: jax.Array, index: Sequence[Atom]) -> Atom:
         """The atom array[index] of a captured array, for an index in bounds."""
+        ...
+
+    def capture(self, value: jax.Array) -> int:
+        """The number of a JAX array among the program's captured arrays; captures it if it is not yet."""
         ...
 
     def lazy(self, shape: Sequence[int], dtype: DTypeLike, element: Callable[[Index], Atom], too_large: str) -> Value:
