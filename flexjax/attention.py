@@ -173,7 +173,7 @@ def flex_attention(
         names = dispatch.candidates(implementation)
         if context is not None:
             given = context_call.Given(query, key, value, return_aux, typing.cast(dict, arguments), names, text())
-            return _with_aux(context_call.attention(context, given, prepare), return_aux)
+            return _with_aux(context_call.attention(context, given), return_aux)
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)

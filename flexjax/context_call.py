@@ -1,9 +1,8 @@
 """A call of flex_attention with `context=`: its checks and its plan.
 
-attention the call, in the steps
-place     finds the mesh, the layout and how the arrays lie
-build     traces the mask for the whole sequence, and chooses how keys travel (parallel/context_parallel.py)
-run       computes it (context_primitives.py)
+attention   the whole call: `build`, then `run` of context_primitives.py on the devices of the mesh (parallel/context_axes.py)
+build       checks and plans it: traces the mask for the whole sequence, and chooses how keys travel (context_parallel.py)
+place       the first step of `build`: finds the mesh, the layout and how the arrays lie
 """
 
 import contextlib
@@ -45,6 +44,7 @@ from flexjax.partition import Mesh, names_of
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
 from flexjax.plan.mask_blocks import classes_of_lists
 from flexjax.plan.problem import Problem
+from flexjax.prepare import Call, prepare
 from flexjax.trace.lift_numpy import eager_without_mesh
 from flexjax.trace.trace_mod import TracedMod
 from flexjax.types import ArrayArgument, AuxRequest, MaskMod, Origin
@@ -69,25 +69,16 @@ class Given(typing.NamedTuple):
     text: str
 
 
-class Prepared(typing.Protocol):
-    """What `prepare` of prepare.py returns."""
-
-    plan: KernelPlan
-    operands: Operands
-
-    def problem(self, implementation: tuple[str, ...] | None, text: str = "") -> Problem: ...
-
-
 class Built(typing.NamedTuple):
     """A call with `context=` that is checked and planned.
 
-    prepared   the call without its mask
+    prepared   the call without its mask (prepare.py)
     decision   how keys travel
     known      the block lists of its stages; None where devices make them
     """
 
     placed: "Placed"
-    prepared: Prepared
+    prepared: Call
     decision: Decision
     known: KnownLists | None
     call: ContextCall
@@ -95,9 +86,9 @@ class Built(typing.NamedTuple):
     tables: Tables
 
 
-def attention(context: object, given: Given, prepare: typing.Callable[..., typing.Any]) -> Results:
-    """The results of a call with `context=`; `prepare`: see `build`."""
-    placed, _, _, _, call, operands, tables = build(context, given, prepare)
+def attention(context: object, given: Given) -> Results:
+    """The results of a call with `context=`."""
+    placed, _, _, _, call, operands, tables = build(context, given)
     if placed.kind == AxisType.Explicit:
         assert placed.split is not None
         outs = context_axes.split_work(call, operands, tables, placed.split, run)
@@ -106,10 +97,8 @@ def attention(context: object, given: Given, prepare: typing.Callable[..., typin
     return Results(outs[0], outs[1], outs[2] if call.plan.max_scores else None)
 
 
-def build(context: object, given: Given, prepare: typing.Callable[..., typing.Any]) -> Built:
-    """Checks and plans a call.
-
-    prepare   that of prepare.py. It prepares the call without its mask, which is traced here, for the whole sequence
+def build(context: object, given: Given) -> Built:
+    """Checks and plans a call. The mask is traced here, for the whole sequence; `prepare` prepares the rest.
 
     Raises what flex_attention raises for arguments that do not fit.
     """
@@ -125,7 +114,7 @@ def build(context: object, given: Given, prepare: typing.Callable[..., typing.An
             )
     query, key, value = map(jnp.asarray, given[:3])
     placed = place(context, query, key, arguments.get("layout", "BTNH"), origin)
-    call: Prepared = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
+    call = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
     dispatch.runs_everywhere(call.plan, given.names)
     if given.names and given.names[0] == dispatch.REFERENCE:
         raise NotImplementedError(
@@ -229,7 +218,7 @@ def _origin(
 
 
 def _planned(
-    placed: Placed, prepared: Prepared, problem: Problem, mask_mod: MaskMod | None, mask: BlockMask | None
+    placed: Placed, prepared: Call, problem: Problem, mask_mod: MaskMod | None, mask: BlockMask | None
 ) -> Built:
     """The call that was prepared without its mask, planned for the arrays of `placed`."""
     layout, plan, operands = placed.layout, prepared.plan, prepared.operands
@@ -279,6 +268,7 @@ def _planned(
 
 
 def _check_block_mask(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int]) -> None:
+    """Raises ValueError unless the block mask is one of the whole sequence, of `lengths` (queries, keys), without an origin."""
     counts: typing.Any = dataclasses.replace(plan, q_len=lengths[0], kv_len=lengths[1])
     check_block_mask(mask, counts, plan.layout)
     if mask.origin is not None:
@@ -306,6 +296,7 @@ def _trace(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelPlan,
     """The mask with the ends of the sequence, traced for its positions, where the last block reaches past an end."""
 
     def inside(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """Whether the query and the key lie before the end of the sequence, along the axes whose last block reaches past it."""
         on = jnp.asarray(True)
         if origin.whole[2] > lengths[0]:
             on = on & (q_idx < lengths[0])

@@ -109,9 +109,8 @@ def explain(
 
 def _context(context: ContextParallel, given: Given, target: Target) -> str:
     """The whole text of a call with `context=`: its shapes, its mods, and the section about devices."""
-    built = build(context, given, prepare)
-    call: Call = built.prepared  # type: ignore[assignment]
-    planned = dataclasses.replace(call, plan=dataclasses.replace(built.call.plan, origin=None))
+    built = build(context, given)
+    planned = dataclasses.replace(built.prepared, plan=dataclasses.replace(built.call.plan, origin=None))
     captured_scale = isinstance(given.arguments.get("scale"), Array)
     sections = [
         _shapes(planned.plan, captured_scale),

@@ -139,7 +139,7 @@ def manual_shape(ctx: mlir.LoweringRuleContext) -> Mapping[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class AutoCall:
-    """A primitive of context_call.py with its parameters, on global arrays.
+    """A primitive of context_primitives.py with its parameters, on global arrays.
 
     function   what it computes on one device: function(*flat, call=, **params)
     axes       the axes of the sequence in the mesh of the rule
@@ -220,7 +220,7 @@ def lower_with_rule(
     call: ContextCall,
     params: Mapping[str, typing.Any],
 ) -> typing.Any:
-    """Lowers a primitive of context_call.py on global arrays. Raises NotImplementedError where XLA has no partitioning rule."""
+    """Lowers a primitive of context_primitives.py on global arrays. Raises NotImplementedError where XLA has no partitioning rule."""
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if isinstance(how, NoRule):
         raise NotImplementedError(
