@@ -173,7 +173,7 @@ def flex_attention(
         names = dispatch.candidates(implementation)
         if context is not None:
             given = context_call.Given(query, key, value, return_aux, typing.cast(dict, arguments), names, text())
-            return _with_aux(context_call.attention(context, given), return_aux)
+            return with_aux(context_call.attention(context, given), return_aux)
         call = prepare(query, key, value, return_aux=return_aux, **arguments)
         if dispatch.runs_everywhere(call.plan, names) == dispatch.REFERENCE:
             results = _reference(call, arguments)
@@ -182,11 +182,11 @@ def flex_attention(
     except Exception as error:
         add_note_once(error, text())
         raise
-    return _with_aux(results, return_aux)
+    return with_aux(results, return_aux)
 
 
-def _with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[Array, AuxOutput]:
-    """What flex_attention returns."""
+def with_aux(results: Results, return_aux: AuxRequest | None) -> Array | tuple[Array, AuxOutput]:
+    """What flex_attention and paged_attention return: out, or with return_aux (out, the extra results that it asks for)."""
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax import dispatch, masks
+from flexjax.attention import with_aux
 from flexjax.autodiff import attention
 from flexjax.call_arguments import text_of_call
 from flexjax.check_arguments import Inputs, check_options, check_sinks
 from flexjax.errors import add_note_once, bad_argument
-from flexjax.paged.cache import LARGEST, PagedCache, check_cache, rows_of_tokens
+from flexjax.paged.cache import LARGEST, PLAIN, PagedCache, check_cache, rows_of_tokens
 from flexjax.paged.table import PageTable, check_int32, check_table, described
 from flexjax.parallel.explicit_axes import split_of
 from flexjax.plan.kernel_plan import Results, Scales
@@ -46,21 +47,27 @@ RAGGED_TILE, PACKED_ROWS = 16, 64
 kernel for few queries takes; kernel_options.block_q says another number of queries."""
 
 
+class PagedArguments(typing.TypedDict, total=False):
+    """The keywords of `paged_attention` except return_aux, which decides the type of the result."""
+
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    query_seq_lengths: ArrayArgument | None
+    cu_q_lens: ArrayArgument | None
+    scale: float | ArrayArgument | None
+    sinks: ArrayArgument | None
+    implementation: Implementations | None
+    kernel_options: KernelOptions | None
+
+
 @typing.overload
 def paged_attention(
     query: ArrayArgument,
     cache: PagedCache,
     table: PageTable,
     *,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = masks.causal,
-    query_seq_lengths: ArrayArgument | None = None,
-    cu_q_lens: ArrayArgument | None = None,
-    scale: float | ArrayArgument | None = None,
-    sinks: ArrayArgument | None = None,
     return_aux: None = None,
-    implementation: Implementations | None = None,
-    kernel_options: KernelOptions | None = None,
+    **arguments: typing.Unpack[PagedArguments],
 ) -> Array:
     """The type of a call without return_aux. The function itself is documented below."""
     ...
@@ -72,15 +79,8 @@ def paged_attention(
     cache: PagedCache,
     table: PageTable,
     *,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = masks.causal,
-    query_seq_lengths: ArrayArgument | None = None,
-    cu_q_lens: ArrayArgument | None = None,
-    scale: float | ArrayArgument | None = None,
-    sinks: ArrayArgument | None = None,
     return_aux: AuxRequest,
-    implementation: Implementations | None = None,
-    kernel_options: KernelOptions | None = None,
+    **arguments: typing.Unpack[PagedArguments],
 ) -> tuple[Array, AuxOutput]:
     """The type of a call with return_aux. The function itself is documented below."""
     ...
@@ -161,11 +161,7 @@ def paged_attention(
     except Exception as error:
         add_note_once(error, _text(query, cache, table, arguments))
         raise
-    if return_aux is None:
-        return results.out
-    return results.out, AuxOutput(
-        results.lse if return_aux.lse else None, results.max_scores if return_aux.max_scores else None
-    )
+    return with_aux(results, return_aux)
 
 
 def _text(query: object, cache: object, table: object, arguments: dict[str, object]) -> str:
@@ -252,11 +248,9 @@ def _check(
     *lead, q_heads, head_dim = q.shape
     kv_heads, key_dim = cache.key.shape[2:]
     quantised = cache.key.dtype.name in LARGEST
-    plain = q.dtype.name in ("bfloat16", "float16", "float32", "float64")
+    plain = q.dtype.name in PLAIN
     if not plain or (not quantised and q.dtype != cache.key.dtype):
-        want = (
-            "bfloat16, float16, float32 or float64" if quantised else f"{cache.key.dtype.name}, the dtype of the cache"
-        )
+        want = f"one of {', '.join(PLAIN)}" if quantised else f"{cache.key.dtype.name}, the dtype of the cache"
         raise bad_argument("query", described(q), want, "Cast it.")
     if not ragged and lead[0] != requests:
         raise bad_argument(
@@ -324,7 +318,7 @@ def _tiles(rows: Rows, ends: Array, options: KernelOptions) -> Rows:
         pages._replace(inputs=inputs, pages=pages.pages[request]),
         queries,
         keys,
-        Origin(query=jnp.maximum(position, 0), whole=(None, None, inputs.kv_len + size, inputs.kv_len)),
+        Origin(query=position, whole=(None, None, inputs.kv_len + size, inputs.kv_len)),
         request,
         jnp.stack([(after - needs)[row] + place // size, place % size], 1),
         place < counts[row],
