@@ -35,6 +35,7 @@ from flexjax.paged.table import (
     described,
     grow,
 )
+from flexjax.plan.pages import tokens_of_pages
 
 Array = jax.Array
 
@@ -269,21 +270,12 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
     the definition of `flexjax.paged_attention`, which never makes these arrays. Raises ValueError for arguments of other types or
     shapes.
     """
-    pool, page = check_cache(cache)
-    check_table(table, page)
-    rows, columns = table.pages.shape
-    inside = (table.pages >= 0) & (table.pages < pool)
-    at = jnp.where(inside, table.pages, 0)
+    check_table(table, check_cache(cache)[1])
 
     def contiguous(x: Array, scales: Array | None) -> Array:
         """The tokens of one pool."""
-        found = x[at]
-        if scales is not None:
-            scale = scales if scales.ndim == 1 else scales[at][:, :, None]
-            found = found.astype(jnp.float32) * scale[..., None]
-        found = jnp.where(inside[:, :, None, None, None], found, jnp.zeros_like(found))
-        result = found.reshape(rows, columns * page, *x.shape[2:])
-        return result if dtype is None else result.astype(dtype)
+        found = tokens_of_pages(jnp.asarray(x), scales, jnp.asarray(table.pages), jnp.float32)
+        return found if dtype is None else found.astype(dtype)
 
     return contiguous(cache.key, cache.key_scales), contiguous(cache.value, cache.value_scales)
 

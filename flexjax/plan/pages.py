@@ -1,9 +1,10 @@
-"""Plans whose keys and values are in pages: the size of their key blocks, and the same plan on contiguous keys."""
+"""Keys and values in pages: the size of their key blocks, and the same tokens, or the same plan, contiguous."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -28,18 +29,29 @@ def contiguous(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operan
         return plan, operands
 
     def gathered(pool: Array, scale: Array | None) -> Array:
-        """The tokens of all batch entries from one pool; 0 for page numbers that are not in it."""
-        inside = (pages >= 0) & (pages < pool.shape[0])
-        at = jnp.where(inside, pages, 0)
-        found = pool[at]
-        if scale is not None:
-            factor = scale if scale.ndim == 1 else scale[at][:, :, None]
-            found = found.astype(plan.score_dtype) * factor[..., None].astype(plan.score_dtype)
-        found = jnp.where(inside[:, :, None, None, None], found, jnp.zeros_like(found))
-        found = found.reshape(plan.batch, plan.kv_len, *pool.shape[2:])
+        """The tokens of one pool in the plan's layout."""
+        found = tokens_of_pages(pool, scale, pages, plan.score_dtype)
         return found if plan.layout == "BTNH" else jnp.swapaxes(found, 1, 2)
 
-    scales = operands.scales or (None, None)
-    key, value = gathered(operands.key, scales[0]), gathered(operands.value, scales[1])
+    of_key, of_value = operands.scales or (None, None)
+    key, value = gathered(operands.key, of_key), gathered(operands.value, of_value)
     made = operands._replace(key=key, value=value, pages=None, scales=None)
     return dataclasses.replace(plan, page=0, cache_dtype=None), made
+
+
+def tokens_of_pages(pool: Array, scale: Array | None, pages: Array, dtype: DTypeLike) -> Array:
+    """The tokens of all batch entries, contiguous: [B, n * page, M, D], 0 for page numbers that are not in the pool.
+
+    pool    [P, page, M, D]
+    scale   what quantised tokens are multiplied by, float32 [M] or [P, M]; None for others
+    pages   int32 [B, n]
+    dtype   of the result if there is a scale; without one the result has that of the pool
+    """
+    inside = (pages >= 0) & (pages < pool.shape[0])
+    at = jnp.where(inside, pages, 0)
+    found = pool[at]
+    if scale is not None:
+        factor = scale if scale.ndim == 1 else scale[at][:, :, None]
+        found = found.astype(dtype) * factor[..., None].astype(dtype)
+    found = jnp.where(inside[:, :, None, None, None], found, jnp.zeros_like(found))
+    return found.reshape(pages.shape[0], pages.shape[1] * pool.shape[1], *pool.shape[2:])
