@@ -96,7 +96,8 @@ def flex_attention(
         p = softmax(where(mask, score_mod(scale * query . key), -inf));  out = p . value
 
     query        [B, T, N, D] (layout "BTNH") or [B, N, T, D] ("BNTH"); float64, float32, bfloat16 or float16
-    key, value   [B, S, M, D] and [B, S, M, E], same dtype; M divides N, query head n reads head n // (N // M)
+    key, value   [B, S, M, D] and [B, S, M, E], same dtype; M divides N, query head n reads head n // (N // M). A batch of 1 serves
+                 every batch entry
     score_mod    score_mod(score, b, h, q_idx, kv_idx) -> score, on scalars; h is the query head
     mask_mod     mask_mod(b, h, q_idx, kv_idx) -> bool, on scalars, True where the query attends to the key. The call
                  computes its block mask
@@ -108,15 +109,17 @@ def flex_attention(
     return_aux   AuxRequest(lse=, max_scores=): also return an AuxOutput
     implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several,
                  which are asked in this order
-    kernel_options  KernelOptions: tile sizes, order of additions, simulation
-    dropout_rate, dropout_key  sets each probability to 0 with this chance; the backward pass uses the same mask
+    kernel_options  KernelOptions: tile sizes, split keys, order of additions, simulation
+    dropout_rate, dropout_key  sets each probability to 0 with this chance, by a jax random key, and divides the others by
+                 1 - dropout_rate; the backward pass drops the same ones, and lse is that without dropout
     broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
     query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
     query_seq_lengths, key_value_seq_lengths  int32 [B], or an int for all: how many queries and keys of each batch entry exist,
                  clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Work follows the lengths
     origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
                  made with an origin brings it along
-    context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout
+    context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths and
+                 an origin of queries or keys do not go with it
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for

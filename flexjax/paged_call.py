@@ -104,7 +104,8 @@ def paged_attention(
     """Attention of the newest tokens of R requests over a cache in pages, for decoding, chunked prefill, and both in one call.
 
     query        [R, T, N, D], or the queries of all requests one after the other, [tokens, N, D], with cu_q_lens. The queries of a
-                 request are its last tokens: their keys are in the cache already (`flexjax.paged.append` before attention)
+                 request are its last tokens: their keys are in the cache already (`flexjax.paged.append` before attention). Of the
+                 dtype of the cache; of any floating dtype if the cache is quantised
     cache, table a PagedCache and a PageTable (flexjax.paged). M key heads of the cache divide N
     score_mod, mask_mod  as for flex_attention: b is the request, h the query head, q_idx and kv_idx the positions in the request,
                  whatever its pages are. mask_mod is causal by default; None: every query sees all keys of its request
@@ -114,8 +115,8 @@ def paged_attention(
     kernel_options  as for flex_attention; with cu_q_lens, block_q is the number of queries of a tile, default 16, or fewer
                  where more than four query heads share a key head
 
-    Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux. Rows of queries that do
-    not exist are 0, with lse -inf. By definition it is
+    Returns out [R, T, N, E] or [tokens, N, E] in the dtype of query, or (out, AuxOutput) with return_aux, whose results are
+    [R, T, N] or [tokens, N]. Rows of queries that do not exist are 0, with lse -inf. By definition it is
 
         k, v = flexjax.paged.gather(cache, table)
         flex_attention(query, k, v, origin=Origin(query="end"), query_seq_lengths=..., key_value_seq_lengths=table.lengths, ...)
@@ -123,7 +124,7 @@ def paged_attention(
     but it reads only pages with keys that mask_mod shows, in proportion to the lengths, and page numbers past the length of a
     request may be anything. Quantised pages are multiplied by their scales before score_mod.
 
-    The bits of a request depend on its own tokens, the mods, T and the static options; not on the other requests, on their number,
+    The bits of a request depend on its own tokens, the mods, T (not with cu_q_lens) and the static options; not on the other requests, on their number,
     on page numbers, on the sizes of pool and table, on padding, and not on rows past query_seq_lengths.
 
     New lengths, tables and offsets neither trace nor compile anything. Gradients reach query, scale, sinks and the arrays that

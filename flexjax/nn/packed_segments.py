@@ -42,7 +42,7 @@ def segment_attention(
 
         mask = (segment_ids[b, q] == kv_segment_ids[b, kv]) & (segment_ids[b, q] != 0)
                & (positions[b, q] >= kv_positions[b, kv])                      if causal
-               & (positions[b, q] - kv_positions[b, kv] < window)              if window
+               & (abs(positions[b, q] - kv_positions[b, kv]) < window)         if window
 
     query            [B, T, N, D];  key, value  [B, S, M, D], [B, S, M, E]  (layout "BNTH": heads before tokens)
     segment_ids      int [B, T]: the document of each query. 0 is padding, whose rows give 0 and whose keys nobody sees.

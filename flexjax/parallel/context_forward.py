@@ -78,7 +78,10 @@ class Forward(OnDevice):
         return merged(part, self.over(exchange.visiting(visiting, jnp.int32(last), which)))
 
     def _with_neighbours(self) -> Part:
-        """The rows over own keys while others travel, then over received keys; or rows that visit those in a stage of their own."""
+        """The rows over own keys, while others travel, merged with the rows over received keys.
+
+        Where few rows visit received keys (Visitors), these are a stage of their own over all their keys, and nothing is merged.
+        """
         if not self.call.shifts:
             return self.over(self.own, sinks=True, partial=False)
         received = self.exchange.receive(self.own)

@@ -237,7 +237,7 @@ class Results(typing.NamedTuple):
 
     @property
     def float32_out(self) -> jax.Array:
-        """out + rounding in float32, out itself in float64 for float64 inputs."""
+        """The output in float32 (float64 for float64 inputs): out + rounding, or out alone where there is no rounding."""
         out = self.out.astype(jnp.promote_types(self.out.dtype, jnp.float32))
         return out if self.rounding is None else out + self.rounding.astype(out.dtype)
 

@@ -506,7 +506,8 @@ class QueryTile:
         step_tile   the key tile of the step
         phase       Phase.UNMASKED leaves out the mask and the check of the last key
 
-        Parts that are cheaper to apply later are left to the softmax (`scores_of`). Steps of the full list are not masked even where the loop is for both, only cut at the last key.
+        Parts that are cheaper to apply later are left to the softmax (`scores_of`). Steps of the full list are not masked
+        even where the loop is for both, only cut at the last key.
         """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = scores_of(step_tile.programs.score, s, plan.scale, setup.large_scores, setup.interpret)

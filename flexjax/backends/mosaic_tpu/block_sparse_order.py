@@ -52,8 +52,10 @@ def make_order(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
 
 
 class BlockSparseOrder(VisitOrder):
-    """The visits that the block lists name, without tiles past a length (without block lists: all others). Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and
-    heads are 1 where the lists have that dimension.
+    """The visits that the block lists name (without block lists: all), without tiles past a length.
+
+    Grid: (b, h, visits), or (b, key head, visits, group member) if key-major; b and heads are 1 where the lists have that
+    dimension.
 
     list_batch, list_heads   leading sizes of the block lists
     shape                    static sizes of the visit lists
@@ -101,11 +103,11 @@ class BlockSparseOrder(VisitOrder):
     # ------------------------------------------------------------------ what each tile is, from the block lists
 
     def _tile_states(self, plan: KernelPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists.
+        """(kinds, bit sets of blocks that are on, bit sets of full blocks) of all tiles, from the block lists and the lengths.
 
         Kinds are IDLE, FULL, PARTIAL or EDGE of visit_order.py, int32 [list batch, list heads, q tiles, kv tiles]; EDGE
-        is a full tile that reaches past an end of the matrix or a length. A tile past a length is IDLE. The bit sets are int32 with one more dimension, of
-        `words`, which may be 0.
+        is a full tile that reaches past an end of the matrix or a length. A tile past a length is IDLE. The bit sets are
+        int32 with one more dimension, of `words`, which may be 0.
         """
         g = self.geometry
         marks = self._sub_block_marks(plan, operands.lists)

@@ -217,8 +217,8 @@ class ForwardKernel:
         """Writes out, lse and max_scores of a row of tiles, from its sums in scratch; runs at the row's last visit.
 
         A sink counts in out and lse, but not in max_scores. A query with no visible key and no sink has out 0 and lse
-        -inf; NaN stays. The same holds, with a sink too, for a query that does not exist, whose slot may hold NaN. The strip of `step` may be any of the tile: it serves to evaluate the part of the score that
-        all keys of a row share.
+        -inf; NaN stays. A query that does not exist, whose slot may hold NaN, has out 0 and lse -inf with a sink too. The
+        strip of `step` may be any of the tile: it serves to evaluate the part of the score that all keys of a row share.
         """
         refs: Refs = step.refs
         out_ref, lse_ref, max_scores_ref, rounding_ref = refs.outputs
