@@ -108,6 +108,14 @@ class KernelPlan:
         return self.exact_captures and not self.partial
 
     @property
+    def writes_rounding(self) -> bool:
+        """Whether a kernel whose out has 16 bits writes beside it what rounding took: for `returns_rounding`, and for a part.
+
+        A part is merged with others, so its out + rounding stands for a float32 out.
+        """
+        return self.exact_captures or (self.partial and jnp.dtype(self.dtype).itemsize == 2)
+
+    @property
     def rounds_weights_alike(self) -> bool:
         """Whether both passes round the weights that multiply the values to the same numbers.
 
@@ -225,7 +233,7 @@ class Results(typing.NamedTuple):
     score after score_mod, -inf in such a row, and None unless the plan asks for it.
 
     rounding is what rounding to 16 bits took from out, in the shape and dtype of out, and None unless the plan has
-    `exact_captures` (also where out itself is not rounded, as that of a part may be):
+    `exact_captures` (also where out itself is not rounded, as that of a part may be); a backend may return it for a part too.
     out + rounding is the output in float32, up to 2^-16 of it. The backward pass forms delta = rowsum(dO * (out + rounding)):
     an error of delta is the same for all entries of a row, and a captured array sums it where the rest of the row cancels.
     """

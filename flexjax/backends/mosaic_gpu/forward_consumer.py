@@ -23,7 +23,7 @@ import enum
 import functools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -635,28 +635,36 @@ class QueryTile:
         if outputs.max_scores is not None:
             outputs.max_scores[rows] = softmax.to_score(top)
         out = out * registers.broadcast_vector(divisor, "row", out.shape)
-        self._write(out, rows_of(outputs.out, setup.plan.layout, b, h, q_start, tile.rows))
-        if outputs.rounding is not None:
-            out = out - thread_tiles.rounded_tile(out, setup.plan.dtype, setup.interpret)
-            self._write(out, rows_of(outputs.rounding, setup.plan.layout, b, h, q_start, tile.rows))
+        targets = [
+            rows_of(x, setup.plan.layout, b, h, q_start, tile.rows)
+            for x in (outputs.out, outputs.rounding)
+            if x is not None
+        ]
+        self._write(out, targets)
 
-    def _write(self, out: jax.Array, target: Ref) -> None:
-        """Copies `out` to `target` in global memory, in parts of `out_columns` columns, through this warpgroup's
-        slots in shared memory.
+    def _write(self, out: jax.Array, targets: Sequence[Ref]) -> None:
+        """Copies `out` to global memory, in parts of `out_columns` columns, through this warpgroup's slots in shared memory.
 
-        out      [rows, value dim] float32, converted to the plan's dtype
-        target   the same rows of the result in global memory
+        out       [rows, value dim] float32
+        targets   the same rows of the results in global memory: of out in the plan's dtype and, if wanted, of what rounding took
 
-        It starts the last copies and does not wait for them.
+        What rounding took is computed part by part, because a whole tile of it beside `out` spills registers. It starts the last
+        copies and does not wait for them.
         """
         setup, tile = self.setup, self.setup.tile
-        parts = tile.value_dim // tile.out_columns
-        for n in range(parts):
+        parts = [
+            (slice(n, n + tile.out_columns), which)
+            for n in range(0, tile.value_dim, tile.out_columns)
+            for which in range(len(targets))
+        ]
+        for n, (columns, which) in enumerate(parts):
             slot = n % tile.out_slots
-            columns = slice(n * tile.out_columns, (n + 1) * tile.out_columns)
             # With an uneven number of parts, TMA may still read the last part of the tile before from the first slot.
-            others = 0 if n == 0 and parts % tile.out_slots else tile.out_slots - 1
+            others = 0 if n == 0 and len(parts) % tile.out_slots else tile.out_slots - 1
             plgpu.wait_smem_to_gmem(others, wait_read_only=True)
-            self.scratch.out[self.group, slot] = out[:, columns].astype(setup.plan.dtype)
+            part = out[:, columns]
+            if which:
+                part = part - thread_tiles.rounded_tile(part, setup.plan.dtype, setup.interpret)
+            self.scratch.out[self.group, slot] = part.astype(setup.plan.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.scratch.out.at[self.group, slot], target.at[:, columns])
+            plgpu.copy_smem_to_gmem(self.scratch.out.at[self.group, slot], targets[which].at[:, columns])

@@ -61,7 +61,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
             out=out,
             lse=stats,
             max_scores=stats if plan.max_scores else None,
-            rounding=out if plan.exact_captures else None,
+            rounding=out if plan.writes_rounding else None,
         ),
         forward_scratch(tile, plan.dtype, setup.interpret),
         name="flexjax_forward",

@@ -273,7 +273,7 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
     maps = layouts.IndexMaps(order, shapes.group)
     q, k, v = layouts.fold(plan, operands)
     row_output = Output((plan.batch, plan.q_heads, 1, plan.q_len), "float32", maps.row_spec(tiles.q))
-    out_output = Output(shapes.out.shape, plan.dtype, shapes.out.spec(tiles.q, maps.query))
+    out_output = Output(shapes.out.shape, plan.out_dtype, shapes.out.spec(tiles.q, maps.query))
     found = launch(
         KernelCall(
             "flexjax_forward",
@@ -288,7 +288,7 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
                 out_output,
                 row_output,
                 row_output if plan.max_scores else None,
-                out_output if plan.exact_captures else None,
+                out_output if plan.returns_rounding else None,
             ),
             scratch=ForwardScratch(
                 pltpu.VMEM((tiles.q, LANES), F32),

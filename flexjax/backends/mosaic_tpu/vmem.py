@@ -189,7 +189,7 @@ def forward_bytes(plan: KernelPlan, tiles: Tiles) -> int:
     """Bytes of VMEM that the forward kernel takes with these tiles, by the model at the top of this file."""
     item = 4 if plan.dtype == "float32" else 2
     dim, value_dim = round_up(plan.head_dim + plan.extra_dim, LANES), round_up(plan.value_dim, LANES)
-    blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim * (1 + plan.exact_captures)
+    blocks = tiles.q * dim + tiles.kv * (dim + value_dim) + tiles.q * value_dim * (1 + plan.writes_rounding)
     hoisted = sum(hoisted_bytes(p, plan, tiles.q, tiles.kv) for p in (plan.score, plan.mask, plan.dropout))
     scratch = tiles.q * (2 * LANES + value_dim) * 4
     work = tiles.q * min(tiles.strip, tiles.kv) * 4 * temporaries(plan, plan.score) + 2 * tiles.q * value_dim * 4

@@ -83,6 +83,7 @@ def cases() -> dict[str, dict[str, typing.Any]]:
             "score": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30),
             "tile": three,
         },
+        "a part, merged with others": {"mask": causal, "dim": 256, "plan": {"partial": True}},
         "sinks": {"mask": causal, "dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "dtype": "float16"},
     }
 
@@ -96,10 +97,10 @@ def compile_cases(names: list[str]) -> None:
 
     for name in names:
         case = cases()[name]
-        fields = case.pop("tile", {})
+        fields, of_plan = case.pop("tile", {}), case.pop("plan", {})
         made = forward_problem(interpret=False, **case)
-        tile = dataclasses.replace(forward_tiles.forward_tile(made.plan), **fields)
-        plan = made.plan
+        plan = dataclasses.replace(made.plan, **of_plan)
+        tile = dataclasses.replace(forward_tiles.forward_tile(plan), **fields)
 
         def run(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
             return forward_sm90.forward(plan, operands, tile)

@@ -14,10 +14,13 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles, memory, static_reference
+from flexjax.backends.mosaic_gpu import forward_sm90, forward_tiles, memory, static_reference, support
+from flexjax.backends.target import Target
 from flexjax.plan.kernel_plan import Results
 from tests.cases.hopper_forward import FORWARD, TABLE
 from tests.cases.on_hopper import ForwardProblem, causal, forward_problem
+from tests.cases.parts import assert_a_part_is_not_rounded_to_16_bits
+from tests.marks import some_slow
 
 REFERENCES = {
     "soft cap that needs no maximum": 0.0,
@@ -59,6 +62,11 @@ def test_where_the_maximum_is_left_out(name: str) -> None:
 def test_wide_scores_keep_their_maximum() -> None:
     for mod in (lambda s, b, h, q, k: 56.0 * jnp.tanh(s), lambda s, b, h, q, k: jnp.tanh(s) + 1e9):
         assert static_reference.static_reference(forward_problem(score=mod).plan) is None
+
+
+@pytest.mark.parametrize("dtype", some_slow(("bfloat16", "float16"), ("bfloat16",)))
+def test_a_part_is_not_rounded_to_16_bits(dtype: str) -> None:
+    assert_a_part_is_not_rounded_to_16_bits(support.BACKEND, Target("cpu"), dtype)
 
 
 def run(made: ForwardProblem, programs: int = 3, **fields: typing.Any) -> Results:

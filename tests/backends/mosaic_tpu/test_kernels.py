@@ -25,6 +25,7 @@ from flexjax.types import KernelOptions
 from tests import oracle
 from tests.backends.mosaic_tpu import plans
 from tests.cases import CASES, on_mesh
+from tests.cases.parts import assert_a_part_is_not_rounded_to_16_bits
 from tests.compare import assert_close
 from tests.marks import some_slow
 
@@ -68,6 +69,10 @@ ONCE = (
 )
 def test_several_tiles(name: str, q: int, kv: int):
     check(name, KernelOptions(interpret=True, block_q=q, block_kv=kv, block_q_bwd=q, block_kv_bwd=kv))
+
+
+def test_a_part_is_not_rounded_to_16_bits():
+    assert_a_part_is_not_rounded_to_16_bits(BACKEND, plans.CPU, "bfloat16")
 
 
 @pytest.mark.parametrize("name", some_slow(["length_300", "column_bias", "mqa"], ["column_bias"]))
