@@ -302,11 +302,11 @@ CUBED: dict[str, Any] = {"mesh": CUBE, "dp": "dp", "tp": "tp"}
 
 CASES = {
     "causal": Case("auto", "causal", "table", "neighbours", sinks=True, balance="zigzag", **SWAPPED),
-    "ring": Case("auto", "prefix", "gate", "ring", sinks=True, block=8, **CUBED),
-    "all_gather": Case("shard_map", "heads", "gate", "all_gather", lengths=(29, 53), dropout=True, **CUBED),
     "all_to_all": Case("explicit", "heads", "gate", "all_to_all", heads=(8, 4), sinks=True, **CUBED),
 }
 SLOW = {
+    "ring": Case("auto", "prefix", "gate", "ring", sinks=True, block=8, **CUBED),
+    "all_gather": Case("shard_map", "heads", "gate", "all_gather", lengths=(29, 53), dropout=True, **CUBED),
     "window": Case("auto", "window", "alibi", "neighbours", lse=True, block=2),
     "documents": Case("shard_map", "documents", "none", "neighbours", lengths=(61, 61), traced=True),
     "fewer key heads": Case("auto", "causal", "table", "neighbours", heads=(4, 1), block=8, **CUBED),
