@@ -234,7 +234,7 @@ def _planned(
             known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
     traced = _trace(mask_mod, lengths, plan, placed.origin)
     own = plan if placed.split is None else _share(plan, placed.split)
-    decision = decide(placed.context, layout, own, traced, known)
+    decision = decide(placed.context, layout, own, traced, (plan.batch, plan.q_heads), known)
     rounds = decision.rounds
     send, received = ((), ()) if rounds is None else (rounds.send, rounds.received)
     blocks: typing.Any = (layout.query_blocks, layout.key_blocks, send, received)

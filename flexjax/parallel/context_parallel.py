@@ -255,12 +255,18 @@ class Decision(typing.NamedTuple):
 
 
 def decide(
-    context: ContextParallel, layout: ContextLayout, plan: KernelPlan, mask: TracedMod, lists_known: np.ndarray | None
+    context: ContextParallel,
+    layout: ContextLayout,
+    plan: KernelPlan,
+    mask: TracedMod,
+    entries: tuple[int, int],
+    lists_known: np.ndarray | None,
 ) -> Decision:
     """The method of a call, and its rounds. Raises ValueError for a method that the call cannot have.
 
-    plan          of the call's own arrays; it counts heads and sizes
+    plan          of the call's own arrays, with a device's batch entries and heads where explicit axes split them
     mask          the traced mask, with the ends of the sequence
+    entries       batch entries and query heads that the mask is traced for: all devices take part in the same rounds
     lists_known   bool [query blocks, key blocks]: the visited blocks of a mask from user lists; None for other masks
 
     If mask and layout are known, the rounds are those that this mask needs. If not, they are those of the layout, which were
@@ -283,7 +289,7 @@ def decide(
         )  # fmt: skip
     rounds = layout.rounds
     if context.method in ("auto", "neighbours") and known:
-        rounds = _rounds(mask, layout, plan, lists_known)
+        rounds = _rounds(mask, layout, entries, lists_known)
     method = context.method if context.method != "auto" else _cheapest(plan, layout, rounds, divides)
     return Decision(method, rounds if method == "neighbours" else None, method == "neighbours" and not known)
 
@@ -302,9 +308,12 @@ _ROUNDS: collections.OrderedDict[tuple, tuple[object, Rounds]] = collections.Ord
 KEPT_ROUNDS = 16
 
 
-def _rounds(mask: TracedMod, layout: ContextLayout, plan: KernelPlan, lists_known: np.ndarray | None) -> Rounds:
-    """The rounds that a known mask needs."""
-    heads = (plan.batch if mask.program.reads("b") else 1, plan.q_heads if mask.program.reads("h") else 1)
+def _rounds(
+    mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], lists_known: np.ndarray | None
+) -> Rounds:
+    """The rounds that a known mask needs; entries: see `decide`."""
+    batch, query_heads = entries
+    heads = (batch if mask.program.reads("b") else 1, query_heads if mask.program.reads("h") else 1)
     sizes = (layout.q_len, layout.kv_len, *layout.block_size)
     key = (mask.program, heads, sizes, id(layout), *map(id, mask.arrays))
     found = _ROUNDS.get(key)
