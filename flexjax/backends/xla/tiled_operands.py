@@ -52,6 +52,11 @@ def pad_to(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, widths, constant_values=0.0)
 
 
+def _is_narrow(x: Array) -> bool:
+    """Whether x has floats of less than 32 bits."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+
+
 def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tuple[int, int]) -> tuple[Array, ...]:
     """The captured arrays, with zeros appended where a slice that the program reads for a tile would reach past their
     end; arrays that are gathered stay as they are. Without a program nothing is padded.
@@ -81,6 +86,7 @@ class TiledOperands:
     compute            dtype of scores and sums
     operand_dtype      dtype of the operands of products: low precision only where the platform has units for it
     rounds_weights     whether the weights of values are rounded, in both passes to the same numbers (tile_math.py)
+    widens_slices      whether keys and values in place are kept from being widened as a whole (`pinned`): on a CPU
     in_place           whether keys and values keep their own length, layout and dtype: in a forward pass of a short call
                        (tile_sizes.is_short), or of one row of tiles, which reads each of them once
     key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are in place and the layout is BTNH, else 1
@@ -119,6 +125,7 @@ class TiledOperands:
         self.operand_dtype = jnp.dtype(plan.dtype) if narrow and plan.cache_dtype is None else self.compute
         self.lengths = operands.lengths or NONE
         self.rounds_weights = narrow and plan.rounds_weights_alike
+        self.widens_slices = target.platform == "cpu"
         sizes = self.sizes
         self.in_place = (sizes.rows == 1 or is_short(plan, target)) and not backward
         self.key_heads_axis = 2 if plan.page or (self.in_place and plan.layout == "BTNH") else 1
@@ -193,8 +200,11 @@ class TiledOperands:
         s, heads, blocks = self.sizes, self.key_heads_axis, visit.blocks
         if isinstance(x, Pool):
             assert self.pages is not None
-            found = self.pages.take(x, self.key_group(x.tokens.shape[2], row), row.b0, blocks, self.operand_dtype)
+            tokens, blocks = self.pinned(x.tokens, blocks)
+            pool = x._replace(tokens=tokens)
+            found = self.pages.take(pool, self.key_group(tokens.shape[2], row), row.b0, blocks, self.operand_dtype)
             return self._existing_columns(found, row, visit)
+        x, blocks = self.pinned(x, blocks)
         m0, nm = self.key_group(x.shape[heads], row)
 
         def part(first: Array) -> Array:
@@ -213,6 +223,17 @@ class TiledOperands:
 
         parts = [part(blocks[j] * s.block_kv) for j in range(blocks.shape[0])]
         return self._existing_columns(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2), row, visit)
+
+    def pinned(self, x: Array, blocks: Array) -> tuple[Array, Array]:
+        """(x, blocks) as one value that XLA cannot take apart, where `x` is a cache of narrow floats that the loop over visits reads
+        in place on a CPU; both themselves elsewhere.
+
+        XLA has no slices of such arrays on a CPU: it widens the array and slices that. Without the numbers of the blocks, which
+        change from visit to visit, it widens the whole cache before the loop, in each step of decoding.
+        """
+        if not (self.widens_slices and (self.in_place or self.pages) and _is_narrow(x)):
+            return x, blocks
+        return lax.optimization_barrier((x, blocks))
 
     def _existing_columns(self, found: Array, row: TileRow, visit: BlockVisit) -> Array:
         """`found`, the keys of a visit [batch, key heads, keys, D], with 0 for keys that do not exist."""
