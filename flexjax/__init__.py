@@ -32,6 +32,7 @@ Types
     ContextLayout          what context_layout returns
     ContextParallel        says that the sequence of a call is split over mesh axes
     Origin                 where the arrays of a call lie in a larger problem
+    SharedPrefix           which requests of paged_attention begin with the same tokens
     AuxRequest, AuxOutput  extra results: lse and the largest score of each row
     KernelOptions          tiles, order of additions, simulation
     FallbackWarning        a call on a GPU or TPU does not run on its kernels
@@ -59,6 +60,7 @@ from flexjax.errors import FallbackWarning as FallbackWarning
 from flexjax.explain import explain as explain
 from flexjax.jax_nn import dot_product_attention as dot_product_attention
 from flexjax.merge_states import merge_attention_states as merge_attention_states
+from flexjax.paged.shared_prefix import SharedPrefix as SharedPrefix
 from flexjax.paged_call import paged_attention as paged_attention
 from flexjax.parallel.context_layout import ContextLayout as ContextLayout
 from flexjax.parallel.context_layout import context_layout as context_layout
@@ -99,6 +101,7 @@ __all__ = [  # noqa: RUF022 functions first, then the modules, then types
     "ContextLayout",
     "ContextParallel",
     "Origin",
+    "SharedPrefix",
     "AuxRequest",
     "AuxOutput",
     "KernelOptions",

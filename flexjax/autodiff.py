@@ -239,6 +239,8 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     rounding = []
     if moved_problem.plan.returns_rounding:
         rounding = [checkpoint_name(others.pop(), "flexjax_out")]
+    elif moved_problem.plan.exact_captures:
+        rounding = [jnp.zeros_like(out)]  # the out of a part is not rounded
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
         moved = tangent_p.bind(*primals, out, lse, *rounding, *given, problem=moved_problem, moving=present)
@@ -284,7 +286,9 @@ def _tangent_transpose(
     has_lse = not is_zero(d_lse)
     given = [d_out, *([d_lse] if has_lse else [])]
     gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
-    return nothing + list(gradients)
+    return nothing + [
+        g.astype(x.aval.dtype) for g, x in zip(gradients, flat[n:], strict=True)
+    ]  # of a part, they are not rounded
 
 
 ad.primitive_jvps[forward_p] = _forward_jvp

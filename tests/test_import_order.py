@@ -20,6 +20,7 @@ ORDER = (
         "context_primitives",
         "explain_context",
         "paged_call",
+        "paged_rows",
         "jax_nn",
         "explain",
         "autotune",

@@ -164,7 +164,7 @@ def append(
             raise bad_argument(
                 "query_seq_lengths", "given beside cu_q_lens", "one of them", "cu_q_lens has the lengths."
             )
-        row, place, counts = rows_of_tokens(cu_q_lens, rows, k.shape[0])
+        row, place, counts, _ = rows_of_tokens(cu_q_lens, rows, k.shape[0])
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     growth = grow(table, counts, page)
     position = growth.starts[row] + place
@@ -248,9 +248,23 @@ def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: obj
     return jnp.asarray(given)
 
 
-def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> tuple[Array, Array, Array]:
-    """Of tokens of all requests one after the other: (row of each token, its place among those of its request, tokens of each
-    request), int32 [tokens], [tokens] and [R]. A padding token has a place past the tokens of its row.
+class TokenRows(typing.NamedTuple):
+    """Where tokens of all requests, one after the other, belong.
+
+    row      int32 [tokens]: the request of each
+    place    int32 [tokens]: its number among those of its request; that of a padding token is past them
+    counts   int32 [R]: how many tokens each request has
+    starts   int32 [R]: the number of its first
+    """
+
+    row: Array
+    place: Array
+    counts: Array
+    starts: Array
+
+
+def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> TokenRows:
+    """Where tokens belong of which request r has the numbers cu_q_lens[r] .. cu_q_lens[r + 1] - 1.
 
     Raises ValueError for cu_q_lens of another type or shape.
     """
@@ -258,7 +272,9 @@ def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> tuple[Array, Ar
     number = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(ends[1:], number, side="right").astype(jnp.int32)
     row = jnp.minimum(row, rows - 1)
-    return row, number - ends[row], jnp.maximum(ends[1:] - ends[:-1], 0)
+    place = number - ends[row]
+    place = jnp.where(place < 0, tokens, place)  # before the first request
+    return TokenRows(row, place, jnp.maximum(ends[1:] - ends[:-1], 0), ends[:-1])
 
 
 def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = None) -> tuple[Array, Array]:

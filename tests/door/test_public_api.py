@@ -19,7 +19,7 @@ NAMES = {
     "flex_attention", "create_block_mask", "BlockMask", "and_masks", "or_masks", "not_mask", "chain_mods", "AuxRequest",
     "AuxOutput", "Origin", "FallbackWarning", "KernelOptions", "autotune", "explain", "dot_product_attention", "masks", "mods",
     "ScoreMod", "MaskMod", "Layout", "Implementation", "profile", "attention_weights", "nn", "visualize",
-    "context_layout", "ContextLayout", "merge_attention_states", "paged", "paged_attention", "ContextParallel",
+    "context_layout", "ContextLayout", "merge_attention_states", "paged", "paged_attention", "ContextParallel", "SharedPrefix",
 }
 FUNCTIONS = [
     "flex_attention", "paged_attention", "dot_product_attention", "create_block_mask", "context_layout", "merge_attention_states", "and_masks", "or_masks", "not_mask",

@@ -1,0 +1,318 @@
+"""The queries of a call of `paged_attention` as batch entries of a plan: requests, tiles of ragged queries, or tiles of a prefix.
+
+A *tile* is a batch entry with a few queries, whose number is static. Queries come in segments, one after the other, and every segment
+begins a new tile. There are as many tiles as queries and segments can need; those that are left over have no query and cost
+nothing.
+
+    ragged queries   a segment is a request. A tile sees the pages and the key length of its request
+    shared prefix    a segment is a group of requests, and its queries are those of all its requests. A tile sees the pages of the
+                     prefix, and each of its queries has a request and a position of its own
+
+Mods get the number of the request in place of that of the tile.
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flexjax.check_arguments import Inputs, check_sinks
+from flexjax.errors import bad_argument
+from flexjax.paged.cache import LARGEST, PLAIN, PagedCache, check_cache, rows_of_tokens
+from flexjax.paged.shared_prefix import SharedPrefix
+from flexjax.paged.table import PageTable, check_int32, check_table, described
+from flexjax.parallel.explicit_axes import split_of
+from flexjax.plan.kernel_plan import Results, Scales
+from flexjax.prepare import InPages
+from flexjax.types import Origin
+
+Array = jax.Array
+
+TILE, PACKED_ROWS = 16, 64
+"""The most queries of a tile, and the most packed rows (queries times query heads of a key head), which is what a kernel for few
+queries takes; kernel_options.block_q says another number of queries."""
+
+
+def tile_size(inputs: Inputs) -> int:
+    """Queries of a tile, however many queries there are: other sizes give other bits."""
+    return min(TILE, max(1, PACKED_ROWS * inputs.kv_heads // inputs.q_heads))
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """The queries of all requests, one after the other.
+
+    query     [queries, N, D]
+    request   int32 [queries]: the request of each
+    place     int32 [queries]: its number among the queries of its request; from counts[request] on, the query does not exist
+    counts    int32 [R]: how many queries of each request exist
+    starts    int32 [R]: the number of the first query of each request
+    shape     of the leading dims of the caller's query: (R, T), or (queries,) for ragged ones
+    """
+
+    query: Array
+    request: Array
+    place: Array
+    counts: Array
+    starts: Array
+    shape: tuple[int, ...]
+
+    @property
+    def exists(self) -> Array:
+        """bool [queries]: which of them exist."""
+        return self.place < self.counts[self.request]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The queries of a call as batch entries of a plan.
+
+    inputs         the checked arrays; a batch entry has inputs.q_len queries
+    in_pages       their pages
+    query_lengths  int32 [B]: how many queries of each entry exist; None: all
+    key_lengths    int32 [B]: how many keys
+    origin         where the queries lie; None: mods get `position`
+    request        int32 [B], or [B, q_len]: the request of each entry or of each of its queries; None: that of its number
+    position       int32 [B, q_len]: the position of each query in its request; None: by `origin`
+    place          int32 [queries, 2]: the entry of each query, and its row there; None if the entries are the requests
+    exists         bool [queries]: which queries have a place
+    shape          the leading dims of the results, where `place` is given
+    """
+
+    inputs: Inputs
+    in_pages: InPages
+    query_lengths: Array | None
+    key_lengths: Array
+    origin: Origin | None
+    request: Array | None = None
+    position: Array | None = None
+    place: Array | None = None
+    exists: Array | None = None
+    shape: tuple[int, ...] = ()
+
+    def of_requests(self, mod: typing.Any) -> typing.Any:
+        """The mod (mask or score) of a plan with these batch entries, from one whose b is the request and whose q_idx is a position."""
+        request, position = self.request, self.position
+        if request is None or not callable(mod):
+            return mod  # what is not callable is refused, with a message, where it is traced
+
+        @functools.wraps(mod)
+        def of_tiles(*at: Array) -> typing.Any:
+            """`mod` with the request of the tile, or of the query, in place of b, the fourth argument from the end."""
+            *score, b, h, q_idx, kv_idx = at
+            if position is None:
+                return mod(*score, request[b], h, q_idx, kv_idx)
+            return mod(*score, request[b, q_idx], h, position[b, q_idx], kv_idx)
+
+        return of_tiles
+
+    def unfold(self, results: Results) -> Results:
+        """The results in the order and the shape of the caller's queries."""
+        place, exists = self.place, self.exists
+        if place is None or exists is None:
+            return results
+
+        def of_queries(x: Array, other: float) -> Array:
+            """A result [B, T, N, ..] as [*shape, N, ..]; `other` at queries without a place."""
+            found = x.at[place[:, 0], place[:, 1]].get(mode="clip")
+            found = jnp.where(exists.reshape(-1, *[1] * (found.ndim - 1)), found, jnp.asarray(other, found.dtype))
+            return found.reshape(*self.shape, *found.shape[1:])
+
+        low, top = float("-inf"), results.max_scores
+        return Results(
+            of_queries(results.out, 0.0), of_queries(results.lse, low), None if top is None else of_queries(top, low)
+        )
+
+
+def check_rows(
+    query: object,
+    cache: PagedCache,
+    table: PageTable,
+    query_seq_lengths: object,
+    cu_q_lens: object,
+    sinks: object,
+) -> tuple[Rows, Queries]:
+    """The rows of a call with a batch entry for each request (one entry of all queries, if they are ragged), and its queries.
+
+    Raises ValueError for arguments that do not fit.
+    """
+    _, page = check_cache(cache)
+    check_table(table, page)
+    requests, columns = table.pages.shape
+    ragged = cu_q_lens is not None
+    letters = "[tokens, N, D]" if ragged else "[R, T, N, D]"
+    if not isinstance(query, Array | np.ndarray) or query.ndim != (3 if ragged else 4):
+        todo = "Leave cu_q_lens out for [R, T, N, D]." if ragged else "Pass cu_q_lens for queries one after the other."
+        raise bad_argument("query", described(query), letters, todo)
+    q = jnp.asarray(query)
+    *lead, q_heads, head_dim = q.shape
+    kv_heads, key_dim = cache.key.shape[2:]
+    quantised = cache.key.dtype.name in LARGEST
+    plain = q.dtype.name in PLAIN
+    if not plain or (not quantised and q.dtype != cache.key.dtype):
+        want = f"one of {', '.join(PLAIN)}" if quantised else f"{cache.key.dtype.name}, the dtype of the cache"
+        raise bad_argument("query", described(q), want, "Cast it.")
+    if not ragged and lead[0] != requests:
+        raise bad_argument(
+            "query",
+            described(q),
+            f"{requests} requests, as table has",
+            "A request without a query has query_seq_lengths 0.",
+        )
+    if head_dim != key_dim:
+        raise bad_argument(
+            "query", described(q), f"a last dim of {key_dim}, that of cache.key", "Project both to one head dim."
+        )
+    if q_heads == 0 or q_heads % kv_heads:
+        raise bad_argument(
+            "query", described(q), f"a multiple of the {kv_heads} heads of cache.key", "Query heads share key heads."
+        )
+    if ragged and query_seq_lengths is not None:
+        raise bad_argument("query_seq_lengths", "given beside cu_q_lens", "one of them", "cu_q_lens has the lengths.")
+    if split_of(q[None] if ragged else q, "BTNH") is not None:
+        raise NotImplementedError(
+            "paged_attention does not split its work over explicit mesh axes. Use jax.shard_map over the requests or the heads."
+        )
+    inputs = Inputs(
+        query=q[None] if ragged else q, key=jnp.asarray(cache.key), value=jnp.asarray(cache.value),
+        sinks=check_sinks(sinks, q_heads, lead[-1], "BTNH"), query_extra=None, key_extra=None,
+        batch=1 if ragged else requests, q_heads=q_heads, kv_heads=kv_heads, q_len=lead[-1], kv_len=columns * page,
+        head_dim=head_dim, value_dim=cache.value.shape[3], extra_dim=0, extra_heads=0, dtype=q.dtype.name,
+    )  # fmt: skip
+    scales = None
+    if cache.key_scales is not None and cache.value_scales is not None:
+        scales = Scales(jnp.asarray(cache.key_scales), jnp.asarray(cache.value_scales))
+    in_pages = InPages(inputs, jnp.asarray(table.pages), page, cache.key.dtype.name if quantised else None, scales)
+    counts = None if query_seq_lengths is None else check_int32("query_seq_lengths", query_seq_lengths, (requests,))
+    rows = Rows(inputs, in_pages, counts, jnp.asarray(table.lengths), Origin(query="end"))
+    if ragged:
+        tokens = rows_of_tokens(cu_q_lens, requests, lead[0])
+        return rows, Queries(q, tokens.row, tokens.place, tokens.counts, tokens.starts, (lead[0],))
+    most = lead[1]
+    each = jnp.full(requests, most, jnp.int32) if counts is None else jnp.clip(counts, 0, most)
+    number = jnp.arange(requests * most, dtype=jnp.int32)
+    row, place = number // max(most, 1), number % max(most, 1)
+    starts = most * jnp.arange(requests, dtype=jnp.int32)
+    return rows, Queries(q.reshape(-1, *q.shape[2:]), row, place, each, starts, (requests, most))
+
+
+# ------------------------------------------------------------------- tiles
+
+
+class Tiles(typing.NamedTuple):
+    """Tiles of queries that are sorted by segments.
+
+    segment   int32 [tiles]: the segment of each tile; arbitrary for tiles that are left over
+    first     int32 [tiles]: its first query, among those of its segment
+    count     int32 [tiles]: how many queries it has
+    members   int32 [tiles, size]: numbers of its queries, in sorted order; arbitrary from `count` on
+    before    int32 [segments]: how many tiles the segments before each have
+    """
+
+    segment: Array
+    first: Array
+    count: Array
+    members: Array
+    before: Array
+
+
+def _cut(counts: Array, starts: Array, queries: int, size: int) -> Tiles:
+    """Cuts segments into tiles of `size` queries.
+
+    counts, starts   int32 [segments]: how many queries each segment has, and its first, in sorted order
+    queries          how many there are at most, together
+    """
+    segments = counts.shape[0]
+    most = max(1, queries // size + min(segments, queries))
+    needs = -(-counts // size)
+    after = jnp.cumsum(needs, dtype=jnp.int32)
+    number = jnp.arange(most, dtype=jnp.int32)
+    segment = jnp.minimum(jnp.searchsorted(after, number, side="right").astype(jnp.int32), segments - 1)
+    first = (number - (after - needs)[segment]) * size
+    count = jnp.clip(counts[segment] - first, 0, size)
+    members = (starts[segment] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    return Tiles(segment, first, count, members, after - needs)
+
+
+def _taken(x: Array, at: Array) -> Array:
+    """x[at] along the first axis, clipped; zeros for an x that is empty there."""
+    return (x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)).at[at].get(mode="clip")
+
+
+def ragged_rows(rows: Rows, queries: Queries, size: int) -> Rows:
+    """The rows of ragged queries, in tiles of `size` queries of one request.
+
+    rows   one batch entry with all queries
+    """
+    inputs, pages, counts = rows.inputs, rows.in_pages, queries.counts
+    tiles = _cut(counts, queries.starts, queries.query.shape[0], size)
+    request = tiles.segment
+    inputs = dataclasses.replace(inputs, query=_taken(queries.query, tiles.members), batch=request.shape[0], q_len=size)
+    position = jnp.maximum(rows.key_lengths[request] - counts[request], 0) + tiles.first
+    place = queries.place
+    return Rows(
+        inputs,
+        pages._replace(inputs=inputs, pages=pages.pages[request]),
+        tiles.count,
+        jnp.where(tiles.count > 0, rows.key_lengths[request], 0),
+        Origin(query=position, whole=(None, None, inputs.kv_len + size, inputs.kv_len)),
+        request,
+        place=jnp.stack([tiles.before[queries.request] + place // size, place % size], 1),
+        exists=queries.exists,
+        shape=queries.shape,
+    )
+
+
+def prefix_starts(shared: SharedPrefix, lengths: Array) -> tuple[Array, Array]:
+    """(group, start), int32 [R] each: the group of each request, -1 for none, and how many of its tokens the group shares.
+
+    lengths   int32 [R]: keys of each request
+    """
+    groups = shared.prefix_lengths.shape[0]
+    start = shared.prefix_lengths[jnp.clip(shared.group, 0, groups - 1)]
+    member = (shared.group >= 0) & (shared.group < groups) & (start <= lengths)
+    return jnp.where(member, shared.group, -1), jnp.where(member, start, 0)
+
+
+def prefix_rows(rows: Rows, queries: Queries, shared: SharedPrefix, size: int) -> Rows:
+    """The rows of queries over the prefix of their group, in tiles of `size` queries of one group.
+
+    rows   of the same call, with the pages and the key lengths of the requests
+    """
+    inputs, total = rows.inputs, queries.query.shape[0]
+    groups, columns = shared.prefix_pages.shape
+    of_request, _ = prefix_starts(shared, rows.key_lengths)
+    group = of_request[queries.request]
+    member = queries.exists & (group >= 0)
+    order = jnp.argsort(jnp.where(member, group, groups), stable=True).astype(jnp.int32)
+    number = jnp.arange(groups, dtype=jnp.int32)
+    counts = jnp.sum(member & (group == number[:, None]), 1, dtype=jnp.int32)
+    starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    tiles = _cut(counts, starts, total, size)
+    members = _taken(order, tiles.members)
+    inputs = dataclasses.replace(
+        inputs,
+        query=_taken(queries.query, members),
+        sinks=None,
+        batch=tiles.segment.shape[0],
+        q_len=size,
+        kv_len=columns * rows.in_pages.page,
+    )
+    at = jnp.maximum(rows.key_lengths - queries.counts, 0)[queries.request] + queries.place
+    rank = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32))
+    rank = rank - starts[jnp.maximum(group, 0)]  # among the queries of the group
+    return Rows(
+        inputs,
+        rows.in_pages._replace(inputs=inputs, pages=shared.prefix_pages[tiles.segment]),
+        tiles.count,
+        jnp.where(tiles.count > 0, shared.prefix_lengths[tiles.segment], 0),
+        None,
+        _taken(queries.request, members),
+        _taken(at, members),
+        jnp.stack([tiles.before[jnp.maximum(group, 0)] + rank // size, rank % size], 1),
+        member,
+        queries.shape,
+    )
