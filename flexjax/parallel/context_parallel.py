@@ -308,9 +308,7 @@ _ROUNDS: collections.OrderedDict[tuple, tuple[object, Rounds]] = collections.Ord
 KEPT_ROUNDS = 16
 
 
-def _rounds(
-    mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], lists_known: np.ndarray | None
-) -> Rounds:
+def _rounds(mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], lists_known: np.ndarray | None) -> Rounds:
     """The rounds that a known mask needs; entries: see `decide`."""
     batch, query_heads = entries
     heads = (batch if mask.program.reads("b") else 1, query_heads if mask.program.reads("h") else 1)

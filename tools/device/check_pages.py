@@ -16,6 +16,7 @@ def main() -> int:
     checks |= {
         check.__name__: (check,) for check in (test_pages.check_ragged, test_pages.check_tree, test_pages.check_bits)
     }
+    checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
     failed = 0
     for name, (check, *arguments) in checks.items():
         try:

@@ -5,6 +5,9 @@
     P, rescale         online_softmax.py
     out += P V         WGMMA, P from registers
 
+Tiles of a quantised cache are widened first (decode_sm90_widen.py); scores are multiplied by the scales of keys before score_mod, and
+weights by those of values after the sum of the weights.
+
 The warpgroups take alternate key tiles, each with a softmax of its own, so one multiplies while the other computes
 exponentials. Steps run one after the other: a tile comes from memory in more time than a step takes. At the end of an item
 the second warpgroup hands its sums to the first through shared memory, which adds them to its own and writes the partial
@@ -22,10 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, registers
+from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, memory, registers
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
+from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
 from flexjax.backends.mosaic_gpu.forward_consumer import scores_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, load
@@ -181,15 +185,20 @@ class DecodeConsumer:
         number = setup.items.tile_number(self.inputs.work, item, n)
         start = setup.items.start(number)
         programs = programs.at_columns(start)
+        key_scale, value_scale = self._scales(item, start)
         plgpu.barrier_wait(scratch.key_full.at[slot])
+        keys = self._widened(scratch.key.at[slot], scratch.wide_key, scratch.key_free.at[slot])
 
         def product(acc: Ref) -> jax.Array:
             """Q K^T in the accumulator `acc`."""
-            plgpu.wgmma(acc, queries, scratch.key.at[slot].transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
+            plgpu.wgmma(acc, queries, keys.transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
             return acc[...]
 
         s = pl.run_scoped(product, accumulator((ROWS, tile.block_kv)))
-        self._release(scratch.key_free.at[slot])
+        if tile.stored is None:
+            self._release(scratch.key_free.at[slot])
+        if key_scale is not None:
+            s = s * key_scale
         scores = self._masked(
             scores_of(programs.score, s, setup.plan.scale, setup.large_scores, setup.interpret),
             programs.mask,
@@ -199,20 +208,60 @@ class DecodeConsumer:
         )
         p, rescale, state = setup.softmax.step(scores, state)
         out = setup.softmax.rescale(out, rescale)
-        weights = p.astype(setup.plan.dtype)
+        weights = (p if value_scale is None else p * value_scale).astype(setup.plan.dtype)
         if not setup.interpret:
             out, weights, state = lax.optimization_barrier((out, weights, state))
         plgpu.barrier_wait(scratch.value_full.at[slot])
-        values = scratch.value.at[slot]
-        if setup.lengths:
+        values = self._widened(scratch.value.at[slot], scratch.wide_value, scratch.value_free.at[slot])
+        if setup.lengths and tile.stored is None:
             when(item.end - start < tile.block_kv)(lambda: self._clear_past_end(values, item.end - start))
         if setup.interpret:
             out = out + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
         else:
             add = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
             out = typing.cast(jax.Array, add(accumulator_from(out)))
-        self._release(scratch.value_free.at[slot])
+        if tile.stored is None:
+            self._release(scratch.value_free.at[slot])
         return out, state
+
+    def _scales(self, item: DecodeItem, start: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
+        """What the scores and the weights of a key tile of a quantised cache are multiplied by, tiles [ROWS, block_kv] or
+        scalars; None for another cache.
+
+        start   first key of the tile
+        """
+        if self.inputs.scales is None:
+            return None, None
+        keys, page = self.setup.tile.block_kv, self.setup.page
+        found = []
+        for scale in self.inputs.scales:
+            if len(scale.shape) == 1:
+                found.append(scale[item.kv_head])
+                continue
+            number = lax.div(registers.columns_from(start, keys, self.setup.interpret), i32(page))
+            number = jnp.minimum(number, np.int32(scale.shape[1] - 1))  # a tile may be longer than all pages
+            vector = memory.gather(
+                scale, (item.b, number, item.kv_head), (False, True, False), "column", (keys,), self.setup.interpret
+            )
+            found.append(registers.broadcast_vector(vector, "column", (ROWS, keys)))
+        return found[0], found[1]
+
+    def _widened(self, stored: Ref, wide: Ref | None, free: Ref) -> Ref:
+        """The key or value tile that WGMMA reads: the slot itself, or of a quantised cache this warpgroup's widened copy of it,
+        after which the slot is released.
+
+        stored   the slot, which TMA has filled
+        wide     [groups, block_kv, dim], the copies; None for a cache that needs none
+        free     barrier of the slot
+        """
+        dtype = self.setup.tile.stored
+        if wide is None or dtype is None:
+            return stored
+        copy = wide.at[lax.axis_index("wg")]
+        widen(stored, copy, dtype, self.setup.plan.dtype, self.setup.interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(free)
+        return copy
 
     def _masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
         """The scores with -inf where the mask hides them, past the end of the keys, and, in a tile that begins earlier

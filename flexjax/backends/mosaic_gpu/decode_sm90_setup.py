@@ -19,6 +19,8 @@ class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
     work          what the work items are read from
     score, mask   captured arrays of the two programs, then the tables of an origin
     pages         [B, pages of a batch entry] int32; None where keys are contiguous
+    scales        of keys and of values, float32 [M], or [B, pages of a batch entry, M], of a quantised cache, whose keys and
+                  values are int8 here, whatever they mean; else None
     """
 
     query: Part
@@ -28,6 +30,7 @@ class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
     score: tuple[Part, ...]
     mask: tuple[Part, ...]
     pages: Part | None
+    scales: tuple[Part, Part] | None
 
 
 class DecodeOutputs(typing.NamedTuple, typing.Generic[Part]):

@@ -57,6 +57,8 @@ class DecodeTile:
     query_slots            slots of the ring of packed queries
     head_dim, value_dim    head dims, rounded up to what WGMMA takes
     page_rows              keys that one copy brings: block_kv, or what a page of the cache and a tile both divide into
+    stored                 "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
+                           (decode_sm90_widen.py) before it multiplies; None for a cache of the plan's dtype
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
     programs               CTAs of the grid: as many as the GPU has SMs
     """
@@ -69,6 +71,7 @@ class DecodeTile:
     head_dim: int
     value_dim: int
     page_rows: int
+    stored: str | None = None
     lazy_rescale: bool = True
     programs: int = REFERENCE_SMS
 
@@ -92,7 +95,8 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the decode kernel.
 
     query         [query_slots, ROWS, D], ring of packed queries
-    key, value    [stages, block_kv, D or E], rings of key and value tiles
+    key, value    [stages, block_kv, D or E], rings of key and value tiles; bytes in row-major order of a quantised cache
+    wide_*        [groups, block_kv, D or E], the tile that each warpgroup has widened; None but for a quantised cache
     other         [used_rows, E] float32, what the second warpgroup has summed
     other_stats   [2, ROWS] float32, its references and its sums of exponentials
     *_full        a barrier for each slot: TMA has filled it
@@ -103,6 +107,8 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
     query: Part
     key: Part
     value: Part
+    wide_key: Part | None
+    wide_value: Part | None
     other: Part
     other_stats: Part
     query_full: Part
@@ -117,10 +123,22 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 
 def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
     """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes."""
+    narrow = tile.stored is not None
+
+    def tiles(count: int, dim: int) -> SwizzledTiles:
+        """`count` key tiles as WGMMA reads them."""
+        return SwizzledTiles((count, tile.block_kv, dim), dtype)
+
+    def ring(dim: int) -> SwizzledTiles | PlainArray:
+        """The slots that TMA fills."""
+        return PlainArray((tile.stages, tile.block_kv, dim), "int8") if narrow else tiles(tile.stages, dim)
+
     return DecodeScratch(
         query=SwizzledTiles((tile.query_slots, ROWS, tile.head_dim), dtype),
-        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
-        value=SwizzledTiles((tile.stages, tile.block_kv, tile.value_dim), dtype),
+        key=ring(tile.head_dim),
+        value=ring(tile.value_dim),
+        wide_key=tiles(tile.groups, tile.head_dim) if narrow else None,
+        wide_value=tiles(tile.groups, tile.value_dim) if narrow else None,
         other=PlainArray((tile.used_rows, tile.value_dim), "float32"),
         other_stats=PlainArray((2, ROWS), "float32"),
         query_full=Barriers(tile.query_slots),
@@ -163,12 +181,13 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
         head_dim=head_dim,
         value_dim=value_dim,
         page_rows=math.gcd(page, block_kv) if page else block_kv,
+        stored=plan.cache_dtype,
         lazy_rescale=not plan.max_scores,
     )
     if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)
     left = SHARED_MEMORY - BARRIER_BYTES - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
-    stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * 2))
+    stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * (2 if tile.stored is None else 1)))
     return dataclasses.replace(tile, stages=stages - stages % tile.groups)
 
 
@@ -189,8 +208,8 @@ def decode_refuses(plan: KernelPlan) -> str | None:
         return "It takes an origin of one run of queries and one of keys."
     if plan.page % COPY_ROWS:
         return f"Pages of {plan.page} keys are no multiple of {COPY_ROWS}."
-    if plan.cache_dtype is not None:
-        return "It takes no quantised cache."
+    if plan.cache_dtype is not None and (plan.head_dim % 64 or plan.value_dim % 64):
+        return f"It takes quantised caches of head dims that are multiples of 64, not {plan.head_dim} and {plan.value_dim}."
     blocks = plan.blocks
     if blocks is not None and (blocks.from_user_lists or plan.mask is None):
         return "It takes no block mask that says more than its mask_mod."

@@ -24,7 +24,7 @@ from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles, support  # 
 from flexjax.ir.evaluate_scalars import as_mask_mod  # noqa: E402
 from flexjax.ir.fold_heads import fold_heads  # noqa: E402
 from flexjax.ir.origin import OriginLayout  # noqa: E402
-from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results  # noqa: E402
+from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results, Scales  # noqa: E402
 from flexjax.trace.trace_mod import trace_mask_mod  # noqa: E402
 from flexjax.types import KernelOptions  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
@@ -333,7 +333,23 @@ def compiled() -> dict[str, dict[str, typing.Any]]:
         "head dim 256, 64 rows": {"dim": 256, "q_len": 16},
         "sinks": {"dim": 192, "value_dim": 128, "sinks": True, "max_scores": True, "layout": "BNTH", "heads": 3,
                   "kv_heads": 1, "dtype": "float16"},
+        "pages of 16": {"dim": 128, "page": 16, "score": relative},
+        "pages of 16, int8": {"dim": 128, "page": 16, "stored": "int8"},
+        "pages of 64, float8": {"dim": 128, "page": 64, "stored": "float8_e4m3fn", "score": relative},
+        "pages of 8, int8, head dim 256": {"dim": 256, "page": 8, "stored": "int8", "dtype": "float16"},
     }  # fmt: skip
+
+
+def in_pages(made: ForwardProblem, page: int, stored: str | None) -> tuple[KernelPlan, Operands]:
+    """The plan and the operands of a problem whose keys lie in pages, which keep their order, perhaps quantised."""
+    plan, operands = made.plan, made.operands
+    count = plan.kv_len // page
+    pages = jnp.arange(plan.batch * count, dtype=jnp.int32).reshape(plan.batch, count)
+    shape = lambda x: (plan.batch * count, page, *x.shape[2:])
+    key, value = (x.reshape(shape(x)).astype(stored or x.dtype) for x in operands[1:3])
+    scales = None if stored is None else Scales(*(jnp.ones((pages.size, plan.kv_heads), jnp.float32) for _ in range(2)))
+    operands = operands._replace(key=key, value=value, pages=pages, scales=scales)
+    return dataclasses.replace(plan, page=page, cache_dtype=stored), operands
 
 
 def compile_cases(names: list[str]) -> None:
@@ -341,15 +357,17 @@ def compile_cases(names: list[str]) -> None:
 
     for name in names:
         given: dict[str, typing.Any] = dict(q_len=1, heads=8, kv_heads=2, kv_len=576, block=None, interpret=False)
-        made = forward_problem(**{**given, **compiled()[name]})
-        plan = made.plan
+        case = compiled()[name]
+        page, stored = case.pop("page", 0), case.pop("stored", None)
+        made = forward_problem(**{**given, **case})
+        plan, operands = in_pages(made, page, stored) if page else (made.plan, made.operands)
         tile = decode_tiles.decode_tile(plan)
 
         def forward(operands: typing.Any, plan: typing.Any = plan, tile: typing.Any = tile) -> typing.Any:
             return decode_sm90.forward(plan, operands, tile)
 
         print(f"case {name}", file=sys.stderr, flush=True)
-        compile_hopper.compile_for_hopper(forward, made.operands)
+        compile_hopper.compile_for_hopper(forward, operands)
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ import flexjax
 from flexjax import KernelOptions, masks, paged
 from tests.cases.small import quick_jit
 from tests.marks import some_slow
-from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, N, biased, definition, draw, served
+from tests.paged.test_paged_attention import ALL, CASES, LENGTHS, D, M, N, biased, definition, draw, served
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
 
@@ -68,6 +68,26 @@ def check_ragged(interpret: bool) -> None:
     assert not np.any(np.asarray(got[ends[-1] :], np.float32))
 
 
+def check_quantised(stored: str, dtype: str, given: bool, interpret: bool) -> None:
+    """8-bit pages of head dim 64 and value dim 128, with scales by page and head or given ones; NaN scales of free pages."""
+    lengths, page = np.asarray([19, 0, 33], np.int32), 8
+    table, _ = paged.allocate(paged.table(3, 6, 12, page), lengths)
+    scales = (jnp.full(M, 0.04), jnp.full(M, 0.03)) if given else None
+    cache = paged.empty(12, page, M, 64, E=128, dtype=stored, scales=scales)
+    tokens = draw(0, 3, 33, M, 64), draw(1, 3, 33, M, 128)
+    cache, table = quick_jit(paged.append)(cache, table, *tokens, query_seq_lengths=lengths)
+    if not given:
+        free = (table.uses == 0)[:, None]
+        spoilt = (jnp.where(free, jnp.nan, x) for x in (cache.key_scales, cache.value_scales))
+        cache = paged.PagedCache(cache.key, cache.value, *spoilt)
+    q = draw(2, 3, 2, N, 64).astype(dtype)
+    got = jitted(
+        interpret, lambda *x: flexjax.paged_attention(*x, score_mod=biased(draw(8, N, 30)), **on_gpu(interpret))
+    )
+    want = definition(q.astype("float32"), cache, table, score_mod=biased(draw(8, N, 30)))
+    assert_near(got(q, cache, table), want)
+
+
 def check_bits(interpret: bool) -> None:
     """A request alone, and among others in other pages of a larger pool and a wider table."""
     slopes, found = draw(8, N), []
@@ -102,6 +122,20 @@ def test_ragged_queries_trees_and_bits() -> None:
     check_ragged(interpret=True)
     check_tree(interpret=True)
     check_bits(interpret=True)
+
+
+QUANTISED = [
+    ("int8", "bfloat16", False),
+    ("float8_e4m3fn", "float16", False),
+    ("int8", "float16", True),
+    ("float8_e4m3fn", "bfloat16", True),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("stored", "dtype", "given"), some_slow(QUANTISED, QUANTISED[:1]))
+def test_quantised_caches(stored: str, dtype: str, given: bool) -> None:
+    check_quantised(stored, dtype, given, interpret=True)
 
 
 @needs_kernels

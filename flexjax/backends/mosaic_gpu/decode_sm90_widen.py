@@ -1,0 +1,147 @@
+"""From the 8-bit numbers of a quantised cache to numbers that WGMMA multiplies, on the way from one place in shared memory to another.
+
+A key tile arrives as TMA found it, rows of bytes. A warpgroup reads sixteen bytes of a row at a time, widens them in registers and
+writes them where WGMMA expects them: pieces of 8 rows and 64 columns, 1024 bytes, in which the 16-byte parts of row r are at
+part number XOR r (the 128-byte swizzle). No number is rounded: 16-bit floats hold every int8 and every float8_e4m3fn.
+
+Widening is bit arithmetic on two numbers in 32 bits, because the converting instructions take a clock for each number and thread:
+
+    int8 -> bfloat16      0x4300 | x is 128 + x for x of seven bits; the sign bit, taken apart, says whether to subtract 128 or 256
+    int8 -> float16       0x6400 | (x ^ 0x80) is 1152 + x
+    float8 -> bfloat16    exponent and mantissa moved to where the wider ones are, times 2^120, the difference of the exponents' biases
+    float8 -> float16     the same with 2^8
+
+The two patterns of float8_e4m3fn that are no numbers come out as 480 and -480; `append` stores none.
+"""
+
+import typing
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
+
+THREADS = 128
+"""Of a warpgroup."""
+PIECE = 64
+"""Columns of a swizzled piece of 8 rows: 128 bytes of a 16-bit dtype."""
+SWIZZLE = (plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]  # jax 0.11: concrete, whatever its base class says
+
+
+def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) -> None:
+    """Writes the numbers of `source` to `target`. All threads of the warpgroup call it; `plgpu.commit_smem` after it.
+
+    source   [rows, columns] int8 in shared memory in row-major order, the bytes of numbers of the dtype `stored`
+    target   [rows, columns] of the 16-bit `dtype` in shared memory, swizzled over 128 bytes; columns a multiple of 64
+    stored   "int8" or "float8_e4m3fn"
+    """
+    rows, columns = source.shape
+    if interpret:
+        found = source[...]
+        target[...] = (found if stored == "int8" else lax.bitcast_convert_type(found, jnp.dtype(stored))).astype(dtype)
+        return
+
+    @inline_mgpu(plgpu.RefType(), plgpu.RefType(SWIZZLE))
+    def copy(narrow: ir.Value, wide: ir.Value) -> None:
+        """Widens this thread's share: eight threads take four parts of two neighbouring rows, whose parts lie in eight
+        different banks.
+        """
+        i32, vector = _i32(), ir.VectorType.get((4,), _i32())
+        given, made = mgpu_utils.memref_ptr(narrow), mgpu_utils.memref_ptr(wide)
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(THREADS, i32))
+        of_eight = arith.remui(thread, mgpu.c(8, i32))
+        side, part = arith.divui(of_eight, mgpu.c(4, i32)), arith.remui(of_eight, mgpu.c(4, i32))
+        pieces = columns // PIECE
+        for n in range(rows * columns // 16 // THREADS):
+            group = arith.addi(arith.divui(thread, mgpu.c(8, i32)), mgpu.c(n * THREADS // 8, i32))
+            piece = arith.remui(group, mgpu.c(pieces, i32))
+            row = _sum(_times(arith.divui(group, mgpu.c(pieces, i32)), 2), side)
+            words = llvm.load(vector, _at(given, _sum(_times(row, columns), _times(piece, PIECE), _times(part, 16))))
+            pairs = [pair for word in _elements(words) for pair in _widened(word, stored, dtype)]
+            inside = arith.remui(row, mgpu.c(8, i32))
+            tile = _sum(_times(arith.divui(row, mgpu.c(8, i32)), pieces), piece)
+            base = _sum(_times(tile, 1024), _times(inside, 128))
+            for half in range(2):
+                place = arith.xori(_sum(_times(part, 2), mgpu.c(half, i32)), inside)
+                llvm.store(_vector(pairs[4 * half : 4 * half + 4]), _at(made, _sum(base, _times(place, 16))))
+
+    copy(source, target)
+
+
+def _widened(word: ir.Value, stored: str, dtype: str) -> tuple[ir.Value, ir.Value]:
+    """The four numbers in the bytes of `word`, an i32, as two i32 of two 16-bit numbers each."""
+    both = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    if stored == "int8":
+        if dtype == "bfloat16":
+            spread = [_permuted(word, 0x43, selector) for selector in (0x4140, 0x4342)]
+            parts = [(_and(x, 0xFF7FFF7F), _and(x, 0xFF80FF80)) for x in spread]
+        else:
+            moved = arith.xori(word, mgpu.c(0x80808080 - (1 << 32), _i32()))
+            parts = [(_permuted(moved, 0x64, selector), mgpu.c(0x64806480, _i32())) for selector in (0x4140, 0x4342)]
+        first, second = (_ptx(f"sub.rn.{both} $0, $1, $2;", *part) for part in parts)
+        return first, second
+    shift, mask, factor = (4, 0x07F007F0, 0x7B807B80) if dtype == "bfloat16" else (1, 0x3F803F80, 0x5C005C00)
+    found = []
+    for selector in (0x1404, 0x3424):  # each byte in the upper half of 16 bits
+        x = _permuted(word, 0, selector)
+        magnitude = _and(arith.shrui(x, mgpu.c(shift, _i32())), mask)
+        bits = arith.ori(magnitude, _and(x, 0x80008000))
+        found.append(_ptx(f"mul.rn.{both} $0, $1, $2;", bits, mgpu.c(factor, _i32())))
+    return found[0], found[1]
+
+
+def _i32() -> ir.Type:
+    """The MLIR type of 32 bits."""
+    return ir.IntegerType.get_signless(32)
+
+
+def _ptx(instruction: str, *operands: ir.Value) -> ir.Value:
+    """The i32 that one PTX instruction without side effects computes."""
+    return mgpu_utils.inline_ptx(instruction, *operands, result_types=_i32())  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
+
+
+def _permuted(word: ir.Value, other: int, selector: int) -> ir.Value:
+    """The bytes of `word` (numbers 0 to 3) and of `other` (4 to 7) that the nibbles of `selector` name, lowest first."""
+    return _ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", word, mgpu.c(other, _i32()))
+
+
+def _and(x: ir.Value, mask: int) -> ir.Value:
+    """The bits of x that `mask` has."""
+    return arith.andi(x, mgpu.c(mask - (1 << 32) if mask >= 1 << 31 else mask, _i32()))
+
+
+def _times(x: ir.Value, factor: int) -> ir.Value:
+    """x * factor."""
+    return arith.muli(x, mgpu.c(factor, _i32()))
+
+
+def _sum(*terms: ir.Value) -> ir.Value:
+    """The sum of the terms."""
+    total, *rest = terms
+    for term in rest:
+        total = arith.addi(total, term)
+    return total
+
+
+def _at(base: ir.Value, offset: ir.Value) -> ir.Value:
+    """The pointer `offset` bytes, an i32, after the pointer `base`."""
+    i64, i8 = (ir.IntegerType.get_signless(n) for n in (64, 8))
+    return mgpu_utils.getelementptr(base, [arith.extui(i64, offset)], i8)
+
+
+def _elements(vector: ir.Value) -> list[ir.Value]:
+    """The four i32 of a vector."""
+    return [llvm.extractelement(vector, mgpu.c(n, _i32())) for n in range(4)]
+
+
+def _vector(elements: typing.Sequence[ir.Value]) -> ir.Value:
+    """A vector of four i32."""
+    made = llvm.mlir_undef(ir.VectorType.get((4,), _i32()))
+    for n, element in enumerate(elements):
+        made = llvm.insertelement(made, element, mgpu.c(n, _i32()))
+    return made
