@@ -9,11 +9,10 @@ the partial results. NOTES_decode.md has the estimate of its speed.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import decode_sm90_merge, kernel_parts, memory
+from flexjax.backends.mosaic_gpu import decode_sm90_merge, decode_sm90_scales, kernel_parts, memory
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
@@ -126,31 +125,8 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         score=captures(operands.score_captures) if plan.score is not None else (),
         mask=captures(operands.mask_captures) if plan.mask is not None else (),
         pages=None if pages is None else pages.astype(jnp.int32),
-        scales=_scales(setup, operands, work.lengths),
+        scales=decode_sm90_scales.scale_operands(setup, operands, work.lengths),
     )
-
-
-def _scales(setup: DecodeSetup, operands: Operands, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array] | None:
-    """The scales of keys and values by key head, or by batch entry, logical page and key head; None without.
-
-    lengths   [B] int32 or None, keys of each batch entry
-
-    Those of pages that do not exist are 0: a free page may have any scale, and 0 times NaN is NaN.
-    """
-    if operands.scales is None or operands.pages is None:
-        return None
-    pages, stored = operands.pages, setup.stored_pages
-    inside = (pages >= 0) & (pages < stored)
-    if lengths is not None:
-        inside = inside & (np.arange(pages.shape[1], dtype=np.int32) * setup.page < lengths[:, None])
-
-    def by_page(scale: jax.Array) -> jax.Array:
-        """One of the two, in the form in which the kernel reads it."""
-        if scale.ndim == 1:
-            return scale
-        return jnp.where(inside[..., None], scale.at[jnp.where(inside, pages, 0)].get(mode="promise_in_bounds"), 0.0)
-
-    return by_page(operands.scales.key), by_page(operands.scales.value)
 
 
 def _packed(plan: KernelPlan, query: jax.Array) -> jax.Array:

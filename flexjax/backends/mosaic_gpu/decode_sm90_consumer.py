@@ -25,9 +25,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, memory, registers
+from flexjax.backends.mosaic_gpu import decode_sm90_rows, kernel_parts, registers
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
+from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns, scales_of_tile
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
@@ -101,7 +102,7 @@ class DecodeConsumer:
         def compute_item(turn: Scalar, first_step: Scalar) -> Scalar:
             """Computes this warpgroup's share of one work item; returns the number of the next item's first step."""
             item = items.item(self.inputs.work, turn)
-            self._compute_item(item, turn, first_step, group)
+            when(items.visits(item))(lambda: self._compute_item(item, turn, first_step, group))
             return items.next_step(first_step, item)
 
         lax.fori_loop(i32(0), items.turns(self.inputs.work), compute_item, i32(0))
@@ -134,9 +135,8 @@ class DecodeConsumer:
         if programs.score is not None and setup.reference is None and not setup.large_scores:
             row_term = programs.score.row_term()
         own = Partial(out, *setup.softmax.finish(state, row_term))
-        visits = True if setup.plan.blocks is None else item.total > 0
-        when(visits & (group == SECOND))(lambda: self._hand_over(own))
-        when(visits & (group == FIRST))(lambda: self._write(item, own))
+        when(group == SECOND)(lambda: self._hand_over(own))
+        when(group == FIRST)(lambda: self._write(item, own))
 
     def _at_rows(self, program: Program | None, refs: tuple[Ref, ...], item: DecodeItem) -> TileProgram | None:
         """A program of packed rows with its row vectors computed; None for None.
@@ -185,20 +185,26 @@ class DecodeConsumer:
         number = setup.items.tile_number(self.inputs.work, item, n)
         start = setup.items.start(number)
         programs = programs.at_columns(start)
-        key_scale, value_scale = self._scales(item, start)
+        key_scales, value_scales = self._scales(item, start)
         plgpu.barrier_wait(scratch.key_full.at[slot])
-        keys = self._widened(scratch.key.at[slot], scratch.wide_key, scratch.key_free.at[slot])
+        keys = self._widened(scratch.key.at[slot], scratch.wide_key)
+        if tile.stored is not None:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.key_free.at[slot])
 
         def product(acc: Ref) -> jax.Array:
-            """Q K^T in the accumulator `acc`."""
+            """Q K^T; meanwhile a quantised value tile is widened."""
             plgpu.wgmma(acc, queries, keys.transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
+            if tile.stored is not None:
+                plgpu.barrier_wait(scratch.value_full.at[slot])
+                self._widened(scratch.value.at[slot], scratch.wide_value)
             return acc[...]
 
         s = pl.run_scoped(product, accumulator((ROWS, tile.block_kv)))
         if tile.stored is None:
             self._release(scratch.key_free.at[slot])
-        if key_scale is not None:
-            s = s * key_scale
+        if key_scales:
+            s = scaled_columns(s, key_scales, setup.interpret)
         scores = self._masked(
             scores_of(programs.score, s, setup.plan.scale, setup.large_scores, setup.interpret),
             programs.mask,
@@ -208,13 +214,19 @@ class DecodeConsumer:
         )
         p, rescale, state = setup.softmax.step(scores, state)
         out = setup.softmax.rescale(out, rescale)
-        weights = (p if value_scale is None else p * value_scale).astype(setup.plan.dtype)
+        weights = scaled_columns(p, value_scales, setup.interpret) if value_scales else p
+        weights = weights.astype(setup.plan.dtype)
         if not setup.interpret:
             out, weights, state = lax.optimization_barrier((out, weights, state))
-        plgpu.barrier_wait(scratch.value_full.at[slot])
-        values = self._widened(scratch.value.at[slot], scratch.wide_value, scratch.value_free.at[slot])
-        if setup.lengths and tile.stored is None:
-            when(item.end - start < tile.block_kv)(lambda: self._clear_past_end(values, item.end - start))
+        if tile.stored is None:
+            values = scratch.value.at[slot]
+            plgpu.barrier_wait(scratch.value_full.at[slot])
+            if setup.lengths:
+                when(item.end - start < tile.block_kv)(lambda: self._clear_past_end(values, item.end - start))
+        else:
+            values = self._copy(scratch.wide_value)
+            plgpu.commit_smem()  # also keeps the next keys from this warpgroup's copy until all its threads have their scores
+            plgpu.barrier_arrive(scratch.value_free.at[slot])
         if setup.interpret:
             out = out + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
         else:
@@ -224,44 +236,35 @@ class DecodeConsumer:
             self._release(scratch.value_free.at[slot])
         return out, state
 
-    def _scales(self, item: DecodeItem, start: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
-        """What the scores and the weights of a key tile of a quantised cache are multiplied by, tiles [ROWS, block_kv] or
-        scalars; None for another cache.
+    def _scales(self, item: DecodeItem, start: Scalar) -> tuple[list[Scalar], list[Scalar]]:
+        """What the scores and the weights of a key tile of a quantised cache are multiplied by, one for each of its parts or one
+        for all; empty for another cache.
 
         start   first key of the tile
         """
         if self.inputs.scales is None:
-            return None, None
-        keys, page = self.setup.tile.block_kv, self.setup.page
-        found = []
-        for scale in self.inputs.scales:
-            if len(scale.shape) == 1:
-                found.append(scale[item.kv_head])
-                continue
-            number = lax.div(registers.columns_from(start, keys, self.setup.interpret), i32(page))
-            number = jnp.minimum(number, np.int32(scale.shape[1] - 1))  # a tile may be longer than all pages
-            vector = memory.gather(
-                scale, (item.b, number, item.kv_head), (False, True, False), "column", (keys,), self.setup.interpret
-            )
-            found.append(registers.broadcast_vector(vector, "column", (ROWS, keys)))
-        return found[0], found[1]
+            return [], []
+        key, value = (scales_of_tile(self.setup, scale, item, start) for scale in self.inputs.scales)
+        return key, value
 
-    def _widened(self, stored: Ref, wide: Ref | None, free: Ref) -> Ref:
+    def _widened(self, stored: Ref, wide: Ref | None) -> Ref:
         """The key or value tile that WGMMA reads: the slot itself, or of a quantised cache this warpgroup's widened copy of it,
-        after which the slot is released.
+        which products see after `plgpu.commit_smem`.
 
         stored   the slot, which TMA has filled
         wide     [groups, block_kv, dim], the copies; None for a cache that needs none
-        free     barrier of the slot
         """
         dtype = self.setup.tile.stored
-        if wide is None or dtype is None:
+        if dtype is None:
             return stored
-        copy = wide.at[lax.axis_index("wg")]
+        copy = self._copy(wide)
         widen(stored, copy, dtype, self.setup.plan.dtype, self.setup.interpret)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(free)
         return copy
+
+    def _copy(self, wide: Ref | None) -> Ref:
+        """This warpgroup's part of `wide_key` or `wide_value`."""
+        assert wide is not None
+        return wide.at[lax.axis_index("wg")]
 
     def _masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
         """The scores with -inf where the mask hides them, past the end of the keys, and, in a tile that begins earlier

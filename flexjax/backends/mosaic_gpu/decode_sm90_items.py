@@ -211,6 +211,10 @@ class DecodeItems:
             found = jnp.where(first[candidate] <= number, candidate, found)
         return found
 
+    def visits(self, item: DecodeItem) -> Scalar | bool:
+        """Whether the item visits any key tile; without a block mask, where all do, True before the kernel is traced."""
+        return True if self.plan.blocks is None else item.total > 0
+
     @staticmethod
     def next_step(first_step: Scalar, item: DecodeItem) -> Scalar:
         """The number of the first step of the item after `item`, whose own is `first_step`: even, so that the warpgroup

@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 19
 """Bytes of the keys and values of one chunk: 1024 tokens at head dim 128. The partial results of a chunk of 4 rows are 0.8% of it
 (written and read), and a CTA has several chunks wherever the caches of a call are large."""
 TILE_BYTES = 1 << 15
-"""Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64. A step then has at least 1650 clocks of an SM's
+"""Bytes of the keys and values of one tile: 64 keys at head dim 128, 128 keys at 64 or of 8 bits. A step then has at least 1650 clocks of an SM's
 share of the memory's bandwidth."""
 MOST_STAGES = 6
 BARRIER_BYTES = 512
@@ -171,7 +171,8 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
     """The configuration that runs a plan that `decode_refuses` does not refuse."""
     head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
     rows, page = plan.q_len * plan.group, plan.page
-    block_kv = 128 if 128 * (head_dim + value_dim) * 2 <= TILE_BYTES else 64
+    item_bytes = 2 if plan.cache_dtype is None else 1
+    block_kv = 128 if 128 * (head_dim + value_dim) * item_bytes <= TILE_BYTES else 64
     tile = DecodeTile(
         used_rows=rows,
         block_kv=block_kv,
@@ -187,7 +188,7 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
     if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)
     left = SHARED_MEMORY - BARRIER_BYTES - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
-    stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * (2 if tile.stored is None else 1)))
+    stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * item_bytes))
     return dataclasses.replace(tile, stages=stages - stages % tile.groups)
 
 

@@ -111,9 +111,11 @@ PAGES: dict[str, tuple[dict[str, typing.Any], str | None]] = {
         {"page": 12},
         "The GPU kernel for keys in pages does not run this call: pages of 12 keys are no multiple of 8.",
     ),
-    "int8": (
-        {"cache_dtype": "int8"},
-        "The GPU kernel for keys in pages does not run this call: it takes no quantised cache.",
+    "int8": ({"cache_dtype": "int8"}, None),
+    "int8, odd head dim": (
+        {"cache_dtype": "int8", "value_dim": 80},
+        "The GPU kernel for keys in pages does not run this call: it takes quantised caches of head dims that are multiples "
+        "of 64, not 64 and 80.",
     ),
     "float32": ({"dtype": "float32"}, "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."),
 }
