@@ -39,9 +39,9 @@ from flexjax import dispatch
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.target import Target
 from flexjax.dispatch import Run
-from flexjax.fold_batch import FIRST_CAPTURE, batch_rule
+from flexjax.fold_batch import batch_rule
 from flexjax.parallel.explicit_axes import split_of, split_work
-from flexjax.plan.kernel_plan import Gradients, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, Gradients, Operands, Results, Wanted
 from flexjax.plan.problem import Problem
 from flexjax.primitive import Shapes, make_primitive
 from flexjax.second_order import is_zero, jvp_through_xla
@@ -135,8 +135,7 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
     moving   which movable operands have a tangent, in the order of Operands.movable; those tangents end the arguments
     """
     operands, results, tangents = _split(problem, flat)
-    spread = _spread(tangents, moving)
-    moved = Gradients._make((*spread[:6], tuple(spread[6:])))
+    moved = Gradients.of(_spread(tangents, moving))
     xla: typing.Any = run.backend
     return list(xla.tangent(run.plan, operands, results, moved, problem.needed_derivative(), run.target))
 
@@ -173,9 +172,9 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
     operands, results, cotangents = _split(problem, flat)
     d_lse = cotangents[1] if has_lse else None
     derivative = problem.needed_derivative()
-    given = BackwardInputs(operands, results, cotangents[0], d_lse, _wanted(wanted), derivative)
+    given = BackwardInputs(operands, results, cotangents[0], d_lse, Wanted.of(wanted), derivative)
     gradients = run.backend.backward(run.plan, given, run.target)
-    found = [g for g in (*gradients[:6], *gradients.score_captures) if g is not None]
+    found = [g for g in gradients.flat if g is not None]
     types = _backward_shapes([core.ShapedArray(x.shape, x.dtype) for x in flat], problem, wanted, has_lse)
     return [g.astype(x.dtype) for g, x in zip(found, types, strict=True)]
 
@@ -187,20 +186,15 @@ def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...],
     them. Raises ValueError if score_mod has no derivative.
     """
     asked = problem.plan, problem.implementation, target
-    run = dispatch.choose_backward(*asked, _wanted(wanted), problem.needed_derivative())
+    run = dispatch.choose_backward(*asked, Wanted.of(wanted), problem.needed_derivative())
     which = dispatch.BACKWARD
-    if any(wanted[6:]):
-        no_captures = _wanted((*wanted[:6], *[False] * len(wanted[6:])))
+    if any(wanted[FIRST_CAPTURE:]):
+        no_captures = Wanted.of((*wanted[:FIRST_CAPTURE], *[False] * len(wanted[FIRST_CAPTURE:])))
         without = dispatch.choose_backward(*asked, no_captures, problem.derivative)
         if without.backend is not run.backend:
             which = f"{dispatch.BACKWARD} with the gradients of captured arrays"
     dispatch.warn_of_fallback(problem, which, run)
     return run
-
-
-def _wanted(flags: tuple[bool, ...]) -> Wanted:
-    """The flags, one for each movable operand in the order of Operands.movable, as a Wanted tuple."""
-    return Wanted._make((*flags[:6], flags[6:]))
 
 
 def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | None]:

@@ -22,11 +22,11 @@ from jax.interpreters import ad, batching, mlir
 
 from flexjax import autodiff
 from flexjax.parallel import context_axes
-from flexjax.parallel.context_backward import FIRST_CAPTURE, Backward
+from flexjax.parallel.context_backward import Backward
 from flexjax.parallel.context_device import Passes
 from flexjax.parallel.context_forward import Forward
 from flexjax.parallel.context_parallel import ContextCall
-from flexjax.plan.kernel_plan import Results
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, Results
 from flexjax.primitive import aval_like
 from flexjax.varying import varying_alike
 

@@ -21,7 +21,7 @@ from flexjax.block_mask.parts import parts_of
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.origin import NOT_KNOWN, OriginTable, indices_of
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import NONE
 from flexjax.plan.pages import contiguous
 from flexjax.reference import over_entries, reference_attention
@@ -76,21 +76,23 @@ class DenseBackend:
     def backward(self, plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradients:
         """The gradients of the wanted operands: jax.vjp of `forward`, at d_out and d_lse (None: zero)."""
         operands, results, d_out, d_lse, wanted, _ = given
-        flags = (*wanted[:6], *wanted.score_captures)
+        flags = wanted.flat
         moving = [x for x, want in zip(operands.movable, flags, strict=True) if want]
 
         def results_of(*moved: Array) -> tuple[Array, Array]:
             """The results out and lse as a function of the wanted operands alone."""
             rest = iter(moved)
             values = [next(rest) if want else x for x, want in zip(operands.movable, flags, strict=True)]
-            changed = Operands._make((*values[:6], tuple(values[6:]), *operands[7:]))
+            names = Operands._fields[:FIRST_CAPTURE]
+            changed = operands._replace(
+                **dict(zip(names, values, strict=False)), score_captures=tuple(values[FIRST_CAPTURE:])
+            )
             made = self.forward(plan, changed, target)
             return made.out, made.lse
 
         _, pull = jax.vjp(results_of, *moving)
         found = iter(pull((d_out.astype(results.out.dtype), jnp.zeros_like(results.lse) if d_lse is None else d_lse)))
-        spread = [next(found) if want else None for want in flags]
-        return Gradients._make((*spread[:6], tuple(spread[6:])))
+        return Gradients.of([next(found) if want else None for want in flags])
 
     def lowering(self, module: mlir.ModuleContext, target: Target) -> contextlib.AbstractContextManager[None]:
         """An empty context: nothing about the lowered module changes."""

@@ -29,7 +29,7 @@ from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
 from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.parallel.gathers import describe_devices
-from flexjax.plan.kernel_plan import KernelPlan, Wanted
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, KernelPlan, Wanted
 from flexjax.prepare import Call, prepare
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations
 from flexjax.work import work_of
@@ -265,12 +265,12 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     if score is not None and score.derivative is None:
         return "\n".join([*lines, f"backward pass: none. {score.why_not}"])
     derivative = None if score is None else score.derivative
-    main = tuple(x is not None for x in operands[:6])
+    main = tuple(x is not None for x in operands[:FIRST_CAPTURE])
     learned = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands.score_captures)
     passes = [("backward pass", (False,) * len(learned))]
     passes += [("gradients of captured arrays", learned)] if any(learned) else []
     for name, captures in passes:
-        run = dispatch.choose_backward(call.plan, implementation, target, Wanted._make((*main, captures)), derivative)
+        run = dispatch.choose_backward(call.plan, implementation, target, Wanted.of((*main, *captures)), derivative)
         lines.append(f"{name} on: {run.backend.name}")
         lines += [f"  not {other}: {why}" for other, why in run.refusals if (other, why) not in said]
         said |= set(run.refusals)
@@ -283,8 +283,8 @@ def _devices(call: Call, placed: dict[str, jax.sharding.Sharding]) -> str:
     placed   the shardings of the arguments that have one, by name
     """
     operands, problem = call.operands, call.problem(None)
-    of_main = tuple(placed.get(name) for name in operands._fields[:6])
-    main = [where for x, where in zip(operands[:6], of_main, strict=True) if x is not None]
+    of_main = tuple(placed.get(name) for name in operands._fields[:FIRST_CAPTURE])
+    main = [where for x, where in zip(operands[:FIRST_CAPTURE], of_main, strict=True) if x is not None]
     flat = jax.tree.leaves(operands)
     return describe_devices(problem, flat, [*main, *map(_sharding, flat[len(main) :])])
 

@@ -25,13 +25,10 @@ from flexjax.backends import tile_math
 from flexjax.ir.fold_vmap import fold_batch
 from flexjax.ir.origin import OriginLayout, Starts
 from flexjax.ir.program import Program
-from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results, Scales
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, SINKS, KernelPlan, Lengths, Operands, Results, Scales
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
-
-SINKS, FIRST_CAPTURE = 5, 6
-"""Indices of sinks and of the first captured array of score_mod in Operands.movable, Gradients and Wanted (flattened)."""
 
 
 class Folded(typing.NamedTuple):

@@ -19,7 +19,7 @@ import jax
 
 from flexjax.autodiff import attention
 from flexjax.dispatch import Run
-from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, KernelPlan, Operands, Wanted
 from flexjax.prepare import Call
 
 Array = jax.Array
@@ -131,9 +131,9 @@ def gradients_of(operands: Operands) -> tuple[Wanted, tuple[int, ...]]:
 
     Returns them as Wanted, and as their indices in Operands.
     """
-    present = [x is not None for x in operands[:6]]
+    present = [x is not None for x in operands[:FIRST_CAPTURE]]
     places = tuple(n for n, there in enumerate(present) if there)
-    return Wanted._make((*present, (False,) * len(operands.score_captures))), places
+    return Wanted.of([*present, *[False] * len(operands.score_captures)]), places
 
 
 def _step(

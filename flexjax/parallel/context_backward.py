@@ -27,12 +27,12 @@ from flexjax.parallel.context_stages import (
     take_blocks,
     token_axis,
 )
+from flexjax.plan.kernel_plan import KEY, KEY_EXTRA, QUERY, QUERY_EXTRA, SINKS, VALUE
 
 Array = jax.Array
 
-QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
-"""Places in Operands.movable."""
 OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
+"""Places in Operands.movable of the arrays over keys, whose gradients travel back."""
 
 
 @dataclasses.dataclass(frozen=True)

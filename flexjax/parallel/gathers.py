@@ -20,7 +20,7 @@ import jax
 from flexjax.errors import FallbackWarning, stacklevel_of_user
 from flexjax.parallel.split import Split, choose_split, operand_dims, spec_of
 from flexjax.partition import Mesh, Names, Spec, names_of
-from flexjax.plan.kernel_plan import BlockLists, Lengths, Operands
+from flexjax.plan.kernel_plan import FIRST_CAPTURE, BlockLists, Lengths, Operands
 from flexjax.plan.problem import Problem
 
 DIMENSIONS = {"b": "batch", "t": "tokens", "s": "tokens", "d": "head dim", "e": "head dim", "r": "features"}
@@ -116,7 +116,10 @@ def operand_names(problem: Problem) -> list[str]:
     tree_of: typing.Any = Operands
     of_mod = lambda mod, captures: tuple(f"captured array {i} of {mod}" for i in range(len(captures)))
     named = tree_of(
-        *(None if place is None else name for name, place in zip(Operands._fields[:6], places[:6], strict=True)),
+        *(
+            None if place is None else name
+            for name, place in zip(Operands._fields[:FIRST_CAPTURE], places[:FIRST_CAPTURE], strict=True)
+        ),
         score_captures=of_mod("score_mod", places.score_captures),
         mask_captures=of_mod("mask_mod", places.mask_captures),
         dropout_captures=of_mod("dropout", places.dropout_captures),

@@ -8,6 +8,7 @@ length, D head dim of query and key, E head dim of value, R dim of the extra fea
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +188,11 @@ class Scales(typing.NamedTuple):
     value: jax.Array
 
 
+QUERY, KEY, VALUE, QUERY_EXTRA, KEY_EXTRA, SINKS, FIRST_CAPTURE = range(7)
+"""Places of the movable operands: in Operands.movable, and in Gradients and Wanted as flat tuples. The first six are the first
+fields of Operands; from FIRST_CAPTURE on come the arrays that score_mod captures."""
+
+
 class Operands(typing.NamedTuple):
     """Arrays of one call, in the plan's layout.
 
@@ -220,7 +226,7 @@ class Operands(typing.NamedTuple):
         """The operands that may have a tangent, in the order of Gradients and Wanted: all but the block lists and the captured
         arrays of mask and dropout.
         """
-        return (*self[:6], *self.score_captures)
+        return (*typing.cast(tuple[jax.Array | None, ...], self[:FIRST_CAPTURE]), *self.score_captures)
 
 
 class Results(typing.NamedTuple):
@@ -263,6 +269,16 @@ class Gradients(typing.NamedTuple):
     sinks: jax.Array | None
     score_captures: tuple[jax.Array | None, ...]
 
+    @classmethod
+    def of(cls, flat: Sequence[jax.Array | None]) -> "Gradients":
+        """The gradients from one for each movable operand, in the order of Operands.movable; the inverse of `flat`."""
+        return cls._make((*flat[:FIRST_CAPTURE], tuple(flat[FIRST_CAPTURE:])))
+
+    @property
+    def flat(self) -> tuple[jax.Array | None, ...]:
+        """The gradients in the order of Operands.movable."""
+        return (*typing.cast(tuple[jax.Array | None, ...], self[:FIRST_CAPTURE]), *self.score_captures)
+
 
 class Wanted(typing.NamedTuple):
     """For each movable operand, whether the backward pass has to compute its gradient (static)."""
@@ -274,3 +290,13 @@ class Wanted(typing.NamedTuple):
     key_extra: bool
     sinks: bool
     score_captures: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, flat: Sequence[bool]) -> "Wanted":
+        """The flags from one for each movable operand, in the order of Operands.movable; the inverse of `flat`."""
+        return cls._make((*flat[:FIRST_CAPTURE], tuple(flat[FIRST_CAPTURE:])))
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        """The flags in the order of Operands.movable."""
+        return (*typing.cast(tuple[bool, ...], self[:FIRST_CAPTURE]), *self.score_captures)
