@@ -222,6 +222,15 @@ class Builder:
         both = self.op("min", (low, literal(limit, index.dtype)), index.dtype)
         return self.convert(both, "int32")
 
+    def plus_start(self, value: Atom, shape: tuple[int, ...], index: Sequence[Atom], most: int) -> Atom:
+        """`value` (int32) plus a number that the program reads from a new captured array: where a part begins in the whole.
+
+        shape, index   of the captured int32 array, and where the number is in it
+        most           the number is clamped to 0 .. most, so that the range of the sum is known and loads keep their load class
+        """
+        start = self.clamped(self.load(self.capture(shape, "int32"), index), most)
+        return self.op("add", (value, start), "int32")
+
     def convert(self, atom: Atom, dtype: DTypeLike) -> Atom:
         """The atom converted to `dtype`; the atom itself if it has that dtype."""
         return self.op("convert_element_type", (atom,), dtype, new_dtype=jnp.dtype(dtype).name)

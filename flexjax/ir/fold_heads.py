@@ -29,7 +29,7 @@ def fold_heads(
     origin    of the call, with one run of queries and one of keys; None: positions count from 0. With an origin the new program
               has two more captured arrays, those of `Starts`: query and key, both int32 [rows, 1]
     """
-    batch, heads, q_size, kv_size = ((v.high or 0) + 1 for v in program.inputs[1:])
+    batch, heads, q_size, kv_size = program.sizes
     rows = q_len * group
     builder = Builder((batch, heads // group, rows, lengths[1]), program.inputs[SCORE].dtype)
     builder.captures = list(program.captures)
@@ -39,9 +39,7 @@ def fold_heads(
         zero = literal(0, "int32")
         entry: Atom = builder.inputs[B] if origin.rows > 1 else zero
         for ident, size, own in ((Q, q_size, q_len), (KV, kv_size, lengths[1])):
-            start = builder.load(builder.capture((origin.rows, 1), "int32"), (entry, zero))
-            # clamped, so that the builder knows the range of a position
-            inputs[ident] = builder.op("add", (inputs[ident], builder.clamped(start, max(0, size - own))), "int32")
+            inputs[ident] = builder.plus_start(inputs[ident], (origin.rows, 1), (entry, zero), max(0, size - own))
     found = replay(program, builder, inputs)
     return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])
 

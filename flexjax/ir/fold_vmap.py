@@ -22,8 +22,7 @@ def fold_batch(program: Program, copies: int, batch: int, mapped: Sequence[bool]
 
     Returns a program for a batch of copies * batch entries; its results and gradients correspond to those of `program`.
     """
-    sizes = tuple((v.high or 0) + 1 for v in program.inputs[2:])
-    builder = Builder((copies * batch, sizes[0], sizes[1], sizes[2]), program.inputs[SCORE].dtype)
+    builder = Builder((copies * batch, *program.sizes[1:]), program.inputs[SCORE].dtype)
     builder.captures = [
         ArrayType((copies, *c.shape), c.dtype) if m else c for c, m in zip(program.captures, mapped, strict=True)
     ]

@@ -350,16 +350,14 @@ def shift_heads(
 @functools.lru_cache(maxsize=512)
 def _shifted(program: Program, axes: tuple[str, ...], batch: int, heads: int) -> Program:
     """The program that reads b or h (`axes`) plus a scalar, which follows its captures."""
-    whole = [(v.high or 0) + 1 for v in program.inputs[1:]]
-    if not axes and (batch, heads) == tuple(whole[:2]):
+    whole = program.sizes
+    if not axes and (batch, heads) == whole[:2]:
         return program
     builder = Builder((batch, heads, whole[2], whole[3]), program.inputs[SCORE].dtype)
     builder.captures = list(program.captures)
     inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
     for axis in axes:
         ident, most, own = (B, whole[0], batch) if axis == "b" else (H, whole[1], heads)
-        # clamped, so that the builder knows the range of b and h
-        start = builder.clamped(builder.load(builder.capture((), "int32"), ()), max(0, most - own))
-        inputs[ident] = builder.op("add", (inputs[ident], start), "int32")
+        inputs[ident] = builder.plus_start(inputs[ident], (), (), max(0, most - own))
     found = replay(program, builder, inputs)
     return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])

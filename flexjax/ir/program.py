@@ -258,6 +258,12 @@ class Program:
         return frozenset().union(*(axes_of(r) for r in self.results))
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes (batch, heads, q_len, kv_len) that b, h, q and kv are below; 1 where a range is not known."""
+        batch, heads, q_len, kv_len = ((v.high or 0) + 1 for v in self.inputs[1:])
+        return batch, heads, q_len, kv_len
+
+    @property
     def loads(self) -> tuple[Load, ...]:
         """The loads among the steps, in order."""
         return tuple(s for s in self.steps if isinstance(s, Load))

@@ -137,19 +137,14 @@ def _program_of_share(program: Program, share: Share, dims: Sequence[Dims], star
 
     Returns the new program. Its derivatives by loads (`gradients`) are those of the old one.
     """
-    q_len, kv_len = ((v.high or 0) + 1 for v in program.inputs[3:])
-    builder = Builder((share.entries["b"], share.entries["h"], q_len, kv_len), program.inputs[SCORE].dtype)
+    builder = Builder((share.entries["b"], share.entries["h"], *program.sizes[2:]), program.inputs[SCORE].dtype)
     for capture, of_dims in zip(program.captures, dims, strict=True):
         shape = (size if dim is None else share.entries[dim] for size, dim in zip(capture.shape, of_dims, strict=True))
         builder.capture(tuple(shape), capture.dtype)
     inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
     for axis in starts:
         ident = B if axis == "b" else H
-        # clamped, so that the builder knows the range of b and h and loads keep their load class
-        start = builder.clamped(
-            builder.load(builder.capture((), "int32"), ()), share.wholes[axis] - share.entries[axis]
-        )
-        inputs[ident] = builder.op("add", (inputs[ident], start), "int32")
+        inputs[ident] = builder.plus_start(inputs[ident], (), (), share.wholes[axis] - share.entries[axis])
 
     def load_index(load: Load, index: list[Atom]) -> list[Atom]:
         """The index of a load in the new program: `index`, but plain b or h without the start in split dimensions.

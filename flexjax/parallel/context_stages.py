@@ -22,6 +22,7 @@ from flexjax.block_mask.transpose import EMPTY
 from flexjax.ir.origin import OriginLayout, OriginTable, Starts, shift_heads
 from flexjax.parallel.context_parallel import ContextCall, Tables
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
+from flexjax.plan.lengths import token_axis as token_axis
 from flexjax.plan.problem import Problem
 
 Array = jax.Array
@@ -54,10 +55,6 @@ class Stage(typing.NamedTuple):
     @property
     def flat(self) -> list[Array]:
         return jax.tree.leaves(self.operands)
-
-
-def token_axis(plan: KernelPlan) -> int:
-    return 1 if plan.layout == "BTNH" else 2
 
 
 def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:

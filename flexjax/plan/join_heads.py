@@ -149,7 +149,7 @@ def _joined_program(
     origin_rows   rows of the origin's tables, 1 or the batch size; None without an origin. With one, the program captures
                   the two tables last, int32 [] or [batch]
     """
-    sizes = [(v.high or 0) + 1 for v in program.inputs[1:]]
+    sizes = program.sizes
     builder = Builder((sizes[0], 1, q_len * q_heads, kv_len * kv_heads), program.inputs[SCORE].dtype)
     builder.captures = list(program.captures)
     inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
@@ -159,10 +159,9 @@ def _joined_program(
     inputs[Q] = number(0) if q_len == 1 else builder.op("floordiv", (row, number(q_heads)), "int32")
     inputs[KV] = builder.op("floordiv", (column, number(kv_heads)), "int32")
     if origin_rows is not None:
+        table, entry = ((), ()) if origin_rows == 1 else ((origin_rows,), (inputs[B],))
         for axis, whole, own in ((Q, sizes[2], q_len), (KV, sizes[3], kv_len)):
-            table = builder.capture(() if origin_rows == 1 else (origin_rows,), "int32")
-            start = builder.load(table, () if origin_rows == 1 else (inputs[B],))
-            inputs[axis] = builder.op("add", (builder.clamped(start, max(0, whole - own)), inputs[axis]), "int32")
+            inputs[axis] = builder.plus_start(inputs[axis], table, entry, max(0, whole - own))
     found = replay(program, builder, inputs)
     results = [found.new(r) for r in program.results]
     if is_mask:

@@ -23,7 +23,7 @@ NONE = Lengths(None, None)
 """The lengths of a call without lengths: every query and key exists."""
 
 
-def tokens_axis(plan: KernelPlan) -> int:
+def token_axis(plan: KernelPlan) -> int:
     """The axis of tokens of query, key, value, out, lse and max_scores in the plan's layout."""
     return 1 if plan.layout == "BTNH" else 2
 
@@ -34,7 +34,7 @@ def exists(lengths: Array, plan: KernelPlan, x: Array) -> Array:
 
     lengths   int32 [B], of queries or keys
     """
-    axis = tokens_axis(plan)
+    axis = token_axis(plan)
     spread = [1] * x.ndim
     spread[axis] = x.shape[axis]
     return jnp.arange(x.shape[axis], dtype=jnp.int32).reshape(spread) < lengths.reshape(-1, *[1] * (x.ndim - 1))

@@ -121,7 +121,7 @@ def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths:
 def _sizes(plan: KernelPlan) -> Sizes:
     """The ranges of b, h, q and kv of the mask program: those of the plan's own, or of positions at its origin."""
     if plan.mask is not None:
-        _, heads, q, kv = ((v.high or 0) + 1 for v in plan.mask.inputs[1:])
+        _, heads, q, kv = plan.mask.sizes
         return plan.batch, heads, q, kv
     if plan.origin is not None:
         return plan.batch, plan.q_heads, UNKNOWN, UNKNOWN

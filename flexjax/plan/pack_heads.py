@@ -120,15 +120,14 @@ def _packed_program(program: Program, group: int, kv_heads: int, q_len: int, ori
     origin_rows   rows of the origin's table of queries, 1 or the batch size; None without an origin. With one, a program
                   that reads q captures that table last, int32 [] or [batch]
     """
-    sizes = [(v.high or 0) + 1 for v in program.inputs[1:]]
+    sizes = program.sizes
     builder = Builder((sizes[0], kv_heads, q_len * group, sizes[3]), program.inputs[SCORE].dtype)
     builder.captures = list(program.captures)
     inputs: dict[int, Atom] = {v.id: v for v in builder.inputs}
     inputs[H], query = head_and_query(builder, q_len, group)
     if origin_rows is not None and program.reads("q"):
-        table = builder.capture(() if origin_rows == 1 else (origin_rows,), "int32")
-        start = builder.load(table, () if origin_rows == 1 else (inputs[B],))
-        query = builder.op("add", (builder.clamped(start, max(0, sizes[2] - q_len)), query), "int32")
+        table, entry = ((), ()) if origin_rows == 1 else ((origin_rows,), (inputs[B],))
+        query = builder.plus_start(query, table, entry, max(0, sizes[2] - q_len))
     inputs[Q] = query
     found = replay(program, builder, inputs)
     return builder.finish([found.new(r) for r in program.results], [found.loads[n] for n in program.gradients])

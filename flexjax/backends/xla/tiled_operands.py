@@ -70,8 +70,8 @@ def pad_captures(program: Program | None, arrays: Sequence[Array], overhang: tup
     for load in program.loads:
         plan = slice_plan(load)
         if plan is not None:
-            ends = ((v.high or 0) + 1 for v in program.inputs[3:])
-            more = plan.padding(program.captures[load.capture], *(map(sum, zip(ends, overhang, strict=True))))
+            ends = map(sum, zip(program.sizes[2:], overhang, strict=True))
+            more = plan.padding(program.captures[load.capture], *ends)
             have = [g - s for g, s in zip(grown[load.capture].shape, program.captures[load.capture].shape, strict=True)]
             rest = [(0, max(0, high - h)) for (_, high), h in zip(more, have, strict=True)]
             if any(high for _, high in rest):
