@@ -34,8 +34,7 @@ from jax import core
 
 from flexjax import dispatch, time_tiles
 from flexjax.backends import target as targets
-from flexjax.call_arguments import Arguments, describe_call
-from flexjax.check_arguments import refuse_unknown_keywords
+from flexjax.call_arguments import Arguments, check_keywords, describe_call
 from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
 from flexjax.plan import tuned
@@ -117,12 +116,7 @@ def autotune(
 
     Example: flexjax.autotune(q, k, v, mask_mod=flexjax.masks.causal, seconds=30)
     """
-    if "context" in arguments:
-        raise NotImplementedError(
-            "autotune times one device. A call with context= is computed in stages, whose plans `flexjax.explain(..., context=...)` "
-            "names. Time flex_attention with kernel_options inside the jitted call instead."
-        )
-    refuse_unknown_keywords("autotune", arguments, Arguments.__annotations__)
+    check_keywords("autotune", typing.cast(dict, arguments))
     _check(backward, seconds, cache, progress)
     filled: typing.Any = {name: _concrete(name, x) for name, x in arguments.items()}
     q, k, v = (_concrete(name, x) for name, x in (("query", query), ("key", key), ("value", value)))

@@ -1,4 +1,4 @@
-"""The keywords of `flex_attention` that other functions take too: their types, their defaults, and a call of them as text."""
+"""The keywords of `flex_attention` that other functions take too: their types, defaults and names, and a call of them as text."""
 
 import typing
 
@@ -43,6 +43,26 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
 
 DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}
 """The keywords of `Arguments` whose default is not None, with their defaults."""
+
+
+def check_keywords(function: str, given: dict[str, typing.Any]) -> None:
+    """Raises TypeError unless every keyword `given` to a function is one of Arguments, and NotImplementedError for `context`.
+
+    function   the name of the function, which takes the keywords of flex_attention for one device
+
+    A `context` of None is removed from `given`, because it is that of a call on one device.
+    """
+    if given.get("context") is not None:
+        raise NotImplementedError(
+            f"{function} times one device. A call with context= is computed in stages, whose plans "
+            "`flexjax.explain(..., context=...)` names. Time flex_attention with kernel_options inside the jitted call instead."
+        )
+    given.pop("context", None)
+    unknown = sorted(set(given) - set(Arguments.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"{function}() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention."
+        )
 
 
 def describe_call(

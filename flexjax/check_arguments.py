@@ -8,7 +8,6 @@ Inputs are the checked arrays with their sizes. Shape letters are those of plan/
 import dataclasses
 import typing
 import warnings
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -73,18 +72,6 @@ def check_options(return_aux: object, options: object) -> KernelOptions:
             f"Its fields are {', '.join(f.name for f in dataclasses.fields(KernelOptions))}.",
         )
     return options
-
-
-def refuse_unknown_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises TypeError if one of the keywords `given` to a function is not among `known`.
-
-    function   the name of the function, which takes the keywords of flex_attention, for the message
-    """
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise TypeError(
-            f"{function}() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention."
-        )
 
 
 def check_inputs(

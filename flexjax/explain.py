@@ -19,8 +19,7 @@ from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.slice import take
-from flexjax.call_arguments import Arguments, describe_call
-from flexjax.check_arguments import refuse_unknown_keywords
+from flexjax.call_arguments import Arguments, check_keywords, describe_call
 from flexjax.context_call import Given, build
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
@@ -69,7 +68,7 @@ def explain(
 
     Example: print(flexjax.explain(q, k, v, mask_mod=flexjax.masks.causal))
     """
-    refuse_unknown_keywords("explain", arguments, Arguments.__annotations__)
+    check_keywords("explain", typing.cast(dict, arguments))
     target = _target(device)
     given: dict[str, object] = {"query": query, "key": key, "value": value, **arguments}
     abstract = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}

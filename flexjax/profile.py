@@ -17,8 +17,7 @@ from jax import core
 from flexjax import dispatch
 from flexjax.attention import flex_attention as attend
 from flexjax.backends import target as targets
-from flexjax.call_arguments import Arguments, describe_call
-from flexjax.check_arguments import refuse_unknown_keywords
+from flexjax.call_arguments import Arguments, check_keywords, describe_call
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.prepare import prepare
 from flexjax.types import ArrayArgument, AuxRequest, Implementations
@@ -110,10 +109,10 @@ def profile(
 
     The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel
     wastes nothing, and a long time with few blocks that the mask is at work. Gradients are those of query, key and
-    value alone. Raises what flex_attention would raise, TypeError for a keyword that it does not have, and ValueError
-    for tracers.
+    value alone. Raises what flex_attention would raise, TypeError for a keyword that it does not have, ValueError for
+    tracers, and NotImplementedError for `context=`.
     """
-    refuse_unknown_keywords("profile", arguments, Arguments.__annotations__)
+    check_keywords("profile", typing.cast(dict, arguments))
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):
         raise bad_argument("query", "traced", "concrete arrays", "Call flexjax.profile outside of jit.")
     try:

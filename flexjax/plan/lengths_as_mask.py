@@ -12,7 +12,6 @@ Classes are the numbers EMPTY < PARTIAL < FULL of block_mask/transpose.py.
 
 import dataclasses
 import functools
-import typing
 from collections.abc import Sequence
 
 import jax
@@ -25,8 +24,8 @@ from flexjax.ir.origin import UNKNOWN
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands
 from flexjax.plan.lengths import NONE, where_exists
-from flexjax.plan.mask_blocks import classes_of_plan
-from flexjax.trace.trace_mod import trace_mask_mod
+from flexjax.plan.mask_blocks import classes_of_plan, program_of_types
+from flexjax.types import MaskMod
 
 Array = jax.Array
 Sizes = tuple[int, int, int, int]
@@ -142,10 +141,9 @@ def _program(
     given = () if program is None else program.captures
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given]
     types += [jax.ShapeDtypeStruct((batch,), jnp.int32)] * sum(lengths)
-    found: list[tuple[Program, tuple[int, ...]]] = []
 
-    def trace(arrays: Sequence[Array]) -> None:
-        """Traces the new mask function for these arrays, and appends the result to `found`."""
+    def extended(arrays: Sequence[Array]) -> MaskMod:
+        """The new mask function of (*captured arrays of `program`, *ends of the lengths that there are)."""
         inside = None if program is None else as_mask_mod(program, arrays[: len(given)])
         ends = list(arrays[len(given) :])
         query_end = ends.pop(0) if lengths[0] else None
@@ -158,11 +156,6 @@ def _program(
             parts += [] if key_end is None else [kv_idx < key_end[b]]
             return functools.reduce(jnp.logical_and, parts)
 
-        traced = trace_mask_mod(mask_mod, sizes)
-        places = {id(a): n for n, a in enumerate(arrays)}
-        found.append((traced.program, tuple(places[id(a)] for a in traced.arrays)))
+        return mask_mod
 
-    # Traced without a mesh, so that calls on every mesh share the program.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        jax.eval_shape(trace, typing.cast(typing.Any, types))
-    return found[0]
+    return program_of_types(types, extended, sizes)

@@ -13,8 +13,7 @@ those asked for.
 
 import dataclasses
 import functools
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from flexjax.ir.evaluate_scalars import as_mask_mod
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands
 from flexjax.trace.trace_mod import trace_mask_mod
+from flexjax.types import MaskMod
 
 Array = jax.Array
 
@@ -167,7 +167,7 @@ def _program_with_lists(plan: KernelPlan) -> tuple[Program, tuple[int, ...]]:
     partial one, hidden in an empty one.
 
     Also returns which arrays the program captures, in the order of its captures, as indices into (classes, *captured arrays of
-    the plan's mask), where `classes` is what `_classes` returns, as int32.
+    the plan's mask), where `classes` is what `classes_of_plan` returns, as int32.
     """
     assert plan.blocks is not None
     sizes = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
@@ -188,10 +188,9 @@ def _traced(
     shape = (batch, heads, -(-sizes[2] // block_q), -(-sizes[3] // block_kv))
     given = () if program is None else program.captures
     types = [jax.ShapeDtypeStruct(shape, jnp.int32), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given)]
-    found: list[tuple[Program, tuple[int, ...]]] = []
 
-    def trace(arrays: Sequence[Array]) -> None:
-        """Traces the new mask function for (classes, *captured arrays of the old mask) and appends the result to `found`."""
+    def extended(arrays: Sequence[Array]) -> MaskMod:
+        """The new mask function of (classes, *captured arrays of the old mask)."""
         classes, *captures = arrays
         inside = None if program is None else as_mask_mod(program, captures)
 
@@ -203,11 +202,33 @@ def _traced(
                 kind > EMPTY if inside is None else (kind == FULL) | ((kind == PARTIAL) & inside(b, h, q_idx, kv_idx))
             )
 
-        traced = trace_mask_mod(mask_mod, sizes)
+        return mask_mod
+
+    return program_of_types(types, extended, sizes)
+
+
+def program_of_types(
+    types: Sequence[jax.ShapeDtypeStruct],
+    mask_of: Callable[[Sequence[Array]], MaskMod],
+    sizes: tuple[int, int, int, int],
+) -> tuple[Program, tuple[int, ...]]:
+    """The program of a mask function of arrays of which only the types are known, and which of the arrays it captures.
+
+    types     shape and dtype of each array
+    mask_of   makes the mask function from the arrays
+    sizes     batch, heads, q_len, kv_len
+
+    The captured arrays are indices into `types`, in the order of the program's captures.
+    """
+    found: list[tuple[Program, tuple[int, ...]]] = []
+
+    def trace(arrays: Sequence[Array]) -> None:
+        """Traces the mask function for these arrays, and appends the result to `found`."""
+        traced = trace_mask_mod(mask_of(arrays), sizes)
         places = {id(a): n for n, a in enumerate(arrays)}
         found.append((traced.program, tuple(places[id(a)] for a in traced.arrays)))
 
     # Traced without a mesh, so that calls on every mesh share the program.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        jax.eval_shape(trace, typing.cast(typing.Any, types))
+        jax.eval_shape(trace, list(types))
     return found[0]

@@ -45,5 +45,11 @@ def test_refusals():
         TypeError, match=r"^profile\(\) got unexpected arguments tile; it takes those of flex_attention\.$"
     ):
         flexjax.profile(Q, K, K, tile=3)
+    with pytest.raises(NotImplementedError) as caught:
+        flexjax.profile(Q, K, K, context=flexjax.ContextParallel("sp"))  # type: ignore[call-arg]
+    assert str(caught.value) == (
+        "profile times one device. A call with context= is computed in stages, whose plans `flexjax.explain(..., context=...)` names. "
+        "Time flex_attention with kernel_options inside the jitted call instead."
+    )
     with pytest.raises(ValueError, match=r"^`value` is of shape"):
         flexjax.profile(Q, jnp.ones((2, 256, 3, 16)), K)
