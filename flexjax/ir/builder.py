@@ -2,7 +2,7 @@
 
 To fold an operation is to give its result without a new step: a literal, or an atom that exists already. The builder tracks
 three facts about each value: its axes (what it depends on), its linear form (the affine function of b, h, q and kv that it is,
-if it is one; program.Linear), and for integers its range over the whole attention matrix. By its range, the index of `x[q - kv
+if it is one; linear.py), and for integers its range over the whole attention matrix. By its range, the index of `x[q - kv
 + c]` is known to be in bounds; the select for negative indices and the clamp then fold away, and the load is recognised as a
 diagonal window.
 """

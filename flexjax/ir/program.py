@@ -16,9 +16,7 @@ a value is a vector of tile_q + tile_kv - 1 numbers laid out along diagonals. A 
 `delta`.
 
 An integer value that is known to be the affine function b*B + h*H + q*Q + kv*K + const (+ multiples of uniform values) keeps
-that function as its *linear form*, which tells a load of a contiguous vector or tile from a gather.
-
-The file is longer than others because the types of a program refer to each other, and its text is what makes it equal to another.
+that function as its *linear form* (linear.py), which tells a load of a contiguous vector or tile from a gather.
 """
 
 import dataclasses
@@ -26,43 +24,11 @@ import functools
 import typing
 from collections.abc import Callable, Iterator, Sequence
 
+from flexjax.ir.linear import Linear as Linear
+
 AXES = ("b", "h", "q", "kv", "delta", "score")
 Axes = frozenset[str]
 UNIFORM: Axes = frozenset({"b", "h"})
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """The linear form of an integer value: self.b * b + self.h * h + self.q * q + self.kv * kv + const + uniform terms.
-
-    b, h, q, kv   the coefficients of the four indices
-    const         the constant term
-    uniform       (id, coefficient) of each further term, sorted by id; the Val of that id depends on b and h alone
-    """
-
-    b: int = 0
-    h: int = 0
-    q: int = 0
-    kv: int = 0
-    const: int = 0
-    uniform: tuple[tuple[int, int], ...] = ()
-
-    def __add__(self, other: "Linear") -> "Linear":
-        """The form of the sum of two values; uniform terms whose coefficients cancel are dropped."""
-        terms: dict[int, int] = dict(self.uniform)
-        for ident, coefficient in other.uniform:
-            terms[ident] = terms.get(ident, 0) + coefficient
-        kept = tuple(sorted((i, c) for i, c in terms.items() if c))
-        return Linear(
-            self.b + other.b, self.h + other.h, self.q + other.q, self.kv + other.kv, self.const + other.const, kept
-        )
-
-    def times(self, factor: int) -> "Linear":
-        """The form of `factor` times the value: every coefficient multiplied by `factor`."""
-        if factor == 0:
-            return Linear()
-        terms = tuple((i, c * factor) for i, c in self.uniform)
-        return Linear(self.b * factor, self.h * factor, self.q * factor, self.kv * factor, self.const * factor, terms)
 
 
 @dataclasses.dataclass(frozen=True)
