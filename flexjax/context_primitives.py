@@ -48,6 +48,7 @@ def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
+    """out, lse and, if the plan asks for them, max_scores and rounding, from the operands and the tables, flat."""
     if call.is_global:
         return tuple(forward_p.bind(*flat, call=call))
     return tuple(Forward.of(PASSES, call, flat).forward())
@@ -59,6 +60,12 @@ _compiled = jax.jit(_attend, static_argnums=0)
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]) -> tuple[tuple, tuple]:
+    """The jvp rule of `_attend`: (results, their tangents). The tangents of out and lse are those of the primitive `tangent`; the other
+    results have none.
+
+    Where a captured array has a tangent and inputs have 16 bits, the forward pass is that of `Problem.for_captures`, and the passes after
+    it get out with what rounding took from it.
+    """
     indices = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     given = [None if i is None or isinstance(tangents[i], SymbolicZero) else tangents[i] for i in indices]
     moving = tuple(x is not None for x in given)
@@ -79,11 +86,17 @@ def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]
 
 
 def _tangent(*flat: Array, call: ContextCall, moving: tuple[bool, ...]) -> list[Array]:
+    """The code of `tangent`: the tangents of out and lse. `flat`: operands and tables, out, lse, the tangents of the operands that
+    `moving` names.
+    """
     fixed, (out, lse, *tangents) = _split(call, flat)
     return Backward.of(PASSES, call, fixed).tangent(out, lse, tangents, moving)
 
 
 def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse: bool) -> list[Array]:
+    """The code of `backward`: the gradients of the wanted operands. `flat`: operands and tables, out, lse, the cotangent of out and,
+    with `has_lse`, that of lse.
+    """
     fixed, (out, lse, d_out, *d_lse) = _split(call, flat)
     d_out = d_out.astype(call.plan.dtype)
     return Backward.of(PASSES, call, fixed).backward(out, lse, d_out, d_lse[0] if has_lse else None, wanted)
@@ -92,6 +105,10 @@ def _backward(*flat: Array, call: ContextCall, wanted: tuple[bool, ...], has_lse
 def _tangent_transpose(
     cotangents: Sequence[Array | ad.Zero], *flat: typing.Any, call: ContextCall, moving: tuple[bool, ...]
 ) -> list:
+    """The transpose rule of `tangent`: None for each fixed argument, then the cotangents of its tangents, by `backward`.
+
+    Symbolic zeros where both cotangents are zero; inside shard_map the code of `backward` runs without the primitive.
+    """
     fixed, (out, lse, *linear) = _split(call, flat)
     d_out, d_lse = cotangents
     nothing: list = [None] * (len(fixed) + 2)
@@ -111,6 +128,7 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
     primitive.def_impl(lambda *flat, **params: jax.jit(functools.partial(primitive.bind, **params))(*flat))
 
     def lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, call: ContextCall, **params: typing.Any) -> typing.Any:
+        """The lowering rule: the code inlined on one device's arrays, or a call with the partitioning rule on global ones."""
         if call.is_global and call.axes:
             return context_axes.lower_with_rule(ctx, flat, primitive, function, call, params)
         sizes = [(name, size) for name, size in context_axes.manual_shape(ctx).items()]
@@ -120,6 +138,7 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
         return inlined(ctx.replace(avals_in=plain), *flat)
 
     def differentiate(primals: Sequence[Array], tangents: Sequence[typing.Any], **params: typing.Any) -> tuple:
+        """The jvp rule, for second derivatives: JAX differentiates the code. Raises NotImplementedError on global arrays."""
         if params["call"].is_global:
             raise NotImplementedError(
                 "Second derivatives of a call with context= are not computed over automatic mesh axes. Make the axes explicit, or "
@@ -128,6 +147,7 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
         return jax.jvp(functools.partial(function, **params), list(primals), list(map(ad.instantiate_zeros, tangents)))
 
     def batch(flat: Sequence[Array], dims: Sequence[int | None], **params: typing.Any) -> tuple:
+        """The vmap rule: JAX maps the code; the results are mapped over axis 0. Raises NotImplementedError on global arrays."""
         if params["call"].is_global:
             raise NotImplementedError(
                 "A call with context= is not mapped by jax.vmap over automatic mesh axes. Make the mapped axis a part of the batch, "
@@ -143,10 +163,12 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
 
 
 def _forward(*flat: Array, call: ContextCall) -> list[Array]:
+    """The code of `forward`: out, lse and, if the plan asks for them, max_scores and rounding."""
     return Forward.of(PASSES, call, flat).forward()
 
 
 def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list[core.ShapedArray]:
+    """The types of the results of `forward`; `avals`: those of the operands and tables."""
     plan, query = call.plan, avals[0]
     rows = query.shape[:-1]
     stats = core.ShapedArray(rows, jnp.dtype(plan.score_dtype))
@@ -156,6 +178,7 @@ def _forward_types(avals: Sequence[core.ShapedArray], call: ContextCall) -> list
 
 
 def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving: tuple[bool, ...]) -> list:
+    """The types of the tangents: those of out and lse. Raises ValueError if score_mod has no derivative."""
     call.problem.needed_derivative()
     return list(_split(call, avals)[1][:2])  # type: ignore[arg-type]
 
@@ -163,6 +186,7 @@ def _tangent_types(avals: Sequence[core.ShapedArray], call: ContextCall, moving:
 def _backward_types(
     avals: Sequence[core.ShapedArray], call: ContextCall, wanted: tuple[bool, ...], has_lse: bool
 ) -> list[core.ShapedArray]:
+    """The types of the gradients: those of the wanted operands."""
     places = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     return [avals[place] for place, want in zip(places, wanted, strict=True) if want]
 

@@ -115,6 +115,7 @@ class OriginTable:
     whole: Sizes
 
     def __repr__(self) -> str:
+        """Without the arrays, because their text would wait for the device."""
         return f"OriginTable({self.layout}, whole={self.whole})"
 
 

@@ -47,6 +47,7 @@ class Lit:
         return isinstance(other, Lit) and str(self) == str(other)
 
     def __hash__(self) -> int:
+        """The hash of the text."""
         return hash(str(self))
 
 
@@ -216,6 +217,7 @@ class Program:
         return isinstance(other, Program) and self.key == other.key
 
     def __hash__(self) -> int:
+        """The hash of the text."""
         return hash(self.key)
 
     @functools.cached_property

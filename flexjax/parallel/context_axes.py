@@ -108,9 +108,11 @@ def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Ca
     out, stats = (spec_with_tokens(call, arranged(call.plan, dims), split, call.axes) for dims in ("b t h e", "b t h"))
 
     def share(*flat: Array) -> list[Array]:
+        """Runs on one device: the results of its share, from its parts of the arrays."""
         return run(*share_on(call, flat, split))
 
     def whole(*flat: Array) -> list[Array]:
+        """The results of the whole call from whole arrays: reshards them and maps `share`."""
         around = jax.sharding.get_abstract_mesh()
         mapped = jax.shard_map(
             share,

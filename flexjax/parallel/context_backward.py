@@ -51,6 +51,7 @@ class Backward(OnDevice):
     def _gradients(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
+        """What `backward` returns, with keys that XLA takes for others than those of the forward pass."""
         cotangents = [out, lse, d_out, *([] if d_lse is None else [d_lse])]
         of_stages = tuple(w and place != SINKS for place, w in enumerate(wanted))
         sums: dict[int, Array] = dict(zip(_places(of_stages), self.sums(cotangents, of_stages), strict=True))
@@ -80,6 +81,9 @@ class Backward(OnDevice):
     def _backward_with_neighbours(
         self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]
     ) -> list[Array]:
+        """The sums over own keys and over received keys, whose terms go back to their owners. `travels`: which of the wanted gradients are
+        over keys.
+        """
         if not self.call.shifts:
             return self.backward_over(self.own, cotangents, wanted)
         if self.tables.visitors is not None:
@@ -133,6 +137,7 @@ class Backward(OnDevice):
         movable = [typing.cast(Array, self.operands.movable[p]) for p in places]
 
         def one_part(state: tuple[list[Array], list[Array]], number: Array) -> tuple:
+            """Adds what one part of the shards contributes; `state`: gradients of own keys in their dtypes, and those that stay."""
             part = ShardPart(number, blocks)
             arrays = [exchange.part_of(x, part) for x in own.arrays]
             keys = exchange.visiting(arrays, 0, part)
@@ -169,6 +174,7 @@ class Backward(OnDevice):
         first = self.backward_over(own, cotangents, wanted)
 
         def step(state: tuple[list[Array], list[Array], list[Array]], number: Array) -> tuple:
+            """Adds the terms of the keys that visit now; `state`: visiting keys, their gradients on the way, and gradients that stay."""
             visiting, sent, kept = state
             arrived, coming = exchange.next(sent), exchange.next(visiting)
             found = self.backward_over(exchange.visiting(visiting, number, part), cotangents, wanted)
@@ -234,6 +240,7 @@ class Backward(OnDevice):
         return [t_out.astype(out.dtype), t_lse]
 
     def _backward_over_heads(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
+        """The sums of a call whose heads are split for its time: one stage over all tokens of a part of the heads."""
         device, there, back = self.over_heads()
         extra = len(device.operands.score_captures) - len(self.operands.score_captures)
         found = device.backward_over(device.own, [there(x, "query") for x in cotangents], (*wanted, *[False] * extra))
@@ -242,9 +249,11 @@ class Backward(OnDevice):
 
 
 def _places(flags: Sequence[bool]) -> list[int]:
+    """The places at which the flags are True."""
     return [place for place, flag in enumerate(flags) if flag]
 
 
 def _replaced(values: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
+    """`values` with others at some places."""
     found = dict(enumerate(values)) | dict(zip(places, new, strict=True))
     return [found[i] for i in range(len(values))]

@@ -55,24 +55,29 @@ class OnDevice:
 
     @classmethod
     def of(cls, passes: Passes, call: ContextCall, flat: Sequence[Array]) -> typing.Self:
+        """The call on this device; `flat`: its operands and tables, which may vary over different mesh axes."""
         n = call.problem.structure.num_leaves
         flat = passes.alike(flat)
         return cls(passes, call, call.problem.operands(flat[:n]), call.tables(flat[n:]))
 
     @functools.cached_property
     def exchange(self) -> Exchange:
+        """The collectives of the call on this device."""
         return exchange_on(self.call, self.tables)
 
     @property
     def own(self) -> Keys:
+        """The key blocks that the device owns."""
         return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
 
     def stage(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Stage:
+        """The stage of the device's queries with some keys; see `stage_of`."""
         return stage_of(
             self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys, sinks, partial
         )
 
     def with_method(self, method: str) -> typing.Self:
+        """The same call with another method, whose rounds are not checked."""
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
 
     def nothing_missing(self) -> Array:
@@ -131,6 +136,7 @@ class OnDevice:
         return varying_as(self.operands.query, tree)
 
     def by_head(self, sinks: Array) -> Array:
+        """Numbers for each head, [N], in the score dtype and in a shape that broadcasts to lse."""
         sinks = sinks.astype(self.call.plan.score_dtype)
         return sinks if token_axis(self.call.plan) == 1 else sinks[:, None]
 

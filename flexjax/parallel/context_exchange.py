@@ -1,8 +1,7 @@
 """How key blocks travel between the devices of a split sequence, and how their gradients come back: XLA's collectives alone.
 
 Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective; only the
-ring sends whole arrays. Gradients
-travel as float32 and are added in a fixed order: the own ones first, then those of each round. What a collective of jax adds up
+ring sends whole arrays. Gradients travel as float32 and are added in a fixed order: the own ones first, then those of each round. What a collective of jax adds up
 itself (psum_scatter) has an order that XLA chooses, so gradients of gathered keys go through all_to_all and are added here.
 """
 
@@ -40,10 +39,12 @@ class Exchange(typing.NamedTuple):
 
     @property
     def own_keys(self) -> Array:
+        """int32: the numbers of the key blocks that the device owns."""
         return self.tables.key_blocks[self.me]
 
     @property
     def own_queries(self) -> Array:
+        """int32: the numbers of the query blocks that the device owns."""
         return self.tables.query_blocks[self.me]
 
     def pack(self, arrays: Sequence[Array], slots: Array | None = None) -> Array:
@@ -69,6 +70,7 @@ class Exchange(typing.NamedTuple):
         return found
 
     def keys(self, packed: Array, like: Keys, numbers: Array) -> Keys:
+        """The keys in `packed`, blocks with these numbers, as the arrays of `like` are."""
         arrays = self.unpack(packed, like.arrays)
         return Keys(arrays[0], arrays[1], arrays[2] if like.key_extra is not None else None, numbers)
 
@@ -81,9 +83,8 @@ class Exchange(typing.NamedTuple):
         """
         names, sizes = zip(*self.call.mesh, strict=True)
         n, order = self.call.devices, [names.index(name) for name in self.call.axes]
-        numbers = (
-            np.arange(n).reshape(sizes).transpose(order).ravel()
-        )  # in the order of the mesh, by number along the axes
+        # in the order of the mesh, by number along the axes
+        numbers = np.arange(n).reshape(sizes).transpose(order).ravel()
         return lax.ppermute(x, names, [(int(numbers[i]), int(numbers[(i + shift) % n])) for i in range(n)])
 
     def receive(self, own: Keys) -> Keys:
@@ -142,6 +143,7 @@ class Exchange(typing.NamedTuple):
         return self.keys(everything, own, jnp.arange(everything.shape[1], dtype=jnp.int32))
 
     def all_gather(self, packed: Array) -> Array:
+        """The blocks of all devices, device by device."""
         return lax.all_gather(packed, self.call.axes, axis=1, tiled=True) if self.call.axes else packed
 
     def in_order(self, packed: Array, blocks: Array) -> Array:
@@ -189,6 +191,7 @@ class Exchange(typing.NamedTuple):
         )
 
     def _reordered(self, x: Array, blocks: Array, size: int, order: typing.Callable[[Array, Array], Array]) -> Array:
+        """x with its blocks of `size` tokens in another order, that of `order` (`in_order` or `by_device`)."""
         axis = token_axis(self.call.plan)
         split = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         first = jnp.moveaxis(split, axis, 1)

@@ -58,6 +58,7 @@ class Forward(OnDevice):
             return self._visited_by(own.arrays, self.nothing(), None)
 
         def one_part(part: Part, number: Array) -> tuple[Part, None]:
+            """Adds what one part of the shards contributes to the rows."""
             which = ShardPart(number, blocks)
             return self._visited_by([self.exchange.part_of(x, which) for x in own.arrays], part, which), None
 
@@ -68,6 +69,7 @@ class Forward(OnDevice):
         exchange = self.exchange
 
         def step(state: tuple[list[Array], Part], number: Array) -> tuple[tuple[list[Array], Part], None]:
+            """Adds the keys that visit now; `state`: visiting keys, and the rows so far."""
             visiting, part = state
             coming = exchange.next(visiting)
             return (coming, merged(part, self.over(exchange.visiting(visiting, number, which)))), None
@@ -116,5 +118,6 @@ class Forward(OnDevice):
         return Part(jnp.zeros((*rows, plan.value_dim), dtype), none, none if plan.max_scores else None)
 
     def _finished(self, part: Part) -> Part:
+        """The rows with out in the dtype of query, or as they are where the plan asks for rounding."""
         plan = self.call.plan
         return part if plan.exact_captures else part._replace(out=part.out.astype(plan.dtype))

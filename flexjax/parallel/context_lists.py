@@ -128,6 +128,7 @@ def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np
     )
 
     def stacked(which: int) -> tuple[typing.Any, typing.Any]:
+        """(numbers, indices) of the partial (`which` 0) or full lists of all steps and devices; None without such lists."""
         if not widths[which]:
             return None, None
         made = [[transpose.lists_of_places(p[which], grid, widths[which]) for p in of_step] for of_step in found]

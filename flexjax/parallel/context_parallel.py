@@ -81,6 +81,7 @@ class ContextParallel:
 
     @property
     def axes(self) -> Names:
+        """The names of the mesh axes, the outermost first."""
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
 
@@ -160,9 +161,11 @@ class ContextCall:
 
     @property
     def plan(self) -> KernelPlan:
+        """The plan of the problem."""
         return self.problem.plan
 
     def tables(self, flat: Sequence[Array]) -> Tables:
+        """The Tables whose leaves are the arrays of the flat list."""
         return jax.tree.unflatten(self.structure, flat)
 
 
@@ -300,6 +303,7 @@ def is_known(layout: ContextLayout, mask: TracedMod) -> bool:
 
 
 def _present(heads: int) -> tuple[int, ...]:
+    """The number of heads as a tuple, () for 0."""
     return (heads,) if heads else ()
 
 

@@ -43,6 +43,7 @@ class Keys(typing.NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
+        """The arrays over keys that there are."""
         return [x for x in self[:3] if x is not None]
 
 
@@ -54,6 +55,7 @@ class Stage(typing.NamedTuple):
 
     @property
     def flat(self) -> list[Array]:
+        """The operands as a flat list."""
         return jax.tree.leaves(self.operands)
 
 
@@ -83,6 +85,7 @@ def add_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) 
 def _blocks_at(
     plan: KernelPlan, x: Array, slots: Array, size: int, update: Callable[[typing.Any, Array], Array], new: Array
 ) -> Array:
+    """x with the blocks at `slots` changed by `update`, a function of the indexed blocks (`x.at[..]`) and the new ones."""
     axis = token_axis(plan)
     blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     new = new.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])

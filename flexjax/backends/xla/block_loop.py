@@ -183,9 +183,8 @@ def walk(
         return BlockVisit(blocks, place < total, whole, cut)
 
     widest = plan.blocks.partial if row.partial_index is not None else 0
-    if (
-        row.full_index is not None
-    ):  # one batch entry's length cuts one block; those of several may leave all blocks to this loop
+    if row.full_index is not None:
+        # one batch entry's length cuts one block; those of several may leave all blocks to this loop
         left_at_most = chunk - 1 + cut if sizes.batch == 1 else row.full_index.shape[0]
         widest += left_at_most if cut else chunk - 1
     return _loop(plan, -(-total // chunk), -(-widest // chunk), lambda t, c: body(c, remaining(t)), carry)
