@@ -13,8 +13,6 @@ from flexjax.parallel.context_stages import plan_of_stage
 from flexjax.parallel.gathers import bytes_text
 from flexjax.plan.kernel_plan import BlockLayout
 
-ONE_STAGE = ("all_gather", "all_to_all")
-
 
 def describe_context(built: Built, implementation: tuple[str, ...] | None, target: Target) -> str:
     """The section about devices.
