@@ -25,11 +25,12 @@ from flexjax.parallel.split import (
     Split,
     arranged,
     choose_split,
+    cut_to_own_heads,
+    gradients_of_parts,
     operand_dims,
-    own_key_heads,
     share_of,
     spec_of,
-    sum_over_shared_axes,
+    with_starts,
 )
 from flexjax.partition import Mesh, Rule, Spec
 from flexjax.plan.problem import Problem
@@ -93,26 +94,20 @@ class Call:
         device that uses some of its key heads has 0 for the others) and is summed over the devices that hold the same
         part.
         """
-        problem, plan, n = self.problem, self.problem.plan, self.problem.structure.num_leaves
+        problem, n = self.problem, self.problem.structure.num_leaves
         own_problem, own = share_of(problem, problem.operands(flat[:n]), split)
         starts = len(own.score_captures) - len(problem.operands(flat[:n]).score_captures)
-        flags = {name: (*self.params[name], *[False] * starts) for name in ("moving", "wanted") if name in self.params}
-        bind = functools.partial(self.primitive.bind, problem=own_problem, **{**self.params, **flags})
-        places = problem.arrange(range(n))
-        heads = {places.key: plan.kv_heads, places.value: plan.kv_heads, places.key_extra: plan.extra_heads}
-        cut = lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
+        bind = functools.partial(self.primitive.bind, problem=own_problem, **with_starts(self.params, starts))
         rest = flat[n:]
         if "moving" in self.params:
-            fixed = problem.residuals
+            cut, fixed = cut_to_own_heads(problem, split), problem.residuals
             rest = (*rest[:fixed], *(cut(x, place) for x, place in zip(rest[fixed:], self.movable, strict=True)))
         results = bind(*jax.tree.leaves(own), *rest)
         if "wanted" not in self.params:
             return results
-        back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
-        dims = operand_dims(problem)
-        specs = [spec_of(plan, dims[place], split) for place in self.movable]
-        gradients = [back(g, place) for g, place in zip(results, self.movable, strict=True)]
-        return sum_over_shared_axes(gradients, specs, (*split.batch, *split.heads))
+        dims, places = operand_dims(problem), self.movable
+        specs = [spec_of(problem.plan, dims[place], split) for place in places]
+        return gradients_of_parts(problem, split, flat, places, results, specs, (*split.batch, *split.heads))
 
 
 def rule_of(call: Call, mesh: Mesh) -> Rule:

@@ -22,11 +22,12 @@ from flexjax.parallel.split import (
     Split,
     arranged,
     choose_split,
+    cut_to_own_heads,
+    gradients_of_parts,
     operand_dims,
-    own_key_heads,
     share_of,
     spec_of,
-    sum_over_shared_axes,
+    with_starts,
 )
 from flexjax.partition import Mesh, Names, NoRule, Rule, Spec
 from flexjax.plan import tuned
@@ -188,30 +189,24 @@ class AutoCall:
 
     def on_device(self, split: Split, *flat: Array) -> list[Array]:
         """What one device computes of its parts of the arguments: its parts of the results."""
-        call, plan = self.call, self.call.plan
-        n = call.problem.structure.num_leaves
-        fixed = n + call.structure.num_leaves
+        call, problem = self.call, self.call.problem
+        fixed = problem.structure.num_leaves + call.structure.num_leaves
         own_call, own = share_on(
             dataclasses.replace(call, axes=self.axes, mesh=self.mesh, is_global=False), flat[:fixed], split
         )
-        starts = len(own_call.problem.arrange(range(own_call.problem.structure.num_leaves)).score_captures) - len(
-            call.problem.arrange(range(n)).score_captures
-        )
-        flags = {k: (*self.params[k], *[False] * starts) for k in ("moving", "wanted") if k in self.params}
-        places = call.problem.arrange(range(n))
-        heads = {places.key: plan.kv_heads, places.value: plan.kv_heads, places.key_extra: plan.extra_heads}
-        cut = lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
+        captures = lambda problem: len(problem.arrange(range(problem.structure.num_leaves)).score_captures)
+        params = with_starts(self.params, captures(own_call.problem) - captures(problem))
         rest = flat[fixed:]
         if "moving" in self.params:
+            cut = cut_to_own_heads(problem, split)
             rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], self.movable, strict=True)))
-        results = self.function(*own, *rest, call=own_call, **{**self.params, **flags})
+        results = self.function(*own, *rest, call=own_call, **params)
         if "wanted" not in self.params:
             return results
-        back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
-        dims = operand_dims(call.problem)
-        specs = [spec_with_tokens(call, dims[place], split, self.axes) for place in self.movable]
-        gradients = [back(g, place) for g, place in zip(results, self.movable, strict=True)]
-        return sum_over_shared_axes(gradients, specs, (*split.batch, *split.heads, *self.axes))
+        dims, places = operand_dims(problem), self.movable
+        specs = [spec_with_tokens(call, dims[place], split, self.axes) for place in places]
+        work = (*split.batch, *split.heads, *self.axes)
+        return gradients_of_parts(problem, split, flat, places, results, specs, work)
 
 
 def lower_with_rule(

@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +251,44 @@ def sum_over_shared_axes(gradients: Sequence[Array], specs: Sequence[PartitionSp
             for i, total in zip(which, lax.psum([results[i] for i in which], axes), strict=True):
                 results[i] = total
     return results
+
+
+def cut_to_own_heads(problem: Problem, split: Split) -> Callable[[Array, int], Array]:
+    """A function (x, place) -> array: of an array over key heads those that this device reads (`own_key_heads`), else x itself.
+
+    x       this device's part of an operand, or of a tangent of it
+    place   the index of the operand in the flat list
+    """
+    plan, places = problem.plan, problem.arrange(range(problem.structure.num_leaves))
+    heads = {places.key: plan.kv_heads, places.value: plan.kv_heads, places.key_extra: plan.extra_heads}
+    return lambda x, place: own_key_heads(plan, split, x, heads[place]) if place in heads else x
+
+
+def gradients_of_parts(
+    problem: Problem,
+    split: Split,
+    flat: Sequence[Array],
+    places: Sequence[int],
+    gradients: Sequence[Array],
+    specs: Sequence[PartitionSpec],
+    work: Names,
+) -> list[Array]:
+    """The gradients of this device's parts of operands, from those of its share, summed over the devices that hold the same part.
+
+    flat          this device's parts of the operands, as a flat list
+    places        the index of each gradient's operand in it
+    gradients     of the share: of operands with the key heads that the device reads; the other heads of its part have 0
+    specs, work   as for `sum_over_shared_axes`
+    """
+    cut = cut_to_own_heads(problem, split)
+    back = lambda g, place: jax.linear_transpose(lambda x: cut(x, place), flat[place])(g)[0]
+    found = [back(g, place) for g, place in zip(gradients, places, strict=True)]
+    return sum_over_shared_axes(found, specs, work)
+
+
+def with_starts(params: Mapping[str, typing.Any], added: int) -> dict[str, typing.Any]:
+    """The parameters of a primitive for a share whose programs capture `added` more arrays, which neither move nor get gradients."""
+    return {k: (*x, *[False] * added) if k in ("moving", "wanted") else x for k, x in params.items()}
 
 
 def own_key_heads(plan: KernelPlan, split: Split, x: Array, heads: int) -> Array:
