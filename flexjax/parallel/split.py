@@ -47,12 +47,15 @@ class Split:
     mesh           an abstract mesh, which has the names and sizes of the axes
     batch, heads   the axes over which the batch and the query heads are split, the outermost first
     keys           those of `heads` that may also split fewer key heads; None: as many as divide the key heads
+    extras         those of `heads` that may also split the heads of key_extra, where these are other heads than those of query and
+                   key; None: as many as divide them
     """
 
     mesh: Mesh
     batch: Names
     heads: Names
     keys: Names | None = None
+    extras: Names | None = None
 
     def count(self, names: Names) -> int:
         """The number of parts that a split over the axes `names` makes: the product of their sizes."""
@@ -146,24 +149,32 @@ def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Seque
 
     The batch is split over the axes of the array whose batch is split over most devices (the first such array), and the query
     heads likewise. If no array has its query heads split, they are split over the axes of the key heads. Axes
-    count up to the first that would make the shares unequal. The key heads are split over the leading axes that split them and
-    the query heads alike. Over other axes they stay whole, because splitting their gradients would take another collective.
+    count up to the first that would make the shares unequal. The key heads, and the heads of key_extra, are split over the leading
+    axes that split them and the query heads alike. Over other axes they stay whole, because splitting their gradients would take
+    another collective.
     """
 
     batch = widest("b", plan.batch, dims, specs, mesh)
     keys = widest("m", plan.kv_heads, dims, specs, mesh, batch)
     heads = widest("h", plan.q_heads, dims, specs, mesh, batch) or keys
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(heads, keys, strict=False))
-    return Split(mesh, batch, heads, tuple(name for name, _ in same))
+    extras = widest("x", plan.extra_heads, dims, specs, mesh, batch)
+    return Split(mesh, batch, heads, _leading(heads, keys), _leading(heads, extras))
+
+
+def _leading(a: Names, b: Names) -> Names:
+    """The axes that both begin with."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return tuple(name for name, _ in same)
 
 
 def key_axes(plan: KernelPlan, split: Split, heads: int) -> Names:
     """The axes that split an operand with `heads` heads (the key heads, or those of key_extra).
 
-    They are the longest prefix of the query heads' axes (of `split.keys` if that is given and there are fewer heads than query
-    heads) whose number of devices divides `heads`.
+    They are the longest prefix of the query heads' axes (of `split.keys` or `split.extras` if that is given and there are fewer
+    heads than query heads) whose number of devices divides `heads`.
     """
-    axes = split.heads if split.keys is None or heads == plan.q_heads else split.keys
+    fewer = split.keys if heads == plan.kv_heads else split.extras
+    axes = split.heads if fewer is None or heads == plan.q_heads else fewer
     while heads % split.count(axes):
         axes = axes[:-1]
     return axes
