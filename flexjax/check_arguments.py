@@ -354,6 +354,11 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
 
 
 def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
+    """The arguments query_seq_lengths and key_value_seq_lengths of a call; see `clipped_lengths`."""
+    return clipped_lengths(query, key, inputs.batch, inputs.q_len, inputs.kv_len)
+
+
+def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: int) -> Lengths | None:
     """The arguments query_seq_lengths and key_value_seq_lengths as int32 [B], clipped to 0 .. T and 0 .. S; None without either.
 
     Raises ValueError for anything but an int, an integer scalar or an integer array [B]. The numbers themselves are not looked at.
@@ -368,19 +373,17 @@ def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
         is_int = isinstance(given, int) and not isinstance(given, bool)
         array: typing.Any = np.asarray(min(max(int(given), 0), most), np.int32) if is_int else given  # type: ignore[call-overload]
         is_array = isinstance(array, np.ndarray | np.generic | Array)
-        fits = is_array and jnp.issubdtype(array.dtype, jnp.integer) and array.shape in ((), (inputs.batch,))
+        fits = is_array and jnp.issubdtype(array.dtype, jnp.integer) and array.shape in ((), (batch,))
         if not fits:
             raise bad_argument(
                 name,
                 f"{array.dtype.name}{list(array.shape)}" if is_array else repr(given),
-                f"an int, or int32[{inputs.batch}], one for each batch entry",
+                f"an int, or int32[{batch}], one for each batch entry",
                 "Reshape or cast it, for example with lengths.astype(jnp.int32).",
             )
         # clipped before the cast of 64-bit numbers, which would wrap around; `most` may not fit 8 and 16 bits
         array = array.astype(np.int32) if array.dtype.itemsize < 4 else array
         clip = jnp.clip if isinstance(array, Array) else np.clip
-        return jnp.broadcast_to(jnp.asarray(clip(array, 0, most), jnp.int32), (inputs.batch,))
+        return jnp.broadcast_to(jnp.asarray(clip(array, 0, most), jnp.int32), (batch,))
 
-    return Lengths(
-        checked("query_seq_lengths", query, inputs.q_len), checked("key_value_seq_lengths", key, inputs.kv_len)
-    )
+    return Lengths(checked("query_seq_lengths", query, q_len), checked("key_value_seq_lengths", key, kv_len))

@@ -21,6 +21,7 @@ from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import trace_placed_mask
 from flexjax.check_arguments import both_masks, check_block_mask
 from flexjax.combine import and_masks
+from flexjax.context_lengths import ExistingRows
 from flexjax.context_primitives import run
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, table_of, table_of_runs
@@ -75,6 +76,7 @@ class Built(typing.NamedTuple):
     prepared   the call without its mask (prepare.py)
     decision   how keys travel
     known      the block lists of its stages; None where devices make them
+    existing   the rows that exist, if the call has lengths
     """
 
     placed: "Placed"
@@ -84,17 +86,19 @@ class Built(typing.NamedTuple):
     call: ContextCall
     operands: Operands
     tables: Tables
+    existing: ExistingRows | None
 
 
 def attention(context: object, given: Given) -> Results:
     """The results of a call with `context=`."""
-    placed, _, _, _, call, operands, tables = build(context, given)
+    placed, _, _, _, call, operands, tables, existing = build(context, given)
     if placed.kind == AxisType.Explicit:
         assert placed.split is not None
         outs = context_axes.split_work(call, operands, tables, placed.split, run)
     else:
         outs = run(call, [*jax.tree.leaves(operands), *jax.tree.leaves(tables)])
-    return Results(outs[0], outs[1], outs[2] if call.plan.max_scores else None)
+    results = Results(outs[0], outs[1], outs[2] if call.plan.max_scores else None)
+    return results if existing is None else existing.results(results)
 
 
 def build(context: object, given: Given) -> Built:
@@ -106,21 +110,26 @@ def build(context: object, given: Given) -> Built:
     mask_mod, block_mask, origin = (arguments.pop(name, None) for name in ("mask_mod", "block_mask", "origin"))
     if mask_mod is not None and block_mask is not None:
         raise both_masks()
-    for name in ("query_seq_lengths", "key_value_seq_lengths"):
-        if arguments.get(name) is not None:
-            raise NotImplementedError(
-                f"A call with context= takes no {name}, because its tokens are split over devices and permuted. Hide tokens past "
-                "a length with mask_mod."
-            )
     query, key, value = map(jnp.asarray, given[:3])
-    placed = place(context, query, key, arguments.get("layout", "BTNH"), origin)
+    layout_name = arguments.get("layout", "BTNH")
+    placed = place(context, query, key, layout_name, origin)
+    axes = placed.context.axes if placed.kind == AxisType.Manual else ()
+    dim = 1 if layout_name == "BTNH" else 2
+    existing = ExistingRows.of(arguments, query.shape[0], placed.layout, axes, dim)
+    if existing is not None:
+        extras = {name: arguments.get(name) for name in ("query_extra", "key_extra")}
+        given_extras = {name: None if x is None else jnp.asarray(x) for name, x in extras.items()}
+        cut = existing.cut({"query": query, "key": key, "value": value, **given_extras})
+        query, key, value = (typing.cast(Array, cut[name]) for name in ("query", "key", "value"))
+        arguments |= {name: cut[name] for name in extras}
+        arguments |= {"query_seq_lengths": None, "key_value_seq_lengths": None}
     call = prepare(query, key, value, return_aux=given.return_aux, origin=placed.origin, **arguments)
     dispatch.runs_everywhere(call.plan, given.names)
     if given.names and given.names[0] == dispatch.REFERENCE:
         raise NotImplementedError(
             "reference: It is dense and runs on one device; context= splits the sequence over several."
         )
-    return _planned(placed, call, call.problem(given.names, given.text), mask_mod, block_mask)
+    return _planned(placed, call, call.problem(given.names, given.text), mask_mod, block_mask, existing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +227,12 @@ def _origin(
 
 
 def _planned(
-    placed: Placed, prepared: Call, problem: Problem, mask_mod: MaskMod | None, mask: BlockMask | None
+    placed: Placed,
+    prepared: Call,
+    problem: Problem,
+    mask_mod: MaskMod | None,
+    mask: BlockMask | None,
+    existing: ExistingRows | None,
 ) -> Built:
     """The call that was prepared without its mask, planned for the arrays of `placed`."""
     layout, plan, operands = placed.layout, prepared.plan, prepared.operands
@@ -226,12 +240,20 @@ def _planned(
     classes = known = None
     if mask is not None:
         _check_block_mask(mask, plan, lengths)
+        if existing is not None and mask.from_user_lists:
+            raise NotImplementedError(
+                "A call with context= takes no lengths beside a block mask from user lists (BlockMask.from_kv_blocks), whose full blocks "
+                "no mask cuts. Hide tokens past a length with mask_mod, or pass lists without them."
+            )
         traced_lists = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask))
         with contextlib.nullcontext() if traced_lists else eager_without_mesh():
             mask_mod = mask.mask_mod
             classes = classes_of_lists(mask, *layout.block_size) if mask.from_user_lists else None
         if classes is not None and not traced_lists:
             known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
+    if existing is not None:
+        exists = existing.mask_mod(placed.origin)
+        mask_mod = exists if mask_mod is None else and_masks(exists, mask_mod)
     traced = _trace(mask_mod, lengths, plan, placed.origin)
     own = plan if placed.split is None else _share(plan, placed.split)
     decision = decide(placed.context, layout, own, traced, (plan.batch, plan.q_heads), known)
@@ -264,7 +286,7 @@ def _planned(
         is_global=placed.kind == AxisType.Auto,
         structure=jax.tree.structure(tables),
     )
-    return Built(placed, prepared, decision, made, call, operands, tables)
+    return Built(placed, prepared, decision, made, call, operands, tables, existing)
 
 
 def _check_block_mask(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int]) -> None:

@@ -17,6 +17,7 @@ ORDER = (
     (
         "attention",
         "context_call",
+        "context_lengths",
         "context_primitives",
         "explain_context",
         "paged_call",

@@ -189,10 +189,3 @@ def test_messages() -> None:
             f"`key_value_seq_lengths` is {got}; expected an int, or int32[3], one for each batch entry. Reshape or cast it, for "
             "example with lengths.astype(jnp.int32)."
         )
-    context = flexjax.ContextParallel("sp", None)
-    with pytest.raises(NotImplementedError) as refusal:
-        flexjax.flex_attention(Q, K, V, query_seq_lengths=3, context=context)
-    assert str(refusal.value) == (
-        "A call with context= takes no query_seq_lengths, because its tokens are split over devices and permuted. Hide tokens past "
-        "a length with mask_mod."
-    )

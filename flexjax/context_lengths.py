@@ -1,0 +1,110 @@
+"""Lengths of a call with `context=`: which rows of its permuted arrays exist, and the mask that hides the others.
+
+    row r of query, batch entry b, exists   where layout.positions[r] < query_seq_lengths[b]
+    row r of key, batch entry b, exists     where layout.key_positions[r] < key_value_seq_lengths[b]
+
+Lengths count tokens in the order of the sequence. A device's blocks lie anywhere in it, so the kernels get no lengths: the mask hides
+what does not exist, blocks past a length are empty for it, and the slots hold 0 before keys travel, because 0 * NaN is NaN.
+"""
+
+import typing
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from flexjax.check_arguments import clipped_lengths
+from flexjax.ir.origin import OriginTable
+from flexjax.parallel.context_layout import ContextLayout, Side
+from flexjax.plan.kernel_plan import Lengths, Results
+from flexjax.types import MaskMod
+
+Array = jax.Array
+
+OVER_QUERIES = ("query", "query_extra")
+"""The arguments over queries; the others that lengths cut are over keys."""
+
+
+class ExistingRows(typing.NamedTuple):
+    """The rows of a call that exist.
+
+    lengths   int32 [B], of the arrays of the call
+    layout    of the sequence
+    axes      mesh axes of the sequence if the arrays are those of one device; () for global arrays
+    dim       of the tokens in query, key, value and the results
+    """
+
+    lengths: Lengths
+    layout: ContextLayout
+    axes: tuple[str, ...]
+    dim: int
+
+    @classmethod
+    def of(
+        cls, arguments: Mapping[str, typing.Any], batch: int, layout: ContextLayout, axes: tuple[str, ...], dim: int
+    ) -> "ExistingRows | None":
+        """From the arguments of a call; None without lengths. Raises ValueError for lengths that do not fit."""
+        found = clipped_lengths(
+            arguments.get("query_seq_lengths"),
+            arguments.get("key_value_seq_lengths"),
+            batch,
+            layout.q_len,
+            layout.kv_len,
+        )
+        return None if found is None else cls(found, layout, axes, dim)
+
+    def cut(self, arrays: Mapping[str, Array | None]) -> dict[str, Array | None]:
+        """Arguments over tokens, by name, with 0 in the rows that do not exist. Arrays of other lengths are left to later checks."""
+        found = dict(arrays)
+        for name, x in arrays.items():
+            side: Side = "query" if name in OVER_QUERIES else "key"
+            rows = self.layout.padded(side) // (self.layout.devices if self.axes else 1)
+            if x is not None and x.ndim == 4 and x.shape[self.dim] == rows:
+                found[name] = self._where(x, side, 0.0)
+        return found
+
+    def results(self, found: Results) -> Results:
+        """The results with out 0, lse and max_scores -inf in rows of queries that do not exist."""
+        low, top = float("-inf"), found.max_scores
+        return Results(
+            self._where(found.out, "query", 0.0),
+            self._where(found.lse, "query", low),
+            None if top is None else self._where(top, "query", low),
+        )
+
+    def mask_mod(self, origin: OriginTable) -> MaskMod:
+        """The mask of what exists; origin: that of the call, whose batch entries the mask sees."""
+        queries, keys = self.lengths
+        entry: Callable[[Array], Array] = lambda b: b if origin.batch is None else b - origin.batch
+
+        def exists(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+            """Whether the query and the key exist."""
+            on = jnp.asarray(True)
+            on = on if queries is None else on & (q_idx < queries[entry(b)])
+            return on if keys is None else on & (kv_idx < keys[entry(b)])
+
+        return exists
+
+    def _where(self, x: Array, side: Side, other: float) -> Array:
+        """x, an array over queries or keys, with `other` in the rows that do not exist; x itself without lengths of that side."""
+        ends = self.lengths.query if side == "query" else self.lengths.key
+        if ends is None:
+            return x
+        positions = self.layout.positions if side == "query" else self.layout.key_positions
+        rows = jnp.asarray(positions, jnp.int32)
+        if self.axes:
+            rows = lax.dynamic_slice_in_dim(rows, lax.axis_index(self.axes) * x.shape[self.dim], x.shape[self.dim])
+        across = [1] * x.ndim
+        across[self.dim] = rows.shape[0]
+        where = jax.typeof(x).sharding
+        explicit = AxisType.Explicit in where.mesh.axis_types
+        if explicit:  # jax does not combine arrays that are split otherwise
+            ends = typing.cast(Array, jax.sharding.reshard(ends, NamedSharding(where.mesh, PartitionSpec(None))))
+        rows = rows.reshape(across)
+        on = (rows >= 0) & (rows < ends.reshape(-1, *[1] * (x.ndim - 1)))
+        if explicit:
+            parts = [part if dim in (0, self.dim) else None for dim, part in enumerate(where.spec)]
+            on = jax.sharding.reshard(on, NamedSharding(where.mesh, PartitionSpec(*parts)))
+        return jnp.where(on, x, jnp.asarray(other, x.dtype))
