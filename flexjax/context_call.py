@@ -19,12 +19,13 @@ from jax.sharding import AxisType
 from flexjax import dispatch
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.build import trace_placed_mask
+from flexjax.block_mask.parts import BROADCAST
 from flexjax.check_arguments import both_masks, check_block_mask
 from flexjax.combine import and_masks
 from flexjax.context_lengths import ExistingRows
 from flexjax.context_primitives import run
 from flexjax.errors import bad_argument
-from flexjax.ir.origin import OriginTable, table_of, table_of_runs
+from flexjax.ir.origin import OriginTable, agree, table_of, table_of_runs
 from flexjax.parallel import context_axes
 from flexjax.parallel.context_layout import ContextLayout
 from flexjax.parallel.context_lists import KnownLists, known_lists
@@ -112,6 +113,7 @@ def build(context: object, given: Given) -> Built:
         raise both_masks()
     query, key, value = map(jnp.asarray, given[:3])
     layout_name = arguments.get("layout", "BTNH")
+    origin = _origin_with(block_mask, origin)
     placed = place(context, query, key, layout_name, origin)
     axes = placed.context.axes if placed.kind == AxisType.Manual else ()
     dim = 1 if layout_name == "BTNH" else 2
@@ -239,7 +241,7 @@ def _planned(
     lengths = (layout.q_len, layout.kv_len)
     classes = known = None
     if mask is not None:
-        _check_block_mask(mask, plan, lengths)
+        of_whole = _mask_of_whole(mask, plan, lengths, placed.origin)
         if existing is not None and mask.from_user_lists:
             raise NotImplementedError(
                 "A call with context= takes no lengths beside a block mask from user lists (BlockMask.from_kv_blocks), whose full blocks "
@@ -247,7 +249,7 @@ def _planned(
             )
         traced_lists = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(mask))
         with contextlib.nullcontext() if traced_lists else eager_without_mesh():
-            mask_mod = mask.mask_mod
+            mask_mod = of_whole
             classes = classes_of_lists(mask, *layout.block_size) if mask.from_user_lists else None
         if classes is not None and not traced_lists:
             known = np.any(np.asarray(classes), axis=(0, 1), keepdims=True)[0, 0]
@@ -289,17 +291,47 @@ def _planned(
     return Built(placed, prepared, decision, made, call, operands, tables, existing)
 
 
-def _check_block_mask(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int]) -> None:
-    """Raises ValueError unless the block mask is one of the whole sequence, of `lengths` (queries, keys), without an origin."""
-    counts: typing.Any = dataclasses.replace(plan, q_len=lengths[0], kv_len=lengths[1])
-    check_block_mask(mask, counts, plan.layout)
-    if mask.origin is not None:
+def _origin_with(mask: object, given: Origin | OriginTable | None) -> Origin | OriginTable | None:
+    """The origin of a call: the one given, else that of its block mask. Raises ValueError if the mask's places queries or keys."""
+    own = mask.origin if isinstance(mask, BlockMask) else None
+    if own is not None and own.layout is not None:
         raise bad_argument(
             "block_mask",
-            "made with an origin beside context",
+            "made with an origin of queries or keys beside context",
             "one of the whole sequence",
             "context= places the sequence.",
         )
+    return own if given is None else given
+
+
+def _mask_of_whole(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int], origin: OriginTable) -> MaskMod:
+    """The mask of a block mask as a function of indices of the whole problem.
+
+    A block mask counts batch entries and heads from 0 in the arrays of the call; `origin`, that of the call, says where these lie.
+
+    Raises ValueError for a block mask of other sizes, of another origin, or of its own batch entries or heads without one.
+    """
+    counts: typing.Any = dataclasses.replace(plan, q_len=lengths[0], kv_len=lengths[1])
+    check_block_mask(mask, counts, plan.layout)
+    if mask.origin is not None and not agree(
+        mask.origin, OriginTable(origin.batch, origin.head, None, None, mask.origin.whole)
+    ):
+        raise bad_argument(
+            "origin", "another than that of block_mask", "the same, or None", "None takes that of the block mask."
+        )
+    inputs = (
+        () if mask.program is None else mask.program.inputs[1:3]
+    )  # lists alone count from 0 in the arrays of the call
+    for known, count, shift in zip(inputs, mask.shape, (origin.batch, origin.head), strict=False):
+        one_for_all = count == 1 and known.high == BROADCAST - 1
+        if mask.origin is None and shift is not None and not one_for_all:
+            raise bad_argument(
+                "block_mask", "made without an origin beside `origin`", "one made with the same origin",
+                "Pass origin= to create_block_mask too.",
+            )  # fmt: skip
+    own, batch, head = mask.mask_mod, origin.batch, origin.head
+    less = lambda index, first: index if first is None else index - first
+    return lambda b, h, q_idx, kv_idx: own(less(b, batch), less(h, head), q_idx, kv_idx)
 
 
 def _share(plan: KernelPlan, split: Split) -> KernelPlan:

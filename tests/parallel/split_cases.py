@@ -168,7 +168,7 @@ def attend(row: Row, given: Arrays, layout: flexjax.ContextLayout | None, device
     own = (batch // row.count("batch"), heads // row.count("heads")) if device else (batch, heads)
     if device:
         here = {axis: row.place(axis) * n for axis, n in zip(("batch", "heads"), own, strict=True)}
-        lengths = (None, None) if layout is not None else (queries, keys)
+        lengths = (None, None) if layout is not None else (queries or None, keys or None)
         origin = flexjax.Origin(batch=here["batch"], head=here["heads"], whole=(batch, heads, *lengths))
         options["origin"] = origin
         given = given | {name: _read_heads(row, given[name]) for name in KEYS if name in given}
@@ -177,7 +177,7 @@ def attend(row: Row, given: Arrays, layout: flexjax.ContextLayout | None, device
         options["mask_mod"] = mask_mod
     else:
         sizes = (own[0] if case.block.batch else None, own[1] if case.block.heads else None, queries, keys)
-        placed = {"origin": options.pop("origin")} if device and layout is None else {}
+        placed = {"origin": options.pop("origin")} if device else {}
         options["block_mask"] = flexjax.create_block_mask(mask_mod, *sizes, block_size=case.block.size, **placed)
     for name, ends in zip(("query_seq_lengths", "key_value_seq_lengths"), case.lengths, strict=True):
         if ends is not None:
@@ -292,7 +292,8 @@ def run_row(name: str) -> dict[str, Any]:
     lies = {
         n: x.sharding.is_equivalent_to(placed[0][n].sharding, x.ndim) for n, x in grads.items() if n in "qkv" and x.size
     }
-    lies["out"] = results["out"].sharding.is_equivalent_to(placed[0]["q"].sharding, 4)
+    out = results["out"]
+    lies["out"] = not out.size or out.sharding.is_equivalent_to(placed[0]["q"].sharding, 4)
     return {
         "each": each, "lies": [n for n, right in lies.items() if not right],
         "collectives": [

@@ -25,7 +25,7 @@ from tests.marks import some_slow
 from tests.parallel.split_cases import NAMES, Row, arrays_of, row_of
 from tests.transforms.test_context import KINDS, environment
 
-EVERYDAY = ("window_sizes-cube-explicit", "lengths-cube-explicit")
+EVERYDAY = ("window_sizes-cube-explicit", "by_batch_and_head-cube-shard_map", "lengths-cube-explicit")
 """Rows of the default run: each has found a defect, or is the only one of its kind and split there."""
 
 SECONDS = 300

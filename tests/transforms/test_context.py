@@ -343,6 +343,24 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "`block_mask` is made for q_len=32, kv_len=32; expected q_len=16, kv_len=16. Build it for these lengths with create_block_mask, "
         "or slice it.",
     ),
+    "a block mask of each head without the origin of the heads": (
+        bad(mask_mod=None, block_mask=flexjax.create_block_mask(masks.causal, None, N, T, T), origin=flexjax.Origin(head=2)),
+        "`block_mask` is made without an origin beside `origin`; expected one made with the same origin. Pass origin= to "
+        "create_block_mask too.",
+    ),
+    "a block mask of another origin": (
+        bad(
+            mask_mod=None,
+            block_mask=flexjax.create_block_mask(masks.causal, None, N, T, T, origin=flexjax.Origin(head=4)),
+            origin=flexjax.Origin(head=2),
+        ),
+        "`origin` is another than that of block_mask; expected the same, or None. None takes that of the block mask.",
+    ),
+    "a block mask with an origin of keys": (
+        bad(mask_mod=None, block_mask=flexjax.create_block_mask(masks.causal, None, None, T, T, origin=flexjax.Origin(key=4))),
+        "`block_mask` is made with an origin of queries or keys beside context; expected one of the whole sequence. context= places "
+        "the sequence.",
+    ),
     "an origin of the sequence": (
         bad(origin=flexjax.Origin(query=4)),
         "`origin` is one of queries or keys beside context; expected an origin of batch and heads. context= places the sequence.",
@@ -390,6 +408,14 @@ def test_what_a_call_cannot_have() -> None:
         assert str(error.value) == (
             "`context.method` is 'all_to_all'; expected query and key heads that 2 devices divide. The call has 2 and 1 on each device; "
             "use 'ring' or 'all_gather'."
+        )
+        counts, blocks = jnp.ones((1, 1, 4), jnp.int32), jnp.zeros((1, 1, 4, 1), jnp.int32)
+        lists = flexjax.BlockMask.from_kv_blocks(counts, blocks, block_size=4, kv_len=T)
+        with pytest.raises(NotImplementedError) as refusal:
+            flexjax.flex_attention(q, k, v, block_mask=lists, key_value_seq_lengths=3, context=ContextParallel("sp"))
+        assert str(refusal.value) == (
+            "A call with context= takes no lengths beside a block mask from user lists (BlockMask.from_kv_blocks), whose full blocks no "
+            "mask cuts. Hide tokens past a length with mask_mod, or pass lists without them."
         )
         with pytest.raises(ValueError, match="rows") as error:
             flexjax.flex_attention(q[:, :15], k, v, context=ContextParallel("sp"))
