@@ -67,15 +67,30 @@ def _size(shapes: str) -> int:
 
 
 def _groups(line: str) -> Groups:
-    """The replica groups of a collective, written as {{0,1},{2,3}} or as [2,2]<=[4], which may be transposed."""
+    """The replica groups of a collective: as {{0,1},{2,3}}, as [2,2]<=[4], which may be transposed, or as axes of a mesh."""
     plain = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line)
     if plain:
         rows = re.findall(r"\{([\d, ]*)\}", plain.group(1))
         return frozenset(frozenset(int(n) for n in row.split(",")) for row in rows)
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
+        names, together = [*sizes], re.findall(r"'(\w+)'", mesh.group(2))
+        return _over([*sizes.values()], [names.index(name) for name in together])
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota is None:
         return frozenset()
-    shape, sizes, turned = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-    numbers = np.arange(np.prod(sizes or [])).reshape(sizes or [])
-    numbers = numbers if turned is None else numbers.transpose(turned)
-    return frozenset(frozenset(map(int, row)) for row in numbers.reshape(shape or []))
+    shape, dims, turned = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
+    numbers = np.arange(np.prod(dims)).reshape(dims)
+    return _rows(numbers.transpose(turned or range(len(dims))).reshape(shape))
+
+
+def _over(sizes: list[int], together: list[int]) -> Groups:
+    """The groups of the devices of a mesh of these sizes that differ only along some of its axes."""
+    apart = [n for n in range(len(sizes)) if n not in together]
+    numbers = np.arange(np.prod(sizes)).reshape(sizes).transpose(*apart, *together)
+    return _rows(numbers.reshape(-1, int(np.prod([sizes[n] for n in together]))))
+
+
+def _rows(numbers: np.ndarray) -> Groups:
+    return frozenset(frozenset(map(int, row)) for row in numbers)
