@@ -37,6 +37,7 @@ from flexjax.backends import target as targets
 from flexjax.call_arguments import Arguments, check_keywords, describe_call
 from flexjax.dispatch import Run
 from flexjax.errors import bad_argument
+from flexjax.paged.cache import PagedCache
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.plan.tuned import merge as merge
@@ -112,10 +113,15 @@ def autotune(
     are not searched. Programs that are compiled already keep their tiles; programs that are lowered later use the new ones.
 
     Raises what flex_attention would raise, TypeError for a keyword that flex_attention does not have, ValueError for tracers and
-    for simulated kernels, NotImplementedError for `context=`, RuntimeError if no candidate runs.
+    for simulated kernels, NotImplementedError for `context=` and for a cache in pages, RuntimeError if no candidate runs.
 
     Example: flexjax.autotune(q, k, v, mask_mod=flexjax.masks.causal, seconds=30)
     """
+    if isinstance(key, PagedCache):
+        raise NotImplementedError(
+            "autotune has no tiles to choose for paged_attention: its tiles do not depend on the batch, so that the bits of a request "
+            "do not either. Time paged_attention with kernel_options inside the jitted call instead."
+        )
     check_keywords("autotune", typing.cast(dict, arguments))
     _check(backward, seconds, cache, progress)
     filled: typing.Any = {name: _concrete(name, x) for name, x in arguments.items()}

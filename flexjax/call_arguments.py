@@ -1,6 +1,7 @@
 """The keywords of `flex_attention` that other functions take too: their types, defaults and names, and a call of them as text."""
 
 import typing
+from collections.abc import Iterable
 
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.ir.origin import OriginTable
@@ -58,11 +59,19 @@ def check_keywords(function: str, given: dict[str, typing.Any]) -> None:
             "`flexjax.explain(..., context=...)` names. Time flex_attention with kernel_options inside the jitted call instead."
         )
     given.pop("context", None)
-    unknown = sorted(set(given) - set(Arguments.__annotations__))
+    refuse_unknown_keywords(function, given, Arguments.__annotations__)
+
+
+def refuse_unknown_keywords(
+    function: str, given: Iterable[str], known: Iterable[str], of: str = "flex_attention"
+) -> None:
+    """Raises TypeError if one of the keywords `given` to a function is not among `known`.
+
+    function   the name of the function, which takes the keywords of the function `of`, for the message
+    """
+    unknown = sorted(set(given) - set(known))
     if unknown:
-        raise TypeError(
-            f"{function}() got unexpected arguments {', '.join(unknown)}; it takes those of flex_attention."
-        )
+        raise TypeError(f"{function}() got unexpected arguments {', '.join(unknown)}; it takes those of {of}.")
 
 
 def describe_call(

@@ -19,35 +19,47 @@ from flexjax.backends import target as targets
 from flexjax.backends.target import Device, Target
 from flexjax.block_mask.block_mask import BlockMask
 from flexjax.block_mask.slice import take
-from flexjax.call_arguments import Arguments, check_keywords, describe_call
+from flexjax.call_arguments import Arguments, check_keywords, describe_call, refuse_unknown_keywords
 from flexjax.context_call import Given, build
 from flexjax.dense import block_mask_of
 from flexjax.errors import add_note_once, bad_argument
 from flexjax.explain_context import describe_context
+from flexjax.explain_work import describe_work
 from flexjax.ir.origin import OriginLayout
 from flexjax.ir.program import AXES, Load, Program, classify_load
+from flexjax.paged.cache import PagedCache
+from flexjax.paged.shared_prefix import SharedPrefix
+from flexjax.paged.table import PageTable
+from flexjax.paged_call import PagedArguments, prepare_paged, text_of_paged
 from flexjax.parallel.context_parallel import ContextParallel
 from flexjax.parallel.gathers import describe_devices
 from flexjax.plan.kernel_plan import FIRST_CAPTURE, KernelPlan, Wanted
 from flexjax.prepare import Call, prepare
 from flexjax.types import ArrayOrShape, AuxRequest, Implementations
-from flexjax.work import work_of
 
 Array = jax.Array
 
 
+class ExplainArguments(Arguments[ArrayOrShape], total=False):
+    """The keywords of flex_attention and of paged_attention that `explain` takes."""
+
+    cu_q_lens: ArrayOrShape | None
+    shared: SharedPrefix | None
+
+
 def explain(
     query: ArrayOrShape,
-    key: ArrayOrShape,
-    value: ArrayOrShape,
+    key: ArrayOrShape | PagedCache,
+    value: ArrayOrShape | PageTable,
     *,
     return_aux: AuxRequest | None = None,
     implementation: Implementations | None = None,
     device: Device | str | None = None,
     context: ContextParallel | None = None,
-    **arguments: typing.Unpack[Arguments[ArrayOrShape]],
+    **arguments: typing.Unpack[ExplainArguments],
 ) -> str:
-    """Text about the call `flex_attention(query, key, value, ...)` with the same arguments; computes nothing.
+    """Text about the call `flex_attention(query, key, value, ...)`, or `paged_attention(query, cache, table, ...)`, with the same
+    arguments; computes nothing.
 
     The text has: the shapes; each traced mod, with the axes that its values depend on and the load class of each read of a
     captured array; a picture of the blocks of the mask; the backends that would run the forward pass, the backward pass and the
@@ -64,10 +76,19 @@ def explain(
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
                 it computes, in place of the blocks of the mask; the mesh is the one that is set, or that of query
 
-    Raises what flex_attention would raise, and TypeError for a keyword that flex_attention does not have.
+    A call that reads a cache also gets its work items, the splits of the keys, CTAs, and the time and bandwidth that are predicted for
+    the decode kernel. Instead of the cache and the table of paged_attention, their shapes will do (jax.eval_shape). With `shared`
+    there are two passes, one after the other.
+
+    Raises what flex_attention (paged_attention) would raise, and TypeError for a keyword that it does not have.
 
     Example: print(flexjax.explain(q, k, v, mask_mod=flexjax.masks.causal))
     """
+    if isinstance(key, PagedCache):
+        if context is not None:
+            raise bad_argument("context", "given for paged_attention", "None", "Its tokens are not split over devices.")
+        own = typing.cast(dict[str, typing.Any], arguments)
+        return _explain_paged(query, key, typing.cast(PageTable, value), return_aux, implementation, device, own)
     check_keywords("explain", typing.cast(dict, arguments))
     target = _target(device)
     given: dict[str, object] = {"query": query, "key": key, "value": value, **arguments}
@@ -104,6 +125,47 @@ def explain(
         else:
             write({})
     return texts[0]
+
+
+def _explain_paged(
+    query: ArrayOrShape,
+    cache: PagedCache,
+    table: PageTable,
+    return_aux: AuxRequest | None,
+    implementation: Implementations | None,
+    device: Device | str | None,
+    arguments: dict[str, typing.Any],
+) -> str:
+    """The text about a call of paged_attention; its arrays may be jax.ShapeDtypeStructs."""
+    known = set(PagedArguments.__annotations__) - {"implementation"}
+    refuse_unknown_keywords("explain", arguments, known, "paged_attention")
+    target = _target(device)
+    leaves, structure = jax.tree.flatten((query, cache, table, arguments))
+    abstract = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+    texts: list[str] = []
+
+    def write(traced: list[Array]) -> None:
+        """Appends the text to `texts`; `traced`: tracers for the shapes among the leaves, in order."""
+        rest = iter(traced)
+        filled = (next(rest) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
+        q, pool, pages, given = jax.tree.unflatten(structure, filled)
+        try:
+            with jax.ensure_compile_time_eval():  # a table that is given keeps its lengths beside shapes
+                parts = prepare_paged(q, pool, pages, return_aux, given)
+            names = dispatch.candidates(implementation)
+            captured_scale = isinstance(given.get("scale"), Array)
+            for number, part in enumerate(parts, 1):
+                title = [f"pass {number} of {len(parts)}: {part.name}"] if parts[1:] else []
+                texts.append("\n\n".join([*title, _text(part.call, names, target, captured_scale, {})]))
+        except Exception as error:
+            add_note_once(error, text_of_paged("explain", q, pool, pages, return_aux, given))
+            raise
+
+    if abstract:
+        jax.eval_shape(write, abstract)
+    else:
+        write([])
+    return "\n\n".join(texts)
 
 
 def _context(context: ContextParallel, given: Given, target: Target) -> str:
@@ -147,13 +209,14 @@ def _text(
     captured_scale   scale is a jax scalar, which score_mod's program multiplies with
     placed           the shardings of the arrays that have one, by name
     """
+    paged = call.plan.page > 0
     sections = [
         _shapes(call.plan, captured_scale),
         *_programs(call),
-        _blocks(call),
+        "" if paged else _blocks(call),
         _choice(call, implementation, target),
-        _devices(call, placed),
-        _work(call),
+        "" if paged else _devices(call, placed),
+        describe_work(call, dispatch.choose(call.plan, implementation, target)),
     ]
     return "\n\n".join(s for s in sections if s)
 
@@ -173,6 +236,8 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")
         + ("  query_seq_lengths" if plan.lengths[0] else "")
         + ("  key_value_seq_lengths" if plan.lengths[1] else "")
+        + (f"  pages of {plan.page} tokens" if plan.page else "")
+        + (f" of {plan.cache_dtype}" if plan.cache_dtype else "")
     )
 
 
@@ -264,7 +329,9 @@ def _choice(call: Call, implementation: tuple[str, ...] | None, target: Target) 
     if score is not None and score.derivative is None:
         return "\n".join([*lines, f"backward pass: none. {score.why_not}"])
     derivative = None if score is None else score.derivative
-    main = tuple(x is not None for x in operands[:FIRST_CAPTURE])
+    in_pages = ("key", "value") if call.plan.page else ()  # a cache has no gradient
+    fields = operands._fields[:FIRST_CAPTURE]
+    main = tuple(getattr(operands, name) is not None and name not in in_pages for name in fields)
     learned = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands.score_captures)
     passes = [("backward pass", (False,) * len(learned))]
     passes += [("gradients of captured arrays", learned)] if any(learned) else []
@@ -293,17 +360,3 @@ def _sharding(x: object) -> jax.sharding.Sharding | None:
     if isinstance(x, core.Tracer) or not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return None
     return x.sharding
-
-
-def _work(call: Call) -> str:
-    """The section about work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out."""
-    work = work_of(call)
-    if work is None:
-        return "work: depends on traced block lists"
-    lines = ["work:"]
-    if work.has_mask:
-        share = 100 * work.visited / max(work.total, 1)
-        lines.append(f"  blocks visited {work.visited} of {work.total} ({share:.1f}%)")
-    lines.append(f"  forward {work.forward_flops / 1e9:.4g} GFLOP, backward {work.backward_flops / 1e9:.4g} GFLOP")
-    lines.append(f"  query, key, value and out: {work.bytes / 1e6:.4g} MB")
-    return "\n".join(lines)

@@ -20,6 +20,7 @@ ORDER = (
         "context_lengths",
         "context_primitives",
         "explain_context",
+        "explain_work",
         "paged_call",
         "paged_rows",
         "jax_nn",

@@ -1,6 +1,8 @@
 """explain: every section, traced and abstract arrays, refusals, and the errors of the call that it explains."""
 
 import re
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,11 @@ import numpy as np
 import pytest
 
 import flexjax
-from flexjax import masks
+from flexjax import masks, paged
+from flexjax.backends.target import Target
+from flexjax.dispatch import Run
+from flexjax.explain_work import describe_work
+from flexjax.paged_call import prepare_paged
 
 B, N, M, T, S, D = 2, 4, 2, 300, 300, 32
 
@@ -148,3 +154,78 @@ def test_entries_are_drawn_where_tokens_are_few() -> None:
     assert "entries: █ kept\n┌─────┐\n│█    │\n│██   │\n│ ██  │\n│  ██ │\n│   ██│\n└─────┘" in text
     long = jax.ShapeDtypeStruct((1, 129, 1, 8), np.float32)
     assert "entries" not in flexjax.explain(long, x, x, mask_mod=masks.causal)
+
+
+def shapes_of_cache(P: int, page: int, dtype: str, heads: int = 8, dim: int = 128) -> Any:
+    return jax.eval_shape(lambda: paged.empty(P, page, heads, dim, dtype=dtype))
+
+
+def table_of(lengths: list[int], n: int, page: int) -> Any:
+    pages = np.arange(len(lengths) * n, dtype=np.int32).reshape(-1, n)
+    arrays: Any = pages, np.asarray(lengths, np.int32), np.zeros(pages.size, np.int32)
+    return paged.PageTable(*arrays, page)
+
+
+def test_a_paged_call() -> None:
+    """Of shapes with a table that is known, of shapes alone, and in two passes."""
+    query, cache = jax.ShapeDtypeStruct((2, 1, 32, 128), jnp.float32), shapes_of_cache(16, 64, "int8")
+    text = flexjax.explain(query, cache, table_of([512, 100], 8, 64), implementation="xla")
+    head, score, mask, choice, work = text.split("\n\n")
+    assert head.startswith("attention  B=2 N=32 M=8 T=1 S=512 D=128 E=128 float32 BTNH")
+    assert head.endswith("key_value_seq_lengths  pages of 64 tokens of int8")
+    assert score == "score_mod: none"
+    assert mask.startswith("mask_mod: captures nothing\n")
+    assert choice.startswith("runs on: xla\n")
+    assert choice.endswith("backward pass on: xla")
+    assert work.splitlines() == [
+        "work:",
+        "  2 work items (tile rows), one after the other, 512 keys a step; keys are not split",
+        f"  reads {612 * 8 * 256 / 1e6:.4g} MB of keys and values",
+    ]
+    table = jax.eval_shape(lambda: paged.table(2, 8, 16, 64))
+    shared = flexjax.SharedPrefix(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((2,), (1, 2), (1,))))  # type: ignore[arg-type]
+    text = flexjax.explain(query, cache, table, shared=shared, implementation="xla")
+    assert re.findall(r"pass \d .*", text) == ["pass 1 of 2: shared prefixes", "pass 2 of 2: own tokens"]
+    with pytest.raises(TypeError) as caught:
+        flexjax.explain(query, cache, table, layout="BTNH")  # type: ignore[call-arg]
+    assert str(caught.value) == "explain() got unexpected arguments layout; it takes those of paged_attention."
+    with pytest.raises(ValueError, match="expected a last dim of 128") as caught:
+        flexjax.explain(jax.ShapeDtypeStruct((2, 1, 32, 64), jnp.float32), cache, table)
+    assert caught.value.__notes__[0].startswith("in explain(query=float32[2, 1, 32, 64], cache=int8[16, 64, 8, 128],")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "items", "splits", "ctas", "ms"),
+    [([32768] * 16, None, 4096, 32, 132, 0.498), ([131072], None, 1024, 128, 132, 0.129), ([32768], 1024, 8, 1, 8, 0.0214)],
+)  # fmt: skip
+def test_work_items_of_the_decode_kernel(
+    lengths: list[int], mask: int | None, items: int, splits: int, ctas: int, ms: float
+) -> None:
+    """By its chunks of 1024 keys, only those with keys that a query sees; measured are 0.502 and 0.135 ms."""
+    R, n = len(lengths), max(lengths) // 512
+    mask_mod = masks.causal if mask is None else masks.sliding_window(mask)
+    found: list[str] = []
+
+    def write(query: jax.Array, cache: paged.PagedCache) -> None:
+        with jax.ensure_compile_time_eval():
+            (part,) = prepare_paged(query, cache, table_of(lengths, n, 512), None, {"mask_mod": mask_mod})
+        backend: Any = types.SimpleNamespace(name="mosaic_gpu")
+        found.append(
+            describe_work(part.call, Run(backend, part.call.plan, Target("cuda", "NVIDIA H200", "9.0", 132), ()))
+        )
+
+    jax.eval_shape(write, jax.ShapeDtypeStruct((R, 1, 32, 128), jnp.bfloat16), shapes_of_cache(R * n, 512, "bfloat16"))
+    _, first, second = found[0].splitlines()
+    of_entry = f"at most {splits} split{'s' * (splits > 1)} of an entry"
+    assert first == f"  {items} work items of 1024 keys of a key head, {of_entry}, on {ctas} CTAs"
+    assert second.split("; ")[1].startswith(f"predicted for an H200: {ms} ms")
+
+
+def test_autotune_leaves_pages_alone() -> None:
+    message = (
+        "autotune has no tiles to choose for paged_attention: its tiles do not depend on the batch, so that the bits of a request do not "
+        "either. Time paged_attention with kernel_options inside the jitted call instead."
+    )
+    cache, table = paged.empty(1, 8, 1, 8, dtype="float32"), table_of([1], 1, 8)
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        flexjax.autotune(jnp.ones((1, 1, 1, 8)), cache, table)  # type: ignore[arg-type]

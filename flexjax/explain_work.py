@@ -1,0 +1,143 @@
+"""What `explain` says about the work of a call, and of one that reads a cache: work items, splits, CTAs, and a predicted bandwidth.
+
+The prediction is for the decode kernel on an H200. It reads its keys and values once, each SM at its share of the memory's bandwidth, and
+the SM with the most work items is the last:
+
+    time = rounds * bytes of an item / (READ_RATE / SMs) + MERGE_TIME        rounds = items / CTAs, rounded up
+
+With READ_RATE and MERGE_TIME as measured (backends/mosaic_gpu/NOTES_decode.md) it is within 5% of what is measured there.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+
+from flexjax.dense import block_mask_of
+from flexjax.dispatch import Run
+from flexjax.plan.kernel_plan import KernelPlan, Operands
+from flexjax.prepare import Call
+from flexjax.work import work_of
+
+READ_RATE = 4.5e12
+"""Bytes a second that all SMs of an H200 read together."""
+MERGE_TIME = 6e-6
+"""Seconds in which the partial results of the splits are merged."""
+
+
+def describe_work(call: Call, run: Run) -> str:
+    """The section about work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out; and what
+    is read of a cache.
+
+    run   the backend of the forward pass, with the plan
+    """
+    reads = ["  " + line for line in _describe_reads(run, call.operands)]
+    if call.plan.page:
+        return "\n".join(["work:", *reads])
+    work = work_of(call)
+    if work is None:
+        return "\n".join(["work: depends on traced block lists", *reads])
+    lines = ["work:"]
+    if work.has_mask:
+        share = 100 * work.visited / max(work.total, 1)
+        lines.append(f"  blocks visited {work.visited} of {work.total} ({share:.1f}%)")
+    lines.append(f"  forward {work.forward_flops / 1e9:.4g} GFLOP, backward {work.backward_flops / 1e9:.4g} GFLOP")
+    lines.append(f"  query, key, value and out: {work.bytes / 1e6:.4g} MB")
+    return "\n".join([*lines, *reads])
+
+
+def _describe_reads(run: Run, operands: Operands) -> list[str]:
+    """Lines about a call with keys in pages, or one that the decode kernel runs; [] for others.
+
+    run        the backend of its forward pass, with the plan;  operands: its arrays, which may be traced
+    """
+    plan = run.plan
+    kernel = _decode_kernel(run)
+    if kernel is None and not plan.page:
+        return []
+    seen = _visible_keys(plan, operands)
+    if kernel is None:
+        sizes = getattr(run.backend, "tile_sizes", lambda *_: None)(plan, run.target)
+        items = "" if sizes is None or not hasattr(sizes, "steps") else (
+            f"{_number(sizes.steps, 'work item')} (tile rows), one after the other, {sizes.chunk * sizes.block_kv} keys a step; keys are not split"
+        )  # fmt: skip
+        return [*([items] if items else []), *([] if seen is None else [_bytes_text(_bytes(plan, seen))])]
+    chunk, programs = kernel
+    splits = -(-plan.kv_len // chunk)
+    if seen is None:
+        most = plan.batch * plan.kv_heads * splits
+        return [
+            f"at most {most} work items of {chunk} keys of a key head, {_number(splits, 'split')} of an entry, on {min(most, programs)} CTAs"
+        ]
+    padded = np.pad(seen.any(1), ((0, 0), (0, splits * chunk - plan.kv_len)))
+    by_entry = padded.reshape(plan.batch, splits, chunk).any(-1).sum(-1)
+    items = int(by_entry.sum()) * plan.kv_heads
+    lines = [
+        f"{items} work items of {chunk} keys of a key head, at most {_number(int(by_entry.max(initial=0)), 'split')} of an entry, "
+        f"on {min(items, programs)} CTAs"
+    ]
+    read = _bytes(plan, seen)
+    if items == 0:
+        return lines
+    rounds = math.ceil(items / min(items, programs))
+    seconds = rounds * (read / items) * programs / READ_RATE + MERGE_TIME
+    return [
+        *lines,
+        f"{_bytes_text(read)}; predicted for an H200: {seconds * 1e3:.3g} ms, {read / seconds / 1e12:.3g} TB/s",
+    ]
+
+
+def _decode_kernel(run: Run) -> tuple[int, int] | None:
+    """(keys of a work item, CTAs of a full grid) where the decode kernel for Hopper runs the forward pass; None elsewhere."""
+    if run.backend.name != "mosaic_gpu":
+        return None
+    from flexjax.backends.mosaic_gpu import choose_kernel
+
+    tile = choose_kernel.decode_kernel(run.plan)
+    return None if tile is None else (tile.chunk, tile.programs)
+
+
+def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
+    """Which keys lie in blocks that a query visits, before the length: bool [B, 1 or N, S], N where the mask differs by head.
+
+    None if lengths or block lists are traced.
+    """
+    mask, lengths = block_mask_of(plan, operands), operands.lengths
+    ends = None if lengths is None else lengths.key
+    known = jax.tree.leaves((None if mask is None else (mask.kv_num_blocks, mask.kv_indices), ends))
+    if any(isinstance(x, core.Tracer) for x in known):
+        return None
+    seen = np.ones((plan.batch, 1, plan.kv_len), bool)
+    if mask is not None:
+        blocks = np.zeros((*mask.kv_num_blocks.shape, mask.blocks[1]), bool)
+        for num, index in (
+            (mask.kv_num_blocks, mask.kv_indices),
+            (mask.full_kv_num_blocks, mask.full_kv_indices),
+        ):
+            index = np.asarray(index)
+            listed = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
+            *at, place = np.nonzero(listed)
+            blocks[(*at, index[(*at, place)])] = True
+        of_keys = np.repeat(blocks.any(2), mask.block_size[1], -1)[..., : plan.kv_len]
+        seen = np.broadcast_to(of_keys, (plan.batch, *of_keys.shape[1:]))
+    if ends is not None:
+        seen = seen & (np.arange(plan.kv_len) < np.asarray(ends)[:, None, None])
+    return seen
+
+
+def _bytes(plan: KernelPlan, seen: np.ndarray) -> float:
+    """Bytes of the keys and values that `_visible_keys` says are visited, each read once."""
+    itemsize = jnp.dtype(plan.cache_dtype or plan.dtype).itemsize
+    return float(seen.mean(1).sum()) * plan.kv_heads * (plan.head_dim + plan.value_dim) * itemsize
+
+
+def _number(count: int, what: str) -> str:
+    """ "1 split", "2 splits"."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _bytes_text(read: float) -> str:
+    """How many bytes of keys and values are read, in words."""
+    return f"reads {read / 1e6:.4g} MB of keys and values"
