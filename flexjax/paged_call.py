@@ -10,21 +10,23 @@ belong to the second.
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flexjax import dispatch, masks
 from flexjax.attention import with_aux
 from flexjax.autodiff import attention
 from flexjax.call_arguments import text_of_call
 from flexjax.check_arguments import check_options
-from flexjax.errors import add_note_once
+from flexjax.errors import add_note_once, bad_argument
 from flexjax.merge_states import merge_attention_states
 from flexjax.paged.cache import PagedCache
 from flexjax.paged.shared_prefix import SharedPrefix, check_shared
-from flexjax.paged.table import PageTable
+from flexjax.paged.table import PageTable, described
 from flexjax.paged_rows import Rows, check_rows, prefix_rows, prefix_starts, ragged_rows, tile_size
 from flexjax.plan.kernel_plan import Results
 from flexjax.prepare import Call, prepare
@@ -35,6 +37,7 @@ from flexjax.types import (
     Implementations,
     KernelOptions,
     MaskMod,
+    Origin,
     ScoreMod,
 )
 
@@ -51,6 +54,7 @@ class PagedArguments(typing.TypedDict, total=False):
     scale: float | ArrayArgument | None
     sinks: ArrayArgument | None
     shared: SharedPrefix | None
+    origin: Origin | None
     implementation: Implementations | None
     kernel_options: KernelOptions | None
 
@@ -93,6 +97,7 @@ def paged_attention(
     scale: float | ArrayArgument | None = None,
     sinks: ArrayArgument | None = None,
     shared: SharedPrefix | None = None,
+    origin: Origin | None = None,
     return_aux: AuxRequest | None = None,
     implementation: Implementations | None = None,
     kernel_options: KernelOptions | None = None,
@@ -110,6 +115,8 @@ def paged_attention(
     scale, sinks, return_aux, implementation  as for flex_attention
     shared       SharedPrefix: which requests begin with the same tokens. These are read once for the queries of a tile, and not
                  once for each request
+    origin       Origin(batch=, head=): which request and which query head of the whole problem the first of this call is, inside
+                 jax.shard_map over requests or heads. Mods see those of the whole problem; positions count in the request
     kernel_options  as for flex_attention; with cu_q_lens or shared, block_q is the number of queries of a tile, default 16,
                  or fewer where more than four query heads share a key head
 
@@ -133,7 +140,7 @@ def paged_attention(
     """
     arguments: PagedArguments = {
         "score_mod": score_mod, "mask_mod": mask_mod, "query_seq_lengths": query_seq_lengths, "cu_q_lens": cu_q_lens,
-        "scale": scale, "sinks": sinks, "shared": shared, "kernel_options": kernel_options,
+        "scale": scale, "sinks": sinks, "shared": shared, "origin": origin, "kernel_options": kernel_options,
     }  # fmt: skip
     try:
         names = dispatch.candidates(implementation)
@@ -189,7 +196,9 @@ def prepare_paged(
     """
     get = arguments.get
     options = check_options(return_aux, get("kernel_options"))
-    cu_q_lens, score_mod, mask_mod = get("cu_q_lens"), get("score_mod"), get("mask_mod", masks.causal)
+    cu_q_lens = get("cu_q_lens")
+    score_mod = _placed(get("score_mod"), get("origin"))
+    mask_mod = _placed(get("mask_mod", masks.causal), get("origin"))
     rows, queries = check_rows(query, cache, table, get("query_seq_lengths"), cu_q_lens, get("sinks"))
     size = options.block_q or tile_size(rows.inputs)
     own = rows if cu_q_lens is None else ragged_rows(rows, queries, size)
@@ -223,6 +232,44 @@ def prepare_paged(
         part("shared prefixes", prefix, mask_mod, None),
         part("own tokens", own, _from(mask_mod, start), get("sinks")),
     ]
+
+
+def _placed(mod: typing.Any, origin: object) -> typing.Any:
+    """The mod (mask or score) of this call, whose first request and query head are origin.batch and origin.head of the whole problem.
+
+    Raises ValueError for an origin of queries or keys, whose positions are those in the request.
+    """
+    if origin is None:
+        return mod
+    if not isinstance(origin, Origin):
+        raise bad_argument("origin", f"a {type(origin).__name__}", "a flexjax.Origin or None", "None starts at 0.")
+    for name in ("query", "key"):
+        start = getattr(origin, name)
+        if not isinstance(start, int) or start != 0:
+            raise bad_argument(
+                f"origin.{name}", described(start), "0: positions count in the request", "Give batch and head alone."
+            )
+    batch, head = (_start(name, getattr(origin, name)) for name in ("batch", "head"))
+    if not callable(mod):
+        return mod  # None, or refused where it is traced
+
+    @functools.wraps(mod)
+    def of_whole(*at: Array) -> typing.Any:
+        """`mod` with the indices of the whole problem in place of b and h, the fourth and third arguments from the end."""
+        *score, b, h, q_idx, kv_idx = at
+        return mod(*score, b + batch, h + head, q_idx, kv_idx)
+
+    return of_whole
+
+
+def _start(name: str, given: object) -> int | Array:
+    """origin.batch or origin.head. Raises ValueError unless it is an int that is not negative or an integer scalar."""
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    if isinstance(given, Array | np.ndarray) and given.shape == () and jnp.issubdtype(given.dtype, jnp.integer):
+        return jnp.asarray(given, jnp.int32)
+    got = repr(given) if isinstance(given, int) else described(given)
+    raise bad_argument(f"origin.{name}", got, "an int that is not negative, or an int32 scalar", "Pass one number.")
 
 
 def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:

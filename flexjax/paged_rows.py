@@ -174,7 +174,8 @@ def check_rows(
         raise bad_argument("query_seq_lengths", "given beside cu_q_lens", "one of them", "cu_q_lens has the lengths.")
     if split_of(q[None] if ragged else q, "BTNH") is not None:
         raise NotImplementedError(
-            "paged_attention does not split its work over explicit mesh axes. Use jax.shard_map over the requests or the heads."
+            "paged_attention does not split its work over explicit mesh axes. Use jax.shard_map over the requests or the heads, with "
+            "origin=Origin(batch=..., head=...) for mods that read them."
         )
     inputs = Inputs(
         query=q[None] if ragged else q, key=jnp.asarray(cache.key), value=jnp.asarray(cache.value),

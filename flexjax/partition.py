@@ -87,7 +87,10 @@ def _whole(because: str, todo: str) -> str:
     )
 
 
-OF_PAGES = _whole("keys in pages have no partitioning rule", "Use jax.shard_map over the requests or the heads")
+OF_PAGES = _whole(
+    "keys in pages have no partitioning rule",
+    "Use jax.shard_map over the requests or the heads, with origin=Origin(batch=..., head=...) for mods that read them",
+)
 
 
 def settings_now() -> Callable[[], contextlib.AbstractContextManager]:
