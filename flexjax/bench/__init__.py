@@ -5,6 +5,9 @@
     measure.py   one measurement, in a process of its own, so that its peak memory is its own
     report.py    the Markdown table and the plot
     order.py     `--suite order`: fixed against any order of additions on a GPU
+    mesh.py      `--suite mesh`: all devices of this machine beside one of them
+    step.py      `--suite step`: a training step on packed documents, by attention
+    in_turns.py  wall-clock times of steps that take turns
 
     device.py, inputs.py, gpu_peers.py, torch_flex.py   `--suite gpu`: device times, one process for each peer
 

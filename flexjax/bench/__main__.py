@@ -1,6 +1,6 @@
 """The command line of the benchmarks.
 
-`python -m flexjax.bench --suite cpu|gpu|order|mesh [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
+`python -m flexjax.bench --suite cpu|gpu|order|mesh|step [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
 peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 
@@ -18,7 +18,7 @@ from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import PASSES, SUITES, Workload
 
-ORDER, MESH = "order", "mesh"
+ORDER, MESH, STEP = "order", "mesh", "step"
 ON_GPU = ("jax.nn", "tokamax", "torch", "flexjax", "flexjax any order")  # peers of the gpu suites
 ALLOWED_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3, "float64": 1e-10}
 
@@ -31,15 +31,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     Without --peers, `peers` names all that the suite offers, joined by commas.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
-    parser.add_argument("--suite", choices=sorted([*SUITES, ORDER, MESH]), default="cpu")
+    parser.add_argument("--suite", choices=sorted([*SUITES, ORDER, MESH, STEP]), default="cpu")
     parser.add_argument("--only", default="*", help="shell pattern for the names of problems")
     offered = f"comma-separated, of {', '.join(PEERS)}; on a GPU of {', '.join(ON_GPU)}"
     parser.add_argument("--peers", help=offered)
     parser.add_argument("--passes", default=",".join(PASSES), help="cpu: comma-separated, of " + ", ".join(PASSES))
     parser.add_argument("--seconds", type=float, help="time budget of one measurement; default: the suite's")
-    parser.add_argument("--minutes", type=float, default=60, help="gpu: what is not done by then is left out")
+    parser.add_argument("--minutes", type=float, default=60, help="gpu, step: what is not done by then is left out")
     parser.add_argument("--together", action="store_true", help="gpu: one peer compiles while another is measured")
-    parser.add_argument("--small", action="store_true", help="mesh: short sequences, to try it without GPUs")
+    parser.add_argument("--small", action="store_true", help="mesh, step: short sequences, to try it without GPUs")
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
     args = parser.parse_args(argv)
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line, prints the table and writes the files that it asks for. Returns the exit status: 1 if a
-    result is wrong or missing, else 0; that of order.main for the suite "order".
+    result is wrong or missing, else 0; that of `main` of the suites "order", "mesh" and "step".
 
     argv   the arguments; None: those of the process
     """
@@ -66,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         from flexjax.bench import mesh
 
         return mesh.main(args.small)
+    if args.suite == STEP:
+        from flexjax.bench import step
+
+        return step.main(args.small, args.minutes)
     command = args.command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
     problems = [p for p in SUITES[args.suite] if fnmatch.fnmatch(p.name, args.only)]
     if args.seconds is not None:

@@ -12,7 +12,6 @@ compiled program. `--small` runs everything with short sequences, to try the sui
 """
 
 import re
-import statistics
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -24,9 +23,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flexjax
 from flexjax import masks
+from flexjax.bench.in_turns import milliseconds
 from flexjax.types import MaskMod, ScoreMod
 
-ROUNDS, SECONDS = 5, 0.1  # measurements of each, and the least duration of one
 AXIS = "devices"
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -63,21 +62,6 @@ def both_passes(attend: Attend, arrays: Sequence[jax.Array | jax.ShapeDtypeStruc
     return jax.jit(step).lower(*arrays).compile()
 
 
-def milliseconds(*steps: Compiled) -> list[float]:
-    """The median time of each step, in rounds that run every step in turn."""
-    times: list[list[float]] = [[] for _ in steps]
-    for step, arrays in steps:
-        jax.block_until_ready([step(*arrays) for _ in range(2)])
-    for _ in range(ROUNDS):
-        for (step, arrays), taken in zip(steps, times, strict=True):
-            count, begin = 0, time.perf_counter()
-            while count == 0 or time.perf_counter() - begin < SECONDS:
-                jax.block_until_ready([step(*arrays) for _ in range(2)])
-                count += 2
-            taken.append(1e3 * (time.perf_counter() - begin) / count)
-    return [statistics.median(t) for t in times]
-
-
 def draw(batch: int, tokens: int, heads: int, dim: int) -> Arrays:
     """Random query, key, value and cotangent, bfloat16 [batch, tokens, heads, dim]."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -111,7 +95,7 @@ def batch_and_heads(tokens: int) -> None:
             mesh = mesh_of_all(kind)
             spread = tuple(jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))) for x in arrays)
             every = Compiled(both_passes(attend, spread), spread)
-            alone, together = milliseconds(one, every)
+            alone, together = milliseconds((one, every))
             row = f"{alone:.2f} | {together:.2f} | {alone / together:.2f} | {every.collectives()}"
             print(f"| {name} | {kind.name} | {row} |", flush=True)
 
@@ -204,7 +188,7 @@ def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
             with jax.set_mesh(mesh_of_all(AxisType.Auto)):
                 every = on_all(mask_mod, arrays, bias, layout, "auto")
             one = on_one(mask_mod, arrays, bias)
-            alone, together = milliseconds(one, every)
+            alone, together = milliseconds((one, every))
             if name == "causal":
                 plain += [alone, together]
             label = name if bias is None else f"{name}, learned relative bias"

@@ -1,0 +1,36 @@
+"""The step suite without a GPU: the same numbers from every attention of the same model, and its table."""
+
+import time
+
+import pytest
+
+from flexjax.bench import __main__ as command
+from flexjax.bench import step
+
+TINY = step.Size(layers=1, width=16, heads=2, tokens=32, documents=3)
+
+
+def test_another_model_is_seen(monkeypatch):
+    monkeypatch.setitem(step.ATTENTIONS, step.OWN_XLA, lambda ids: lambda q, k, v: (q + k + v) / 3)
+    compiled, numbers, missing = step.compile_steps(TINY, (step.OWN, step.OWN_XLA, step.DENSE), time.time() + 600)
+    assert not missing
+    assert set(compiled) == set(numbers)
+    errors = step.largest_errors(numbers)
+    assert set(errors) == {step.OWN, step.OWN_XLA}
+    assert errors[step.OWN] < step.ALLOWED_ERROR / 4
+    assert errors[step.OWN_XLA] > step.ALLOWED_ERROR
+
+
+def test_what_is_not_there_is_said(capsys):
+    assert command.main(["--suite", "step", "--small", "--minutes", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-6:] == [f"- {name}: not reached in the time given" for name in step.ATTENTIONS]
+    assert "| flexjax | - | - | - | - |" in lines
+
+
+@pytest.mark.slow
+def test_the_command(capsys):
+    assert command.main(["--suite", "step", "--small"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| flexjax") and " - " not in line for line in lines) == 2
+    assert "- cuDNN, dense mask: needs an NVIDIA GPU" in lines
