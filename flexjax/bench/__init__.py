@@ -9,7 +9,10 @@
     step.py      `--suite step`: a training step on packed documents, by attention
     in_turns.py  wall-clock times of steps that take turns
 
-    device.py, inputs.py, gpu_peers.py, torch_flex.py   `--suite gpu`: device times, one process for each peer
+    device.py, inputs.py, kernel_times.py, gpu_peers.py, torch_flex.py
+                 `--suite gpu`: device times, one process for each peer
+    decode_cases.py, decode_peers.py, decode_torch.py
+                 `--suite decode`: few queries over long caches, in the processes of device.py
 
 To add a suite, add rows to `suites.SUITES`; to add a peer, an adapter to `peers.PEERS`.
 """

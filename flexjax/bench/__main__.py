@@ -1,6 +1,6 @@
 """The command line of the benchmarks.
 
-`python -m flexjax.bench --suite cpu|gpu|order|mesh|step [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
+`python -m flexjax.bench --suite cpu|gpu|decode|order|mesh|step [--only PATTERN] [--peers A,B] [--json FILE] [--plot FILE]` times flexjax and its
 peers (other implementations) on the workloads of a suite and prints a Markdown table.
 """
 
@@ -11,9 +11,11 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from flexjax.bench import device, report
+from flexjax.bench import decode_cases, device, report
+from flexjax.bench.decode_cases import DECODE_SUITES
 from flexjax.bench.measure import machine, measure_apart
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import PASSES, SUITES, Workload
@@ -31,19 +33,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     Without --peers, `peers` names all that the suite offers, joined by commas.
     """
     parser = argparse.ArgumentParser(prog="python -m flexjax.bench", description="Timings against peers.")
-    parser.add_argument("--suite", choices=sorted([*SUITES, ORDER, MESH, STEP]), default="cpu")
-    parser.add_argument("--only", default="*", help="shell pattern for the names of problems")
-    offered = f"comma-separated, of {', '.join(PEERS)}; on a GPU of {', '.join(ON_GPU)}"
+    parser.add_argument("--suite", choices=sorted([*SUITES, *DECODE_SUITES, ORDER, MESH, STEP]), default="cpu")
+    parser.add_argument("--only", default="*", help="shell patterns for the names of problems, by semicolons")
+    offered = (
+        f"comma-separated, of {', '.join(PEERS)}; gpu: {', '.join(ON_GPU)}; decode: {', '.join(decode_cases.PEERS)}"
+    )
     parser.add_argument("--peers", help=offered)
     parser.add_argument("--passes", default=",".join(PASSES), help="cpu: comma-separated, of " + ", ".join(PASSES))
     parser.add_argument("--seconds", type=float, help="time budget of one measurement; default: the suite's")
-    parser.add_argument("--minutes", type=float, default=60, help="gpu, step: what is not done by then is left out")
-    parser.add_argument("--together", action="store_true", help="gpu: one peer compiles while another is measured")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="gpu, decode, step: what is not done by then is left out"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="gpu, decode: one peer compiles while another is measured"
+    )
     parser.add_argument("--small", action="store_true", help="mesh, step: short sequences, to try it without GPUs")
     parser.add_argument("--json", metavar="FILE", help="write every measurement there")
     parser.add_argument("--plot", metavar="FILE", help="draw the medians there; needs matplotlib")
     args = parser.parse_args(argv)
     choice = ON_GPU if args.suite.startswith("gpu") else tuple(PEERS)
+    choice = decode_cases.PEERS if args.suite in DECODE_SUITES else choice
     args.peers = args.peers or ",".join(choice)
     unknown = set(args.peers.split(",")) - set(choice) | set(args.passes.split(",")) - set(PASSES)
     if unknown:
@@ -71,7 +80,10 @@ def main(argv: list[str] | None = None) -> int:
 
         return step.main(args.small, args.minutes)
     command = args.command = "python -m flexjax.bench " + shlex.join(sys.argv[1:] if argv is None else argv)
-    problems = [p for p in SUITES[args.suite] if fnmatch.fnmatch(p.name, args.only)]
+    wanted = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in args.only.split(";"))
+    if args.suite in DECODE_SUITES:
+        return _on_gpu(args, [c for c in DECODE_SUITES[args.suite] if wanted(c.name)], args.peers.split(","))
+    problems = [p for p in SUITES[args.suite] if wanted(p.name)]
     if args.seconds is not None:
         problems = [dataclasses.replace(p, seconds=args.seconds) for p in problems]
     peers, passes = args.peers.split(","), args.passes.split(",")
@@ -101,14 +113,14 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if complaints else 0
 
 
-def _on_gpu(args: argparse.Namespace, problems: list[Workload], peers: list[str]) -> int:
-    """Runs a gpu suite, prints its table and writes the files that the command line asks for; returns the exit status.
+def _on_gpu(args: argparse.Namespace, problems: Sequence[device.Problem], peers: list[str]) -> int:
+    """Runs a gpu or a decode suite, prints its table and writes the files that the command line asks for; returns the exit status.
 
     args       the parsed command line
     problems   the workloads
     peers      names of the peers
 
-    The status is 1 if a result is wrong or failed, or if other processes were on the device before the first
+    The status is 1 if a result (decode: of flexjax) is wrong or failed, or if other processes were on the device before the first
     measurement; else 0.
     """
     until, start = time.time() + 60 * args.minutes, time.monotonic()
@@ -120,12 +132,19 @@ def _on_gpu(args: argparse.Namespace, problems: list[Workload], peers: list[str]
 
     others = device.other_processes()
     rows, facts = device.measure_all(args.suite, problems, peers, args.together, until, say)
-    print(report.on_gpu(rows, peers, facts, args.command), flush=True)
+    decode = args.suite in DECODE_SUITES
+    if decode:
+        cudnn = [p for p in peers if p in (decode_cases.CUDNN, decode_cases.CUDNN_PAGES)]
+        print(report.of_decode(rows, peers, facts, args.command, cudnn), flush=True)
+    else:
+        print(report.on_gpu(rows, peers, facts, args.command), flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(dict(machine=facts, command=args.command, rows=rows), file, indent=1)
     if args.plot:
         report.plot(rows, peers, facts, args.plot)
+    if decode:  # peers round dense biases, and refuse some cases
+        rows = [row | dict(peers={p: r for p, r in row["peers"].items() if p == decode_cases.OWN_PEER}) for row in rows]
     complaints = report.wrong(rows, max((ALLOWED_ERROR[p.dtype] for p in problems), default=0.0))
     if others:
         complaints.append(f"Other processes were on the device before the first measurement: {', '.join(others)}.")

@@ -1,9 +1,10 @@
-"""The gpu suite: one process for each peer (implementation), which measures all workloads and prints a line of JSON for each.
+"""The gpu and decode suites: one process for each peer (implementation), which measures all workloads and prints a line of JSON for
+each.
 
 A line has: the median device time (kernel times by CUPTI if jax has it, else launches back to back) of the forward pass and of
 the backward pass, which is the time of both less that of the forward pass; the seconds from tracing to the first result of both
 passes. The process also saves out and all gradients at the sample rows. The parent compares them with dense float32 attention,
-which the process `reference` computes in chunks of queries, and adds the largest error.
+which the process `reference` computes in chunks of queries, and adds the largest error. The decode suite has one pass, "decode".
 
 With `together` the processes run at the same time, so that one compiles while another is timed, under a lock. Without it they
 run one after another. A process that dies is started again with the workload after the one it died of.
@@ -15,19 +16,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from flexjax.bench.decode_cases import DECODE_SUITES, DecodeCase
 from flexjax.bench.inputs import REFERENCE
 from flexjax.bench.suites import SUITES, Workload
 
 Row = dict[str, Any]
+Problem = Workload | DecodeCase
+NOT_STARTED, NOT_INSTALLED = 3, 4
+"""Exit statuses of a peer's process."""
 
 
 def measure_all(
-    suite: str, problems: list[Workload], peers: list[str], together: bool, until: float, say: Callable[[str], None]
+    suite: str, problems: Sequence[Problem], peers: list[str], together: bool, until: float, say: Callable[[str], None]
 ) -> tuple[list[Row], Row]:
     """Measures all workloads with all peers; returns (the rows of the report, the versions of packages by name).
 
@@ -44,7 +49,7 @@ def measure_all(
         found: dict[str, dict[str, Row]] = {}
         for group in groups:
             children = {
-                peer: PeerProcess(suite, peer, [p for p in problems if not _skipped(p, peer)], folder) for peer in group
+                peer: PeerProcess(suite, peer, [p for p in problems if not p.skipped(peer)], folder) for peer in group
             }
             while any(child.running for child in children.values()):
                 time.sleep(0.2)
@@ -59,29 +64,16 @@ def measure_all(
         for problem in problems:
             results = {peer: _peer_result(problem, peer, found[peer], folder) for peer in peers}
             for which in problem.passes:
-                rows.append(dict(problem=problem.name, which=which, flops=problem.flops(which), peers={}))
+                rows.append(dict(problem=problem.name, which=which, **problem.counts(which), peers={}))
                 for peer, result in results.items():
-                    mine = {k: v for k, v in result.items() if k not in ("forward", "backward")}
+                    mine = {k: v for k, v in result.items() if k not in problem.passes}
                     if "failed" not in result and "skipped" not in result:
                         mine["median"] = result[which]
                     rows[-1]["peers"][peer] = mine
         return rows, facts
 
 
-def _skipped(problem: Workload, peer: str) -> str | None:
-    """Why a peer is not timed on this workload; None if it is.
-
-    "jax.nn" and "tokamax" are not timed where they have no argument for the mask or mod; any peer by the `skip` of the
-    workload.
-    """
-    if peer == "jax.nn" and (problem.mod or problem.mask not in ("full", "causal", "window")):
-        return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"
-    if peer == "tokamax" and (problem.mod not in (None, "softcap") or problem.mask not in ("full", "causal", "window")):
-        return "has no argument for this mask or mod"
-    return dict(problem.skip).get(peer)
-
-
-def _peer_result(problem: Workload, peer: str, found: dict[str, Row], folder: str) -> Row:
+def _peer_result(problem: Problem, peer: str, found: dict[str, Row], folder: str) -> Row:
     """The result of a peer on a workload for the report: what its process printed, with the errors against the
     reference.
 
@@ -91,12 +83,12 @@ def _peer_result(problem: Workload, peer: str, found: dict[str, Row], folder: st
     {"skipped": why} if the peer is not timed on the workload, {"failed": why} if it gave no result. Without samples of
     the peer or of the reference the result has no errors.
     """
-    reason = _skipped(problem, peer)
+    reason = problem.skipped(peer)
     if reason:
         return dict(skipped=reason)
     result = found.get(problem.name, dict(failed="not reached in the time given"))
     paths = [_sample_path(folder, p, problem) for p in (REFERENCE, peer)]
-    if "failed" in result or not all(map(os.path.exists, paths)):
+    if "failed" in result or "skipped" in result or not all(map(os.path.exists, paths)):
         return result
     with np.load(paths[0]) as want, np.load(paths[1]) as got:
         errors = {name: _error(got[name], want[name]) for name in want.files if name in got.files}
@@ -112,7 +104,7 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-def _sample_path(folder: str, peer: str, problem: Workload) -> str:
+def _sample_path(folder: str, peer: str, problem: Problem) -> str:
     """The file in which the process of a peer saves its sample rows of a workload."""
     return os.path.join(folder, f"{peer} {problem.name}.npz".replace(" ", "_"))
 
@@ -126,7 +118,7 @@ class PeerProcess:
     running     whether the process runs
     """
 
-    def __init__(self, suite: str, peer: str, problems: list[Workload], folder: str):
+    def __init__(self, suite: str, peer: str, problems: Sequence[Problem], folder: str):
         """Starts the process, if there are workloads.
 
         folder   the folder of the run, for its output, its samples and the lock
@@ -152,6 +144,8 @@ class PeerProcess:
         self.path = os.path.join(self.folder, f"{self.peer.replace(' ', '_')}-{self.starts}")
         task = dict(suite=self.suite, peer=self.peer, problems=self.remaining, folder=self.folder)
         environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false", TF_CPP_MIN_LOG_LEVEL="3")
+        if self.suite in DECODE_SUITES:  # caches of 34 GB, which a process has to give back for the next one
+            environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
         command = [sys.executable, "-m", "flexjax.bench.device", json.dumps(task)]
         with open(self.path, "w") as out, open(self.path + ".err", "w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
@@ -159,8 +153,8 @@ class PeerProcess:
     def poll_results(self, until: float) -> None:
         """Reads new results, ends the process if time.time() is past `until`, and restarts it if it has died.
 
-        The workload that it died of has failed, with the last line of its errors; all that remain have failed if its
-        exit status is 3 (it could not begin). A process that was ended for time is not restarted, nor one that was
+        The workload that it died of has failed, with the last line of its errors; all that remain have failed if it could
+        not begin, and are skipped if the peer is not installed. A process that was ended for time is not restarted, nor one that was
         started four times.
         """
         if not self.running:
@@ -184,11 +178,13 @@ class PeerProcess:
             return
         with open(self.path + ".err") as file:
             last = (file.read().strip().splitlines() or ["no word"])[-1][:300]
-        self.results[self.remaining[0]] = dict(failed=f"process ended with {self.process.returncode}: {last}")
-        not_started = self.process.returncode == 3
-        if not_started:
-            self.results |= {n: dict(failed=last) for n in self.remaining}
-        self.remaining = [] if not_started else self.remaining[1:]
+        status = self.process.returncode
+        if status in (NOT_STARTED, NOT_INSTALLED):
+            self.results |= {n: {"failed" if status == NOT_STARTED else "skipped": last} for n in self.remaining}
+            self.remaining = []
+            return
+        self.results[self.remaining[0]] = dict(failed=f"process ended with {status}: {last}")
+        self.remaining = self.remaining[1:]
         if self.remaining and self.starts < 4:
             self.running = True
             self._start()
@@ -216,25 +212,20 @@ def main(argument: str) -> int:
 
     argument   JSON: suite, peer, problems (names) and folder, to which the samples are written
 
-    A workload that raises has {"failed": why} in its line. Returns the exit status: 3 if the peer cannot be imported or
-    finds no device, else 0.
+    A workload that raises has {"failed": why} in its line. Returns the exit status: NOT_INSTALLED, NOT_STARTED if the peer
+    finds no device, or 0.
     """
     task = json.loads(argument)
-    by_name = {p.name: p for p in SUITES[task["suite"]]}
+    by_name: dict[str, Problem] = {p.name: p for p in (SUITES | DECODE_SUITES)[task["suite"]]}
     problems = [by_name[n] for n in task["problems"]]
     try:
-        if task["peer"] == "torch":
-            from flexjax.bench import torch_flex as host
-
-            run = host.measure
-        else:
-            from flexjax.bench import gpu_peers as host
-
-            run = host.adapter(task["peer"])
-        facts = host.facts()
+        run, facts = _host(task["suite"] in DECODE_SUITES, task["peer"], problems)
+    except ModuleNotFoundError as error:
+        print(f"is not installed ({error})", file=sys.stderr)
+        return NOT_INSTALLED
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 3
+        return NOT_STARTED
     print(json.dumps(dict(problem="facts", **facts)), flush=True)
     for problem in problems:
         try:
@@ -246,6 +237,22 @@ def main(argument: str) -> int:
             result = dict(failed=f"{type(error).__name__}: {text[:300]}")
         print(json.dumps(dict(problem=problem.name, **result)), flush=True)
     return 0
+
+
+def _host(decode: bool, peer: str, problems: Sequence[Any]) -> tuple[Callable[..., Any], Row]:
+    """(the function (workload, folder) -> (result, samples) of a peer, the versions of packages by name).
+
+    decode     whether the suite is one of DECODE_SUITES
+    problems   what will be measured, in this order
+    """
+    if peer == "torch":
+        from flexjax.bench import decode_torch, torch_flex
+
+        return (decode_torch if decode else torch_flex).measure, torch_flex.facts()
+    from flexjax.bench import decode_peers, gpu_peers
+
+    facts = gpu_peers.facts()  # wakes the device first
+    return (decode_peers.adapter(peer, problems) if decode else gpu_peers.adapter(peer)), facts
 
 
 if __name__ == "__main__":

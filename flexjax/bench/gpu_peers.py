@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.bench.inputs import REFERENCE, alone, random_arrays, sample_rows
+from flexjax.bench.kernel_times import device_time as device_time
 from flexjax.bench.suites import MODS, Workload
 
 Attention = Callable[..., jax.Array]
@@ -158,31 +159,6 @@ def sampled(problem: Workload, results: dict[str, jax.Array]) -> dict[str, np.nd
     rows = sample_rows(problem.length)
     pick = lambda name, x: x if name == "learned" and x.ndim < 3 else x[:, rows]
     return {name: np.asarray(pick(name, x).astype(jnp.float32)) for name, x in results.items()}
-
-
-def device_time(call: Callable[..., object], *operands: jax.Array | None, calls: int = 20) -> tuple[float, str]:
-    """Measures a call on the device; returns (median seconds of its kernels, how they were measured).
-
-    calls   number of calls that CUPTI measures
-
-    Where CUPTI fails the time is that of back-to-back launches: the median of 7 rounds of 10. One call before is not
-    timed.
-    """
-    jax.block_until_ready(call(*operands))
-    try:
-        from jax.experimental.mosaic.gpu import profiler
-
-        _, times = profiler.Cupti(finalize=False).measure(call, iterations=calls)(*operands)
-        return float(np.median(times)) * 1e-3, "cupti"
-    except Exception:
-        rounds = []
-        for _ in range(7):
-            start = time.perf_counter()
-            for _ in range(10):
-                result = call(*operands)
-            jax.block_until_ready(result)
-            rounds.append((time.perf_counter() - start) / 10)
-        return float(np.median(rounds)), "launches back to back"
 
 
 # ------------------------------------------------------------------------------------------ the reference

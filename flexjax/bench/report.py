@@ -9,6 +9,8 @@ command  the command line that made the measurements
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -76,21 +78,54 @@ def on_gpu(rows: list[Row], peers: list[str], facts: dict[str, str], command: st
         cells += [f"{mine['error']:.0e}" if "error" in mine else "-"]
         errors = [r["error"] for r in results.values() if "error" in r]
         lines.append("| " + " | ".join([*cells, f"{max(errors):.0e}" if errors else "-"]) + " |")
+    return "\n".join(lines + _below(rows, facts, command))
+
+
+def _below(rows: list[Row], facts: dict[str, str], command: str) -> list[str]:
+    """The lines below the table of a suite on a GPU: the device, how times were measured, the command, why results are missing."""
     about = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "device")
     how = {p: r["how"] for row in rows for p, r in row["peers"].items() if "how" in r}
-    lines += [
-        "",
-        f"{facts.get('device', 'no device')}; {about}. Medians: " + "; ".join(f"{p}: {h}" for p, h in how.items()),
-    ]
-    lines += [f"`{command}`"]
+    measured = "; ".join(f"{p}: {h}" for p, h in how.items())
+    lines = ["", f"{facts.get('device', 'no device')}; {about}. Medians: {measured}", f"`{command}`"]
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for p, r in row["peers"].items():
             if _reason(r):
                 reasons.setdefault(f"{p} {'failed, ' if 'failed' in r else ''}{_reason(r)}", []).append(row["problem"])
-    return "\n".join(
-        lines + [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in sorted(reasons.items())]
-    )
+    return lines + [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in sorted(reasons.items())]
+
+
+def of_decode(rows: list[Row], peers: list[str], facts: dict[str, str], command: str, cudnn: Sequence[str]) -> str:
+    """The table of the decode suite as Markdown text; its last line has the worst ratio.
+
+    rows, facts, command   see the top of the file; a row has `bytes`, those of the keys and values that a call has to read
+    peers                  names of the peers, in the order of the columns
+    cudnn                  those of them that are cuDNN
+
+    The columns are, for each peer, the time and bytes a second; the fastest time of cuDNN over ours; the error of ours, relative to the
+    largest value; "-" where there is none.
+    """
+    head = ["case", *(f"{p}, {unit}" for p in peers for unit in ("ms", "TB/s")), f"cuDNN / {OWN}", f"{OWN}, error"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|"]
+    ratios: dict[str, float] = {}
+    for row in rows:
+        results, cells = row["peers"], [row["problem"]]
+        for p in peers:
+            result = results.get(p, {})
+            cells += [_gpu_milliseconds(result)]
+            cells += [f"{row['bytes'] / result['median'] / 1e12:.2f}" if "median" in result else "-"]
+        best = min((results[p]["median"] for p in cudnn if "median" in results.get(p, {})), default=None)
+        own = results.get(OWN, {})
+        if best is not None and "median" in own:
+            ratios[row["problem"]] = best / own["median"]
+        cells += [f"{ratios[row['problem']]:.2f}" if row["problem"] in ratios else "-"]
+        lines.append("| " + " | ".join([*cells, f"{own['error']:.0e}" if "error" in own else "-"]) + " |")
+    lines += _below(rows, facts, command)
+    if not ratios:
+        return "\n".join([*lines, f"No case has times of both cuDNN and {OWN}."])
+    worst = min(ratios, key=lambda name: ratios[name])
+    middle = statistics.median(ratios.values())
+    return "\n".join([*lines, f"cuDNN / {OWN}: worst {ratios[worst]:.2f} ({worst}), median {middle:.2f}"])
 
 
 def _gpu_milliseconds(result: Row) -> str:

@@ -85,6 +85,21 @@ class Workload:
         forward = 4.0 * self.batch * self.heads * self.dim * self.visited()
         return forward * {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[which]
 
+    def counts(self, which: str) -> dict[str, float]:
+        """What a report divides by the time of a pass (`which`): flops."""
+        return dict(flops=self.flops(which))
+
+    def skipped(self, peer: str) -> str | None:
+        """Why a peer is not timed on this workload on a GPU; None if it is.
+
+        "jax.nn" and "tokamax" are not timed where they have no argument for the mask or mod; any peer by `skip`.
+        """
+        if peer == "jax.nn" and (self.mod or self.mask not in ("full", "causal", "window")):
+            return "has no argument for this mask or mod; a dense mask costs it 8 to 14 times as much"
+        if peer == "tokamax" and (self.mod not in (None, "softcap") or self.mask not in ("full", "causal", "window")):
+            return "has no argument for this mask or mod"
+        return dict(self.skip).get(peer)
+
 
 def document_ids(length: int, documents: int, seed: int = 1) -> np.ndarray:
     """The document of each token: int32 [length], ascending from 0; the lengths of documents are drawn, none is empty.

@@ -46,12 +46,12 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
     device = "cuda"
     arrays, array = random_arrays(problem)
     q, k, v, d_out = (
-        _tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
+        tensor(arrays[n], problem.dtype).transpose(1, 2).contiguous().requires_grad_(n != "d_out")
         for n in ("q", "k", "v", "d_out")
     )
     stored = None
     if array is not None and problem.mod:
-        stored = _tensor(array, MODS[problem.mod].stored).requires_grad_(problem.learns)
+        stored = tensor(array, MODS[problem.mod].stored).requires_grad_(problem.learns)
     start = time.perf_counter()
     mask = _mask(problem, device)
     length = problem.length
@@ -75,12 +75,12 @@ def measure(problem: Workload, folder: str) -> tuple[dict[str, Any], dict[str, n
         samples["learned"] = learned.detach().float().cpu().numpy()
     del gradients
     with alone(folder):
-        times = dict(forward=_events(call), backward=_events(pull))
+        times = dict(forward=events(call), backward=events(pull))
     torch.cuda.empty_cache()
     return dict(**times, how="events around ten launches", first_call=first_call), samples
 
 
-def _tensor(x: np.ndarray, dtype: str) -> Any:
+def tensor(x: np.ndarray, dtype: str) -> Any:
     """A torch tensor on the GPU with the numbers of the numpy array `x`, in the torch dtype of that name.
 
     bfloat16 is copied as int16 bits, because torch does not know numpy's bfloat16.
@@ -91,7 +91,7 @@ def _tensor(x: np.ndarray, dtype: str) -> Any:
     return bits.to("cuda").view(getattr(torch, dtype))
 
 
-def _events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> float:
+def events(call: Callable[[], object], rounds: int = 7, inner: int = 10) -> float:
     """The median seconds of a call, by CUDA events.
 
     rounds   number of measurements
