@@ -52,6 +52,7 @@ def test_by_heads_and_by_requests() -> None:
         assert_same(quick_jit(split)(Q, CACHE, TABLE), whole)
 
 
+@pytest.mark.slow
 def test_an_origin_of_ints_with_ragged_queries_and_a_prefix() -> None:
     """The request of a tile, and of each query of a tile of a prefix, is one of the whole problem too."""
     moved = lambda score, b, h, q, kv: mod(score, b - 1, h - 2, q, kv)

@@ -87,7 +87,10 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # page, T, arguments
 # fmt: on
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("no_mask", "documents", "scaled")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_it_is_attention_on_gathered_keys(name: str) -> None:
     """With NaN in free pages, past the lengths and in the rows of queries that do not exist."""
     page, most, call = CASES[name]
@@ -99,7 +102,7 @@ def test_it_is_attention_on_gathered_keys(name: str) -> None:
     assert_same(got, definition(q, cache, table, return_aux=ALL, **call))
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 1, 17], [0, 0, 0, 2]])
+@pytest.mark.parametrize("counts", [[3, 0, 1, 17], pytest.param([0, 0, 0, 2], marks=pytest.mark.slow)])
 def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
     """Mods see the request; padding is 0 and -inf; block_q cuts other tiles."""
     cache, table = served(LENGTHS, 8)

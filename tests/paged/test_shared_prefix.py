@@ -95,6 +95,7 @@ def test_it_is_the_call_without_sharing(name: str) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6), got, want)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_who_else_shares() -> None:
     """Alone in its group; among others, in another tile and in other pages."""
 
