@@ -1,7 +1,7 @@
 """The cases of the decode suite, as rows of data: few queries of each request over a long cache.
 
 The queries of a request are its last tokens: query t of T lies at position length - T + t. Masks and score mods see these positions.
-A *program* is the mask or the score mod of a case, by name; the files of the peers have them in jax and in torch.
+The mod of a case is its mask mod or its score mod, by name; the files of the peers have them in jax and in torch.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import numpy as np
 PERIOD = 4_194_301
 """Random arrays repeat that many normal numbers. It is prime, so that no two rows are equal."""
 WINDOW, SOFT_CAP, HIDDEN_DOCUMENT = 1024, 20.0, 3
-"""Parameters of the programs "window", "soft cap" and "documents"."""
-MASKS, MODS = ("documents", "window", "causal", "tree"), ("ALiBi", "soft cap", "relative table")
+"""Parameters of the mods "window", "soft cap" and "documents"."""
+MASKS, SCORE_MODS = ("documents", "window", "causal", "tree"), ("ALiBi", "soft cap", "relative table")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The largest number that a quantised cache stores, by dtype."""
 OWN_PEER, CUDNN, CUDNN_PAGES, TOKAMAX, TORCH = "flexjax", "jax.nn", "jax paged", "tokamax", "torch"
@@ -29,7 +29,7 @@ class DecodeCase:
     batch, keys            requests, and keys of each; with `mean`, the keys of the buffer
     q_len                  queries of each request
     q_heads, kv_heads, dim query heads, key heads, head dim of keys and values
-    program                mask or score mod, in MASKS or MODS; None without one
+    mod                    mask mod or score mod, in MASKS or SCORE_MODS; None without one
     copies                 caches that a step reads in turn, so that none stays in the L2
     mean, longest          mean of lognormal lengths, one of which is `longest`; 0: full lengths
     page                   keys of a page; 0: the cache is contiguous
@@ -48,7 +48,7 @@ class DecodeCase:
     q_heads: int = 32
     kv_heads: int = 8
     dim: int = 128
-    program: str | None = None
+    mod: str | None = None
     copies: int = 1
     mean: int = 0
     longest: int = 0
@@ -69,7 +69,7 @@ class DecodeCase:
     def counts(self, which: str) -> dict[str, float]:
         """bytes: those of the keys and values that attention over one copy has to read; a shared prefix counts once."""
         tokens = self.lengths().astype(float)
-        if self.program == "window":
+        if self.mod == "window":
             tokens = np.minimum(tokens, WINDOW + self.q_len - 1)
         number = tokens.sum() - (self.batch - 1) * self.shared
         width = 2 if self.stored == "bfloat16" else 1
@@ -80,11 +80,11 @@ class DecodeCase:
         if peer == CUDNN_PAGES:
             if not self.page:
                 return "takes no contiguous cache"
-            if self.stored != "bfloat16" or self.program or self.ragged or self.shared:
+            if self.stored != "bfloat16" or self.mod or self.ragged or self.shared:
                 return "takes no quantised cache, no mask, no ragged queries and no shared pages"
         elif peer in (CUDNN, TOKAMAX, TORCH) and self.page:
             return "takes no pages"
-        if peer == CUDNN and self.program == "soft cap":
+        if peer == CUDNN and self.mod == "soft cap":
             return "has no argument for a soft cap"
         return None
 
@@ -97,7 +97,7 @@ class DecodeCase:
         return self.keys - self.q_len
 
     def ancestors(self) -> np.ndarray:
-        """Which of the queries each query sees in the program "tree": bool [q_len, q_len]. Query n is a child of query (n - 1) // 2."""
+        """Which of the queries each query sees under the mod "tree": bool [q_len, q_len]. Query n is a child of query (n - 1) // 2."""
         seen = np.eye(self.q_len, dtype=bool)
         for n in range(1, self.q_len):
             seen[n] |= seen[(n - 1) // 2]
@@ -109,7 +109,7 @@ class DecodeCase:
 
         lengths    int32 [batch]
         ancestors  see above
-        slopes     float32 [q_heads], table float32 [q_heads, 2 * keys], ids int32 [batch, keys]: what the programs read
+        slopes     float32 [q_heads], table float32 [q_heads, 2 * keys], ids int32 [batch, keys]: what the mods read
         pages      int32 [batch, n], shuffled, for a cache in pages
         """
         import ml_dtypes  # jax brings it
@@ -121,11 +121,11 @@ class DecodeCase:
             for name, shape in sizes.items()
         }
         found |= dict(lengths=self.lengths(), ancestors=self.ancestors())
-        if self.program == "ALiBi":
+        if self.mod == "ALiBi":
             found["slopes"] = np.exp2(-np.linspace(1, 16, self.q_heads)).astype(np.float32)
-        if self.program == "relative table":
+        if self.mod == "relative table":
             found["table"] = rng.standard_normal((self.q_heads, 2 * self.keys), np.float32)
-        if self.program == "documents":
+        if self.mod == "documents":
             found["ids"] = np.sort(rng.integers(0, 8, (self.batch, self.keys), np.int32))
         if self.page:
             found["pages"] = self._pages(rng)
@@ -172,23 +172,23 @@ DECODE_SUITES: dict[str, tuple[DecodeCase, ...]] = {
         DecodeCase("B1 S128k", 1, 131072),
         DecodeCase("B64 S4k", 64, 4096),
         DecodeCase("B1 S8k, 16 caches", 1, 8192, copies=16),
-        *(DecodeCase(f"B16 S32k, {name}", **_LONG, program=name) for name in (*MODS, "documents", "window")),
+        *(DecodeCase(f"B16 S32k, {name}", **_LONG, mod=name) for name in (*SCORE_MODS, "documents", "window")),
         *(DecodeCase(f"B16 S32k, group of {n}", **_LONG, q_heads=8 * n) for n in (1, 3, 6, 7, 8)),
-        *(DecodeCase(f"B16 S32k, {n} queries", **_LONG, q_len=n, program="causal") for n in (4, 8, 16)),
-        DecodeCase("B16 S32k, tree of 16", **_LONG, q_len=16, program="tree"),
+        *(DecodeCase(f"B16 S32k, {n} queries", **_LONG, q_len=n, mod="causal") for n in (4, 8, 16)),
+        DecodeCase("B16 S32k, tree of 16", **_LONG, q_len=16, mod="tree"),
         *(DecodeCase(f"ragged B64 in {s // 1024}k", 64, s, mean=4096, longest=32768) for s in (32768, 131072)),
         *(DecodeCase(f"B16 S32k, pages of {n}", **_LONG, page=n) for n in (128, 64, 16)),
         *(DecodeCase(f"B16 S32k, pages of 64, {name}", **_LONG, page=64, stored=name) for name in LARGEST),
         DecodeCase("B64, shared prefix of 32k", 64, 32768 + 128, page=64, shared=32768),
         DecodeCase("B16 S32k, head dim 64", **_LONG, dim=64),
         DecodeCase("B16 S16k, head dim 256", 16, 16384, dim=256),
-        DecodeCase("prefill 4 x 512 on 32k", 4, 32768, q_len=512, program="causal"),
-        DecodeCase("prefill 4 x 512 on 32k, pages of 64", 4, 32768, q_len=512, program="causal", page=64, ragged=True),
+        DecodeCase("prefill 4 x 512 on 32k", 4, 32768, q_len=512, mod="causal"),
+        DecodeCase("prefill 4 x 512 on 32k, pages of 64", 4, 32768, q_len=512, mod="causal", page=64, ragged=True),
     ),
     # the decode suite in a few seconds, on any device, for tests
     "decode-tiny": (
         DecodeCase("ragged", 2, 64, q_heads=4, kv_heads=2, dim=16, mean=24, longest=60),
-        DecodeCase("tree in pages", 2, 64, q_len=4, q_heads=4, kv_heads=2, dim=16, program="tree", page=8),
+        DecodeCase("tree in pages", 2, 64, q_len=4, q_heads=4, kv_heads=2, dim=16, mod="tree", page=8),
         DecodeCase("int8, shared", 3, 64, q_heads=2, kv_heads=2, dim=16, page=8, stored="int8", shared=48),
     ),
 }

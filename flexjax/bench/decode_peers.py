@@ -25,8 +25,8 @@ from flexjax.bench.decode_cases import (
     HIDDEN_DOCUMENT,
     LARGEST,
     MASKS,
-    MODS,
     OWN_PEER,
+    SCORE_MODS,
     SOFT_CAP,
     TOKAMAX,
     WINDOW,
@@ -65,7 +65,7 @@ def make_arrays(case: DecodeCase, peer: str, given: Arrays) -> Arrays:
             scaled = jnp.clip(made[name].astype(jnp.float32) / case.scale(), -most, most)
             made[name] = (jnp.round(scaled) if case.stored == "int8" else scaled).astype(case.stored)
     if peer in (CUDNN, TOKAMAX):
-        made |= _dense_programs(case, given)
+        made |= _dense_mods(case, given)
     return made
 
 
@@ -75,7 +75,7 @@ def _repeated(numbers: Array, shape: tuple[int, ...]) -> Array:
     return jax.lax.slice(jnp.tile(numbers, -(-size // numbers.size)), (0,), (size,)).reshape(shape)
 
 
-def programs(case: DecodeCase, arrays: Arrays) -> tuple[ScoreMod | None, MaskMod | None]:
+def mods_of(case: DecodeCase, arrays: Arrays) -> tuple[ScoreMod | None, MaskMod | None]:
     """(score_mod, mask_mod) of a case, for scalars and for arrays that broadcast."""
     first = case.first_query()
     mods: dict[str, ScoreMod] = {
@@ -89,22 +89,22 @@ def programs(case: DecodeCase, arrays: Arrays) -> tuple[ScoreMod | None, MaskMod
         "causal": lambda b, h, q, k: q >= k,
         "tree": lambda b, h, q, k: (k < first) | arrays["ancestors"][q - first, jnp.maximum(k - first, 0)],
     }
-    assert set(mods) == set(MODS)
+    assert set(mods) == set(SCORE_MODS)
     assert set(masks) == set(MASKS)
-    return mods.get(case.program or ""), masks.get(case.program or "")
+    return mods.get(case.mod or ""), masks.get(case.mod or "")
 
 
-def _dense_programs(case: DecodeCase, given: Arrays) -> Arrays:
+def _dense_mods(case: DecodeCase, given: Arrays) -> Arrays:
     """The mask or the bias of a case, for all pairs; {} if it has none."""
-    score_mod, mask_mod = programs(case, given)
-    batch = case.batch if case.program == "documents" else 1
-    heads = case.q_heads if case.program in MODS else 1
+    score_mod, mask_mod = mods_of(case, given)
+    batch = case.batch if case.mod == "documents" else 1
+    heads = case.q_heads if case.mod in SCORE_MODS else 1
     b, h = jnp.arange(batch)[:, None, None, None], jnp.arange(heads)[:, None, None]
     at = case.first_query() + jnp.arange(case.q_len)[:, None], jnp.arange(case.keys)
     shape = (batch, heads, case.q_len, case.keys)
     if mask_mod is not None:
         return {"mask": jnp.broadcast_to(jnp.asarray(mask_mod(b, h, *at)), shape)}
-    if score_mod is not None and case.program != "soft cap":
+    if score_mod is not None and case.mod != "soft cap":
         return {"bias": jnp.broadcast_to(jnp.asarray(score_mod(jnp.float32(0), b, h, *at)), shape).astype(jnp.bfloat16)}
     return {}
 
@@ -119,13 +119,13 @@ def flexjax(case: DecodeCase) -> Run:
 
     implementation = "mosaic_gpu" if jax.default_backend() == "gpu" else None
     tree = None
-    if case.program == "tree":  # made beforehand, because all layers of a model share it
+    if case.mod == "tree":  # made beforehand, because all layers of a model share it
         parents = np.array([-1, *((n - 1) // 2 for n in range(1, case.q_len))], np.int32)
         tree = masks.tree(parents, case.first_query(), queries_follow_context=True)
 
     def mods(arrays: Arrays) -> dict[str, typing.Any]:
         """The arguments score_mod and mask_mod."""
-        score_mod, mask_mod = programs(case, arrays)
+        score_mod, mask_mod = mods_of(case, arrays)
         return {"score_mod": score_mod, "mask_mod": tree or mask_mod}
 
     def contiguous(arrays: Arrays) -> Outs:
@@ -133,7 +133,7 @@ def flexjax(case: DecodeCase) -> Run:
         given = mods(arrays)
         if case.mean:
             given["key_value_seq_lengths"] = arrays["lengths"]
-        if case.program:
+        if case.mod:
             whole = (None, None, case.keys, case.keys)
             given["origin"] = package.Origin(query=case.first_query(), whole=whole)
         return tuple(
@@ -171,7 +171,7 @@ def tokamax(case: DecodeCase) -> Run:
     """tokamax's Mosaic GPU kernel: lengths, dense masks and biases, and soft caps."""
     import tokamax as package
 
-    given = dict(logits_soft_cap=SOFT_CAP) if case.program == "soft cap" else {}
+    given = dict(logits_soft_cap=SOFT_CAP) if case.mod == "soft cap" else {}
     return _each_copy(case, functools.partial(package.dot_product_attention, implementation="mosaic", **given))
 
 
@@ -292,7 +292,7 @@ def dense(case: DecodeCase, length: int, arrays: Arrays, b: Array) -> Array:
     key, value = (_keys_of(case, arrays, name, b)[:length] for name in ("key", "value"))
     s = jnp.einsum("tmgd,smd->mgts", query, key) * D**-0.5
     at = b, jnp.arange(N).reshape(M, N // M, 1, 1), length - T + jnp.arange(T)[:, None], jnp.arange(length)
-    score_mod, mask_mod = programs(case, arrays)
+    score_mod, mask_mod = mods_of(case, arrays)
     s = s if score_mod is None else jnp.asarray(score_mod(s, *at))
     s = s if mask_mod is None else jnp.where(mask_mod(*at), s, -jnp.inf)
     return jnp.einsum("mgts,smd->tmgd", jax.nn.softmax(s, -1), value).reshape(T, N, D)

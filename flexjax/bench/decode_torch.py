@@ -40,7 +40,7 @@ def measure(case: DecodeCase, folder: str) -> tuple[dict[str, Any], dict[str, np
         for x in (key, value):
             x.masked_fill_(gone[None, :, None, :, None], 0)
     start = time.perf_counter()
-    score_mod, mask_mod = _programs(case, small)
+    score_mod, mask_mod = _mods(case, small)
     block_mask = None
     if mask_mod is not None:
         block_mask = create_block_mask(mask_mod, case.batch, None, case.q_len, case.keys, device="cuda")
@@ -66,7 +66,7 @@ def _repeated(numbers: np.ndarray, shape: tuple[int, ...]) -> Any:
     return tensor(numbers, "bfloat16").repeat(-(-size // numbers.size))[:size].reshape(shape)
 
 
-def _programs(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
+def _mods(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
     """(score_mod, mask_mod) of a case as functions of torch tensors, None where it has none; q counts the queries of the call."""
     import torch
 
@@ -84,4 +84,4 @@ def _programs(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
         "causal": lambda b, h, q, k: q + first >= k,
         "tree": lambda b, h, q, k: (k < first) | arrays["ancestors"][q, torch.clamp(k - first, min=0)],
     }
-    return mods.get(case.program or ""), masks.get(case.program or "")
+    return mods.get(case.mod or ""), masks.get(case.mod or "")

@@ -15,7 +15,7 @@ TINY = {case.name: case for case in decode_cases.DECODE_SUITES["decode-tiny"]}
 
 def test_cases_are_sound():
     assert len({case.name for case in CASES}) == len(CASES)
-    assert {case.program for case in CASES} == {None, *decode_cases.MODS, *decode_cases.MASKS}
+    assert {case.mod for case in CASES} == {None, *decode_cases.SCORE_MODS, *decode_cases.MASKS}
     for case in CASES:
         lengths = case.lengths()
         assert lengths.min() >= case.q_len
@@ -39,15 +39,15 @@ def test_bytes_are_those_that_attention_reads():
     size = dict(batch=4, keys=4096, kv_heads=2, dim=8)
     row = 2 * 2 * 8  # numbers of the keys and values of a token
     assert DecodeCase("x", **size).counts("decode")["bytes"] == 4 * 4096 * row * 2
-    assert DecodeCase("x", **size, program="window", q_len=2).counts("decode")["bytes"] == 4 * 1025 * row * 2
+    assert DecodeCase("x", **size, mod="window", q_len=2).counts("decode")["bytes"] == 4 * 1025 * row * 2
     shared = DecodeCase("x", **size, page=8, stored="int8", shared=4000)
     assert shared.counts("decode")["bytes"] == (4 * 96 + 4000) * row
 
 
-@pytest.mark.parametrize("program", ["relative table", "soft cap", "tree"])
-def test_the_reference_and_the_dense_programs_agree(program: str):
-    """Dense masks and biases, which some peers get, say what the programs say."""
-    case = DecodeCase("x", 2, 12, q_len=3, q_heads=4, kv_heads=2, dim=8, program=program)
+@pytest.mark.parametrize("mod", ["relative table", "soft cap", "tree"])
+def test_the_reference_and_the_dense_mods_agree(mod: str):
+    """Dense masks and biases, which some peers get, say what the mods say."""
+    case = DecodeCase("x", 2, 12, q_len=3, q_heads=4, kv_heads=2, dim=8, mod=mod)
     arrays = decode_peers.make_arrays(case, decode_cases.CUDNN, case.arrays())
     (got,) = decode_peers.reference(case, arrays)
     numbers = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
@@ -55,7 +55,7 @@ def test_the_reference_and_the_dense_programs_agree(program: str):
     key, value = np.repeat(key, 2, 2), np.repeat(value, 2, 2)
     s = np.einsum("bthd,bshd->bhts", query, key) / np.sqrt(8) + numbers.get("bias", 0.0)
     s = np.where(numbers.get("mask", 1.0), s, -np.inf)
-    if program == "soft cap":
+    if mod == "soft cap":
         s = decode_cases.SOFT_CAP * np.tanh(s / decode_cases.SOFT_CAP)
     p = np.exp(s - s.max(-1, keepdims=True))
     want = np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), value)

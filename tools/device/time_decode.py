@@ -29,7 +29,7 @@ SIZES = ((64, 4, 512), (64, 4, 2048), (64, 2, 1024), (128, 2, 1024), (128, 2, 20
 
 
 def with_sizes(block_kv: int, stages: int, chunk: int) -> Run:
-    """The decode kernel with another configuration, for a case without a program."""
+    """The decode kernel with another configuration, for a case without a mod."""
 
     def run(arrays: Arrays) -> Outs:
         """The first cache."""
@@ -67,7 +67,7 @@ def report(text: str, case: DecodeCase, run: Run | None, steps: int, by_kernel: 
 
 def same_bits() -> bool:
     """Whether one batch entry alone has the bits that it has among 64."""
-    case = DecodeCase("bits", 64, 4096, program="relative table")
+    case = DecodeCase("bits", 64, 4096, mod="relative table")
     among = compiled_case(OWN_PEER, case)
     arrays = among.make(among.given)
     alone = {n: x[:, 5:6] if n in ("query", "key", "value") else x for n, x in arrays.items()}
