@@ -118,8 +118,8 @@ def flex_attention(
                  clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Work follows the lengths
     origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
                  made with an origin brings it along
-    context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths and
-                 an origin of queries or keys do not go with it
+    context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths
+                 count in the order of the sequence. An origin of queries or keys does not go with it
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
