@@ -31,8 +31,8 @@ MOST_ROWS = 64
 HEADS = (8, 16)
 """Numbers of key heads that are joined: whole vectors of eight sublanes, so that the array is the same memory with tokens and heads as
 one axis; more heads hide too much."""
-KEY_TOKENS = 512
-"""Tokens of a tile, if the options do not say."""
+TILE_BYTES = 4 << 20
+"""Bytes of the keys and values of a tile, if the options do not say: in bfloat16 with head dims of 128, 8192 columns."""
 
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:
@@ -55,7 +55,7 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
     options = dataclasses.replace(
         options,
         block_q=None if options.block_q is None else options.block_q * plan.q_heads,
-        block_kv=(options.block_kv or KEY_TOKENS) * heads,
+        block_kv=(options.block_kv or _tile_tokens(plan)) * heads,
     )
     static = (plan.q_heads, heads, plan.q_len, plan.kv_len, None if origin is None else origin.rows)
     join = lambda program: None if program is None else _joined_program(program, *static)
@@ -73,6 +73,12 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
         origin=origin,
         options=options,
     )
+
+
+def _tile_tokens(plan: KernelPlan) -> int:
+    """Tokens of a tile, as many as make up TILE_BYTES; a multiple of 16, so that columns are one of 128."""
+    columns = TILE_BYTES // (jnp.dtype(plan.dtype).itemsize * (plan.head_dim + plan.value_dim))
+    return max(16, columns // plan.kv_heads // 16 * 16)
 
 
 def join_operands(plan: KernelPlan, operands: Operands) -> Operands:

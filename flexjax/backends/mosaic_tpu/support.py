@@ -63,8 +63,9 @@ class MosaicTpuBackend:
         chip = vmem.chip_of(target)
         forward_tiles = vmem.forward_candidates(plan, chip)
         backward_tiles = vmem.backward_candidates(plan, chip, plan.score)
-        pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(forward_tiles)]
-        return [{"block_q": f.q, "block_kv": f.kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for f, b in pairs]
+        sizes = list(dict.fromkeys((f.q, f.kv) for f in forward_tiles))  # they may differ in their strips alone
+        pairs = [(f, backward_tiles[min(n, len(backward_tiles) - 1)]) for n, f in enumerate(sizes)]
+        return [{"block_q": q, "block_kv": kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for (q, kv), b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """The forward pass of the plan by its kernel (see Results), with heads joined or packed into rows where the call is short."""

@@ -242,6 +242,9 @@ BACKWARD_CHOICES = (
 )
 DENSE_FORWARD, WHOLE_TILE_DENSE_FORWARD, DENSE_BACKWARD = (512, 4096, 1024), (2048, 2048, 2048), (1024, 2048, 512)
 """First choices where every tile is visited and no program runs: larger, for fewer grid steps."""
+FEW_ROWS, FEW_ROWS_STRIP = 64, 4096
+"""Up to how many rows of a tile a strip of the forward kernel has that many columns in bfloat16: what is done once a strip costs more
+than the scores of few rows."""
 WHOLE_TILE_CHIPS = frozenset({"v6e", "tpu7x"})
 """Chips whose matrix unit outruns the vector unit. A strip is the whole tile there in the forward kernel, because the row
 maximum and row sum are then updated once a tile."""
@@ -274,9 +277,11 @@ def forward_candidates(plan: KernelPlan, chip: Chip) -> list[Tiles]:
         if whole_tile and strip == 512 and kv <= 1024:
             strip = kv
         sizes = _tile_sizes(plan, options.block_q or q, options.block_kv or kv)
-        tiles = Tiles(*sizes, min(strip, sizes[1]))
-        if forward_bytes(plan, tiles) <= chip.budget and tiles not in found:
-            found.append(tiles)
+        few = sizes[0] <= FEW_ROWS and plan.dtype == "bfloat16" and strip < FEW_ROWS_STRIP
+        for columns in (FEW_ROWS_STRIP, strip) if few else (strip,):
+            tiles = Tiles(*sizes, min(columns, sizes[1]))
+            if forward_bytes(plan, tiles) <= chip.budget and tiles not in found:
+                found.append(tiles)
     return found
 
 
