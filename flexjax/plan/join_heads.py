@@ -10,10 +10,15 @@ copy, and are the keys of a single head whose mask tells the heads apart:
 
 Rows that meet columns of other heads are computed and hidden, which costs less than the copy while rows are few. Not joined are
 calls in layout BNTH, where heads lie apart, and calls with sinks or extra features or with lists that are the user's or differ by head.
+
+A page [page, M, D] holds the keys of all heads too, and is copied whole. So every call with keys in pages is joined: a page of the
+joined plan has page * M columns. Lists that differ by head are left out then, and the mask decides each entry. Sinks become those of
+rows, [1, T * N].
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +27,7 @@ from flexjax.ir.builder import Builder, literal
 from flexjax.ir.origin import Starts
 from flexjax.ir.program import KV, SCORE, Atom, B, H, Program, Q
 from flexjax.ir.replay import replay
-from flexjax.plan.kernel_plan import BlockLists, KernelPlan, Operands, Results
+from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Operands, Results
 
 Array = jax.Array
 
@@ -31,27 +36,33 @@ MOST_ROWS = 64
 HEADS = (8, 16)
 """Numbers of key heads that are joined: whole vectors of eight sublanes, so that the array is the same memory with tokens and heads as
 one axis; more heads hide too much."""
-TILE_BYTES = 4 << 20
-"""Bytes of the keys and values of a tile, if the options do not say: in bfloat16 with head dims of 128, 8192 columns."""
+TILE_BYTES, TILE_BYTES_OF_MANY_ROWS = 4 << 20, 512 << 10
+"""Bytes of the keys and values of a tile for up to MOST_ROWS rows, and for more, if the options do not say: in bfloat16 with head dims
+of 128, 8192 and 1024 columns."""
+LANES = 128
+"""Columns of a tile are a multiple of this."""
 
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:
     """The plan with all heads joined into one; None for a plan that is not (see the top of this file and the constants)."""
-    heads, blocks, origin, options = plan.kv_heads, plan.blocks, plan.origin, plan.options
-    rows = plan.q_len * plan.q_heads
-    if plan.layout != "BTNH" or heads not in HEADS or not 0 < rows <= MOST_ROWS or plan.has_sinks or plan.extra_dim:
+    heads, origin, options = plan.kv_heads, plan.origin, plan.options
+    rows, blocks = plan.q_len * plan.q_heads, _kept_blocks(plan)
+    few = heads in HEADS and rows <= MOST_ROWS and not plan.has_sinks
+    if plan.layout != "BTNH" or not rows or not (few or plan.page) or plan.extra_dim:
         return None
     if origin is not None:
         if not origin.single:
             return None
         origin = dataclasses.replace(origin, query_run=rows, key_run=plan.kv_len * heads, aligned=1)
     if blocks is not None:
-        if blocks.heads > 1 or blocks.from_user_lists or blocks.block_q < plan.q_len:
+        if blocks.heads > 1 or blocks.from_user_lists or (blocks.block_q < plan.q_len and not plan.page):
             return None
-        # Every block has columns of other heads, so none is full.
-        width = min(blocks.partial + blocks.full, -(-plan.kv_len // blocks.block_kv))
         block_q, block_kv = blocks.block_q * plan.q_heads, blocks.block_kv * heads
-        blocks = dataclasses.replace(blocks, block_q=block_q, block_kv=block_kv, partial=width, full=0)
+        blocks = dataclasses.replace(blocks, block_q=block_q, block_kv=block_kv)
+        if heads > 1:  # every block has columns of other heads, so none is full
+            columns = -(-plan.kv_len * heads // block_kv)
+            width = min(blocks.partial + blocks.full, columns)
+            blocks = dataclasses.replace(blocks, partial=width, full=0)
     options = dataclasses.replace(
         options,
         block_q=None if options.block_q is None else options.block_q * plan.q_heads,
@@ -59,7 +70,9 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
     )
     static = (plan.q_heads, heads, plan.q_len, plan.kv_len, None if origin is None else origin.rows)
     join = lambda program: None if program is None else _joined_program(program, *static)
-    mask = _own_head(plan) if plan.mask is None else _joined_program(plan.mask, *static, is_mask=True)
+    mask = join(plan.mask)
+    if heads > 1:
+        mask = _own_head(plan) if plan.mask is None else _joined_program(plan.mask, *static, is_mask=True)
     return dataclasses.replace(
         plan,
         q_heads=1,
@@ -72,13 +85,27 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
         blocks=blocks,
         origin=origin,
         options=options,
+        page=plan.page * heads,
     )
 
 
+def _kept_blocks(plan: KernelPlan) -> BlockLayout | None:
+    """The blocks of a plan whose lists its joined plan has: with keys in pages, none that differ by head."""
+    return None if plan.page and plan.blocks is not None and plan.blocks.heads > 1 else plan.blocks
+
+
 def _tile_tokens(plan: KernelPlan) -> int:
-    """Tokens of a tile, as many as make up TILE_BYTES; a multiple of 16, so that columns are one of 128."""
-    columns = TILE_BYTES // (jnp.dtype(plan.dtype).itemsize * (plan.head_dim + plan.value_dim))
-    return max(16, columns // plan.kv_heads // 16 * 16)
+    """Tokens of a tile, as many as make up the bytes above; whole pages whose columns are a multiple of LANES, if there are any."""
+    few = plan.q_len * plan.q_heads <= MOST_ROWS
+    columns = (TILE_BYTES if few else TILE_BYTES_OF_MANY_ROWS) // (_item_size(plan) * (plan.head_dim + plan.value_dim))
+    most = max(1, columns // plan.kv_heads)
+    step = math.lcm(plan.page or 1, LANES // math.gcd(LANES, plan.kv_heads))
+    return most // step * step or most
+
+
+def _item_size(plan: KernelPlan) -> int:
+    """Bytes of a number of a key."""
+    return jnp.dtype(plan.dtype).itemsize
 
 
 def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
@@ -91,16 +118,17 @@ def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
     if lengths is not None:
         times = lambda x, n: None if x is None else x * n
         lengths = lengths._replace(query=times(lengths.query, plan.q_heads), key=times(lengths.key, plan.kv_heads))
-    one_head = lambda x: x.reshape(plan.batch, -1, 1, x.shape[3])
+    one_head = lambda x: x.reshape(x.shape[0], -1, 1, x.shape[3])
     placed = lambda program, captures: captures if program is None else (*captures, *starts)
     return operands._replace(
         query=one_head(operands.query),
         key=one_head(operands.key),
         value=one_head(operands.value),
         score_captures=placed(plan.score, operands.score_captures),
+        sinks=None if operands.sinks is None else jnp.tile(operands.sinks, plan.q_len)[None],
         mask_captures=placed(plan.mask, operands.mask_captures),
         dropout_captures=placed(plan.dropout, operands.dropout_captures),
-        lists=None if lists is None else _one_list(plan, lists),
+        lists=_joined_lists(plan, lists),
         origin=origin,
         lengths=lengths,
     )
@@ -112,8 +140,12 @@ def split_results(plan: KernelPlan, results: Results) -> Results:
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[3:]), results)
 
 
-def _one_list(plan: KernelPlan, lists: BlockLists) -> BlockLists:
-    """The full blocks of each list among the partial ones, ascending."""
+def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | None:
+    """The lists of the joined plan: the full blocks of each list among the partial ones, ascending, if there are several key heads."""
+    if lists is None or _kept_blocks(plan) is None:
+        return None
+    if plan.kv_heads == 1:
+        return lists
     assert plan.blocks is not None
     if lists.full_num is None or lists.full_index is None:
         return lists

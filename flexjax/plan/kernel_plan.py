@@ -199,7 +199,7 @@ class Operands(typing.NamedTuple):
     query [B,T,N,D], key [B,S,M,D], value [B,S,M,E] (or BNTH), query_extra [B,T,N,R], key_extra [B,S,extra_heads,R],
     sinks [N] of a floating dtype, the captured arrays of the three programs in the order of `Program.captures`, the
     positions at which runs of queries and keys begin, and the lengths. An operand that the call does not have is None, or an
-    empty tuple.
+    empty tuple. Where heads are joined (join_heads.py), sinks are those of rows, [1, T].
 
     With plan.page keys and values are in pages: key [P, page, M, D], value [P, page, M, E] for either layout, pages int32 [B, n] with
     S = n * page. Key s of batch entry b is key[pages[b, s // page], s % page]; a number outside 0 .. P - 1 is a page of zeros,

@@ -236,14 +236,6 @@ def test_work_follows_the_lengths() -> None:
     assert_same(got, definition(draw(3, 1, 1, N, D), cache, small, None))
 
 
-def test_the_tpu_kernels_refuse_pages_in_a_sentence() -> None:
-    cache, table = served([16], 8, hole=0.0)
-    bf16 = dataclasses.replace(cache, key=cache.key.astype("bfloat16"), value=cache.value.astype("bfloat16"))
-    call = dict(implementation="mosaic_tpu", kernel_options=KernelOptions(interpret=True))
-    with pytest.raises(NotImplementedError, match="keys in pages"):
-        flexjax.paged_attention(draw(3, 1, 1, N, D).astype("bfloat16"), bf16, table, **call)  # type: ignore[arg-type]
-
-
 CACHE, TABLE = served([16, 8], 8, hole=0.0)
 Q = draw(3, 2, 1, N, D)
 # fmt: off

@@ -6,7 +6,7 @@ visit, which writes zeros and names the tile of the visit before it, so that not
 head dimensions that the block mask has; those over which it broadcasts are plain grid dimensions.
 
     rows      int32 [visits]          the tile row: (batch, head, tile) in row-major order
-    packed    int32 [visits]          tile column | kind << 26 | first << 28 | last << 29
+    packed    int32 [visits]          tile column | kind << 26 | first << 28 | last << 29 | another visit follows << 30
     bits      int32 [2 * words, visits]   for each word, the blocks of the tile that are on, then those that are full
 
 The two bit sets exist where a tile holds several blocks of the mask. Lists that do not fit SMEM are cut into chunks of whole
@@ -216,7 +216,8 @@ class BlockSparseOrder(VisitOrder):
         after = jnp.concatenate([row[1:], jnp.full((1,), -1, jnp.int32)])
         first = (row != before).astype(jnp.int32)
         last = ((row != after) | (at == count - 1)).astype(jnp.int32)
-        packed = column | (kind << _COLUMN_BITS) | (first << 28) | (last << 29)
+        follows = (at < count - 1).astype(jnp.int32)
+        packed = column | (kind << _COLUMN_BITS) | (first << 28) | (last << 29) | (follows << 30)
         row = row + jnp.asarray(chunk * rows_per_launch, jnp.int32)
         words = [take(w).reshape(-1)[tile] for pair in zip(self._on, self._full, strict=True) for w in pair]
         bits = jnp.stack(words).astype(jnp.int32) if words else jnp.zeros((1, 1), jnp.int32)
@@ -294,7 +295,19 @@ class BlockSparseOrder(VisitOrder):
             first = first & (member == 0)
             last = last & (member == np.int32(self.group - 1))
         words = tuple(bits[n, v] for n in range(2 * self.words))
-        return TileVisit(b, h, i, j, first, last, (entry >> _COLUMN_BITS) & 3, words, member)
+        return TileVisit(b, h, i, j, first, last, (entry >> _COLUMN_BITS) & 3, words, member, v)
+
+    def keys_of_visit(self, tables: Sequence[jax.Ref], v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """In a kernel of one head and a query-major order: (batch entry, key tile, kind) of visit v, read from the visit lists."""
+        rows, packed = tables[:2]
+        entry = packed[v]
+        zero = jnp.int32(0)
+        b, _, _, j, _ = self._decode((zero, zero), rows[v], entry & np.int32((1 << _COLUMN_BITS) - 1))
+        return b, j, (entry >> _COLUMN_BITS) & 3
+
+    def visit_follows(self, tables: Sequence[jax.Ref], v: jax.Array) -> jax.Array:
+        """In a kernel: whether the launch has a visit after visit v."""
+        return (tables[1][v] >> 30) & 1 == 1
 
     # ------------------------------------------------------------------ the bit sets on a tile
 

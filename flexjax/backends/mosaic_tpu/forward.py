@@ -10,6 +10,8 @@ A row is a row of tiles: one query tile with all its visited key tiles. A strip 
 computed at once. "Checked" strips may have entries that are hidden or past the end. A separated bias is one that affine_bias.py
 takes out of the score.
 
+Keys and values in pages are copied by the kernel itself, a visit ahead (page_copies.py); all others by the pipeline of Pallas.
+
 A KernelStep is one strip of the tile of one visit: references of the kernel, the visit, the strip, and whether it is checked.
 Refs are the references through which the kernel body reads and writes its blocks: inputs, outputs, and sums in VMEM ("scratch").
 """
@@ -27,10 +29,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends import tile_math
 from flexjax.backends.mosaic_tpu import layouts, vmem
-from flexjax.backends.mosaic_tpu.block_sparse_order import make_order
+from flexjax.backends.mosaic_tpu.block_sparse_order import BlockSparseOrder, make_order
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
 from flexjax.backends.mosaic_tpu.hoisted_operands import Operand
 from flexjax.backends.mosaic_tpu.launch import KernelCall, KernelRefs, KernelStep, Output, launch
+from flexjax.backends.mosaic_tpu.page_copies import PageCopies, Pages, PageSlots
 from flexjax.backends.mosaic_tpu.tile_programs import Strip
 from flexjax.backends.mosaic_tpu.tile_scores import TileScores
 from flexjax.backends.mosaic_tpu.vector_ops import (
@@ -53,11 +56,15 @@ T = typing.TypeVar("T")
 
 
 class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
-    """Blocks of a visit: query [queries, D], key [keys, D], value [keys, E]."""
+    """Blocks of a visit: query [queries, D], key [keys, D], value [keys, E]; and the sinks of rows [1, queries], if the plan has such.
+
+    In pages, key and value are the whole pools instead, [P, page, D] and [P, page, E], in HBM.
+    """
 
     query: T
     key: T
     value: T
+    sinks: T | None
 
 
 class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
@@ -72,11 +79,14 @@ class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[T]):
-    """float32 sums of a row: row maximum and partial row sums [queries, 128], output before division [queries, E]."""
+    """float32 sums of a row: row maximum and partial row sums [queries, 128], output before division [queries, E]. Beside them the tiles of
+    keys and values that are copied out of pages, None for others.
+    """
 
     maximum: T
     total: T
     accumulated: T
+    slots: PageSlots[T] | None
 
 
 Refs = KernelRefs[ForwardInputs[jax.Ref], ForwardOutputs[jax.Ref], ForwardScratch[jax.Ref]]
@@ -88,11 +98,13 @@ class ForwardKernel:
 
     tiles    sizes of a tile
     scores   the programs of the kernel
+    copies   how keys and values come out of their pages; None if they are contiguous
     """
 
     plan: KernelPlan
     tiles: vmem.Tiles
     scores: TileScores
+    copies: PageCopies | None = None
 
     @property
     def identity(self) -> bool:
@@ -131,6 +143,9 @@ class ForwardKernel:
         An idle visit adds nothing; the strips of a full tile are not checked.
         """
         visit = self.scores.order.visit(refs.tables)
+        if self.copies is not None and refs.scratch.slots is not None:
+            pages = Pages(refs.inputs.key, refs.inputs.value, refs.prefetched[0], refs.prefetched[-1])
+            self.copies.begin_visit(refs.tables, visit, pages, refs.scratch.slots)
 
         @pl.when(visit.first)
         def open_row() -> None:
@@ -180,8 +195,11 @@ class ForwardKernel:
         """
         refs: Refs = step.refs
         plan, large, strip = self.plan, self.scores.large, step.strip
-        maximum, total, accumulated = refs.scratch
-        keys, values = refs.inputs.key[strip.columns, :], refs.inputs.value[strip.columns, :]
+        maximum, total, accumulated, slots = refs.scratch
+        if self.copies is None or slots is None:
+            keys, values = refs.inputs.key[strip.columns, :], refs.inputs.value[strip.columns, :]
+        else:
+            keys, values = self.copies.tile_of(step.visit, slots, strip.columns)
         x = self.strip_scores(step, dot(refs.inputs.query[...], keys, NT))
         on = self.scores.on(step) if step.checked else None
         if on is not None:
@@ -238,7 +256,8 @@ class ForwardKernel:
             max_scores_ref[...] = m[:, :1].reshape(1, self.tiles.q)
         shrink = jnp.ones_like(m)
         if self.plan.has_sinks:
-            sink = refs.prefetched[0][step.visit.h]
+            rows = refs.inputs.sinks
+            sink = refs.prefetched[0][step.visit.h] if rows is None else rows[...].reshape(self.tiles.q, 1)
             top = jnp.maximum(m, sink)
             top = jnp.where(top == -jnp.inf, 0.0, top)
             shrink = jnp.exp(m - top)
@@ -269,9 +288,13 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
     shapes = layouts.FoldedShapes.of(plan)
     tiles = vmem.forward_tiles(plan, chip)
     order = make_order(plan, TileGeometry.of(plan, tiles, q_axis=0), shapes.group, False, operands)
-    scores = TileScores(plan, order, operands, plan.score, added_prefetch=int(plan.has_sinks))
+    copies = None
+    if plan.page:
+        assert isinstance(order, BlockSparseOrder)
+        copies = PageCopies(plan, order, tiles.kv)
+    added, row_sinks = _prefetched(plan, operands)
+    scores = TileScores(plan, order, operands, plan.score, added_prefetch=len(added))
     maps = layouts.IndexMaps(order, shapes.group)
-    q, k, v = layouts.fold(plan, operands)
     row_output = Output((plan.batch, plan.q_heads, 1, plan.q_len), "float32", maps.row_spec(tiles.q))
     out_output = Output(shapes.out.shape, plan.out_dtype, shapes.out.spec(tiles.q, maps.query))
     found = launch(
@@ -280,9 +303,8 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
             order,
             scores.hoisted,
             inputs=ForwardInputs(
-                Operand(q, shapes.query.spec(tiles.q, maps.query)),
-                Operand(k, shapes.key.spec(tiles.kv, maps.key)),
-                Operand(v, shapes.value.spec(tiles.kv, maps.key)),
+                *_inputs(plan, operands, tiles, maps),
+                None if row_sinks is None else Operand(row_sinks, pl.BlockSpec((1, tiles.q), maps.row_of_head)),
             ),
             outputs=ForwardOutputs(
                 out_output,
@@ -294,15 +316,13 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
                 pltpu.VMEM((tiles.q, LANES), F32),
                 pltpu.VMEM((tiles.q, LANES), F32),
                 pltpu.VMEM((tiles.q, plan.value_dim), F32),
+                None if copies is None else copies.scratch,
             ),
             vmem_limit=chip.vmem_limit,
             interpret=plan.options.interpret,
-            prefetched=(
-                *(() if operands.sinks is None or not plan.has_sinks else (operands.sinks.astype(F32),)),
-                *scores.lengths,
-            ),
+            prefetched=(*added, *scores.lengths),
         ),
-        ForwardKernel(plan, tiles, scores),
+        ForwardKernel(plan, tiles, scores, copies),
     )
     out, lse, max_scores, rounding = typing.cast(ForwardOutputs[jax.Array], found)
     from_rows = lambda x: layouts.rows_from_kernel(x, shapes.tokens_first)
@@ -312,3 +332,29 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
         None if max_scores is None else from_rows(max_scores),
         None if rounding is None else shapes.out.from_kernel(rounding),
     )
+
+
+def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """(what the kernel prefetches to SMEM before the lengths, the sinks of rows).
+
+    Prefetched are page numbers, int32 [B * n], or the sinks of heads, [N]. Sinks of rows [1, T] are a block of a visit; None without.
+    """
+    if operands.pages is not None:
+        return (operands.pages.reshape(-1),), None if operands.sinks is None else operands.sinks.astype(F32)
+    if operands.sinks is None or not plan.has_sinks:
+        return (), None
+    return (operands.sinks.astype(F32),), None
+
+
+def _inputs(
+    plan: KernelPlan, operands: Operands, tiles: vmem.Tiles, maps: layouts.IndexMaps
+) -> tuple[Operand, Operand, Operand]:
+    """Query, key and value; key and value as whole pools in HBM if they are in pages."""
+    shapes = layouts.FoldedShapes.of(plan)
+    if not plan.page:
+        q, k, v = layouts.fold(plan, operands)
+        key, value = shapes.key.spec(tiles.kv, maps.key), shapes.value.spec(tiles.kv, maps.key)
+    else:
+        q, key = shapes.query.to_kernel(operands.query), pl.BlockSpec(memory_space=pl.ANY)
+        k, v, value = operands.key[:, :, 0], operands.value[:, :, 0], key
+    return Operand(q, shapes.query.spec(tiles.q, maps.query)), Operand(k, key), Operand(v, value)

@@ -176,6 +176,10 @@ class IndexMaps:
         b, h, i, _ = self.order.tile_at(*grid)
         return b, h, ZERO, i
 
+    def row_of_head(self, *grid: jax.Array) -> tuple:
+        """The index map of an array [1, T] in blocks of a query tile, the same for all batch entries and heads."""
+        return ZERO, self.order.tile_at(*grid)[2]
+
     def head(self, *grid: jax.Array) -> tuple:
         """The index map of an array [B, N, x, y] with one block for each head."""
         b, h, _, _ = self.order.tile_at(*grid)

@@ -12,6 +12,10 @@ from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 TABLE_BYTES = 640 << 10
 """SMEM that the lists of one launch may take, of 1 MiB."""
+PAGES_BYTES = 640 << 10
+"""SMEM that the page numbers of a call may take, four bytes each."""
+LISTS_BESIDE_PAGES = 256 << 10
+"""SMEM that the lists of one launch may take beside page numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +82,8 @@ def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: 
     rows = blocks.batch * blocks.heads // members * rows_per_head
     longest_row = min(columns, max(1, visited))
     # All rows if they fit; else whole heads if one fits, because sums over a head must end in one launch.
-    fit = max(1, TABLE_BYTES // (4 * (2 + 2 * words) * longest_row))
+    most = min(TABLE_BYTES, LISTS_BESIDE_PAGES) if plan.page else TABLE_BYTES
+    fit = max(1, most // (4 * (2 + 2 * words) * longest_row))
     if fit >= rows:
         fit = rows
     elif fit >= rows_per_head:

@@ -18,7 +18,7 @@ from flexjax.backends.mosaic_tpu import capture_gradients, diagonals, layouts, s
 from flexjax.backends.mosaic_tpu.backward import backward
 from flexjax.backends.mosaic_tpu.forward import forward
 from flexjax.backends.mosaic_tpu.geometry import TileGeometry
-from flexjax.backends.mosaic_tpu.list_shape import block_layout, list_shape
+from flexjax.backends.mosaic_tpu.list_shape import PAGES_BYTES, block_layout, list_shape
 from flexjax.backends.mosaic_tpu.split_program import Unsupported, split_for
 from flexjax.backends.target import Target
 from flexjax.ir import program as ir
@@ -50,6 +50,8 @@ class MosaicTpuBackend:
 
         derivative   program of score_mod's derivatives; None without score_mod
         """
+        if plan.page:
+            return "mosaic_tpu has no gradients of a call with keys in pages."
         plan = mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan))
         return _backward_refusal(plan, wanted, derivative, vmem.chip_of(target))
 
@@ -68,14 +70,16 @@ class MosaicTpuBackend:
         return [{"block_q": q, "block_kv": kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for (q, kv), b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass of the plan by its kernel (see Results), with heads joined or packed into rows where the call is short."""
+        """The forward pass of the plan by its kernel (see Results), with heads joined or packed into rows where the call is short, and
+        joined where keys are in pages.
+        """
         chip = vmem.chip_of(target)
         for rewrite, given, results in (
             (joined_plan, join_operands, split_results),
             (packed_plan, pack_operands, unpack_results),
         ):
             made = rewrite(plan)
-            if made is not None and _refusal(made, chip) is None:
+            if made is not None and (plan.page or _refusal(made, chip) is None):
                 rows = mask_blocks.with_blocks(made, given(plan, operands), *_kernel_blocks(made))
                 return results(plan, forward(*rows, chip))
         return forward(*mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan)), chip)
@@ -127,10 +131,14 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     """The sentence that says why the kernels cannot run the plan on the chip, None if they can.
 
     Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
-    between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM.
+    between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM. A plan with keys in pages runs joined, and
+    has no backward pass.
     """
     if plan.page:
-        return "mosaic_tpu does not take keys in pages yet."
+        reason, joined = _page_refusal(plan), joined_plan(plan)
+        if reason is not None or joined is None:
+            return reason
+        plan = joined
     if plan.origin is not None:
         reason = _origin_refusal(plan)
         if reason is not None:
@@ -155,9 +163,34 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
             return f"mosaic_tpu cannot run this {name}: {why}."
     try:
         vmem.forward_tiles(plan, chip)
-        vmem.backward_tiles(plan, chip, plan.score)
+        if not plan.page:
+            vmem.backward_tiles(plan, chip, plan.score)
     except vmem.NoTile as why:
         return f"mosaic_tpu has no tile for this call: {why}."
+    return None
+
+
+def _page_refusal(plan: KernelPlan) -> str | None:
+    """The sentence that says why the kernel cannot read the pages of a plan, None if it can.
+
+    It reads a page [page, M, D] as [page * M, D], which has to be the same memory: XLA stores other pools in another order, or in other
+    vectors, and would copy the whole pool at each call.
+    """
+    if plan.cache_dtype is not None:
+        return f"mosaic_tpu does not take quantised pages; this cache is {plan.cache_dtype}."
+    dims, heads = (plan.head_dim, plan.value_dim), plan.kv_heads
+    whole = heads % 8 == 0 or (heads == 1 and plan.dtype == "bfloat16")
+    if any(dim % vmem.LANES for dim in dims) or not (whole or (set(dims) == {vmem.LANES} and heads in (1, 2, 4))):
+        return (
+            "mosaic_tpu reads pages in place where head dims are multiples of 128 and the key heads a multiple of 8, and for head dims "
+            f"of 128 also where they are 1, 2 or 4; this cache has {heads} key heads, and head dims of {dims[0]} and {dims[1]}."
+        )
+    numbers = plan.batch * (plan.kv_len // plan.page)
+    if 4 * numbers > PAGES_BYTES:
+        return (
+            f"mosaic_tpu keeps the page numbers of a call in SMEM, up to {PAGES_BYTES // 4} of them; this table has {plan.batch} x "
+            f"{plan.kv_len // plan.page}. Use larger pages or shorter tables."
+        )
     return None
 
 

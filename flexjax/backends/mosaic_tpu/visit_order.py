@@ -35,6 +35,7 @@ class TileVisit:
     kind                    IDLE, FULL, PARTIAL or EDGE
     bit_words               the words of the tile's bit sets (BlockSparseOrder), empty without them
     group_member            number of the query head among those of its key head; 0 in a query-major order
+    number                  of the visit in its launch; 0 in a dense order
     """
 
     b: jax.Array
@@ -46,6 +47,7 @@ class TileVisit:
     kind: jax.Array | int
     bit_words: tuple[jax.Array, ...] = ()
     group_member: jax.Array | int = 0
+    number: jax.Array | int = 0
 
     @property
     def position(self) -> KernelPosition:

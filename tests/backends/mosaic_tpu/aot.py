@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import flexjax
+from flexjax import paged
 from flexjax.backends import target as targets
 from flexjax.backends.base import BackwardInputs
 from flexjax.backends.mosaic_tpu.support import MosaicTpuBackend
@@ -175,6 +177,15 @@ LARGE = {
 }
 
 
+PAGED: dict[str, tuple[int, int, int, dict]] = {  # page, T, key heads, arguments
+    "paged_16": (16, 1, 8, dict(score_mod=_alibi)),
+    "paged_64": (64, 4, 8, dict(mask_mod=None, score_mod=_softcap)),
+    "paged_128": (128, 1, 4, dict(mask_mod=lambda b, h, q, k: _window(b, h, q, k) | (k < 4))),
+}
+POOL = 1 << 20
+"""Tokens of the pool of these calls, whose requests have 4096 at most."""
+
+
 TABLE: dict[str, Row] = {
     f"{name}-{dtype}": (case, dtype) for name, case in CASES.items() for dtype in ("float32", "bfloat16")
 }
@@ -183,8 +194,10 @@ RANDOM = 40
 
 
 def entries() -> list[str]:
-    """Names of all calls: the table of cases in both dtypes, edges and random calls, the large ones, those on a mesh."""
-    return [*TABLE, *EDGES, *(f"random_{n}" for n in range(RANDOM)), *LARGE, *ON_MESH]
+    """Names of all calls: the table of cases in both dtypes, edges and random calls, the large ones, those on a mesh or with keys in
+    pages.
+    """
+    return [*TABLE, *EDGES, *(f"random_{n}" for n in range(RANDOM)), *LARGE, *ON_MESH, *PAGED]
 
 
 def row_of(entry: str) -> Row:
@@ -195,7 +208,7 @@ def row_of(entry: str) -> Row:
 def sampled(chip: str) -> list[str]:
     """What a run of CI compiles for a chip.
 
-    The table on v5e, and again each call on one of the others; a million tokens and meshes everywhere; the other large calls
+    The table on v5e, and again each call on one of the others; a million tokens, meshes and pages everywhere; the other large calls
     on one chip each; of the edges and the random calls a sixth, on one chip each.
     """
     chips = list(TOPOLOGIES)
@@ -204,7 +217,7 @@ def sampled(chip: str) -> list[str]:
         number = zlib.crc32(entry.encode())
         if entry in TABLE:
             return chip == "v5e" or chips[1 + number % (len(chips) - 1)] == chip
-        if entry in ON_MESH or entry.startswith("million"):
+        if entry in ON_MESH or entry in PAGED or entry.startswith("million"):
             return True
         here = chips[number % len(chips)] == chip
         return here and (entry in LARGE or number // len(chips) % 6 == 0)
@@ -242,6 +255,26 @@ def compile_on_mesh(entry: str, chip: str) -> str:
     return jax.jit(on_mesh.sharded(mesh, KernelOptions(), ON_MESH[entry])).lower(*avals).compile().as_text()
 
 
+def compile_paged(entry: str, chip: str) -> str:
+    """A step of decoding over pages, through the front door. Its temporaries do not grow with the pool."""
+    page, queries, kv_heads, arguments = PAGED[entry]
+    aval = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    pool = aval("bfloat16", POOL // page, page, kv_heads, 128)
+
+    def step(query: jax.Array, key: jax.Array, value: jax.Array, pages: jax.Array, lengths: jax.Array):
+        table = paged.PageTable(pages, lengths, jnp.zeros(POOL // page, jnp.int32), page)
+        cache = paged.PagedCache(key, value)
+        return flexjax.paged_attention(query, cache, table, implementation="mosaic_tpu", **arguments)
+
+    given = aval("bfloat16", 8, queries, 16, 128), pool, pool, aval("int32", 8, 4096 // page), aval("int32", 8)
+    compiled = compile_for(step, given, chip)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert text is not None
+    assert memory.temp_size_in_bytes < pool.size * 2 / 100, f"{memory.temp_size_in_bytes} bytes of temporaries"
+    return text
+
+
 def outcome(entry: str, chip: str) -> str:
     """A line that starts with ok, refused or FAIL."""
     start = time.time()
@@ -250,15 +283,16 @@ def outcome(entry: str, chip: str) -> str:
             text = compile_large(entry, chip)
         elif entry in ON_MESH:
             text = compile_on_mesh(entry, chip)
+        elif entry in PAGED:
+            text = compile_paged(entry, chip)
         else:
             text = compile_case(*row_of(entry), chip)
     except NotImplementedError as error:
         return f"refused {entry} {chip} {error}"
     except Exception as error:  # whatever the compiler raises
         return f"FAIL {entry} {chip} {type(error).__name__} " + str(error).replace("\n", " | ")[:600]
-    absent = [
-        names for names in (("flexjax_forward",), ("flexjax_dq", "flexjax_dkv")) if not any(n in text for n in names)
-    ]
+    kernels = (("flexjax_forward",), ("flexjax_dq", "flexjax_dkv"))[: 1 if entry in PAGED else 2]
+    absent = [names for names in kernels if not any(n in text for n in names)]
     if absent:
         return f"FAIL {entry} {chip} compiled without the kernel " + " or ".join(absent[0])
     return f"ok {entry} {chip} {time.time() - start:.1f}s"
