@@ -5,6 +5,7 @@ part of the problem, so each says which backend runs it.
 """
 
 import numpy as np
+from jax.core import Tracer
 
 from flexjax import dispatch
 from flexjax.backends.target import Target
@@ -71,9 +72,22 @@ def _received(built: Built) -> list[str]:
     share = blocks / max(1, (n - 1) * own)
     return [
         f"each device receives {blocks} key blocks, {bytes_text(blocks * block)} of keys and values ({plan.batch // batch} batch entries, "
-        f"{plan.kv_heads // heads} key heads), {how}: {share:.3f} of an all-gather",
+        f"{plan.kv_heads // heads} key heads), {how}: {share:.3f} of an all-gather{_filled(built)}",
         "the backward pass receives them again and sends their gradients back in float32",
     ]
+
+
+def _filled(built: Built) -> str:
+    """How much of the messages of "neighbours" is needed, where some are filled up; "" elsewhere and where it is not known."""
+    rounds = built.decision.rounds
+    if rounds is None or any(isinstance(x, Tracer) for x in rounds.received):
+        return ""
+    needed = sum(np.count_nonzero(np.asarray(x) >= 0, 1) for x in rounds.received)
+    low, high = int(np.min(needed)), int(np.max(needed))
+    if low == rounds.width:
+        return ""
+    each = str(low) if low == high else f"{low} to {high}"
+    return f". Of the blocks {each} are needed: all messages of a round are as wide as its widest"
 
 
 def _stages(built: Built) -> list[tuple[str, int, int, BlockLayout]]:

@@ -226,7 +226,7 @@ def test_explain_says_what_a_device_receives_and_computes() -> None:
     assert "0 ████████████████████████ work 1.00   receives 0 key blocks" in said or "receives 2 key blocks" in said
     assert stages == (
         "2 key blocks, 512 B of keys and values (1 batch entries, 2 key heads), in 1 round (from 1 place before it): 0.250 of an "
-        "all-gather\n"
+        "all-gather. Of the blocks 1 to 2 are needed: all messages of a round are as wide as its widest\n"
         "  the backward pass receives them again and sends their gradients back in float32\n"
         "  stage 1: queries that visit own keys alone, while others travel, 32 queries x 32 keys a device, on xla\n"
         "    not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu.\n"
