@@ -102,7 +102,7 @@ class DecodeConsumer:
         def compute_item(turn: Scalar, first_step: Scalar) -> Scalar:
             """Computes this warpgroup's share of one work item; returns the number of the next item's first step."""
             item = items.item(self.inputs.work, turn)
-            when(items.visits(item))(lambda: self._compute_item(item, turn, first_step, group))
+            self._compute_item(item, turn, first_step, group)
             return items.next_step(first_step, item)
 
         lax.fori_loop(i32(0), items.turns(self.inputs.work), compute_item, i32(0))

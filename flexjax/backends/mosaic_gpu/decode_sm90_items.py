@@ -5,8 +5,8 @@ numbered with the key head fastest, because in the layout BTNH the heads of a ke
 then batch entries. CTA p takes items p, p + P, p + 2 P, ... of P CTAs.
 
 With lengths only the chunks that begin before the end of their batch entry are numbered, so that the work is dealt out evenly
-whatever the lengths are. With a block mask the tiles that it visits come from lists of tiles (`TileLists`), made of the
-mask's block lists; an item without visits is skipped.
+whatever the lengths are. With a block mask the tiles that an item visits come from lists of tiles, made of the mask's block
+lists, and only items that visit any are dealt out.
 """
 
 import dataclasses
@@ -50,12 +50,16 @@ class Work(typing.NamedTuple, typing.Generic[Part]):
     first        [B + 1], how many chunks the batch entries before one have together
     tile_num     [rows * chunks], how many tiles of each chunk are visited
     tile_index   [rows * chunks * tiles of a chunk], their numbers, ascending; those past tile_num are arbitrary
+    visiting     [items], the numbers of the items that visit any tile, ascending; those past `count` are arbitrary
+    count        [1], how many these are
     """
 
     lengths: Part | None
     first: Part | None
     tile_num: Part | None
     tile_index: Part | None
+    visiting: Part | None
+    count: Part | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +124,15 @@ class DecodeItems:
         lengths   [B] int32 or None, keys of each batch entry
         lists     the block lists of the plan's block mask
         """
-        found = Work(None, None, None, None)
+        found = Work(*[None] * len(Work._fields))
         if lengths is not None:
             lengths = jnp.clip(lengths.astype(jnp.int32), 0, self.plan.kv_len)
+            found = found._replace(lengths=lengths)
+        if lengths is not None and self.plan.blocks is None:
             chunks = (lengths + (self.tile.chunk - 1)) // self.tile.chunk
             entry = np.arange(self.plan.batch)
             before = np.arange(self.plan.batch + 1)[:, None] > entry[None, :]  # a sum that XLA fuses with what it reads
-            found = found._replace(lengths=lengths, first=jnp.where(before, chunks, 0).sum(1, dtype=jnp.int32))
+            found = found._replace(first=jnp.where(before, chunks, 0).sum(1, dtype=jnp.int32))
         if self.plan.blocks is not None:
             assert lists is not None
             visited = self._visited(lists, lengths)
@@ -134,6 +140,11 @@ class DecodeItems:
             index = jnp.argsort(~visited, axis=-1, stable=True).astype(jnp.int32)
             index = index + np.arange(self.chunks, dtype=np.int32)[:, None] * np.int32(self.tile.tiles_of_chunk)
             found = found._replace(tile_num=number.reshape(-1), tile_index=index.reshape(-1))
+            shape = (self.plan.batch, self.chunks, self.plan.kv_heads)
+            visits = jnp.broadcast_to(jnp.swapaxes(number > 0, 1, 2), shape).reshape(-1)
+            items = np.arange(self.most, dtype=np.int32)
+            order = jnp.sort(jnp.where(visits, items, items + np.int32(self.most)))
+            found = found._replace(visiting=order, count=visits.sum(dtype=jnp.int32)[None])
         return found
 
     def _visited(self, lists: BlockLists, lengths: jax.Array | None) -> jax.Array:
@@ -174,7 +185,11 @@ class DecodeItems:
 
     def turns(self, work: Work) -> Scalar:
         """How many items this CTA takes."""
-        items = i32(self.most) if work.first is None else work.first[self.plan.batch] * i32(self.plan.kv_heads)
+        items = i32(self.most)
+        if work.count is not None:
+            items = work.count[0]
+        elif work.first is not None:
+            items = work.first[self.plan.batch] * i32(self.plan.kv_heads)
         left = items - lax.axis_index("program") + i32(self.programs - 1)
         return lax.div(lax.max(left, i32(0)), i32(self.programs))
 
@@ -182,6 +197,8 @@ class DecodeItems:
         """The item number `turn` of this CTA."""
         plan, tile = self.plan, self.tile
         number = turn * self.programs + lax.axis_index("program")
+        if work.visiting is not None:
+            number = work.visiting[number]
         kv_head, rest = lax.rem(number, i32(plan.kv_heads)), lax.div(number, i32(plan.kv_heads))
         if work.first is None:
             b, chunk = lax.div(rest, i32(self.chunks)), lax.rem(rest, i32(self.chunks))
@@ -210,10 +227,6 @@ class DecodeItems:
             candidate = lax.min(found + step, i32(self.plan.batch - 1))
             found = jnp.where(first[candidate] <= number, candidate, found)
         return found
-
-    def visits(self, item: DecodeItem) -> Scalar | bool:
-        """Whether the item visits any key tile; without a block mask, where all do, True before the kernel is traced."""
-        return True if self.plan.blocks is None else item.total > 0
 
     @staticmethod
     def next_step(first_step: Scalar, item: DecodeItem) -> Scalar:

@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import kernel_parts
-from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
@@ -59,12 +58,9 @@ class DecodeProducer:
         setup, tile, inputs, scratch = self.setup, self.setup.tile, self.inputs, self.scratch
         item = setup.items.item(inputs.work, turn)
         slot = kernel_parts.slot_of(turn, tile.query_slots)
-
-        @when(setup.items.visits(item))
-        def _() -> None:
-            plgpu.barrier_wait(scratch.query_free.at[slot])
-            rows = inputs.query.at[item.b, item.kv_head, pl.ds(item.total * 0, ROWS)]  # rows past the end come as zeros
-            plgpu.copy_gmem_to_smem(rows, scratch.query.at[slot], scratch.query_full.at[slot])
+        plgpu.barrier_wait(scratch.query_free.at[slot])
+        rows = inputs.query.at[item.b, item.kv_head, pl.ds(item.total * 0, ROWS)]  # rows past the end come as zeros
+        plgpu.copy_gmem_to_smem(rows, scratch.query.at[slot], scratch.query_full.at[slot])
 
         def copy_step(n: Scalar, _: None) -> None:
             """Starts the copies of the keys and the values of step n."""
