@@ -3,7 +3,10 @@
 import gc
 import hashlib
 import os
+import shutil
+import tempfile
 import time
+from typing import Any
 
 import hypothesis
 import pytest
@@ -51,6 +54,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+COMPILED = pytest.StashKey[str]()
+"""Where this run keeps the programs that it compiled: a folder that the process which began the run makes and removes."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles each program once a run. The files have many small ones in common: operations of jax.numpy on usual shapes."""
+    worker = getattr(config, "workerinput", None)
+    folder = (
+        worker["compiled"] if worker else config.stash.setdefault(COMPILED, tempfile.mkdtemp(prefix="flexjax-tests-"))
+    )
+    if worker or getattr(config.option, "dist", "no") == "no":  # not in the process that only hands tests to workers
+        import jax
+
+        # children do not inherit it: some are asked what a compiler prints
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.monitoring.register_event_duration_secs_listener(_note_program)
+
+
+SECONDS_TO_COMPILE: list[float] = []
+"""Of each program that this process compiled, or read from the folder, and holds."""
+
+
+def _note_program(event: str, seconds: float, **details: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        SECONDS_TO_COMPILE.append(seconds)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["compiled"] = node.config.stash[COMPILED]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if COMPILED in config.stash:
+        shutil.rmtree(config.stash[COMPILED], ignore_errors=True)
+
+
 BEGAN = time.monotonic()
 
 
@@ -92,9 +133,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_programs():
-    """Compiled programs of one file are of no use to the next, and together they fill the memory."""
+    """Between files, when there are many: together they fill the memory, and small ones are of use to the next file."""
     yield
-    import jax
+    if len(SECONDS_TO_COMPILE) > 2000:
+        import jax
 
-    jax.clear_caches()
-    gc.collect()
+        jax.clear_caches()
+        gc.collect()
+        SECONDS_TO_COMPILE.clear()
