@@ -11,6 +11,7 @@ import numpy as np
 
 import flexjax
 from tests import oracle
+from tests.arrays import array
 from tests.cases import Case
 
 Arrays = dict[str, Any]
@@ -34,7 +35,7 @@ class BoundCase:
     def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
         """(inputs, learned captures, integer captures that travel as arguments)."""
         inputs = {
-            name: jnp.asarray(x, "float32" if name == "sinks" else self.dtype)
+            name: array(x, "float32" if name == "sinks" else self.dtype)
             for name, x in self.case.poisoned().items()
             if name not in ("w", "u")
         }
@@ -47,7 +48,7 @@ class BoundCase:
     def constants(self) -> Arrays:
         """Every captured array; float32 ones widened in the float64 runs that a row does not name itself."""
         return {
-            name: jnp.asarray(x, "float64" if self.widens and x.dtype == "float32" else x.dtype)
+            name: array(x, "float64" if self.widens and x.dtype == "float32" else x.dtype)
             for name, x in self.case.captured().items()
         }
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.reference import reference_attention
+from tests.arrays import array
 from tests.cases import Case
 
 Arrays = dict[str, Any]
@@ -169,7 +170,7 @@ def _differentiate(case: Case, keep: np.ndarray | None) -> dict[str, np.ndarray]
         return jnp.sum(results["out"] * weights["w"]) + jnp.sum(lse * weights["u"]), results
 
     with jax.enable_x64(True):
-        constants = {name: jnp.asarray(x) for name, x in captured.items()}
+        constants = {name: array(x) for name, x in captured.items()}
         step = _quick_jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
         (d_inputs, d_learn), results = step(inputs, learned(case, captured))
         gradients = {"d:" + name: x for name, x in (d_inputs | d_learn).items()}
@@ -209,9 +210,9 @@ def plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
 
 def _plain_low_precision(case: Case, dtype: str) -> dict[str, np.ndarray]:
     """Results and gradients of a case by plain attention in a dtype below float32, by name, as float32."""
-    inputs = {name: jnp.nan_to_num(jnp.asarray(x)) for name, x in case.poisoned().items()}
+    inputs = {name: array(np.nan_to_num(x)) for name, x in case.poisoned().items()}
     weights = {name: inputs.pop(name) for name in ("w", "u")}
-    captured = {name: jnp.asarray(x) for name, x in case.captured().items()}
+    captured = {name: array(x) for name, x in case.captured().items()}
 
     def loss(inputs: Arrays, learn: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
         results = _eager(case, inputs, {**captured, **learn}, dtype)

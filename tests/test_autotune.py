@@ -22,6 +22,7 @@ from flexjax.backends import target as targets
 from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.prepare import prepare
+from tests.arrays import array
 from tests.marks import some_slow
 
 MODULE = importlib.import_module("flexjax.autotune")  # flexjax.autotune is the function
@@ -36,7 +37,7 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 
 def qkv(tokens: int = 160) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(1)
-    return tuple(jnp.asarray(rng.standard_normal((1, tokens, 2, 8)), jnp.float32) for _ in range(3))
+    return tuple(array(rng.standard_normal((1, tokens, 2, 8)), jnp.float32) for _ in range(3))
 
 
 def candidates(**arguments: typing.Any) -> list[dict[str, int]]:

@@ -9,6 +9,7 @@ import pytest
 
 import flexjax
 from flexjax import masks
+from tests.arrays import array
 from tests.cases.small import quick_jit
 
 T, S, N, D = 5, 12, 2, 4
@@ -16,7 +17,7 @@ T, S, N, D = 5, 12, 2, 4
 
 def arrays() -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.standard_normal((1, n, N, D)), jnp.float32) for n in (T, S, S))
+    return tuple(array(rng.standard_normal((1, n, N, D)), jnp.float32) for n in (T, S, S))
 
 
 def parts(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -33,7 +34,7 @@ def test_it_is_the_whole_with_its_gradients() -> None:
     """Sinks counted once; rows that a part hides as a whole; scores of one part far above the others."""
     q, k, v = arrays()
     k = k.at[:, 5].multiply(200)
-    sinks = jnp.asarray([0.5, -1.0])
+    sinks = array([0.5, -1.0])
 
     def of_parts(*given: jax.Array):
         return flexjax.merge_attention_states(*parts(*given), axis=1)
@@ -57,8 +58,8 @@ def test_it_is_the_whole_with_its_gradients() -> None:
 def test_states_without_keys_weigh_nothing() -> None:
     """Whatever their out is, also NaN; and all of them together give 0 and -inf, with gradients 0."""
     low = -jnp.inf
-    outs = jnp.asarray([[[jnp.nan], [2.0]], [[3.0], [jnp.nan]], [[jnp.nan], [4.0]]])
-    lses = jnp.asarray([[low, 1.0], [0.5, low], [low, 1.0]])
+    outs = array([[[jnp.nan], [2.0]], [[3.0], [jnp.nan]], [[jnp.nan], [4.0]]])
+    lses = array([[low, 1.0], [0.5, low], [low, 1.0]])
     out, lse = flexjax.merge_attention_states(outs, lses)
     np.testing.assert_allclose(out[:, 0], [3.0, 3.0])
     np.testing.assert_allclose(lse, [0.5, 1 + np.log(2)], rtol=1e-6)

@@ -7,19 +7,20 @@ import pytest
 
 from flexjax.block_mask.classify import BlockedMask, classify_rows
 from flexjax.trace.trace_mod import trace_mask_mod
+from tests.arrays import array
 from tests.cases.random_masks import classes, dense
 
 SIZES = (2, 3, 96, 130)
 BLOCKS = (16, 24)
 T, S = SIZES[2:]
 rng = np.random.default_rng(11)
-BYTES = jnp.asarray(rng.integers(-128, 128, S), jnp.int8)
-WORDS = jnp.asarray(rng.integers(0, 2**32, S, dtype=np.uint64).astype(np.uint32))
+BYTES = array(rng.integers(-128, 128, S), jnp.int8)
+WORDS = array(rng.integers(0, 2**32, S, dtype=np.uint64).astype(np.uint32))
 NARROW = (jnp.arange(S) + 200).astype(jnp.bfloat16)
 ENDLESS = jnp.where(jnp.arange(S) % 5 == 0, -jnp.inf, 5.0)
 UPWARDS = jnp.where(jnp.arange(S) % 7 == 0, jnp.inf, 5.0)
 HOLES = jnp.where(jnp.arange(S) % 9 == 0, jnp.nan, 1.0)
-WINDOW = jnp.asarray([0, 50, 130])
+WINDOW = array([0, 50, 130])
 F32 = lambda x: x.astype(jnp.float32)
 U32 = lambda x: x.astype(jnp.uint32)
 

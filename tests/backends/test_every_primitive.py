@@ -30,6 +30,8 @@ from flexjax.ir.program import Op
 from flexjax.plan.kernel_plan import KernelPlan, Wanted
 from flexjax.trace.primitives import ELEMENTWISE, REWRITTEN
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_score_mod
+from tests.arrays import array
+from tests.cases.small import to_mask
 from tests.primitives import NO_DERIVATIVE, OWN_ROWS, ROWS
 
 EVERY_ROW = ROWS | OWN_ROWS
@@ -38,11 +40,11 @@ RNG = np.random.default_rng(11)
 QUERY = RNG.uniform(0.5, 0.9, (T, D)).astype(np.float32)
 KEY = RNG.uniform(0.4, 0.9, (S, D)).astype(np.float32)
 VALUE = RNG.normal(size=(S, D)).astype(np.float32)
-WEIGHTS = jnp.asarray(RNG.normal(size=(T, 1, D)), jnp.float32)
-NUMBERS = jnp.asarray(RNG.uniform(0.15, 0.85, T), jnp.float32)
-NUMBERS_OF_KEYS = jnp.asarray(RNG.uniform(0.15, 0.85, S), jnp.float32)
-WORDS = jnp.asarray(RNG.integers(-(2**31), 2**31, T), jnp.int32)
-WORDS_OF_KEYS = jnp.asarray(RNG.integers(-(2**31), 2**31, S), jnp.int32)
+WEIGHTS = array(RNG.normal(size=(T, 1, D)), jnp.float32)
+NUMBERS = array(RNG.uniform(0.15, 0.85, T), jnp.float32)
+NUMBERS_OF_KEYS = array(RNG.uniform(0.15, 0.85, S), jnp.float32)
+WORDS = array(RNG.integers(-(2**31), 2**31, T), jnp.int32)
+WORDS_OF_KEYS = array(RNG.integers(-(2**31), 2**31, S), jnp.int32)
 SCORES = QUERY @ KEY.T / D
 
 KINDS = ("score_mod", "mask_mod")
@@ -226,7 +228,7 @@ def block_mask_of(names: tuple[str, ...]) -> tuple[flexjax.BlockMask, list[np.nd
 def test_a_block_mask_calls_no_block_full_or_empty_that_is_not() -> None:
     names = tuple(EVERY_ROW)
     made, masks = block_mask_of(names)
-    found = np.asarray(made.to_mask())[0]
+    found = np.asarray(to_mask(made))[0]
     assert [name for i, name in enumerate(names) if not np.array_equal(found[i], masks[i])] == []
 
 

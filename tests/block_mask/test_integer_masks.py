@@ -18,6 +18,7 @@ from flexjax.backends.xla.region import Region
 from flexjax.backends.xla.tile import XlaTile
 from flexjax.ir.evaluate import evaluate
 from flexjax.trace.trace_mod import trace_mask_mod
+from tests.arrays import array
 from tests.block_mask.test_classify import check
 from tests.cases.random_masks import (
     INTEGER_PROGRAMS,
@@ -55,7 +56,7 @@ def test_tiles_are_those_of_the_mod(tree: tuple, sizes: tuple, seed: int, x64: b
     with jax.enable_x64(x64):
         mask = mask_of(tree, sizes, seed)
         traced = trace_mask_mod(mask, sizes)
-        region = Region(0, b, 0, h, 0, t + 1, jnp.asarray([0, half], jnp.int32), half)
+        region = Region(0, b, 0, h, 0, t + 1, array([0, half], jnp.int32), half)
         tile = XlaTile(region, traced.arrays)
         (got,) = evaluate(traced.program, tile, [frozenset({"q", "kv"})])
         np.testing.assert_array_equal(np.broadcast_to(got, region.shape)[:, :, :t, :s], dense(mask, sizes, False))

@@ -11,6 +11,7 @@ import pytest
 from flexjax import create_block_mask, masks
 from flexjax.block_mask import classify, transpose
 from flexjax.trace.trace_mod import trace_mask_mod
+from tests.arrays import array
 
 TOKENS = 1 << 20
 IDS = np.sort(np.random.default_rng(0).integers(0, 500, TOKENS)).astype(np.int32)
@@ -45,7 +46,7 @@ def test_a_million_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 3)])
 def test_coarse_to_fine_is_what_all_blocks_say(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    shift = jnp.asarray([0, 3, 500])
+    shift = array([0, 3, 500])
     ids = jnp.asarray(IDS[: 1 << 10] // 3)
     mask = lambda b, h, q, k: ((q >= k + shift[h]) & (ids[q] == ids[k])) | (k < 40 * b) | ((q > 900) & (k < 500))
     sizes = (1000, 1024, 8, 8)

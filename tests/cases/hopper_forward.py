@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import array
 from tests.cases.on_hopper import causal
 
 RNG = np.random.default_rng(7)
-TABLE = jnp.asarray(RNG.normal(size=(4, 640)), jnp.float32)
-SLOPES = jnp.asarray([0.5, 0.03], jnp.float32)
-PAIR = jnp.asarray(RNG.normal(size=(2, 256, 256)), jnp.bfloat16)
-ODD = jnp.asarray(RNG.normal(size=(2, 200, 240)), jnp.bfloat16)
-WIDE = jnp.asarray(RNG.normal(size=(2, 2, 256, 128)), jnp.float32)
-SEGMENTS = jnp.asarray(np.sort(RNG.integers(0, 4, (2, 256)), axis=1), jnp.int32)
-FLAGS = jnp.asarray(RNG.normal(size=(256, 256)) > 0)
+TABLE = array(RNG.normal(size=(4, 640)), jnp.float32)
+SLOPES = array([0.5, 0.03], jnp.float32)
+PAIR = array(RNG.normal(size=(2, 256, 256)), jnp.bfloat16)
+ODD = array(RNG.normal(size=(2, 200, 240)), jnp.bfloat16)
+WIDE = array(RNG.normal(size=(2, 2, 256, 128)), jnp.float32)
+SEGMENTS = array(np.sort(RNG.integers(0, 4, (2, 256)), axis=1), jnp.int32)
+FLAGS = array(RNG.normal(size=(256, 256)) > 0)
 
 FORWARD: dict[str, dict[str, typing.Any]] = {
     "full": {},

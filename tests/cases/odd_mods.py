@@ -12,21 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tests.arrays import array
+
 SIZES = (2, 3, 23, 37)
 B, N, T, S = SIZES
 LONG = T + S
 
 rng = np.random.default_rng(7)
-NORMAL = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-INTS = lambda high, *shape: jnp.asarray(rng.integers(0, high, shape), jnp.int32)
+NORMAL = lambda *shape: array(rng.standard_normal(shape), jnp.float32)
+INTS = lambda high, *shape: array(rng.integers(0, high, shape), jnp.int32)
 
 ROW, COLUMN, TILE, DIAGONAL, HEAD = NORMAL(T), NORMAL(S), NORMAL(T, S), NORMAL(LONG), NORMAL(N)
 FULL = NORMAL(B, N, T, S)
 WHERE, OFFSET, LENGTH = INTS(T, T), INTS(9, B), INTS(S, B)
-SMALL = jnp.asarray(rng.integers(-128, 128, LONG), jnp.int8)
-BYTES = jnp.asarray(rng.integers(0, 256, LONG), jnp.uint8)
-WORDS = jnp.asarray(rng.integers(0, 2**32, S, dtype=np.uint64).astype(np.uint32))
-FLAGS = jnp.asarray(rng.random(S) < 0.5)
+SMALL = array(rng.integers(-128, 128, LONG), jnp.int8)
+BYTES = array(rng.integers(0, 256, LONG), jnp.uint8)
+WORDS = array(rng.integers(0, 2**32, S, dtype=np.uint64).astype(np.uint32))
+FLAGS = array(rng.random(S) < 0.5)
 WIDE = INTS(1000, 300)
 AS_NUMPY = np.asarray(COLUMN)
 

@@ -16,13 +16,14 @@ from flexjax.backends.base import BackwardInputs
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.trace import trace_mod
 from flexjax.types import KernelOptions
+from tests.arrays import array
 from tests.cases.dense_masks import Mod, block_lists, over_all
 
 RNG = np.random.default_rng(3)
 
 
 def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return array(RNG.normal(size=shape), jnp.float32)
 
 
 def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
@@ -113,7 +114,7 @@ def forward_problem(
 
     def random(length: int, n: int, d: int) -> jax.Array:
         shape = (batch, length, n, d) if layout == "BTNH" else (batch, n, length, d)
-        return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+        return array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
     arrays = (random(q_len, heads, dim), random(kv_len, kv_heads, dim), random(kv_len, kv_heads, value_dim))
     traced_score = trace_mod.trace_score_mod(score, sizes) if score else None
@@ -123,7 +124,7 @@ def forward_problem(
     blocks, lists = None, None
     if on is not None and block is not None:
         blocks, lists = block_lists(on[:mask_batch, :mask_heads], block, use_full)
-    logits = jnp.asarray(rng.normal(size=heads), jnp.float32) if sinks else None
+    logits = array(rng.normal(size=heads), jnp.float32) if sinks else None
     plan = KernelPlan(
         batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype, layout,
         dim**-0.5 if scale is None else scale,

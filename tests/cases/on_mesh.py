@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flexjax
+from tests.arrays import array
 
 WAYS = ("unchecked", "checked", "explicit")
 """Inside shard_map without and with check_vma, and under jit over explicit axes."""
@@ -73,10 +74,10 @@ def arrays(dtype: str = "float32") -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     batch, length, heads, kv_heads, dim = 2, 200, 8, 4, 16
     q, k, v, w = (
-        jnp.asarray(rng.standard_normal((batch, length, n, dim)), dtype) for n in (heads, kv_heads, kv_heads, heads)
+        array(rng.standard_normal((batch, length, n, dim)), dtype) for n in (heads, kv_heads, kv_heads, heads)
     )
-    slopes = jnp.asarray(rng.uniform(0.01, 0.3, heads), jnp.float32)
-    documents = jnp.asarray(np.sort(rng.integers(0, 4, (batch, length)), axis=-1), jnp.int32)
+    slopes = array(rng.uniform(0.01, 0.3, heads), jnp.float32)
+    documents = array(np.sort(rng.integers(0, 4, (batch, length)), axis=-1), jnp.int32)
     return q, k, v, slopes, documents, w
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 import flexjax
 from flexjax import masks
+from tests.arrays import array
 
 Array = jax.Array
 Arrays = dict[str, Array]
@@ -37,7 +38,7 @@ class SmallCall:
         rng = np.random.default_rng(seed)
         main = {"query": (B, T, self.heads, D), "key": (B, S, M, D), "value": (B, S, M, self.value_dim)}
         shapes = main | dict(self.shapes)
-        return {name: jnp.asarray(rng.standard_normal(shape), jnp.result_type(float)) for name, shape in shapes.items()}
+        return {name: array(rng.standard_normal(shape), jnp.result_type(float)) for name, shape in shapes.items()}
 
     def run(self, arrays: Arrays, implementation: str = "xla") -> tuple[Array, Array]:
         """out and lse (0 where it is -inf)."""
@@ -96,7 +97,7 @@ TABLE = (
     SmallCall("extra", lambda a: dict(query_extra=a["query_extra"], key_extra=a["key_extra"], score_mod=_bump),
             (("query_extra", (B, T, N, 3)), ("key_extra", (B, S, 1, 3)))),
     SmallCall("bnth", lambda a: dict(layout="BNTH", mask_mod=masks.causal, sinks=a["sinks"]), (("sinks", (N,)),)),
-    SmallCall("lengths", lambda a: dict(query_seq_lengths=jnp.asarray([7, T]), key_value_seq_lengths=jnp.asarray([S, 5]),
+    SmallCall("lengths", lambda a: dict(query_seq_lengths=array([7, T]), key_value_seq_lengths=jnp.asarray([S, 5]),
                                       score_mod=_bump, sinks=a["sinks"]), (("sinks", (N,)),)),
     SmallCall("wide_value", lambda a: dict(scale=a["scale"], score_mod=_bump), (("scale", ()),), heads=6, value_dim=7),
 )
@@ -107,7 +108,7 @@ PROBLEMS = {problem.name: problem for problem in TABLE}
 def direction(arrays: Arrays, seed: int = 100) -> Arrays:
     """A random tangent for each array."""
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in arrays.items()}
+    return {name: array(rng.standard_normal(x.shape), x.dtype) for name, x in arrays.items()}
 
 
 def dot(a: Any, b: Any) -> Array:
@@ -139,3 +140,12 @@ def launches(jaxpr: Any, inside: str = "") -> list[str]:
 quick_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 )
+
+
+def by_definition(*arrays: Array, **options: Any) -> Any:
+    """flex_attention by the reference, compiled as one program: called eagerly it is forty."""
+    return quick_jit(functools.partial(flexjax.flex_attention, **options, implementation="reference"))(*arrays)
+
+
+to_mask = quick_jit(flexjax.BlockMask.to_mask)
+"""The method as one program: called eagerly it is twenty."""

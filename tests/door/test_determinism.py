@@ -7,6 +7,7 @@ import pytest
 
 import flexjax
 from flexjax import masks
+from tests.arrays import array
 from tests.marks import some_slow
 
 B, N, M, T, D = 2, 4, 2, 150, 16
@@ -17,7 +18,7 @@ def arrays(dtype: str) -> dict[str, jax.Array]:
     shapes = dict(
         q=(B, T, N, D), k=(B, T, M, D), v=(B, T, M, D), table=(N, 2 * T), column=(T,), few=(7,), pair=(T, T), sinks=(N,)
     )
-    return {n: jnp.asarray(rng.standard_normal(s), dtype if n in "qkv" else "float32") for n, s in shapes.items()}
+    return {n: array(rng.standard_normal(s), dtype if n in "qkv" else "float32") for n, s in shapes.items()}
 
 
 def loss(a: dict[str, jax.Array]) -> jax.Array:

@@ -12,6 +12,7 @@ import flexjax
 from flexjax import masks
 from flexjax.dropout import dense_keep, key_words
 from flexjax.reference import reference_attention
+from tests.arrays import array
 
 SHAPE = (3, 4, 120, 130)
 """B, N, T, S of the statistics."""
@@ -71,7 +72,7 @@ B, N, M, T, S, D = 2, 4, 2, 20, 30, 8
 def qkv(seed: int = 0) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(seed)
     shapes = ((B, T, N, D), (B, S, M, D), (B, S, M, D))
-    return tuple(jnp.asarray(rng.standard_normal(s), jnp.result_type(float)) for s in shapes)
+    return tuple(array(rng.standard_normal(s), jnp.result_type(float)) for s in shapes)
 
 
 def test_what_is_dropped_is_what_the_hash_says_and_the_backward_agrees() -> None:

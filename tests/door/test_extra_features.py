@@ -7,13 +7,14 @@ import pytest
 
 import flexjax
 from flexjax import masks
+from tests.arrays import array
 from tests.marks import some_slow
 
 B, T, S, N, M, D, R = 2, 10, 14, 4, 2, 8, 5
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 Q, K, V, QX = draw(B, T, N, D), draw(B, S, M, D, seed=1), draw(B, S, M, D, seed=2), draw(B, T, N, R, seed=3)

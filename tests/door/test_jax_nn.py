@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 import flexjax
+from tests.arrays import array
 from tests.marks import some_slow
 
 B, T, S, N, M, D = 2, 9, 13, 4, 2, 8
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 Q, K, V = draw(B, T, N, D), draw(B, S, M, D, seed=1), draw(B, S, M, D, seed=2)
-LENGTHS = jnp.asarray([5, 9], jnp.int32)
-KV_LENGTHS = jnp.asarray([13, 4], jnp.int32)
+LENGTHS = array([5, 9], jnp.int32)
+KV_LENGTHS = array([13, 4], jnp.int32)
 
 
 def allowed(*shape: int) -> jax.Array:
@@ -118,7 +119,7 @@ def test_a_traced_window() -> None:
         want = jax.nn.dot_product_attention(Q, K, V, local_window_size=(int(np.floor(left)), int(min(right, 99))))
         np.testing.assert_allclose(run(left, right), want, atol=2e-6)
     both = jax.jit(lambda pair: flexjax.dot_product_attention(Q, K, V, local_window_size=pair))
-    np.testing.assert_array_equal(both(jnp.asarray([3, 2])), run(3, 2))
+    np.testing.assert_array_equal(both(array([3, 2])), run(3, 2))
     for left, right in ((np.nan, 2.0), (-np.inf, 2), (-(2**31), 2)):
         assert not bool(run(left, right).any())
 

@@ -11,6 +11,7 @@ import flexjax
 from flexjax import masks, mods
 from flexjax.call_arguments import DEFAULTS
 from flexjax.prepare import prepare
+from tests.arrays import array
 
 B, T, N, D = 1, 24, 2, 8
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -32,11 +33,11 @@ def compilations() -> Iterator[list[str]]:
 
 def qkv(seed: int = 0) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.standard_normal((B, T, N, D)), jnp.float32) for _ in range(3))
+    return tuple(array(rng.standard_normal((B, T, N, D)), jnp.float32) for _ in range(3))
 
 
 def values(seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(2 * T), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(2 * T), jnp.float32)
 
 
 def biased(table: jax.Array) -> jax.Array:
@@ -61,7 +62,7 @@ def windowed(side: jax.Array) -> jax.Array:
 
 
 def ids(seed: int) -> jax.Array:
-    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 4, (B, T))), jnp.int32)
+    return array(np.sort(np.random.default_rng(seed).integers(0, 4, (B, T))), jnp.int32)
 
 
 # name -> the function of what changes, and its values by seed

@@ -9,6 +9,7 @@ import pytest
 
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.trace import trace_mod
+from tests.arrays import array
 
 SIZES = (1, 2, 8, 8)
 Mod = typing.Callable[..., typing.Any]
@@ -49,7 +50,7 @@ LEFT: dict[str, tuple[Mod, list[str]]] = {
 def both(mod: Mod) -> tuple[np.ndarray, np.ndarray]:
     """Every value of the mod, traced and as written."""
     traced = trace_mod.trace_score_mod(mod, SIZES)
-    score = jnp.asarray(np.random.default_rng(0).normal(size=SIZES), jnp.float32)
+    score = array(np.random.default_rng(0).normal(size=SIZES), jnp.float32)
 
     def over(one: Mod) -> np.ndarray:
         for axis in (3, 2, 1, 0):

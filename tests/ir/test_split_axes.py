@@ -10,10 +10,11 @@ from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.program import classify_load
 from flexjax.ir.split_axes import Share, share_of_program, split_dims
 from flexjax.trace.trace_mod import trace_score_mod
+from tests.arrays import array
 
 B, N, T, S = 2, 6, 3, 5
 SIZES = {"b": B, "h": N}
-TABLE = jnp.asarray(np.random.default_rng(0).standard_normal((N, T + S)), jnp.float32)
+TABLE = array(np.random.default_rng(0).standard_normal((N, T + S)), jnp.float32)
 PAIR = jnp.cos(TABLE)
 WIDE = jnp.arange((N + 1) * S, dtype=jnp.float32).reshape(N + 1, S)
 

@@ -9,12 +9,13 @@ import pytest
 
 import flexjax.nn
 from flexjax import masks
+from tests.arrays import array
 from tests.nn.training import assert_same_training, batch, losses
 
 HEADS, DIM = 2, 8
 X, _ = batch()
 ROWS, TOKENS, WIDTH = X.shape
-IDS = jnp.asarray(np.repeat([[1, 2, 3, 0]], ROWS, 0).repeat([9, 4, 5, 2], axis=1))  # 20 tokens, the last two padding
+IDS = array(np.repeat([[1, 2, 3, 0]], ROWS, 0).repeat([9, 4, 5, 2], axis=1))  # 20 tokens, the last two padding
 RESTARTING = jnp.broadcast_to(jnp.concatenate([jnp.arange(n) for n in (9, 4, 5, 2)]), IDS.shape)
 Q, K, V = jax.random.normal(jax.random.key(0), (3, ROWS, TOKENS, HEADS, DIM))
 

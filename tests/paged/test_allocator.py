@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flexjax import paged
+from tests.arrays import array
 from tests.cases.small import quick_jit
 
 R, N, P, PAGE = 5, 4, 13, 8  # P < R * N: the pool runs out
@@ -193,11 +194,11 @@ def test_a_refused_request_stays_as_it_is_and_later_ones_fit() -> None:
 
 def test_tables_of_other_allocators_that_count_nothing() -> None:
     """uses all 0: append writes, release returns, and no count goes below 0."""
-    pages = jnp.asarray([[3, 1], [2, -7]], jnp.int32)
-    table = paged.PageTable(pages, jnp.asarray([5, 0], jnp.int32), jnp.zeros(4, jnp.int32), page=PAGE)
+    pages = array([[3, 1], [2, -7]], jnp.int32)
+    table = paged.PageTable(pages, array([5, 0], jnp.int32), jnp.zeros(4, jnp.int32), page=PAGE)
     cache = paged.empty(4, PAGE, 1, 1, dtype=jnp.float32)
     new = jnp.ones((2, 9, 1, 1))
-    cache, table = paged.append(cache, table, new, new, query_seq_lengths=jnp.asarray([9, 9]))
+    cache, table = paged.append(cache, table, new, new, query_seq_lengths=array([9, 9]))
     assert table.lengths.tolist() == [14, 0]  # request 1 has one page alone
     assert cache.key[:, :, 0, 0].sum(1).tolist() == [0, 6, 0, 3]
     table = paged.release(table, np.asarray([True, True]))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flexjax import paged
+from tests.arrays import array
 from tests.cases.small import quick_jit
 
 M, D, E, PAGE = 2, 4, 3, 8
@@ -16,7 +17,7 @@ append, allocate, fork, gather = (quick_jit(f) for f in (paged.append, paged.all
 
 
 def tokens(rng: np.random.Generator, *lead: int, dim: int = D) -> jax.Array:
-    return jnp.asarray(rng.standard_normal((*lead, M, dim)), jnp.float32)
+    return array(rng.standard_normal((*lead, M, dim)), jnp.float32)
 
 
 def started(totals: list[int], *, pool: int = 12, n: int = 4, dtype: str = "float32", scales: object = None):
@@ -88,7 +89,7 @@ def test_a_shared_page_is_copied_with_its_scales() -> None:
 def test_scales_that_are_given_stay() -> None:
     rng = np.random.default_rng(3)
     k, v = tokens(rng, 1, 9), tokens(rng, 1, 9, dim=E)
-    cache, table = started([9], dtype="int8", scales=(jnp.asarray([0.5, 0.25]), 0.125))
+    cache, table = started([9], dtype="int8", scales=(array([0.5, 0.25]), 0.125))
     cache, table = append(cache, table, k, v)
     assert cache.key_scales is not None
     assert cache.key_scales.tolist() == [0.5, 0.25]
@@ -100,7 +101,7 @@ def test_scales_that_are_given_stay() -> None:
 
 def test_page_numbers_that_are_none_read_as_zeros() -> None:
     cache = jax.tree.map(lambda x: x + 1, paged.empty(2, PAGE, M, D, dtype=jnp.float32))
-    table = paged.PageTable(jnp.asarray([[1, -7, 2**31 - 1, 0]], jnp.int32), jnp.asarray([32]), jnp.zeros(2, jnp.int32))
+    table = paged.PageTable(array([[1, -7, 2**31 - 1, 0]], jnp.int32), array([32]), jnp.zeros(2, jnp.int32))
     keys, _ = gather(cache, table)
     assert keys[0, :, 0, 0].tolist() == [1.0] * 8 + [0.0] * 16 + [1.0] * 8
 

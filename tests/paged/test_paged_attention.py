@@ -13,7 +13,8 @@ import pytest
 
 import flexjax
 from flexjax import AuxRequest, KernelOptions, Origin, masks, paged
-from tests.cases.small import launches, quick_jit
+from tests.arrays import array
+from tests.cases.small import by_definition, launches, quick_jit
 
 Array = jax.Array
 N, M, D, E = 4, 2, 8, 6
@@ -21,7 +22,7 @@ ALL = AuxRequest(lse=True, max_scores=True)
 
 
 def draw(seed: int, *shape: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def served(
@@ -58,7 +59,7 @@ def definition(
 ):
     k, v = (x.astype(query.dtype) for x in paged.gather(cache, table))
     call = dict(origin=Origin(query="end"), key_value_seq_lengths=table.lengths, implementation="reference") | call
-    return flexjax.flex_attention(query, k, v, mask_mod=mask_mod, **call)
+    return quick_jit(functools.partial(flexjax.flex_attention, mask_mod=mask_mod, **call))(query, k, v)
 
 
 def assert_same(got: Any, want: Any, within: float = 2e-6) -> None:
@@ -80,7 +81,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # page, T, arguments
     "one_token": (8, 1, {}),
     "no_mask": (24, 2, dict(mask_mod=None)),
     "window_and_sinks": (8, 3, dict(mask_mod=flexjax.and_masks(masks.causal, lambda b, h, q, kv: q - kv < 12), sinks=draw(7, N))),
-    "bias_by_request": (16, 3, dict(score_mod=biased(draw(8, N, 30)), query_seq_lengths=jnp.asarray([3, 0, 1, 2]))),
+    "bias_by_request": (16, 3, dict(score_mod=biased(draw(8, N, 30)), query_seq_lengths=array([3, 0, 1, 2]))),
     "documents": (8, 2, dict(mask_mod=lambda b, h, q, kv: jnp.asarray(np.arange(160).reshape(4, 40) % 7)[b, jnp.minimum(kv, 39)] != 3)),
     "scaled": (40, 2, dict(scale=jnp.float32(0.3))),
 }
@@ -108,7 +109,7 @@ def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
     cache, table = served(LENGTHS, 8)
     q, bias = draw(100, len(LENGTHS), 17, N, D), biased(draw(8, N, 30))
     flat = jnp.concatenate([q[r, :c] for r, c in enumerate(counts)] + [jnp.full((4, N, D), jnp.nan)])
-    ends = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+    ends = array(np.cumsum([0, *counts]), jnp.int32)
     want, of_rows = definition(q, cache, table, score_mod=bias, query_seq_lengths=jnp.asarray(counts), return_aux=ALL)
     for options in (None, KernelOptions(block_q=5)):
         call = dict(score_mod=bias, return_aux=ALL, kernel_options=options)
@@ -165,15 +166,13 @@ def test_bits_of_a_request_are_its_own() -> None:
 
 def test_a_tree_of_candidates() -> None:
     """Its nodes are the last tokens of the cache."""
-    parents, context = np.asarray([-1, 0, 0, 1, 2]), jnp.asarray([16, 3])
+    parents, context = np.asarray([-1, 0, 0, 1, 2]), array([16, 3])
     cache, table = served([21, 8], 8)
     q = draw(3, 2, 5, N, D)
     tree = masks.tree(parents, context, queries_follow_context=True)
     got = quick_jit(lambda *x: flexjax.paged_attention(*x, mask_mod=tree))(q, cache, table)
     k, v = paged.gather(cache, table)
-    want = flexjax.flex_attention(
-        q, k, v, mask_mod=masks.tree(parents, context), key_value_seq_lengths=table.lengths, implementation="reference"
-    )
+    want = by_definition(q, k, v, mask_mod=masks.tree(parents, context), key_value_seq_lengths=table.lengths)
     assert_same(got, want)
 
 
@@ -188,9 +187,9 @@ def test_gradients_of_queries_sinks_and_captures() -> None:
         return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)) + jnp.sum(jnp.sin(aux.lse))
 
     got = quick_jit(jax.value_and_grad(lambda x: loss(flexjax.paged_attention, x, cache)))(given)
-    assert_same(got, jax.value_and_grad(lambda x: loss(definition, x, cache))(given), 2e-5)
+    assert_same(got, quick_jit(jax.value_and_grad(lambda x: loss(definition, x, cache)))(given), 2e-5)
     flat = given | {"q": given["q"].reshape(-1, N, D)}
-    ends = jnp.asarray([0, 3, 6])
+    ends = array([0, 3, 6])
     ragged = quick_jit(jax.grad(lambda x: loss(flexjax.paged_attention, x, cache, cu_q_lens=ends)))(flat)
     for name, x in ragged.items():
         if name != "q":  # the order of queries changes the weights of the loss in no other way

@@ -15,14 +15,15 @@ from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.join_heads import join_operands, joined_plan, split_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.prepare import prepare
+from tests.arrays import array
 
 B, S, N, M, D = 2, 300, 16, 8, 8
 RNG = np.random.default_rng(7)
-LENGTHS = jnp.asarray([201, S])
+LENGTHS = array([201, S])
 
 
 def normal(*shape: int) -> Any:
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return array(RNG.standard_normal(shape), jnp.float32)
 
 
 SLOPE, TABLE, ROW, COLUMN = normal(N), normal(N, 2 * S), normal(B, S), normal(S)

@@ -13,12 +13,14 @@ from flexjax.call_arguments import DEFAULTS
 from flexjax.dense import block_mask_of
 from flexjax.plan import mask_blocks
 from flexjax.prepare import Call, prepare
+from tests.arrays import array
 from tests.block_mask.test_classify import classes_of
+from tests.cases.small import to_mask
 from tests.marks import some_slow
 
 Q_LEN, KV_LEN = 250, 330
-LENGTHS = jnp.asarray([330, 90])
-WINDOWS = jnp.asarray([5, 300])
+LENGTHS = array([330, 90])
+WINDOWS = array([5, 300])
 SIZES = {
     "16": ((16, 16), (128, 128)),
     "96": ((96, 96), (64, 128)),
@@ -61,7 +63,7 @@ def test_a_mask_stays_what_it_is(name: str) -> None:
     own, blocks = SIZES[name]
     mask = flexjax.create_block_mask(mixed, 2, 2, Q_LEN, KV_LEN, block_size=own)
     found = made_again(mask, blocks)
-    np.testing.assert_array_equal(found.to_mask(), mask.to_mask())
+    np.testing.assert_array_equal(to_mask(found), to_mask(mask))
     exact = classes_of(flexjax.create_block_mask(mixed, 2, 2, Q_LEN, KV_LEN, block_size=blocks))
     kinds = classes_of(found)
     assert np.all((kinds == exact) | (kinds == 1)), "what is called full or empty is"
@@ -81,7 +83,7 @@ def test_lists_that_a_user_made_keep_their_say(name: str, mask_mod: Any) -> None
     mask = BlockMask.from_kv_blocks(
         partial, index[0], full, index[1], block_size=own, mask_mod=mask_mod, q_len=Q_LEN, kv_len=KV_LEN
     )
-    np.testing.assert_array_equal(made_again(mask, blocks).to_mask(), mask.to_mask())
+    np.testing.assert_array_equal(to_mask(made_again(mask, blocks)), to_mask(mask))
 
 
 def test_the_same_blocks_are_the_same_plan() -> None:

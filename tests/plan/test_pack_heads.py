@@ -15,15 +15,16 @@ from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.pack_heads import pack_operands, packed_plan, unpack_results
 from flexjax.prepare import prepare
+from tests.arrays import array
 
 B, S, N, M, D = 2, 160, 6, 2, 8
 RNG = np.random.default_rng(7)
-LENGTHS = jnp.asarray([101, S])
-IDS = jnp.asarray(np.sort(RNG.integers(0, 5, (B, S)), -1))
+LENGTHS = array([101, S])
+IDS = array(np.sort(RNG.integers(0, 5, (B, S)), -1))
 
 
 def normal(*shape: int) -> Any:
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return array(RNG.standard_normal(shape), jnp.float32)
 
 
 SLOPE, TABLE, ROW, COLUMN = normal(N), normal(N, 2 * S), normal(B, S), normal(S)

@@ -21,6 +21,7 @@ from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.plan.kernel_plan import KernelPlan
 from flexjax.prepare import prepare
+from tests.arrays import array
 from tests.plan.shipped_plans import FOLDER, PROBLEMS, plans
 
 HERE = targets.default()
@@ -44,7 +45,7 @@ def made(tile: dict[str, int], seconds: float = 1.0, day: int = 1, finished: boo
 
 def qkv(tokens: int = 96) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(1)
-    return tuple(jnp.asarray(rng.standard_normal((1, tokens, 2, 8)), jnp.float32) for _ in range(3))
+    return tuple(array(rng.standard_normal((1, tokens, 2, 8)), jnp.float32) for _ in range(3))
 
 
 def plan(tokens: int = 96, **options: typing.Any) -> KernelPlan:

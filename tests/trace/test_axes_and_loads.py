@@ -1,5 +1,6 @@
 """What each value depends on and how each load walks its array, written down for shipped and odd mods."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES
 
 SIZES = (2, 3, 23, 37)
-IDS = jnp.asarray(np.arange(40) // 7)
+IDS = jax.device_put(np.arange(40) // 7)
 
 
 def seen(program: object) -> list[str]:
@@ -33,7 +34,7 @@ def test_loads_of_odd_masks(name: str) -> None:
 
 
 def array(*shape: int) -> jnp.ndarray:
-    return jnp.zeros(shape, jnp.float32)
+    return jax.device_put(np.zeros(shape, np.float32))
 
 
 # name: (mod, loads)

@@ -14,6 +14,7 @@ from jax import lax
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.program import Program, classify_load
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
+from tests.arrays import array
 
 SIZES = (2, 3, 9, 7)
 LONG = settings().max_examples > 100
@@ -143,10 +144,10 @@ def follow(x: jax.Array, levels: list[tuple], names: dict[str, jax.Array], outsi
 def test_any_chain_of_indices(chain: tuple[tuple[int, ...], list[tuple]]) -> None:
     shape, levels = chain
     rng = np.random.default_rng(len(levels))
-    x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    table = jnp.asarray(rng.integers(-3, 6, SIZES[3]))
-    at = [jnp.asarray(rng.integers(0, n, 24), jnp.int32) for n in SIZES]
-    score, weight = (jnp.asarray(rng.standard_normal(24), jnp.float32) for _ in range(2))
+    x = array(rng.standard_normal(shape), jnp.float32)
+    table = array(rng.integers(-3, 6, SIZES[3]))
+    at = [array(rng.integers(0, n, 24), jnp.int32) for n in SIZES]
+    score, weight = (array(rng.standard_normal(24), jnp.float32) for _ in range(2))
     steps = []
 
     def mod(x: jax.Array, outside: float | None = None) -> Callable:

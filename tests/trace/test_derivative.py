@@ -11,12 +11,13 @@ from flexjax.ir.evaluate_scalars import call_program
 from flexjax.ir.program import Lit, Load, Program
 from flexjax.ir.rewrite import with_results
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
+from tests.arrays import array
 from tests.cases import odd_mods
 
 SIZES = (2, 3, 9, 7)
 rng = np.random.default_rng(5)
-NORMAL = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-POSITIVE = lambda *shape: jnp.asarray(rng.uniform(0.3, 1.5, shape), jnp.float32)
+NORMAL = lambda *shape: array(rng.standard_normal(shape), jnp.float32)
+POSITIVE = lambda *shape: array(rng.uniform(0.3, 1.5, shape), jnp.float32)
 
 
 @jax.custom_jvp

@@ -18,13 +18,15 @@ from flexjax.ir.evaluate import evaluate
 from flexjax.ir.program import Load
 from flexjax.trace.primitives import ELEMENTWISE
 from flexjax.trace.trace_mod import trace_score_mod
+from tests.arrays import array
+from tests.cases.small import quick_jit
 from tests.primitives import F32, NO_DERIVATIVE, NOT_BOUND, ROWS, bound_primitives
 
 SIZES = B, N, T, S = (1, 2, 3, 4)
 rng = np.random.default_rng(3)
-ROW = jnp.asarray(rng.uniform(0.15, 0.85, T), jnp.float32)
-SCORES = jnp.asarray(rng.uniform(0.15, 0.85, SIZES), jnp.float32)
-WORDS = jnp.asarray(rng.integers(-(2**31), 2**31, S), jnp.int32)
+ROW = array(rng.uniform(0.15, 0.85, T), jnp.float32)
+SCORES = array(rng.uniform(0.15, 0.85, SIZES), jnp.float32)
+WORDS = array(rng.integers(-(2**31), 2**31, S), jnp.int32)
 OTHERS: dict[str, Callable] = {
     "bitcast of one width": lambda x, y, n: F32(lax.bitcast_convert_type(x, jnp.int32) >> 8) * y,
     "bitcast to bytes": lambda x, y, n: F32(lax.bitcast_convert_type(n, jnp.uint8)[2]) * x * y,
@@ -47,10 +49,10 @@ def test_every_elementwise_primitive_has_a_row() -> None:
         assert name in bound_primitives(row), f"the row of {name} binds {sorted(bound_primitives(row))}"
 
 
-def on_tile(program: Any, arrays: Any, score: jax.Array) -> list[np.ndarray]:
+def on_tile(program: Any, arrays: Any, score: jax.Array) -> list[jax.Array]:
     region = Region(0, B, 0, N, 0, T, jnp.zeros(1, jnp.int32), S)
     everywhere = [frozenset({"b", "h", "q", "kv"})] * len(program.results)
-    return [np.broadcast_to(x, SIZES) for x in evaluate(program, XlaTile(region, arrays, score), everywhere)]
+    return [jnp.broadcast_to(x, SIZES) for x in evaluate(program, XlaTile(region, arrays, score), everywhere)]
 
 
 @pytest.mark.parametrize("name", EVERY_ROW)
@@ -58,11 +60,19 @@ def test_value_and_derivatives_are_those_of_jax(name: str) -> None:
     function = EVERY_ROW[name]
     make = lambda row: lambda s, b, h, q, k: function(s, row[q], WORDS[k])
     traced = trace_score_mod(make(ROW), SIZES)
-    flat = [x.ravel() for x in jnp.meshgrid(*map(jnp.arange, SIZES), indexing="ij")]
+    flat = [x.ravel().astype(np.int32) for x in np.meshgrid(*map(np.arange, SIZES), indexing="ij")]
     entry = lambda s, y, k: function(s, y, WORDS[k])
-    operands = (SCORES.ravel(), ROW[flat[2]], flat[3])
+    operands = (np.ravel(SCORES), np.asarray(ROW)[flat[2]], flat[3])
     close = lambda got, want: np.testing.assert_allclose(got.ravel(), want, rtol=2e-5, atol=2e-6)
-    close(on_tile(traced.program, traced.arrays, SCORES)[0], jax.vmap(entry)(*operands))
+
+    @quick_jit
+    def both(arrays: Any, score: jax.Array, *operands: jax.Array) -> Any:
+        found = [on_tile(p, arrays, score) for p in (traced.program, traced.derivative) if p is not None]
+        slopes = () if name in NO_DERIVATIVE else jax.vmap(jax.grad(entry, (0, 1)))(*operands)
+        return *found, jax.vmap(entry)(*operands), slopes
+
+    plain, *derived, right, wanted = both(traced.arrays, SCORES, *operands)
+    close(plain[0], right)
     if name in NO_DERIVATIVE:
         with pytest.raises((ValueError, NotImplementedError)) as refused:
             jax.vmap(jax.grad(entry, (0, 1)))(*operands)
@@ -72,11 +82,10 @@ def test_value_and_derivatives_are_those_of_jax(name: str) -> None:
             "jax.lax.stop_gradient, or give the function a derivative rule with jax.custom_jvp."
         )
         return
-    wanted = jax.vmap(jax.grad(entry, (0, 1)))(*operands)
     assert traced.why_not == ""
     assert traced.derivative is not None
-    value, by_score, *by_loads = on_tile(traced.derivative, traced.arrays, SCORES)
-    close(value, jax.vmap(entry)(*operands))
+    value, by_score, *by_loads = derived[0]
+    close(value, right)
     close(by_score, wanted[0])
     loads = [traced.derivative.steps[place] for place in traced.derivative.gradients]
     moving = [g for g, load in zip(by_loads, loads, strict=True) if isinstance(load, Load) and "q" in load.out.axes]

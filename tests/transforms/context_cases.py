@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import mods
+from tests.arrays import array
 
 B, D, E = 2, 4, 4
 Outcome = dict[str, Any]
@@ -85,9 +86,9 @@ def arrays(case: Case) -> dict[str, jax.Array]:
     }
     if case.extra:
         shapes |= {"qx": (B, t, n, 2), "kx": (B, s, m, 2)}
-    made = {name: jnp.asarray(rng.standard_normal(shape), case.dtype) for name, shape in shapes.items()}
-    made["weight"] = jnp.asarray(rng.standard_normal((B, t, n, E)), jnp.float32)
-    return made | {"ids": jnp.asarray(np.sort(rng.integers(0, 5, (B, max(t, s))), -1), jnp.int32)}
+    made = {name: array(rng.standard_normal(shape), case.dtype) for name, shape in shapes.items()}
+    made["weight"] = array(rng.standard_normal((B, t, n, E)), jnp.float32)
+    return made | {"ids": array(np.sort(rng.integers(0, 5, (B, max(t, s))), -1), jnp.int32)}
 
 
 def mask_of(case: Case, ids: jax.Array) -> Callable | None:
@@ -343,7 +344,7 @@ def run_forward() -> Outcome:
     """What the forward passes of some calls communicate on eight devices: 1024 tokens, two heads of 4 features, blocks of 32."""
     case = Case("auto", "none", lengths=(1024, 1024), heads=(2, 2), block=32)
     window = lambda b, h, i, j: (i >= j) & (i - j < 64)
-    ids = jnp.asarray(np.repeat(np.arange(8), 128))
+    ids = array(np.repeat(np.arange(8), 128))
     documents = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
     shape = jax.ShapeDtypeStruct((1, 1024, 2, D), jnp.float32, sharding=NamedSharding(mesh_of(case), P(None, "sp")))
     found: Outcome = {}

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks, mods
+from tests.arrays import array
 from tests.conftest import QUICK_TO_COMPILE
 
 B, N, T, D = 8, 8, 16, 4
@@ -65,7 +66,7 @@ def arrays(key_heads: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     shapes = ((B, T, N, D), (B, T, key_heads, D), (B, T, key_heads, D), (N,), (N, 2 * T), (2 * T,))
     ids = np.sort(rng.integers(0, 3, (B, T)), -1)
-    return (*(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes), jnp.asarray(ids, jnp.int32))
+    return (*(array(rng.standard_normal(s), jnp.float32) for s in shapes), jnp.asarray(ids, jnp.int32))
 
 
 def attend(
@@ -132,8 +133,8 @@ def run_transformations() -> Outcome:
     """In float64 with a context of its own, which the threads of XLA do not see."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(1)
-        x = jnp.asarray(rng.standard_normal((4, T, 4, D)))
-        table = jnp.asarray(rng.standard_normal((4, 2 * T)))
+        x = array(rng.standard_normal((4, T, 4, D)))
+        table = array(rng.standard_normal((4, 2 * T)))
         placed = jax.device_put(x, NamedSharding(mesh_of(), P("y", None, "x")))
 
         def run(x: jax.Array, table: jax.Array) -> jax.Array:

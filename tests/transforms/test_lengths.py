@@ -15,7 +15,8 @@ from flexjax.backends.xla.block_loop import row_at, walk
 from flexjax.backends.xla.tile_sizes import choose_tile_sizes
 from flexjax.plan.kernel_plan import Lengths
 from flexjax.prepare import prepare
-from tests.cases.small import quick_jit
+from tests.arrays import array
+from tests.cases.small import by_definition, quick_jit
 
 Array = jax.Array
 B, T, S, N, M, D, BLOCK = 3, 24, 40, 2, 1, 8, 8
@@ -23,7 +24,7 @@ MASK = flexjax.create_block_mask(masks.causal, None, None, T, S, block_size=BLOC
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
 
 
 Q, K, V = normal(B, T, N, D), normal(B, S, M, D, seed=1), normal(B, S, M, D, seed=2)
@@ -112,12 +113,13 @@ def test_the_last_query_lies_at_the_last_key(queries: tuple[int, ...] | None) ->
         key_value_seq_lengths=jnp.asarray(keys),
         query_seq_lengths=None if queries is None else jnp.asarray(queries),
     )
+    query, key, value, got = map(np.asarray, (Q, K, V, got))
     for b, (t, s) in enumerate(zip(ends, keys, strict=True)):
         if t:
-            part = (Q[b : b + 1, :t], K[b : b + 1, :s], V[b : b + 1, :s])
+            part = (query[b : b + 1, :t], key[b : b + 1, :s], value[b : b + 1, :s])
             ahead = max(s - t, 0)
             mask = lambda b, h, q, kv, ahead=ahead: q + ahead >= kv
-            want = flexjax.flex_attention(*part, mask_mod=mask, implementation="reference")
+            want = by_definition(*part, mask_mod=mask)
             np.testing.assert_allclose(got[b : b + 1, :t], want, atol=2e-6)
 
 
@@ -130,7 +132,7 @@ def test_an_origin_at_the_end_of_the_arrays() -> None:
 
 def test_mapped_lengths_and_sinks() -> None:
     """Rows that do not exist keep lse -inf and give no gradient to sinks that differ between copies."""
-    queries, keys = jnp.asarray([[24, 3, 0], [5, 8, 20]]), jnp.asarray([[40, 9, 1], [8, 0, 17]])
+    queries, keys = array([[24, 3, 0], [5, 8, 20]]), array([[40, 9, 1], [8, 0, 17]])
     sinks = jnp.stack([SINKS, 2 * SINKS])
 
     def gradients(sinks: Array, queries: Array, keys: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -178,7 +180,7 @@ def test_tiles_past_a_length_are_not_visited(options: dict[str, Any], visits: li
 def test_messages() -> None:
     wrong = {
         "float32[3]": normal(B),
-        "int32[2]": jnp.asarray([1, 2]),
+        "int32[2]": array([1, 2]),
         "True": True,
         "[1, 2, 3]": [1, 2, 3],
     }

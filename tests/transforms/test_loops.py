@@ -44,7 +44,7 @@ def test_rounds_of_a_while_loop_and_their_tangent() -> None:
     twice = lambda q: problem.run(arrays | {"query": problem.run(arrays | {"query": q})[0]})[0]
     query = arrays["query"]
     np.testing.assert_allclose(jax.jit(rounds)(query, 2), twice(query), atol=1e-6)
-    push = lambda f: jax.jvp(f, (query,), (jnp.cos(query),))[1]
+    push = lambda f: jax.jit(lambda query: jax.jvp(f, (query,), (jnp.cos(query),))[1])(query)
     np.testing.assert_allclose(push(lambda q: rounds(q, 2)), push(twice), atol=1e-6)
 
 
@@ -53,7 +53,7 @@ def test_branches() -> None:
     arrays = problem.arrays()
     loss = lambda on, a: jax.lax.cond(on, problem.loss, lambda a: jnp.float32(0), a)
     gradient = jax.jit(jax.grad(loss, argnums=1))
-    want = jax.grad(problem.loss)(arrays)
+    want = jax.jit(jax.grad(problem.loss))(arrays)
     for array, value in gradient(True, arrays).items():
         np.testing.assert_allclose(value, want[array], rtol=1e-4, atol=1e-5)
     assert not any(bool(x.any()) for x in gradient(False, arrays).values())

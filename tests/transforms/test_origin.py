@@ -1,5 +1,6 @@
 """Parts of a larger problem: a call with an origin gives what the whole call gives there, with all gradients."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ from flexjax.ir import program as ir
 from flexjax.ir.origin import table_of_runs
 from flexjax.prepare import prepare
 from tests import compare, oracle
+from tests.arrays import array
 from tests.cases import CASES, Case
+from tests.cases.small import by_definition, quick_jit, to_mask
 from tests.marks import some_slow
 
 EVERYDAY = ("packed",)
@@ -85,10 +88,10 @@ B, T, S, N, M, D, BLOCK = 2, 64, 96, 2, 1, 8, 16
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+    return array(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
 
 
-IDS = jnp.asarray(np.sort(np.random.default_rng(3).integers(0, 5, (B, S)), -1), jnp.int32)
+IDS = array(np.sort(np.random.default_rng(3).integers(0, 5, (B, S)), -1), jnp.int32)
 
 
 def score_of(table: jax.Array, row: jax.Array, column: jax.Array, pair: jax.Array) -> Callable:
@@ -114,7 +117,7 @@ def loss(out: jax.Array) -> jax.Array:
 
 
 def gradients(function: Callable) -> Callable:
-    return jax.jit(jax.value_and_grad(function, tuple(range(7)), has_aux=True))
+    return quick_jit(jax.value_and_grad(function, tuple(range(7)), has_aux=True))
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -204,7 +207,7 @@ def without_origin(q0: int, k0: int, length: int, *a: jax.Array) -> jax.Array:
 
 def test_vmap_over_origins() -> None:
     """Positions then differ between the batch entries of the folded call; gradients of what all copies share are sums."""
-    starts = (3, 16, 32)
+    starts = (3, 32)
 
     def total(function: Callable, *a: jax.Array) -> Any:
         out = function(*a)
@@ -314,7 +317,7 @@ def test_load_classes_survive() -> None:
         "column gather",
         "tile gather",
     ]
-    runs = table_of_runs(jnp.asarray([[3, 40]]), jnp.asarray([[5, 9]]), query_run=8, key_run=12, whole=(B, N, T, S))
+    runs = table_of_runs(array([[3, 40]]), array([[5, 9]]), query_run=8, key_run=12, whole=(B, N, T, S))
     assert load_classes(runs, (16, 24)) == ["row slice", "diagonal slice", "column slice", "tile slice"]
 
 
@@ -327,13 +330,11 @@ def test_positions_past_the_integers_of_float32() -> None:
     local = lambda s, b, h, i, j: score_mod(s, b, h, i + base, j + base - 4)
     for implementation in ("xla", "reference"):
         origin = Origin(query=base, key=base - 4)
-        got = flexjax.flex_attention(
-            q, k, v, score_mod=score_mod, mask_mod=mask_mod, origin=origin, implementation=implementation
+        attend = functools.partial(flexjax.flex_attention, score_mod=score_mod, mask_mod=mask_mod, origin=origin)
+        got = quick_jit(functools.partial(attend, implementation=implementation))(q, k, v)
+        want = by_definition(
+            q, k, v, score_mod=local, mask_mod=lambda b, h, i, j: mask_mod(b, h, i + base, j + base - 4)
         )
-        want = flexjax.flex_attention(
-            q, k, v, score_mod=local, mask_mod=lambda b, h, i, j: mask_mod(b, h, i + base, j + base - 4),
-            implementation="reference",
-        )  # fmt: skip
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -346,7 +347,7 @@ def test_a_block_mask_skips_what_its_part_hides() -> None:
     part = flexjax.create_block_mask(masks.causal, None, None, 16, 64, block_size=16, origin=Origin(query=32))
     assert part.kv_num_blocks.tolist() == [[[1]]]
     assert part.full_kv_num_blocks.tolist() == [[[2]]]
-    np.testing.assert_array_equal(part.to_mask(), whole.to_mask()[:, :, 32:48])
+    np.testing.assert_array_equal(to_mask(part), np.asarray(to_mask(whole))[:, :, 32:48])
     assert bool(part.mask_mod(*map(jnp.int32, (0, 0, 3, 35))))
     assert not bool(part.mask_mod(*map(jnp.int32, (0, 0, 3, 36))))
     traced = jax.jit(
@@ -362,8 +363,8 @@ def test_the_origin_of_a_block_mask_is_that_of_the_call() -> None:
     alone = flexjax.flex_attention(q, k, v, score_mod=mods.alibi(2), block_mask=made)
     given = flexjax.flex_attention(q, k, v, score_mod=mods.alibi(2), mask_mod=masks.causal, origin=Origin(query=32))
     np.testing.assert_allclose(alone, given, rtol=1e-6, atol=1e-6)
-    weights = flexjax.attention_weights(q, k, score_mod=mods.alibi(2), block_mask=made)
-    np.testing.assert_allclose(jnp.einsum("bhqk,bkhd->bqhd", weights, v), given, rtol=1e-5, atol=1e-5)
+    weights = quick_jit(lambda q, k: flexjax.attention_weights(q, k, score_mod=mods.alibi(2), block_mask=made))(q, k)
+    np.testing.assert_allclose(np.einsum("bhqk,bkhd->bqhd", weights, v), given, rtol=1e-5, atol=1e-5)
     text = flexjax.explain(q, k, v, mask_mod=lambda b, h, i, j: i >= j + h, origin=Origin(head=1, query=32))
     assert text.splitlines()[0].endswith("origin of queries in 1 run of 16 and keys in 1 run of 64")
     assert isinstance(jax.tree.leaves(made)[-1], jax.Array)

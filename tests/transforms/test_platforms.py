@@ -19,6 +19,7 @@ import flexjax
 from flexjax import FallbackWarning, dispatch, masks
 from flexjax.backends import target as targets
 from flexjax.backends.target import Target
+from tests.arrays import array
 
 V6E = jax.sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -78,7 +79,7 @@ def test_a_program_for_a_device_that_is_not_here_has_its_kernels(device: typing.
 
 @pytest.mark.parametrize("other", ["tpu", pytest.param("cuda", marks=needs_gpu_kernels)])
 def test_an_export_for_several_platforms_has_what_each_runs(other: str) -> None:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape().shape), jnp.bfloat16)
+    x = array(np.random.default_rng(0).standard_normal(shape().shape), jnp.bfloat16)
     names = ("mosaic_gpu", "mosaic_tpu", "xla")
     done = jax.export.export(jax.jit(gradient(implementation=names)), platforms=["cpu", other])(x)
     assert {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu_v2"}[other] in done.mlir_module()
@@ -122,7 +123,7 @@ def test_what_no_platform_changes_is_refused_while_the_call_is_traced() -> None:
 
 def reference_problem() -> tuple[dict[str, jax.Array], Callable]:
     rng = np.random.default_rng(3)
-    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), jnp.float32)
+    draw = lambda *sizes: array(rng.standard_normal(sizes), jnp.float32)
     arrays = dict(q=draw(2, 24, 4, 8), k=draw(2, 20, 2, 8), v=draw(2, 20, 2, 6), sinks=draw(4), bias=draw(4, 44))
     arrays |= dict(query_extra=draw(2, 24, 4, 3), key_extra=draw(2, 20, 1, 3))
     block_mask = flexjax.create_block_mask(masks.causal, None, None, 24, 20, block_size=8)

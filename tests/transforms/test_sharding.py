@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flexjax
 from flexjax import masks
+from tests.arrays import array
 from tests.cases.small import PROBLEMS, Arrays
 from tests.marks import some_slow
 
@@ -79,7 +80,7 @@ def test_shard_map_of_captured_arrays(split: str, check: bool) -> None:
 def test_shard_map_of_block_masks() -> None:
     """Segment ids are split with the batch; each device builds its own block mask."""
     q, k, v, _ = inputs()
-    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 11)), -1), jnp.int32)
+    ids = array(np.sort(np.random.default_rng(0).integers(0, 3, (2, 11)), -1), jnp.int32)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         return flexjax.flex_attention(q, k, v, mask_mod=masks.document(ids[:, :9], ids))
@@ -143,7 +144,7 @@ def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     """The bias is split with the heads, the document ids with the batch; the block mask is built from them."""
     q, k, v, _ = inputs()
     table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
-    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 11)), -1), jnp.int32)
+    ids = array(np.sort(np.random.default_rng(0).integers(0, 3, (2, 11)), -1), jnp.int32)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
         score_mod = lambda s, b, h, i, j: s + table[h, i - j + 10]
@@ -188,7 +189,7 @@ def test_a_mod_that_is_traced_on_one_mesh_runs_on_another(first: AxisType, custo
             placed = [*(jax.device_put(x, where) for x in (q, k, v)), table]
             slopes[kind] = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*placed)
     close(slopes[AxisType.Auto], slopes[AxisType.Explicit])
-    close(slopes[first], jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, table))
+    close(slopes[first], jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, table))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 import flexjax
 from flexjax import masks
+from tests.arrays import array
 from tests.cases.small import PROBLEMS, Arrays, N, S, T, launches, quick_jit
 
 COPIES = 3
@@ -36,8 +37,8 @@ def copies(name: str, mapped: tuple[str, ...]) -> tuple[Arrays, dict[str, int | 
     problem = PROBLEMS[name]
     stacks = [problem.arrays(seed) for seed in range(COPIES)]
     axes: dict[str, int | None] = dict.fromkeys(stacks[0])
-    for place, array in enumerate(mapped):
-        axes[array] = 0 if place % 2 == 0 else stacks[0][array].ndim
+    for place, name in enumerate(mapped):
+        axes[name] = 0 if place % 2 == 0 else stacks[0][name].ndim
     arrays = {n: x if axes[n] is None else jnp.stack([s[n] for s in stacks], axes[n]) for n, x in stacks[0].items()}
     return arrays, axes
 
@@ -141,7 +142,7 @@ def _call(**keywords: Any) -> jax.Array:
 
 def test_mapped_block_masks() -> None:
     rng = np.random.default_rng(0)
-    ids = jnp.asarray(np.sort(rng.integers(0, 3, (COPIES, 2, S)), -1), jnp.int32)
+    ids = array(np.sort(rng.integers(0, 3, (COPIES, 2, S)), -1), jnp.int32)
     make = lambda ids: flexjax.create_block_mask(masks.document(ids[:, :T], ids), 2, None, T, S, block_size=4)
     stack = jax.vmap(make)(ids)
     run = lambda mask: _call(block_mask=mask)
@@ -152,7 +153,7 @@ def test_mapped_block_masks() -> None:
 
 
 def test_mapped_ids_and_lengths_inside() -> None:
-    lengths = jnp.asarray([1, 5, 11], jnp.int32)
+    lengths = array([1, 5, 11], jnp.int32)
     run = lambda n: _call(mask_mod=lambda b, h, q, kv: (kv < n) & (kv <= q + h))
     folds(jax.vmap(run), lengths)
     np.testing.assert_allclose(jax.vmap(run)(lengths), _loop(run, lengths), atol=1e-6)

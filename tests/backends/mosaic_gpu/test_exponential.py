@@ -9,6 +9,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
 
 from flexjax.backends.mosaic_gpu.exponential import LOWEST, exp2_polynomial
+from tests.arrays import array
 
 
 def test_relative_error() -> None:
@@ -24,7 +25,7 @@ def test_whole_numbers_are_exact() -> None:
 
 
 def test_what_is_switched_off_is_zero() -> None:
-    x = jnp.asarray([-jnp.inf, -1e30, -200.0, LOWEST], jnp.float32)
+    x = array([-jnp.inf, -1e30, -200.0, LOWEST], jnp.float32)
     np.testing.assert_array_equal(np.asarray(exp2_polynomial(x)), np.zeros(4, np.float32))
 
 

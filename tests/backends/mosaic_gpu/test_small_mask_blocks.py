@@ -15,6 +15,7 @@ from flexjax.backends.target import Target
 from flexjax.call_arguments import DEFAULTS
 from flexjax.plan.kernel_plan import Wanted
 from flexjax.prepare import prepare
+from tests.arrays import array
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
@@ -28,7 +29,7 @@ CPU = Target("cpu")
 
 def arrays() -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.standard_normal((1, T, n, 16)), jnp.bfloat16) for n in (2, 1, 1))
+    return tuple(array(rng.standard_normal((1, T, n, 16)), jnp.bfloat16) for n in (2, 1, 1))
 
 
 def listed() -> BlockMask:

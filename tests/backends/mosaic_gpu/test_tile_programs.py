@@ -14,24 +14,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import memory, program_support, tile_programs
 from flexjax.trace import trace_mod
+from tests.arrays import array
 
 SIZES = B, H, Q, KV = 2, 4, 128, 256
 SHAPE = (64, 64)
 BATCH, HEAD, Q_START = 1, 2, 64
 RNG = np.random.default_rng(0)
-ROW = jnp.asarray(RNG.normal(size=Q), jnp.float32)
-COLUMN = jnp.asarray(RNG.normal(size=KV), jnp.bfloat16)
-TABLE = jnp.asarray(RNG.normal(size=(H, Q + KV)), jnp.float32)
-PAIR = jnp.asarray(RNG.normal(size=(B, H, Q, KV)), jnp.float16)
-SEGMENTS = jnp.asarray(np.arange(KV) // 37, jnp.int32)
-SLOPES = jnp.asarray(RNG.normal(size=H), jnp.float32)
-FLAGS = jnp.asarray(RNG.normal(size=(Q, KV)) > 0)
-SMALL = jnp.asarray(RNG.integers(-100, 100, KV), jnp.int8)
-LIMITS = jnp.asarray(RNG.integers(0, KV, Q), jnp.int32)
-FAR = jnp.asarray(RNG.choice([-(2**31), 2**31 - 1, 150], Q), jnp.int32)
+ROW = array(RNG.normal(size=Q), jnp.float32)
+COLUMN = array(RNG.normal(size=KV), jnp.bfloat16)
+TABLE = array(RNG.normal(size=(H, Q + KV)), jnp.float32)
+PAIR = array(RNG.normal(size=(B, H, Q, KV)), jnp.float16)
+SEGMENTS = array(np.arange(KV) // 37, jnp.int32)
+SLOPES = array(RNG.normal(size=H), jnp.float32)
+FLAGS = array(RNG.normal(size=(Q, KV)) > 0)
+SMALL = array(RNG.integers(-100, 100, KV), jnp.int8)
+LIMITS = array(RNG.integers(0, KV, Q), jnp.int32)
+FAR = array(RNG.choice([-(2**31), 2**31 - 1, 150], Q), jnp.int32)
 GAIN = jnp.float32(1.5)
-ENDS = jnp.asarray(RNG.choice([-(2**31), -7, 0, 5], Q), jnp.int32)
-DIVISORS = jnp.asarray(RNG.choice([-3, -1, 0, 4], KV), jnp.int32)
+ENDS = array(RNG.choice([-(2**31), -7, 0, 5], Q), jnp.int32)
+DIVISORS = array(RNG.choice([-3, -1, 0, 4], KV), jnp.int32)
 
 
 def _hash(s: typing.Any, b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:
@@ -112,7 +113,7 @@ def on_tile(mod: typing.Callable, score: jax.Array, transposed: bool, edge: bool
 @pytest.mark.parametrize("transposed", [False, True], ids=["q rows", "kv rows"])
 @pytest.mark.parametrize("name", MODS)
 def test_matches_the_mod(name: str, transposed: bool, edge: bool) -> None:
-    score = jnp.asarray(RNG.normal(size=SHAPE), jnp.float32)
+    score = array(RNG.normal(size=SHAPE), jnp.float32)
     first = jnp.arange(64, 128, dtype=jnp.int32)
     second = jnp.arange(128, 192, dtype=jnp.int32) if not transposed else first
     at = lambda s, q, k: MODS[name](s, jnp.int32(BATCH), jnp.int32(HEAD), q, k)

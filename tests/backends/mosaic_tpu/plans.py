@@ -14,6 +14,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands, Wanted
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
 from flexjax.types import KernelOptions
 from tests import oracle
+from tests.arrays import array
 from tests.cases import Case
 from tests.cases.dense_masks import block_lists, over_all
 
@@ -56,7 +57,7 @@ def dropout_keep(case: Case) -> np.ndarray | None:
 def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> Problem:
     B, N, M, T, S, D, E = case.shape
     sizes = (B, N, T, S)
-    captured = {name: jnp.asarray(x) for name, x in case.captured().items()}
+    captured = {name: array(x) for name, x in case.captured().items()}
     score_mod, mask_mod = case.mods(captured)
     score = None if score_mod is None else trace_score_mod(score_mod, sizes, "float32")
     mask = None if mask_mod is None else trace_mask_mod(mask_mod, sizes)
@@ -64,7 +65,7 @@ def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> 
     tokens_first = case.layout == "BTNH"
     inputs = case.inputs()
     turn = lambda x: np.swapaxes(x, 1, 2) if tokens_first else x
-    arrays = {n: jnp.asarray(turn(x), dtype) for n, x in inputs.items() if n not in ("sinks", "u")}
+    arrays = {n: array(turn(x), dtype) for n, x in inputs.items() if n not in ("sinks", "u")}
     lists = layout = None
     if case.block is not None:
         size = case.block.size
@@ -100,7 +101,7 @@ def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> 
         arrays["v"],
         arrays.get("query_extra"),
         arrays.get("key_extra"),
-        jnp.asarray(inputs["sinks"]) if case.sinks else None,
+        array(inputs["sinks"]) if case.sinks else None,
         score.arrays if score else (),
         mask.arrays if mask else (),
         drop.arrays if drop else (),
@@ -108,8 +109,8 @@ def problem_of(case: Case, dtype: str, options: KernelOptions | None = None) -> 
     )
     learned = oracle.learned(case, captured)
     names = []
-    for array in operands.score_captures:
-        names.append(next((n for n, x in learned.items() if x is array or _same(x, array)), None))
+    for read in operands.score_captures:
+        names.append(next((n for n, x in learned.items() if x is read or _same(x, read)), None))
     return Problem(plan, operands, score.derivative if score else None, tuple(names))
 
 
@@ -131,8 +132,8 @@ def run(backend, problem: Problem, case: Case, backward: bool = True) -> dict[st
     weights = case.inputs()
     tokens_first = case.layout == "BTNH"
     turn = lambda x: jnp.swapaxes(x, 1, 2) if tokens_first else x
-    w = turn(jnp.asarray(weights["w"], plan.dtype))
-    u = turn(jnp.asarray(weights["u"], jnp.float32))
+    w = turn(array(weights["w"], plan.dtype))
+    u = turn(array(weights["u"], jnp.float32))
     wanted = wanted_of(problem)
 
     @jax.jit

@@ -9,6 +9,7 @@ from jax import lax
 from flexjax.backends.mosaic_tpu import diagonals, tile_ops
 from flexjax.ir.evaluate import apply_op
 from flexjax.ir.program import Lit, Op, Val
+from tests.arrays import array
 
 AXES = frozenset({"q", "kv"})
 FLOAT = np.concatenate([np.linspace(-3, 3, 241), [1e-8, -1e-8, 20.0, -20.0, 0.0]]).astype(np.float32)
@@ -73,7 +74,7 @@ def test_comparison_of_booleans(prim: str):
 
 
 def test_select_between_booleans():
-    which, yes, no = (jnp.asarray(np.random.default_rng(n).integers(0, 2, 32), bool) for n in range(3))
+    which, yes, no = (array(np.random.default_rng(n).integers(0, 2, 32), bool) for n in range(3))
     val = lambda n: Val(n, "bool", AXES)
     op = Op("select_n", (val(10), val(11), val(12)), val(13))
     np.testing.assert_array_equal(tile_ops.apply(op, [which, no, yes]), jnp.where(which, yes, no))
@@ -85,11 +86,11 @@ def test_diagonals_spread_and_summed(rows: int, cols: int, monkeypatch: pytest.M
     monkeypatch.setattr(diagonals.pltpu, "roll", jnp.roll)
     rng = np.random.default_rng(0)
     width = -(-(rows + cols) // 128) * 128
-    values = jnp.asarray(rng.standard_normal(width), jnp.float32)
+    values = array(rng.standard_normal(width), jnp.float32)
     i, j = np.indices((rows, cols))
     spread = diagonals.toeplitz(diagonals.skewed(values), rows, cols, rows)
     np.testing.assert_array_equal(spread, values[rows + j - i])
-    tile = jnp.asarray(rng.standard_normal((rows, cols)), jnp.float32)
+    tile = array(rng.standard_normal((rows, cols)), jnp.float32)
     sums = diagonals.toeplitz_sums(tile, width, rows)
     flat = sum(np.pad(np.asarray(sums)[r, r:], (0, r)) for r in range(8))
     want = np.zeros(width)
