@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib.util
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ import pytest
 
 import flexjax
 from tests import oracle
+from tests.arrays import array
 from tests.bound_case import Arrays, BoundCase, x64
 from tests.cases import CASES, Case, exact_captures, large_scores
 from tests.compare import assert_close
@@ -32,7 +34,10 @@ FORWARD_ALONE = frozenset({"plain", "no_keys", "no_queries", "one_query", "packe
 
 
 def _every_case(
-    everyday: frozenset[str] | None, extra_dtypes: tuple[str, ...], only_dtypes: tuple[str, ...] | None
+    everyday: frozenset[str] | None,
+    extra_dtypes: tuple[str, ...],
+    only_dtypes: tuple[str, ...] | None,
+    left_out: Callable[[Case, str], bool],
 ) -> list[Any]:
     """(case, dtype): the dtypes that a row names, and beyond them `extra_dtypes`, in the slow run only.
 
@@ -42,17 +47,25 @@ def _every_case(
     for case in CASES.values():
         dtypes, usual = (only_dtypes, only_dtypes[:1]) if only_dtypes else ((*case.dtypes, *extra_dtypes), case.dtypes)
         for dtype in dict.fromkeys(dtypes):
+            if left_out(case, dtype):
+                continue
             slow = case.slow or dtype not in usual or (everyday is not None and case.name not in everyday)
             rows.append(pytest.param(case, dtype, id=f"{case.name}-{dtype}", marks=[pytest.mark.slow] if slow else []))
     return rows
 
 
-class TableConformance:
+class _MayJit:
+    jitted = True  # whether jax.jit may surround a call; otherwise the tests call eagerly
+
+    def _jit(self, function: Any) -> Any:
+        return jax.jit(function) if self.jitted else function
+
+
+class TableConformance(_MayJit):
     """The table of cases.  Class attributes say what a backend supports; a missing ability must raise, not mislead."""
 
     implementation: typing.ClassVar[str]
     deterministic = True
-    jitted = True  # whether jax.jit may surround a call; otherwise the tests call eagerly
     everyday: frozenset[str] | None = None  # names of the cases outside the slow run; None: as the table says
     everyday_forward: frozenset[str] = FORWARD_ALONE  # those of them that are run forward alone besides
     extra_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float64")  # for every case, in the slow run
@@ -63,16 +76,16 @@ class TableConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
             everyday = self.everyday
+            left_out = self.refuses  # test_values checks that a refused case raises
             if metafunc.function.__name__ == "test_values":
                 everyday = self.everyday_forward if everyday is None else self.everyday_forward & everyday
-            metafunc.parametrize(("case", "dtype"), _every_case(everyday, self.extra_dtypes, self.only_dtypes))
+                left_out = lambda case, dtype: False
+            rows = _every_case(everyday, self.extra_dtypes, self.only_dtypes, left_out)
+            metafunc.parametrize(("case", "dtype"), rows)
 
     def refuses(self, case: Case, dtype: str) -> bool:
         """Whether this backend says that it cannot run the case; it must then raise NotImplementedError."""
         return False
-
-    def _jit(self, function: Any) -> Any:
-        return jax.jit(function) if self.jitted else function
 
     def test_values(self, case: Case, dtype: str):
         with x64(dtype):
@@ -88,8 +101,6 @@ class TableConformance:
     def test_gradients(self, case: Case, dtype: str):
         with x64(dtype):
             problem = BoundCase(case, dtype, self.implementation)
-            if self.refuses(case, dtype):
-                pytest.skip("refused, as test_values checks")
             step = self._jit(jax.grad(problem.loss, argnums=(0, 1), has_aux=True))
             (d_inputs, d_learn), results = first = step(*problem.arrays())
             for name, arrays in (("inputs", problem.arrays()[0]), ("captures", problem.arrays()[1])):
@@ -130,21 +141,35 @@ class TableConformance:
             )
 
 
-class TransformationConformance:
+class TransformationConformance(_MayJit):
     """Small problems through every transformation of JAX."""
 
     implementation: typing.ClassVar[str]
     forward_mode = True  # jvp
     second_order = True  # jvp of grad
     export = True
-    jitted = True  # whether jax.jit may surround a call
     small_dtype = "float32"  # of q, k and v in the small problems
     slow_tests: frozenset[str] = frozenset()  # names of tests that are left to the slow run
+
+    def __init_subclass__(cls) -> None:
+        """Leaves out the tests that ask for what the class says that its backend has not."""
+        super().__init_subclass__()
+        left_out = {
+            "test_eager_equals_jit": not cls.jitted,
+            "test_second_order": not cls.jitted,
+            "test_reverse_over_reverse": not (cls.jitted and cls.second_order),
+            "test_export": not cls.export,
+            "test_dropout_keeps_the_right_share": not cls.jitted,  # reads what is kept off a jitted call
+            "test_large_scores": cls.small_dtype != "float32",  # in a file of that backend's own
+        }
+        for name, without in left_out.items():
+            if without:
+                setattr(cls, name, None)
 
     def _small(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q, k and v of a small problem, [1, 20, 4 or 2, 8]."""
         rng = np.random.default_rng(3)
-        q, k, v = (jnp.asarray(rng.standard_normal((1, 20, heads, 8)), self.small_dtype) for heads in (4, 2, 2))
+        q, k, v = (array(rng.standard_normal((1, 20, heads, 8)), self.small_dtype) for heads in (4, 2, 2))
         return q, k, v
 
     def _close(self, got: Any, want: Any, rtol: float, atol: float = 0.0) -> None:
@@ -163,16 +188,10 @@ class TransformationConformance:
         ]
         self._close(mapped(*arrays), jnp.stack(items), rtol=1e-5, atol=2e-6)
 
-    def refuses(self, case: Case, dtype: str) -> bool:
-        """As in TableConformance."""
-        return False
-
     def _attention(self, **options: Any):
         return functools.partial(flexjax.flex_attention, implementation=self.implementation, **options)
 
     def test_eager_equals_jit(self):
-        if not self.jitted:
-            pytest.skip("jax.jit may not surround a call")
         q, k, v = self._small()
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
         self._close(attend(q, k, v), jax.jit(attend)(q, k, v), rtol=1e-6, atol=1e-6)
@@ -193,18 +212,18 @@ class TransformationConformance:
         bias = jnp.stack([_bias(), 2 * _bias(), -_bias()])
         attend = lambda bias: self._attention(score_mod=_biased(bias), mask_mod=_causal)(q, k, v)
         self._same_as_loop(jax.vmap(attend), attend, (bias,))
-        slope = lambda bias: jax.grad(lambda b: jnp.sum(attend(b) ** 2))(bias)
-        self._same_as_loop(jax.vmap(slope), slope, (bias,))
+        slope = self._jit(lambda bias: jax.grad(lambda b: jnp.sum(attend(b) ** 2))(bias))
+        self._same_as_loop(self._jit(jax.vmap(slope)), slope, (bias,))
 
     def test_vmap_over_captures_of_the_mask(self):
         q, k, v = self._small()
-        ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
+        ids = array(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
         attend = lambda ids: self._attention(mask_mod=_document(ids))(q, k, v)
         self._same_as_loop(jax.vmap(attend), attend, (ids,))
 
     def test_vmap_over_block_masks(self):
         q, k, v = self._small()
-        ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
+        ids = array(np.sort(np.random.default_rng(0).integers(0, 3, (3, 20)), axis=-1))
         build = lambda ids: flexjax.create_block_mask(_document(ids), None, None, 20, 20, block_size=8)
         attend = lambda block_mask: self._attention(block_mask=block_mask)(q, k, v)
         stacked = jax.vmap(build)(ids)
@@ -215,15 +234,17 @@ class TransformationConformance:
         q, k, v = (jnp.stack([x, x + 1]) for x in self._small())
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
         loss = lambda q, k, v: jnp.sum(attend(q, k, v) ** 2)
-        slopes = jax.grad(lambda *x: jnp.sum(jax.vmap(loss)(*x)), argnums=(0, 1, 2))(q, k, v)
+        slopes = self._jit(jax.grad(lambda *x: jnp.sum(jax.vmap(loss)(*x)), argnums=(0, 1, 2)))(q, k, v)
+        one = self._jit(jax.grad(loss, argnums=(0, 1, 2)))
         for i in range(2):
-            for got, want in zip(slopes, jax.grad(loss, argnums=(0, 1, 2))(q[i], k[i], v[i]), strict=True):
+            for got, want in zip(slopes, one(q[i], k[i], v[i]), strict=True):
                 self._close(got[i], want, rtol=1e-4, atol=1e-5)
 
     def test_checkpoint(self):
         attend = self._attention(score_mod=_biased(_bias()), mask_mod=_causal)
         loss = lambda f: lambda q, k, v: jnp.sum(f(q, k, v) ** 2)
-        slopes = [jax.grad(loss(f), argnums=(0, 1, 2))(*self._small()) for f in (attend, jax.checkpoint(attend))]
+        slope = lambda f: self._jit(jax.grad(loss(f), argnums=(0, 1, 2)))
+        slopes = [slope(f)(*self._small()) for f in (attend, jax.checkpoint(attend))]
         for got, want in zip(*slopes, strict=True):
             self._close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -237,8 +258,8 @@ class TransformationConformance:
             with pytest.raises((NotImplementedError, TypeError)):
                 jax.jvp(loss, primals, tangents)
             return
-        value, slope = jax.jvp(loss, primals, tangents)
-        gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*primals)
+        value, slope = self._jit(lambda x, t: jax.jvp(loss, x, t))(primals, tangents)
+        gradients = self._jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*primals)
         self._close(value, loss(*primals), rtol=1e-5)
         want = sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True))
         self._close(slope, want, rtol=1e-4)
@@ -256,8 +277,6 @@ class TransformationConformance:
             primals = (*self._small(), _bias())
             return jax.jit(lambda *x: jax.jvp(slopes, x, tuple(y[::-1] for y in x))[1])(*primals)
 
-        if not self.jitted:
-            pytest.skip("jax.jit may not surround a call")
         if not self.second_order:
             with pytest.raises((NotImplementedError, TypeError)):
                 hessian_times(self.implementation)
@@ -267,8 +286,6 @@ class TransformationConformance:
             self._close(got, want, rtol=2e-4, atol=2e-5 * scale)
 
     def test_reverse_over_reverse(self):
-        if not (self.second_order and self.jitted):
-            pytest.skip("no second order, or not under jax.jit")
         q, k, v = self._small()
         attend = lambda name, q: flexjax.flex_attention(q, k, v, mask_mod=_causal, implementation=name)
 
@@ -279,8 +296,6 @@ class TransformationConformance:
         self._close(got, want, rtol=2e-4, atol=2e-5 * float(jnp.abs(want).max()))
 
     def test_export(self):
-        if not self.export:
-            pytest.skip("this backend does not export")
         attend = jax.jit(self._attention(score_mod=_biased(_bias()), mask_mod=_causal))
         exported = jax.export.export(attend)(*self._small())
         if importlib.util.find_spec("flatbuffers"):  # without it jax cannot write the program out
@@ -314,15 +329,13 @@ class TransformationConformance:
         ("precise", "sinks", "gated"), [("float32", False, False), ("bfloat16", True, False), ("float32", False, True)]
     )
     def test_large_scores(self, precise: str, sinks: bool, gated: bool):
-        if self.small_dtype != "float32":
-            pytest.skip("the backend's own file has the dtypes that it takes")
         large_scores.check(self.implementation, precise, sinks, gated)
 
     @pytest.mark.parametrize(
         "mod", ["slope", "table", *(pytest.param(mod, marks=pytest.mark.slow) for mod in ("pair", "dropout"))]
     )
     def test_gradients_of_captures_are_exact(self, mod: str):
-        exact_captures.check(self.implementation, mod)
+        exact_captures.check(self.implementation, mod, self._jit)
 
     def test_nan_shows(self):
         """In the row where it is, and nowhere else."""
@@ -337,8 +350,6 @@ class TransformationConformance:
 
     def test_dropout_keeps_the_right_share(self):
         case = dataclasses.replace(CASES["dropout"], mask=None, name="dropout share")
-        if self.refuses(case, "float32") or not self.jitted:
-            pytest.skip("no dropout in float32, or not under jax.jit")
         keep = BoundCase(case, "float32", self.implementation).keep()
         assert keep is not None
         deviation = np.sqrt(case.dropout * (1 - case.dropout) / keep.size)
@@ -362,7 +373,7 @@ class Conformance(TableConformance, TransformationConformance):
 
 
 def _bias() -> jax.Array:
-    return jnp.asarray(np.random.default_rng(4).standard_normal(20), jnp.float32)
+    return array(np.random.default_rng(4).standard_normal(20), jnp.float32)
 
 
 def _biased(bias: jax.Array):

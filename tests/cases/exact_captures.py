@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flexjax
+from tests.arrays import array
 
 N, T, S, D = 2, 40, 16, 16
 FAR = 256
@@ -23,18 +24,16 @@ MODS: dict[str, Callable[[jax.Array, jax.Array], flexjax.types.ScoreMod]] = {
 }
 
 
-def check(implementation: str, mod: str) -> None:
+def check(implementation: str, mod: str, jit: Callable[[Callable], Callable] = jax.jit) -> None:
     """The gradient of the slopes is within 0.5% of that of the same inputs in float32; with delta of the rounded out, or with
-    weights that one pass rounds and the other does not, it is off by 3% to 9%."""
+    weights that one pass rounds and the other does not, it is off by 3% to 9%. `jit` is put around the gradient of the implementation."""
     rng = np.random.default_rng(0)
-    query, key, value, d_out = (
-        jnp.asarray(rng.standard_normal((1, length, N, D)), jnp.bfloat16) for length in (T, S, S, T)
-    )
-    slopes = jnp.asarray(rng.uniform(0.01, 0.3, N), jnp.float32)
+    query, key, value, d_out = (array(rng.standard_normal((1, length, N, D)), jnp.bfloat16) for length in (T, S, S, T))
+    slopes = array(rng.uniform(0.01, 0.3, N), jnp.float32)
     distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(S)[None]) if mod == "pair" else jnp.arange(T)[None]
     dropout = {"dropout_rate": 0.25, "dropout_key": jax.random.key(0)} if mod == "dropout" else {}
 
-    def gradient(implementation: str, dtype: str) -> jax.Array:
+    def gradient(implementation: str, dtype: str, jit: Callable[[Callable], Callable] = jax.jit) -> jax.Array:
         def loss(slopes: jax.Array) -> jax.Array:
             score_mod = MODS[mod](slopes, (distance + FAR).astype(jnp.float32))
             inputs = (x.astype(dtype) for x in (query, key, value))
@@ -42,7 +41,7 @@ def check(implementation: str, mod: str) -> None:
             out = attend(*inputs, score_mod=score_mod, implementation=implementation, **dropout)
             return (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum()
 
-        return jax.grad(loss)(slopes)
+        return jit(jax.grad(loss))(slopes)
 
-    got, want = gradient(implementation, "bfloat16"), gradient("reference", "float32")
+    got, want = gradient(implementation, "bfloat16", jit), gradient("reference", "float32")
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-3 * float(jnp.linalg.norm(want)))
