@@ -127,6 +127,7 @@ def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
     return np.concatenate([where[:, :3], index[live][:, None]], 1)
 
 
+@functools.partial(jax.jit, static_argnames="columns")  # eagerly each operation would be compiled alone
 def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
     """bool [..., rows, columns], True at the blocks that a pair of lists names; runs on the device, also on traced
     lists.
