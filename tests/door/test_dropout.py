@@ -13,14 +13,18 @@ from flexjax import masks
 from flexjax.dropout import dense_keep, key_words
 from flexjax.reference import reference_attention
 from tests.arrays import array
+from tests.cases.small import by_definition, quick_jit
 
 SHAPE = (3, 4, 120, 130)
 """B, N, T, S of the statistics."""
 
 
+KEEP = quick_jit(dense_keep, static_argnums=(1, 2))
+
+
 @functools.cache
 def keep(seed: int, rate: float, shape: tuple[int, int, int, int] = SHAPE) -> np.ndarray:
-    return np.asarray(dense_keep(key_words(jax.random.key(seed)), rate, shape))
+    return np.asarray(KEEP(key_words(jax.random.key(seed)), rate, shape))
 
 
 def surprise(kept: np.ndarray, rate: float, axes: tuple[int, ...]) -> float:
@@ -80,7 +84,7 @@ def test_what_is_dropped_is_what_the_hash_says_and_the_backward_agrees() -> None
     with jax.enable_x64(True):
         q, k, v = qkv()
         key = jax.random.key(5)
-        kept = dense_keep(key_words(key), 0.3, (B, N, T, S))
+        kept = KEEP(key_words(key), 0.3, (B, N, T, S))
         tiled = flexjax.create_block_mask(masks.causal, None, None, T, S, block_size=8)
 
         def ours(*a: jax.Array) -> jax.Array:
@@ -145,5 +149,5 @@ def test_layouts_and_backends_drop_the_same() -> None:
     want = flexjax.flex_attention(q, k, v, **options)
     swapped = flexjax.flex_attention(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)), layout="BNTH", **options)
     np.testing.assert_allclose(jnp.swapaxes(swapped, 1, 2), want, atol=1e-6)
-    dense = flexjax.flex_attention(q, k, v, **options, implementation="reference")
+    dense = by_definition(q, k, v, **options)
     np.testing.assert_allclose(dense, want, atol=1e-5)

@@ -15,6 +15,7 @@ import pytest
 
 import flexjax
 from flexjax import masks, mods
+from tests.cases.small import by_definition
 
 README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 
@@ -46,9 +47,7 @@ def pasted() -> tuple[types.SimpleNamespace, list[str]]:
 
 def test_the_first_example(pasted: tuple[types.SimpleNamespace, list[str]]) -> None:
     names, _ = pasted
-    want = flexjax.flex_attention(
-        names.q, names.k, names.v, score_mod=mods.alibi(names.N), mask_mod=masks.causal, implementation="reference"
-    )
+    want = by_definition(names.q, names.k, names.v, score_mod=mods.alibi(names.N), mask_mod=masks.causal)
     assert names.out.shape == (names.B, names.T, names.N, names.D)
     np.testing.assert_allclose(names.out.astype(np.float32), want.astype(np.float32), atol=0.03)
 

@@ -11,6 +11,7 @@ import pytest
 from flexjax import flex_attention, masks
 from flexjax.ir.evaluate_scalars import call_program
 from flexjax.trace.trace_mod import trace_mask_mod, trace_score_mod
+from tests.cases.small import by_definition
 
 SIZES = (1, 1, 12, 12)
 RNG = np.random.default_rng(0)
@@ -124,10 +125,6 @@ def test_the_reference_takes_what_the_kernels_take() -> None:
     query = jax.random.normal(jax.random.key(0), (1, 12, 1, 8))
     gain = np.linspace(0.5, 2.0, 12)
 
-    def run(implementation: str) -> jax.Array:
-        return flex_attention(
-            query, query, query, mask_mod=Table().mask, score_mod=lambda s, b, h, q, k: s * gain[q],
-            implementation=implementation,
-        )  # fmt: skip
-
-    np.testing.assert_allclose(run("reference"), run("xla"), atol=2e-6)
+    options = {"mask_mod": Table().mask, "score_mod": lambda s, b, h, q, k: s * gain[q]}
+    got = flex_attention(query, query, query, **options, implementation="xla")
+    np.testing.assert_allclose(by_definition(query, query, query, **options), got, atol=2e-6)

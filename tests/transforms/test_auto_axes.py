@@ -166,6 +166,10 @@ def run_placements() -> Outcome:
         "in_shardings": distance(jax.jit(run, in_shardings=where)(np.asarray(x)), want),
         "six devices": distance(jax.jit(run)(jax.device_put(x[:6], NamedSharding(three, P("x", None, "y")))), want[:6]),
     }
+    few = x[:, :, :2]
+    attend = lambda q, k: flexjax.flex_attention(q, k, k, mask_mod=masks.causal)
+    heads, whole = (jax.device_put(a, NamedSharding(auto, s)) for a, s in ((x, HEADS), (few, WHOLE)))
+    found["key heads that are whole"] = distance(jax.jit(attend)(heads, whole), attend(x, few))
     with jax.set_mesh(auto):
         found["mesh that is set"] = distance(jax.jit(run)(jax.device_put(x, spec)), want)
     return {"distance": max(found.values())}
@@ -238,8 +242,8 @@ RUNS: dict[str, Callable[[], Outcome]] = {
 }
 
 
-SLOW = ("batch", "heads", "grouped heads", "one key head")
-"""Cases that are left to the slow run: "batch and heads" splits both at once."""
+SLOW = ("batch", "heads", "grouped heads", "key heads that are whole", "one key head")
+"""Cases that are left to the slow run: "batch and heads" splits both at once, and run_placements has key heads that are whole."""
 
 
 def main(*given: str) -> None:

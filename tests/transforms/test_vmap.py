@@ -39,17 +39,17 @@ def copies(name: str, mapped: tuple[str, ...]) -> tuple[Arrays, dict[str, int | 
     axes: dict[str, int | None] = dict.fromkeys(stacks[0])
     for place, name in enumerate(mapped):
         axes[name] = 0 if place % 2 == 0 else stacks[0][name].ndim
-    arrays = {n: x if axes[n] is None else jnp.stack([s[n] for s in stacks], axes[n]) for n, x in stacks[0].items()}
+    arrays = {n: x if axes[n] is None else np.stack([s[n] for s in stacks], axes[n]) for n, x in stacks[0].items()}
     return arrays, axes
 
 
-def looped(function: Callable, arrays: Arrays, axes: dict[str, int | None], *rest: Any) -> Any:
+def looped(function: Callable, arrays: Arrays, axes: dict[str, int | None], *rest: Any, numpy: Any = np) -> Any:
     """What vmap over `arrays` must give, by a loop; the other arguments are mapped along their first axis."""
     outs = []
     for i in range(COPIES):
-        one = {n: x if axes[n] is None else jnp.take(x, i, axes[n]) for n, x in arrays.items()}
+        one = {n: x if axes[n] is None else numpy.take(x, i, axes[n]) for n, x in arrays.items()}
         outs.append(function(one, *jax.tree.map(lambda x, i=i: x[i], rest)))
-    return jax.tree.map(lambda *x: jnp.stack(x), *outs)
+    return jax.tree.map(lambda *x: numpy.stack(x), *outs)
 
 
 def close(got: Any, want: Any) -> None:
@@ -86,7 +86,8 @@ def test_gradient_of_a_mapped_call(name: str, mapped: tuple[str, ...]) -> None:
         arrays, axes = copies(name, mapped)
         total = lambda a: jax.vmap(problem.loss, in_axes=(axes,))(a).sum()
         each = jax.jit(problem.loss)
-        close(quick_jit(jax.grad(total))(arrays), jax.grad(lambda a: looped(each, a, axes).sum())(arrays))
+        one_by_one = lambda a: looped(each, a, axes, numpy=jnp).sum()
+        close(quick_jit(jax.grad(total))(arrays), quick_jit(jax.grad(one_by_one))(arrays))
 
 
 @pytest.mark.parametrize(("name", "mapped"), [TABLE[5], TABLE[8], TABLE[0]])
@@ -95,7 +96,7 @@ def test_tangent_of_a_mapped_call(name: str, mapped: tuple[str, ...]) -> None:
     problem = PROBLEMS[name]
     with jax.enable_x64(True):
         arrays, axes = copies(name, mapped)
-        tangents = jax.tree.map(lambda *x: jnp.stack(x), *(problem.arrays(50 + i) for i in range(COPIES)))
+        tangents = jax.tree.map(lambda *x: np.stack(x), *(problem.arrays(50 + i) for i in range(COPIES)))
         push = lambda a, t: jax.jvp(problem.run, (a,), (t,))
         over = jax.vmap(push, in_axes=(axes, 0))
         folds(over, arrays, tangents)
@@ -106,14 +107,14 @@ def test_nested() -> None:
     problem = PROBLEMS["reads"]
     with jax.enable_x64(True):
         arrays = problem.arrays()
-        queries = jnp.stack([problem.arrays(i)["query"] for i in range(2)])
-        gates = jnp.stack([problem.arrays(i)["gate"] for i in range(3)], axis=-1)
+        queries = np.stack([problem.arrays(i)["query"] for i in range(2)])
+        gates = np.stack([problem.arrays(i)["gate"] for i in range(3)], axis=-1)
         one = lambda q, g: jax.value_and_grad(lambda g: problem.loss(arrays | {"query": q, "gate": g}))(g)
         over = jax.vmap(jax.vmap(one, (None, 1)), (0, None))
         folds(over, queries, gates)
         each = quick_jit(one)
         want = [[each(q, gates[:, j]) for j in range(3)] for q in queries]
-        got = quick_jit(over)(queries, gates)
+        got = jax.tree.map(np.asarray, quick_jit(over)(queries, gates))
         for i in range(2):
             for j in range(3):
                 close(jax.tree.map(lambda x, i=i, j=j: x[i, j], got), want[i][j])
@@ -130,9 +131,11 @@ def test_hessian_vector_products_of_each_copy() -> None:
 # ------------------------------------------------------------------- what is not a floating array
 
 
-def _loop(function: Callable, *arguments: Any) -> jax.Array:
+def _loop(function: Callable, *arguments: Any) -> np.ndarray:
     size = jax.tree.leaves(arguments)[0].shape[0]
-    return jnp.stack([function(*jax.tree.map(lambda x, i=i: x[i], arguments)) for i in range(size)])
+    key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    arguments = jax.tree.map(lambda x: x if key(x) else np.asarray(x), arguments)
+    return np.stack([function(*jax.tree.map(lambda x, i=i: x[i], arguments)) for i in range(size)])
 
 
 def _call(**keywords: Any) -> jax.Array:
@@ -149,7 +152,8 @@ def test_mapped_block_masks() -> None:
     folds(jax.vmap(run), stack)
     got = jax.vmap(run)(stack)
     np.testing.assert_allclose(got, _loop(run, stack), atol=1e-6)
-    np.testing.assert_allclose(got, _loop(lambda i: _call(mask_mod=masks.document(i[:, :T], i)), ids), atol=1e-6)
+    of_ids = jax.jit(lambda i: _call(mask_mod=masks.document(i[:, :T], i)))
+    np.testing.assert_allclose(got, _loop(of_ids, ids), atol=1e-6)
 
 
 def test_mapped_ids_and_lengths_inside() -> None:
