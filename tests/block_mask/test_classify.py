@@ -1,13 +1,13 @@
 """Blocks are never called full or empty wrongly; for the families named in the design, and on demand, never partial wrongly."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexjax import BlockMask, create_block_mask
+from tests.arrays import array
 from tests.cases import random_masks
 from tests.cases.random_masks import BLOCKS, EXACT, SIZES, SOUND, build, classes, dense, trees
 
@@ -55,7 +55,7 @@ def check(
     traced          whether the block mask is built under jit
     """
     arrays = random_masks.arrays_of(sizes, np.random.default_rng(seed))
-    concrete = {name: jnp.asarray(a) for name, a in arrays.items()}
+    concrete = {name: array(a) for name, a in arrays.items()}
     make = lambda a: create_block_mask(build(tree, a), *sizes, block_size=blocks, exact=exact)
     mask = jax.jit(make)(concrete) if traced else make(concrete)
     want = classes(dense(build(tree, concrete), sizes, tree[0] != "compared"), blocks)

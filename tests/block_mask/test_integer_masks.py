@@ -36,7 +36,7 @@ LONG = settings().max_examples > 100
 
 def mask_of(tree: tuple, sizes: tuple, seed: int) -> Callable:
     arrays = arrays_of(sizes, np.random.default_rng(seed))
-    return build(tree, {name: jnp.asarray(a) for name, a in arrays.items()})
+    return build(tree, {name: array(a) for name, a in arrays.items()})
 
 
 @settings(max_examples=1000 if LONG else 3)
@@ -69,10 +69,10 @@ def test_attention_sees_what_the_mod_says(tree: tuple, sizes: tuple, seed: int, 
     b, h, t, s = sizes
     with jax.enable_x64(x64):
         mask = mask_of(tree, sizes, seed)
-        value = jnp.broadcast_to(jnp.eye(s, dtype=jnp.float32)[None, :, None], (b, s, h, s))
-        zeros = jnp.zeros((b, max(t, s), h, 4), jnp.float32)
+        value = np.broadcast_to(np.eye(s, dtype=np.float32)[None, :, None], (b, s, h, s))
+        zeros = np.zeros((b, max(t, s), h, 4), np.float32)
         if s == 0:
-            value = jnp.zeros((b, 0, h, 4), jnp.float32)
+            value = np.zeros((b, 0, h, 4), np.float32)
         out = flexjax.flex_attention(zeros[:, :t], zeros[:, :s], value, mask_mod=mask, implementation="xla")
         on = dense(mask, sizes, False)
     wanted = on / np.maximum(on.sum(-1, keepdims=True), 1) if s else np.zeros((b, h, t, 4))

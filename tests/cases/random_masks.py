@@ -227,7 +227,7 @@ def dense(mask: Callable, sizes: Sizes, compiled: bool = True) -> np.ndarray:
         entries = jax.vmap(entries, tuple(0 if i == axis else None for i in range(4)))
     if 0 in sizes:
         return np.zeros(sizes, bool)
-    return np.asarray((jax.jit(entries) if compiled else entries)(*(jnp.arange(n, dtype=jnp.int32) for n in sizes)))
+    return np.asarray((jax.jit(entries) if compiled else entries)(*(np.arange(n, dtype=np.int32) for n in sizes)))
 
 
 def classes(on: np.ndarray, blocks: tuple[int, int]) -> np.ndarray:
