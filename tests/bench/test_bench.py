@@ -95,7 +95,6 @@ def test_wrong_numbers_and_failures_are_told():
 
 
 def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
     report.plot(ROWS[:1], ["dense", "flexjax"], FACTS, str(tmp_path / "times.png"))
     assert (tmp_path / "times.png").stat().st_size > 1000
 

@@ -424,7 +424,8 @@ def test_notebook_and_repr(block_mask: BlockMask) -> None:
 
 
 def test_plot(block_mask: BlockMask) -> None:
-    plt = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib import pyplot as plt
+
     axes = block_mask.plot(1, 2)
     assert axes.get_xlabel() == "key block of 32"
     np.testing.assert_array_equal(axes.images[0].get_array(), classes(dense(mixed, SIZES), (16, 32))[1, 2])

@@ -47,7 +47,7 @@ def test_each_public_function_has_an_entry() -> None:
 
 @pytest.fixture(scope="module")
 def to_markdown() -> types.ModuleType:
-    pytest.importorskip("griffe")
+    pytest.importorskip("griffe", reason="griffe makes the pages of the reference: pip install '.[docs]'")
     spec = importlib.util.spec_from_file_location("docs_docstrings", ROOT / "tools" / "docs_docstrings.py")
     assert spec is not None
     assert spec.loader is not None

@@ -52,9 +52,7 @@ def test_a_captured_scale_is_not_shown_as_one(scale: object) -> None:
 
 
 def test_refusals_are_listed() -> None:
-    if jax.default_backend() != "cpu":
-        pytest.skip("these are the sentences of a CPU")
-    text = flexjax.explain(*qkv())
+    text = flexjax.explain(*qkv(), device="cpu")
     assert "  not mosaic_gpu: mosaic_gpu runs on an NVIDIA GPU; this call is for the platform cpu." in text
     assert "  not mosaic_tpu: mosaic_tpu runs on a TPU; this call is for the platform cpu." in text
     assert "not mosaic" not in flexjax.explain(*qkv(), implementation="xla")

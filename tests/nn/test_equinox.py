@@ -11,7 +11,7 @@ import flexjax.nn
 from flexjax import masks
 from tests.nn.training import assert_same_training, batch, losses
 
-eqx = pytest.importorskip("equinox")
+eqx = pytest.importorskip("equinox", reason="flexjax.nn adapts to equinox: pip install '.[nn]'")
 
 HEADS = 4
 X, _ = batch()

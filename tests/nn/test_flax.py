@@ -12,7 +12,7 @@ import flexjax.nn
 from flexjax import masks, mods
 from tests.nn.training import assert_same_training, batch, losses
 
-flax = pytest.importorskip("flax")
+flax = pytest.importorskip("flax", reason="flexjax.nn adapts to flax: pip install '.[nn]'")
 from flax import linen, nnx  # noqa: E402
 
 HEADS = 4

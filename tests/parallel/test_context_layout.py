@@ -125,7 +125,9 @@ def test_packed_batches_have_few_shapes() -> None:
     assert len(shapes) <= 4
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU only; this platform has one"
+)
 def test_tokens_that_explicit_mesh_axes_split() -> None:
     layout = context_layout(None, 13, devices=2, block_size=4)
     x = np.random.default_rng(0).standard_normal((2, 13, 3)).astype(np.float32)

@@ -107,7 +107,7 @@ for n in range(20):
 
 def test_writers_at_once(cache: pathlib.Path) -> None:
     if sys.platform == "win32":
-        pytest.skip("there are no such locks here: the last writer wins")
+        pytest.skip("Windows has no fcntl, with which writers of the file wait for each other: the last one wins")
     command = [sys.executable, "-c", WRITER, str(cache)]
     children = [subprocess.Popen([*command, f"child {n}"], cwd=ROOT) for n in range(3)]
     assert [child.wait(timeout=120) for child in children] == [0, 0, 0]

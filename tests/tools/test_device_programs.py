@@ -34,7 +34,7 @@ def test_the_sanitizer_knows_its_cases():
     assert set(FEATURES) <= set(CASES)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
 @pytest.mark.parametrize("tool", check_sanitizer.PLANTED)
 def test_the_kernels_with_a_planted_mistake_can_be_traced(tool):
     made = jax.make_jaxpr(check_sanitizer.planted_kernel(tool))(np.ones(128, np.float32))

@@ -28,7 +28,9 @@ from tests.arrays import array
 from tests.conftest import QUICK_TO_COMPILE
 from tests.transforms.context_cases import CASES, SLOW, Case, Outcome
 
-needs_two = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+needs_two = pytest.mark.skipif(
+    jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU only; this platform has one"
+)
 
 
 def environment(devices: int) -> dict[str, str]:

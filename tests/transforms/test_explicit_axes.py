@@ -25,7 +25,9 @@ from tests.cases.small import quick_jit
 from tests.marks import some_slow
 
 pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices"),
+    pytest.mark.skipif(
+        jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU only; this platform has one"
+    ),
     pytest.mark.filterwarnings("ignore:Each device receives:flexjax.FallbackWarning"),
 ]
 

@@ -231,7 +231,9 @@ def test_forward_mode() -> None:
     assert_same(got, jax.jvp(lambda x, t: attend(x, t, 9, None), (x, table), tangents))
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU only; this platform has one"
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_heads_and_queries_in_shard_map(kind: AxisType) -> None:
     """Heads split over one axis; every device computes the second half of the queries of its heads. ALiBi's slopes and the table

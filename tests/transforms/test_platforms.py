@@ -27,7 +27,9 @@ A100 = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_core
 PLATFORM = {V6E: "tpu", H200: "cuda", A100: "cuda", None: "cpu"}
 KERNEL = {V6E: "tpu_custom_call", H200: "mosaic_gpu_v2", A100: "mosaic_gpu_v2", None: "custom_call_of_kernels"}
 
-needs_gpu_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+needs_gpu_kernels = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,9 @@ from tests.arrays import array
 from tests.cases.small import PROBLEMS, Arrays
 from tests.marks import some_slow
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU only; this platform has one"
+)
 
 SPECS = {"batch": P("x"), "heads": P(None, None, "x")}
 

@@ -49,7 +49,7 @@ def test_tpu() -> None:
     assert_forward_and_backward(child("tpu"))
 
 
-@pytest.mark.skipif(not (HAS_GPU or HAS_TPU), reason="without wheels for a GPU or TPU nobody runs kernels")
+@pytest.mark.skipif(not (HAS_GPU or HAS_TPU), reason="a device is described by the wheel jax-cuda13-plugin or libtpu")
 def test_kernels_that_are_imported_in_a_trace_do_not_have_it_made_twice() -> None:
     assert child("twice") == ["1"]
 

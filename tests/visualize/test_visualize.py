@@ -12,8 +12,6 @@ import flexjax
 from flexjax import masks, mods, visualize
 from flexjax.visualize import dense
 
-pytest.importorskip("matplotlib")
-
 Q = jax.random.normal(jax.random.key(0), (2, 12, 4, 8))
 K = jax.random.normal(jax.random.key(1), (2, 12, 2, 8))
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
 
 if jax.__version_info__ < (0, 11):
-    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 
 def causal(b: typing.Any, h: typing.Any, q: typing.Any, k: typing.Any) -> typing.Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 if jax.__version_info__ < (0, 11):
-    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 from flexjax.backends.mosaic_gpu import (
     backward_sm90_common,

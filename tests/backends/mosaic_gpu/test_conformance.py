@@ -6,7 +6,7 @@ import jax
 import pytest
 
 if jax.__version_info__ < (0, 11):
-    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 import flexjax
 from tests.backends.conformance import TableConformance, TransformationConformance

@@ -30,7 +30,9 @@ from flexjax.types import KernelOptions  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
 from tests.cases.on_hopper import ForwardProblem, forward_problem  # noqa: E402
 
-needs_kernels = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11")
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12"
+)
 
 RNG = np.random.default_rng(7)
 TABLE = jnp.asarray(RNG.normal(size=(12, 1200)), jnp.float32)

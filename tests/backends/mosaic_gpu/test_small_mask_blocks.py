@@ -18,7 +18,7 @@ from flexjax.prepare import prepare
 from tests.arrays import array
 
 if jax.__version_info__ < (0, 11):
-    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 T = 200
 WINDOW = jnp.asarray(70)

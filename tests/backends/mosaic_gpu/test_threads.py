@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 if jax.__version_info__ < (0, 11):
-    pytest.skip("the GPU kernels need jax 0.11", allow_module_level=True)
+    pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12", allow_module_level=True)
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu

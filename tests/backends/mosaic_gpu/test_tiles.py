@@ -305,7 +305,7 @@ def test_candidates(options: dict[str, typing.Any]) -> None:
 
 def test_the_door_says_it() -> None:
     if jax.__version_info__ < (0, 11):
-        pytest.skip("the GPU kernels need jax 0.11")
+        pytest.skip("the GPU kernels need jax 0.11, which needs Python 3.12")
     x = jnp.ones((1, 64, 1, 32), jnp.bfloat16)
     with pytest.raises(NotImplementedError) as caught:
         flexjax.flex_attention(
