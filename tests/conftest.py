@@ -135,7 +135,7 @@ def pytest_collection_finish() -> None:
 def _forget_compiled_programs():
     """Between files, when there are many: together they fill the memory, and small ones are of use to the next file."""
     yield
-    if len(SECONDS_TO_COMPILE) > 2000:
+    if len(SECONDS_TO_COMPILE) > 1000:  # a gigabyte and a half
         import jax
 
         jax.clear_caches()
