@@ -8,6 +8,7 @@ import pytest
 from flexjax.analysis.interval_values import Interval, wide_type
 from flexjax.analysis.intervals import _operation
 from flexjax.ir.program import Op, Val
+from tests.marks import some_slow
 
 NARROW = ["float16", "bfloat16", "float8_e5m2", "float8_e5m2fnuz", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz",
           "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn"]  # fmt: skip
@@ -38,7 +39,7 @@ def samples(dtype: str) -> np.ndarray:
     return found[~np.isnan(found) & ~((found != 0) & (np.abs(found) < float(jnp.finfo("float32").tiny)))]
 
 
-@pytest.mark.parametrize("source", ["float32", "int32", "float64", "int64"])
+@pytest.mark.parametrize("source", some_slow(["float32", "int32", "float64", "int64"], ["float32", "int64"]))
 def test_conversions_are_sound(source: str) -> None:
     with jax.enable_x64(source.endswith("64")):
         numbers = samples(source)

@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # ways to broadcast, of which bias and mask have the same; and pairs of options, of which "everything" has more
 SLOW = {"mask_1x1x9x13", "mask_1x4x1x13", "mask_4x9x13", "mask_1x1x1x13", "bias_1x1x9x13", "bias_2x1x1x13", "bias_9x13"}
 SLOW |= {"window_pair", "window_and_causal", "scale"}
+SLOW |= {"window_of_numpy", "window_of_floats"}  # test_a_traced_window has more of either
 SLOW |= {"kv_lengths", "q_lengths", "mask_2x1x1x13", "mask_9x13", "bias_1x4x1x1"}
 
 

@@ -59,7 +59,7 @@ def definition(
 ):
     k, v = (x.astype(query.dtype) for x in paged.gather(cache, table))
     call = dict(origin=Origin(query="end"), key_value_seq_lengths=table.lengths, implementation="reference") | call
-    return quick_jit(functools.partial(flexjax.flex_attention, mask_mod=mask_mod, **call))(query, k, v)
+    return jax.jit(functools.partial(flexjax.flex_attention, mask_mod=mask_mod, **call))(query, k, v)
 
 
 def assert_same(got: Any, want: Any, within: float = 2e-6) -> None:
@@ -124,7 +124,7 @@ def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 def test_quantised_and_narrow_caches(dtype: str) -> None:
-    table, _ = paged.allocate(paged.table(2, 3, 8, 8), np.asarray([19, 9], np.int32))
+    table, _ = quick_jit(paged.allocate)(paged.table(2, 3, 8, 8), np.asarray([19, 9], np.int32))
     cache = paged.empty(8, 8, M, D, E=E, dtype=dtype)
     given = draw(0, 2, 19, M, D), draw(1, 2, 19, M, E)
     cache, table = quick_jit(paged.append)(cache, table, *given, query_seq_lengths=np.asarray([19, 9]))
@@ -274,5 +274,6 @@ def test_messages(call: Callable, message: str) -> None:
 
 
 def test_no_queries_and_no_tokens() -> None:
-    assert flexjax.paged_attention(Q[:, :0], CACHE, TABLE).shape == (2, 0, N, E)
-    assert flexjax.paged_attention(Q[0, :0], CACHE, TABLE, cu_q_lens=jnp.zeros(3, jnp.int32)).shape == (0, N, E)
+    attend = quick_jit(flexjax.paged_attention)
+    assert attend(Q[:, :0], CACHE, TABLE).shape == (2, 0, N, E)
+    assert attend(Q[0, :0], CACHE, TABLE, cu_q_lens=jnp.zeros(3, jnp.int32)).shape == (0, N, E)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flexjax
 from flexjax import context_layout, masks
+from tests.arrays import array
 
 MASKS: dict[str, Callable] = {
     "causal": masks.causal,
@@ -58,7 +59,7 @@ def check(layout: flexjax.ContextLayout, visited: np.ndarray) -> None:
         assert wants <= has
 
 
-@settings(max_examples=1000 if LONG else 15)
+@settings(max_examples=1000 if LONG else 8)
 @given(
     name=st.sampled_from(sorted(MASKS)), devices=st.integers(1, 6), size=st.integers(1, 9), q_len=st.integers(1, 70),
     kv_len=st.none() | st.integers(1, 70), balance=st.sampled_from(["auto", "contiguous", "zigzag"]),
@@ -78,7 +79,7 @@ def test_layouts(name: str, devices: int, size: int, q_len: int, kv_len: int | N
         assert permuted.shape == (2, len(positions))
         np.testing.assert_array_equal(permuted, np.where(positions < 0, 0, x[:, np.maximum(positions, 0)]))
         np.testing.assert_array_equal(layout.unshard(permuted, side=side), x)  # type: ignore[arg-type]
-        moved = jnp.asarray(x.T)
+        moved = array(x.T)
         np.testing.assert_array_equal(layout.unshard(layout.shard(moved, 0, side), -2, side), moved)  # type: ignore[arg-type]
 
 

@@ -179,7 +179,8 @@ def test_forward_mode_and_second_derivatives(kind: str) -> None:
     spec = P(None, "sp")
     given, tangents = qkv(), [jnp.cos(3 * x) for x in qkv()]
     want = lambda *a: flexjax.flex_attention(*a, mask_mod=masks.causal)
-    got: Callable = lambda *a: flexjax.flex_attention(*a, mask_mod=masks.causal, context=ContextParallel("sp", layout))
+    context = ContextParallel("sp", layout, "all_gather" if kind == "shard_map" else "auto")
+    got: Callable = lambda *a: flexjax.flex_attention(*a, mask_mod=masks.causal, context=context)
     if kind == "shard_map":
         got = jax.shard_map(got, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     arrays, moved = ([*placed([layout.shard(x) for x in xs], mesh)] for xs in (given, tangents))
