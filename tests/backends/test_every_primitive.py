@@ -234,7 +234,10 @@ def test_a_block_mask_calls_no_block_full_or_empty_that_is_not() -> None:
     assert [name for i, name in enumerate(names) if not np.array_equal(found[i], masks[i])] == []
 
 
-@pytest.mark.parametrize("backend", ["mosaic_tpu", "xla", pytest.param("reference", marks=pytest.mark.slow)])
+# xla and the reference evaluate a mask as they do a score
+@pytest.mark.parametrize(
+    "backend", ["mosaic_tpu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xla", "reference"))]
+)
 def test_a_mask_mod_gives_the_oracles_numbers(backend: str) -> None:
     names = tuple(accepted(backend, "mask_mod"))
     made, masks = block_mask_of(names)
