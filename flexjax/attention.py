@@ -31,6 +31,7 @@ from flexjax.types import (
     Layout,
     MaskMod,
     Origin,
+    Precision,
     ScoreMod,
 )
 
@@ -89,6 +90,7 @@ def flex_attention(
     query_seq_lengths: int | ArrayArgument | None = None,
     key_value_seq_lengths: int | ArrayArgument | None = None,
     origin: Origin | OriginTable | None = None,
+    precision: Precision = None,
     context: ContextParallel | None = None,
 ) -> Array | tuple[Array, AuxOutput]:
     """Attention with a score function and a mask function written in plain JAX.
@@ -118,6 +120,8 @@ def flex_attention(
                  clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Work follows the lengths
     origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
                  made with an origin brings it along
+    precision    how exactly float32 inputs are multiplied, as in jax.lax.dot_general: None (jax.default_matmul_precision), "default",
+                 "high", "highest", a jax.lax.Precision or a jax.lax.DotAlgorithmPreset. See below
     context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths
                  count in the order of the sequence. An origin of queries or keys does not go with it
 
@@ -139,6 +143,13 @@ def flex_attention(
     jit, each call traces the mods again and compiles only what is new: other shapes, a function with other operations, another
     Python number in a function (capture jnp.asarray(number) if it changes from call to call). New values of captured arrays and
     a function that is defined again compile nothing.
+
+    Precision. float32 inputs are multiplied at least as exactly as `precision` says, in both passes; sums, softmax and mods are float32
+    always. None follows jax.default_matmul_precision where the call is traced. The Hopper kernels add up three products of bfloat16
+    parts ("default", "high", and algorithms up to "BF16_BF16_F32_X3" and "TF32_TF32_F32"): a relative error of 2^-17 a product, where
+    TF32, XLA's own default on such a GPU, has 2^-11. They leave "highest", exact to float32, to xla. xla passes the precision to
+    XLA. The TPU kernels always multiply float32 exactly. With bfloat16 and float16 inputs `precision` has no effect: products of them
+    are exact and summed in float32.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; one block_mask for all layers that share it; reading captured arrays
@@ -170,6 +181,7 @@ def flex_attention(
         "layout": layout, "kernel_options": kernel_options, "dropout_rate": dropout_rate, "dropout_key": dropout_key,
         "broadcast_dropout": broadcast_dropout, "query_extra": query_extra, "key_extra": key_extra,
         "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths, "origin": origin,
+        "precision": precision,
     }  # fmt: skip
     text = functools.partial(describe_call, "flex_attention", query, key, value, return_aux, arguments)
     try:

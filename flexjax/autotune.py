@@ -101,7 +101,7 @@ def autotune(
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
                  dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths, key_value_seq_lengths,
-                 origin; random numbers are timed in place of a jax.ShapeDtypeStruct, full lengths in place of that of lengths. The
+                 origin, precision; random numbers are timed in place of a jax.ShapeDtypeStruct, full lengths in place of that of lengths. The
                  first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed

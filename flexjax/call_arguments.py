@@ -13,6 +13,7 @@ from flexjax.types import (
     Layout,
     MaskMod,
     Origin,
+    Precision,
     ScoreMod,
 )
 
@@ -40,6 +41,7 @@ class Arguments(typing.TypedDict, typing.Generic[A], total=False):
     query_seq_lengths: int | A | None
     key_value_seq_lengths: int | A | None
     origin: Origin | OriginTable | None
+    precision: Precision
 
 
 DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "broadcast_dropout": False}

@@ -70,7 +70,7 @@ def explain(
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
                 dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths,
-                key_value_seq_lengths, origin; each array may be a jax.ShapeDtypeStruct
+                key_value_seq_lengths, origin, precision; each array may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
@@ -231,6 +231,7 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
         f"attention  B={plan.batch} N={plan.q_heads} M={plan.kv_heads} T={plan.q_len} S={plan.kv_len} D={plan.head_dim} "
         f"E={plan.value_dim} {plan.dtype} {plan.layout}  scale={scale}"
         + (f"  extra features R={plan.extra_dim}" if plan.extra_dim else "")
+        + ("" if plan.precision == "default" else f"  precision {plan.precision}")
         + ("  sinks" if plan.has_sinks else "")
         + ("  dropout" if plan.dropout is not None else "")
         + ("" if plan.origin is None else f"  origin of {_runs(plan.origin)}")

@@ -26,6 +26,7 @@ from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_o
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Scales
 from flexjax.plan.lengths import NONE
 from flexjax.plan.pages import whole_pages
+from flexjax.plan.precision import precision_name
 from flexjax.plan.problem import Problem
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from flexjax.types import ArrayOrShape, AuxRequest, Layout, MaskMod, Origin, ScoreMod
@@ -147,6 +148,7 @@ def prepare(
         lengths=(False, False) if lengths is None else (lengths.query is not None, lengths.key is not None),
         page=0 if in_pages is None else in_pages.page,
         cache_dtype=None if in_pages is None else in_pages.cache_dtype,
+        precision=precision_name(get("precision"), inputs.dtype),
     )
     operands = Operands(
         query=inputs.query,

@@ -26,6 +26,17 @@ Implementations = Implementation | Sequence[Implementation]
 """One backend, or several, which are asked in this order."""
 
 
+Precision = (
+    jax.lax.Precision
+    | jax.lax.DotAlgorithmPreset
+    | str
+    | tuple[str, str]
+    | tuple[jax.lax.Precision, jax.lax.Precision]
+    | None
+)
+"""How exactly float32 is multiplied, as `jax.lax.dot_general` takes it: both operands have the same precision."""
+
+
 class ScoreMod(typing.Protocol):
     """A score function: `score_mod(score, b, h, q_idx, kv_idx) -> score`, on scalars.
 

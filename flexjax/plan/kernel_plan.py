@@ -73,6 +73,7 @@ class KernelPlan:
                  `Results.rounding`, and both passes round the softmax weights alike (`rounds_weights_alike`)
     page         tokens of a page, if keys and values are in pages (see Operands); 0: they are contiguous. Such a plan has key
                  lengths
+    precision    of products of float32, a name of precision.py; "default" for inputs of 16 bits
     cache_dtype  dtype of keys and values in pages, "int8" or "float8_e4m3fn", if they are quantised; None: `dtype`
     """
 
@@ -102,6 +103,7 @@ class KernelPlan:
     exact_captures: bool = False
     page: int = 0
     cache_dtype: str | None = None
+    precision: str = "default"
 
     @property
     def returns_rounding(self) -> bool:

@@ -58,6 +58,7 @@ def plan_text(plan: KernelPlan) -> str:
     absent = {"options", *(["origin"] if plan.origin is None else []), *([] if any(plan.lengths) else ["lengths"])}
     absent |= set() if plan.exact_captures else {"exact_captures"}
     absent |= set() if plan.page else {"page", "cache_dtype"}
+    absent |= {"precision"} if plan.precision == "default" else set()
     fields = [f.name for f in dataclasses.fields(plan) if f.name not in absent]
     lines = [f"{name}: {getattr(plan, name)}" for name in fields]
     lines.append(f"deterministic: {options.deterministic}, interpret: {options.interpret}")

@@ -26,6 +26,7 @@ from flexjax.backends.xla.tile_slices import slice_plan
 from flexjax.ir.program import Program
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.plan.lengths import NONE, where_exists
+from flexjax.plan.precision import for_dot_general
 from flexjax.varying import varying_as
 
 Array = jax.Array
@@ -272,7 +273,7 @@ class TiledOperands:
         b, n, q, _ = w.shape
         fold = lambda x: x.reshape(b, key_heads, n // key_heads * q, x.shape[-1])
         w, rows = fold(w.astype(self.operand_dtype)), fold(rows)
-        return jnp.einsum("bmxk,bmxe->bmke", w, rows, preferred_element_type=self.compute)
+        return self._einsum("bmxk,bmxe->bmke", w, rows)
 
     def _grouped(self, formula: str, rows: Array, columns: Array) -> Array:
         """einsum(formula, rows, columns) in dtype `compute`, where formula's x is the query heads of a key head and their
@@ -283,5 +284,10 @@ class TiledOperands:
         b, n, q, _ = rows.shape
         m = columns.shape[1]
         folded = rows.reshape(b, m, n // m * q, rows.shape[-1])
-        out = jnp.einsum(formula, folded, columns, preferred_element_type=self.compute)
+        out = self._einsum(formula, folded, columns)
         return out.reshape(b, n, q, out.shape[-1])
+
+    def _einsum(self, formula: str, left: Array, right: Array) -> Array:
+        """einsum(formula, left, right) in dtype `compute`, at the plan's precision."""
+        precision = for_dot_general(self.plan.precision)
+        return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=self.compute)

@@ -1,0 +1,61 @@
+"""The precision of products of float32, as `jax.lax.dot_general` takes it, and its name in a plan.
+
+    name of a plan                    what it asks for
+    "default", "high", "highest"      a jax.lax.Precision
+    "TF32_TF32_F32", ...              a jax.lax.DotAlgorithmPreset
+
+A precision is a lower bound of accuracy: a backend may be more exact. Inputs of 16 bits are multiplied exactly and summed in float32,
+so their plans always say "default".
+"""
+
+import jax
+
+from flexjax.errors import bad_argument
+
+DEFAULT = "default"
+
+
+def precision_name(given: object, dtype: str) -> str:
+    """The name, for the plan, of the argument `precision` of a call whose inputs have this dtype.
+
+    given   None: what jax.config.jax_default_matmul_precision says now; a jax.lax.Precision or one of its names, a
+            jax.lax.DotAlgorithmPreset or its name, or two equal ones of these
+
+    Raises ValueError for anything else.
+    """
+    found = _name(jax.config.jax_default_matmul_precision if given is None else given)  # pyright: ignore[reportAttributeAccessIssue]  # made when jax is imported
+    if found is None:
+        raise bad_argument(
+            "precision",
+            repr(given),
+            'None, "default", "high", "highest", another name of a jax.lax.Precision, or a jax.lax.DotAlgorithmPreset',
+            "None follows jax.default_matmul_precision.",
+        )
+    return DEFAULT if dtype in ("bfloat16", "float16") else found
+
+
+def _name(given: object) -> str | None:
+    """The name of a precision in a plan, "default" for None; None for what is no precision."""
+    if given is None:
+        return DEFAULT
+    if isinstance(given, tuple | list):
+        return (
+            _name(given[0]) if len(given) == 2 and given[0] is not None and _name(given[0]) == _name(given[1]) else None
+        )
+    if isinstance(given, jax.lax.DotAlgorithmPreset):
+        return DEFAULT if given is jax.lax.DotAlgorithmPreset.DEFAULT else given.name
+    if not isinstance(given, str | jax.lax.Precision):
+        return None
+    if isinstance(given, str) and given in jax.lax.DotAlgorithmPreset.__members__:
+        return _name(jax.lax.DotAlgorithmPreset[given])
+    try:
+        return jax.lax.Precision(given).name.lower()
+    except ValueError:
+        return None
+
+
+def for_dot_general(name: str) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset:
+    """The precision with this name, as jax.lax.dot_general takes it."""
+    if name in jax.lax.DotAlgorithmPreset.__members__:
+        return jax.lax.DotAlgorithmPreset[name]
+    return jax.lax.Precision(name)
