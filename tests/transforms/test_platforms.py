@@ -225,7 +225,7 @@ def _looped(s: jax.Array, *at: jax.Array) -> jax.Array:
 
 def _rows() -> Iterator[tuple[str, Callable, jax.ShapeDtypeStruct, tuple[str, ...]]]:
     both = ("forward pass", "backward pass")
-    yield "float32", gradient(), shape("float32"), both
+    yield "float32 of highest precision", gradient(precision="highest"), shape("float32"), both
     yield "head dim 320", gradient(), shape(dim=320), both
     yield "a loop in the mod", attend(score_mod=_looped), shape(), ("forward pass",)
     yield "bfloat16", gradient(), shape(), ()

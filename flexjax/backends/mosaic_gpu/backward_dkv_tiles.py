@@ -11,6 +11,7 @@ import typing
 
 from flexjax.backends.mosaic_gpu.backward_tiles import (
     NO_DENSE_BIAS,
+    SMALLEST_TILE,
     SPLIT_KEYS,
     SPLIT_QUERIES,
     DenseBiasTypes,
@@ -18,8 +19,10 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     first_dividing,
     owned_sizes,
     padded_dims,
+    swizzle_for,
     visited_sizes,
 )
+from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import (
     Barriers,
     Description,
@@ -55,9 +58,9 @@ class DkvTiles(typing.NamedTuple):
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the dK/dV kernel; G computing warpgroups.
 
-    query, d_out         [slots, queries, D] rings
+    query, d_out         [slots * parts, queries, D] rings
     stats                [query slots, 2, queries] lse2 and delta of the queries in `query`
-    key, value           [G, rows, D] the CTA's own keys and values; dK and dV leave through them
+    key, value           [G * parts, rows, D] the CTA's own keys and values; dK and dV leave through them
     query_full, out_full [slots] a tile has arrived; `query_full` also counts its statistics and its staged tile
     own_full             [G] the keys and values of a warpgroup have arrived
     query_free, out_free [slots] all warpgroups have read a tile
@@ -83,21 +86,21 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
     bias   says which array is staged
 
     `staged` is None where no array is staged or `tiles.staged_slots` is 0. Otherwise its copy is a third arrival at
-    each barrier of `query_full`, beside Q and the statistics.
+    each barrier of `query_full`, beside Q and the statistics. Each part of an operand is a copy.
     """
-    dim, value_dim = padded_dims(plan)
+    (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     staged = None
     if bias.staged is not None and tiles.staged_slots:
         staged = SwizzledTiles((tiles.staged_slots, tiles.queries, tiles.rows * tiles.groups), bias.staged)
     return Scratch(
-        query=SwizzledTiles((tiles.query_slots, tiles.queries, dim), plan.dtype),
-        d_out=SwizzledTiles((tiles.out_slots, tiles.queries, value_dim), plan.dtype),
+        query=SwizzledTiles((tiles.query_slots * parts, tiles.queries, dim), dtype),
+        d_out=SwizzledTiles((tiles.out_slots * parts, tiles.queries, value_dim), dtype),
         stats=PlainArray((tiles.query_slots, 2, tiles.queries), "float32"),
-        key=SwizzledTiles((tiles.groups, tiles.rows, dim), plan.dtype),
-        value=SwizzledTiles((tiles.groups, tiles.rows, value_dim), plan.dtype),
-        query_full=Barriers(tiles.query_slots, 2 if staged is None else 3),
-        out_full=Barriers(tiles.out_slots),
-        own_full=Barriers(tiles.groups, 2),
+        key=SwizzledTiles((tiles.groups * parts, tiles.rows, dim), dtype),
+        value=SwizzledTiles((tiles.groups * parts, tiles.rows, value_dim), dtype),
+        query_full=Barriers(tiles.query_slots, parts + (1 if staged is None else 2)),
+        out_full=Barriers(tiles.out_slots, parts),
+        own_full=Barriers(tiles.groups, 2 * parts),
         query_free=Barriers(tiles.query_slots, tiles.groups),
         out_free=Barriers(tiles.out_slots, tiles.groups),
         staged=staged,
@@ -129,20 +132,22 @@ class SplitDkvTiles(typing.NamedTuple):
     """Ring depths of the split dK/dV kernel: of Q, of dO, and of the tiles of P that one warpgroup hands to the other.
 
     head_major   launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    queries      of a visited tile
     """
 
     query_slots: int
     out_slots: int
     p_slots: int
     head_major: bool = True
+    queries: int = SPLIT_QUERIES
 
 
 class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the split dK/dV kernel; D stands for the padded head dim, E for values.
 
-    query, d_out           [slots, queries, D or E] rings
+    query, d_out           [slots * parts, queries, D or E] rings
     stats                  [query slots, 2, queries] lse2 and delta of the queries in `query`
-    key, value             [1, SPLIT_KEYS, D or E] the CTA's own keys and values; dK and dV leave through them
+    key, value             [parts, SPLIT_KEYS, D or E] the CTA's own keys and values; dK and dV leave through them
     p                      [slots, keys, queries] float32: P^T times the derivative of score_mod
     query_full, out_full   [slots] a tile has arrived; `query_full` also counts its statistics
     own_full               [3] the keys have arrived, the values have, and both warpgroups have made their last
@@ -169,20 +174,22 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
     """The shared memory of a CTA of the split dK/dV kernel with these ring depths.
 
-    Each barrier of `own_full` expects two arrivals: a copy and the copying warpgroup, or at the last one both computing
-    warpgroups. Barriers of the rings expect each copy (Q with its statistics is two) or both readers; those of P one.
+    Each barrier of `own_full` expects a copy of each part and the copying warpgroup; at the last one the computing warpgroups
+    arrive as often. Barriers of the rings expect each copy (Q of one part with its statistics is two) or both readers; those
+    of P one.
     """
-    dim, value_dim = padded_dims(plan)
+    (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
+    swizzle = swizzle_for(tiles.queries)
     return SplitScratch(
-        query=SwizzledTiles((tiles.query_slots, SPLIT_QUERIES, dim), plan.dtype),
-        d_out=SwizzledTiles((tiles.out_slots, SPLIT_QUERIES, value_dim), plan.dtype),
-        stats=PlainArray((tiles.query_slots, 2, SPLIT_QUERIES), "float32"),
-        key=SwizzledTiles((1, SPLIT_KEYS, dim), plan.dtype),
-        value=SwizzledTiles((1, SPLIT_KEYS, value_dim), plan.dtype),
-        p=SwizzledTiles((tiles.p_slots, SPLIT_KEYS, SPLIT_QUERIES), "float32"),
-        query_full=Barriers(tiles.query_slots, 2),
-        out_full=Barriers(tiles.out_slots),
-        own_full=Barriers(3, 2),
+        query=SwizzledTiles((tiles.query_slots * parts, tiles.queries, dim), dtype, swizzle),
+        d_out=SwizzledTiles((tiles.out_slots * parts, tiles.queries, value_dim), dtype, swizzle),
+        stats=PlainArray((tiles.query_slots, 2, tiles.queries), "float32"),
+        key=SwizzledTiles((parts, SPLIT_KEYS, dim), dtype, swizzle),
+        value=SwizzledTiles((parts, SPLIT_KEYS, value_dim), dtype, swizzle),
+        p=SwizzledTiles((tiles.p_slots, SPLIT_KEYS, tiles.queries), "float32"),
+        query_full=Barriers(tiles.query_slots, parts + 1),
+        out_full=Barriers(tiles.out_slots, parts),
+        own_full=Barriers(3, parts + 1),
         query_free=Barriers(tiles.query_slots, 2),
         out_free=Barriers(tiles.out_slots, 2),
         p_full=Barriers(tiles.p_slots),
@@ -192,10 +199,10 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
     """The ring depths of the split dK/dV kernel: two slots of Q and dO, and two of P or, where these do not fit shared
-    memory, one. If this does not fit either, one slot of each.
+    memory, one. If this does not fit either, one slot of each; for float32 then also tiles of SMALLEST_TILE queries.
     """
-    head_major = plan.group == 1
-    for tiles in (SplitDkvTiles(2, 2, 2, head_major), SplitDkvTiles(2, 2, 1, head_major)):
-        if fits(split_dkv_scratch(plan, tiles)):
-            return tiles
-    return SplitDkvTiles(1, 1, 1, head_major)
+    made = [(2, 2, SPLIT_QUERIES), (2, 1, SPLIT_QUERIES), (1, 1, SPLIT_QUERIES)]
+    if parts_of(plan) > 1:
+        made += [(1, 2, SMALLEST_TILE), (1, 1, SMALLEST_TILE)]
+    tiles = [SplitDkvTiles(slots, slots, p_slots, plan.group == 1, queries) for slots, p_slots, queries in made]
+    return next((one for one in tiles if fits(split_dkv_scratch(plan, one))), tiles[-1])

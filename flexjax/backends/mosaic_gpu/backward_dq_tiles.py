@@ -10,13 +10,16 @@ import typing
 
 from flexjax.backends.mosaic_gpu.backward_tiles import (
     NO_DENSE_BIAS,
+    SMALLEST_TILE,
     DenseBiasTypes,
     computes_little,
     first_dividing,
     owned_sizes,
     padded_dims,
+    swizzle_for,
     visited_sizes,
 )
+from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import (
     SHARED_MEMORY,
     Barriers,
@@ -67,8 +70,8 @@ class StagedRing(typing.NamedTuple, typing.Generic[Part]):
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the dQ kernel; E batch entries, G computing warpgroups.
 
-    query, d_out          [G * E, rows, D] the CTA's own queries and their dO; dQ leaves through `query`
-    key, value            [slots, keys, D] rings
+    query, d_out          [G * E * parts, rows, D] the CTA's own queries and their dO; dQ leaves through `query`
+    key, value            [slots * parts, keys, D] rings
     own_full              [G] Q and dO of a warpgroup have arrived
     key_full, value_full  [slots] a tile has arrived
     key_free, value_free  [slots] all warpgroups have read a tile
@@ -95,9 +98,11 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
     bias   says which array is staged and which direct gradients leave through shared memory
 
     `staged` is None where no array is staged or `tiles.staged_slots` is 0. All barriers of the rings of keys and values
-    expect one arrival of a copy, or one of each computing warpgroup; `own_full` expects two copies a batch entry.
+    expect one arrival of a copy of each part, or one of each computing warpgroup; `own_full` expects two copies a batch entry and
+    part.
     """
-    dim, value_dim = padded_dims(plan)
+    (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
+    swizzle = swizzle_for(tiles.keys)
     own, q_tile = tiles.groups * tiles.batch_entries, tiles.rows * tiles.groups
     staged = None
     if bias.staged is not None and tiles.staged_slots:
@@ -107,13 +112,13 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
             Barriers(tiles.staged_slots, tiles.groups),
         )
     return Scratch(
-        query=SwizzledTiles((own, tiles.rows, dim), plan.dtype),
-        d_out=SwizzledTiles((own, tiles.rows, value_dim), plan.dtype),
-        key=SwizzledTiles((tiles.key_slots, tiles.keys, dim), plan.dtype),
-        value=SwizzledTiles((tiles.value_slots, tiles.keys, value_dim), plan.dtype),
-        own_full=Barriers(tiles.groups, 2 * tiles.batch_entries),
-        key_full=Barriers(tiles.key_slots),
-        value_full=Barriers(tiles.value_slots),
+        query=SwizzledTiles((own * parts, tiles.rows, dim), dtype, swizzle),
+        d_out=SwizzledTiles((own * parts, tiles.rows, value_dim), dtype, swizzle),
+        key=SwizzledTiles((tiles.key_slots * parts, tiles.keys, dim), dtype, swizzle),
+        value=SwizzledTiles((tiles.value_slots * parts, tiles.keys, value_dim), dtype, swizzle),
+        own_full=Barriers(tiles.groups, 2 * tiles.batch_entries * parts),
+        key_full=Barriers(tiles.key_slots, parts),
+        value_full=Barriers(tiles.value_slots, parts),
         key_free=Barriers(tiles.key_slots, tiles.groups),
         value_free=Barriers(tiles.value_slots, tiles.groups),
         staged=staged,
@@ -129,14 +134,19 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
     They differ in ring depths alone. Staging goes before deeper rings of keys and values, and a second slot of keys
     before one of values. The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's
     blocks. It visits 128 keys for padded head dims up to 128 and small mods (`computes_little`), otherwise 64; 64 too
-    where block_kv_bwd or the mask's blocks ask for it.
+    where block_kv_bwd or the mask's blocks ask for it. Where float32 operands do not fit, it owns 64 queries, or visits 32 keys.
     """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
     most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) else 64
     keys = first_dividing(plan.blocks, "kv", visited_sizes(plan.options.block_kv_bwd, most_keys))
     rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if bias.staged is not None else ()
+    sizes = [(q_tile, keys)]
+    if parts_of(plan) > 1:
+        queries = (q_tile,) if plan.options.block_q_bwd is not None or q_tile == 64 else (q_tile, 64)
+        sizes = [(n, m) for m in (keys, SMALLEST_TILE) for n in queries]
     made = [
-        DqTiles(64, q_tile // 64, keys, key_slots, value_slots, plan.group == 1, staged, bias.batch_entries)
+        DqTiles(64, n // 64, m, key_slots, value_slots, plan.group == 1, staged, bias.batch_entries)
+        for n, m in sizes
         for key_slots, value_slots, staged in (*rings, (2, 2, 0), (2, 1, 0), (1, 1, 0))
     ]
     return [tiles for tiles in made if scratch_bytes(dq_scratch(plan, tiles, bias)) + MARGIN <= SHARED_MEMORY]

@@ -19,6 +19,7 @@ from flexjax.backends.mosaic_gpu.backward_sm90_dkv import backward_dkv
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv_split import backward_dkv_split
 from flexjax.backends.mosaic_gpu.backward_sm90_dq import backward_dq
 from flexjax.backends.mosaic_gpu.backward_sm90_fused import backward_fused
+from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import join_extra
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, dense_bias_plan, padded_captures
 from flexjax.backends.mosaic_gpu.row_statistics import row_statistics
@@ -53,12 +54,13 @@ def backward(plan: KernelPlan, given: BackwardInputs) -> Gradients:
     else:
         if want_query or bias.direct_gradients:
             d_query, arrays = backward_dq(*main, by_query, captures, kernels.dq, bias)
+            d_query = join(d_query, parts_of(plan))
             direct = {one.capture: one.gradient(plan, a) for one, a in zip(bias.direct_gradients, arrays, strict=True)}
         dkv = kernels.dkv
         if want_keys and isinstance(dkv, SplitDkvTiles):
-            d_key, d_value = backward_dkv_split(*main, by_key, captures, dkv)
+            d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv_split(*main, by_key, captures, dkv))
         elif want_keys and isinstance(dkv, DkvTiles):
-            d_key, d_value = backward_dkv(*main, by_key, captures, dkv, bias)
+            d_key, d_value = (join(x, parts_of(plan)) for x in backward_dkv(*main, by_key, captures, dkv, bias))
 
     d_query, d_query_extra = _split_extra(plan, d_query, plan.q_len)
     d_key, d_key_extra = _split_extra(plan, d_key, plan.kv_len)

@@ -29,29 +29,19 @@ import jax
 import jax.numpy as jnp
 import jax.ref
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from flexjax.backends.mosaic_gpu import backward_dkv_tiles, backward_fused_tiles, kernel_parts
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.kernel_parts import (
-    SCALAR_INT,
-    SCALAR_LAYOUT,
-    Ref,
-    Scalar,
-    accumulator,
-    inline_mgpu,
-    ptx,
-    rows_of,
-    scalar_of,
-    splat_int,
-)
+from flexjax.backends.mosaic_gpu.float_parts import pairs_of, parts_of, split
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, copy_parts, slot_parts
+from flexjax.backends.mosaic_gpu.kernel_parts import not_hoisted as not_hoisted
 from flexjax.backends.mosaic_gpu.kernel_parts import slot_of as slot_of
 from flexjax.backends.mosaic_gpu.memory import kernel_operand
 from flexjax.backends.mosaic_gpu.shared_memory import Part, round_up
 from flexjax.backends.mosaic_gpu.static_reference import LOG2E as LOG2E
+from flexjax.backends.mosaic_gpu.thread_tiles import tile_parts
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
@@ -61,6 +51,8 @@ ALONG_ROWS = WGMMA.reduce(1)
 ALONG_COLUMNS = WGMMA.reduce(0)
 """Register layout of a vector with a number for each column of a tile."""
 Result = typing.TypeVar("Result")
+Operand = Ref | jax.Array | tuple[Ref, ...] | tuple[jax.Array, ...]
+"""The left operand of a product: a tile, or its parts (float_parts.py)."""
 
 
 # ------------------------------------------------------------------- operands
@@ -82,7 +74,9 @@ def pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
 
 
 class Tokens(typing.NamedTuple, typing.Generic[Part]):
-    """The arrays over tokens, padded, in the plan's layout; stats is [B, N, 2, T'] float32 with lse2 and delta."""
+    """The arrays over tokens, padded, in the plan's layout, [parts * B, ...] (float_parts.py); stats is [B, N, 2, T'] float32 with
+    lse2 and delta.
+    """
 
     query: Part
     key: Part
@@ -92,10 +86,10 @@ class Tokens(typing.NamedTuple, typing.Generic[Part]):
 
 
 def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats: jax.Array) -> Tokens[jax.Array]:
-    """Query, key, value and `d_out`, the cotangent of the result, padded as the kernels take them; `stats` from
-    row_statistics.py.
+    """Query, key, value and `d_out`, the cotangent of the result, padded and in parts as the kernels take them; `stats`
+    from row_statistics.py.
     """
-    padded = lambda x: pad(x, plan.layout, plan.options.interpret)
+    padded = lambda x: split(pad(x, plan.layout, plan.options.interpret), parts_of(plan))
     return Tokens(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
 
 
@@ -151,25 +145,6 @@ def lower_register_limit(groups: int) -> None:
         plgpu.set_max_registers(24, action="decrease")
 
 
-def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
-    """`index`, in a form that hides from the compiler that the value does not change in a loop; in the simulator
-    `index` as it is.
-
-    Without it, the compiler computes the addresses of all slices of a tile in shared memory before the loop and keeps
-    them in registers, two for each slice of 16 columns, which spills at large head dims.
-    """
-    if interpret:
-        return index
-
-    @inline_mgpu(SCALAR_LAYOUT, returns=SCALAR_INT)
-    def opaque(value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The same i32, moved by a PTX instruction that the compiler does not look into."""
-        moved = ptx("mov.b32 $0, $1;", scalar_of(value), result=ir.IntegerType.get_signless(32))
-        return splat_int(moved)
-
-    return opaque(index)
-
-
 # ------------------------------------------------------------------- products
 
 
@@ -178,10 +153,16 @@ class Products:
     """Products of tiles, acc += a @ b, by WGMMA, asynchronously; in the simulator (`simulated`) by dots on float32
     scratch.
 
-    A product is *in flight* between its start and the wait for it.
+    A product is *in flight* between its start and the wait for it. A product of operands in parts (float_parts.py) is
+    several WGMMAs, and counts as one.
     """
 
     simulated: bool
+    parts: int = 1
+
+    def split(self, tile: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
+        """The parts of a tile, [rows, columns] float32, in the dtype that WGMMA multiplies."""
+        return tile_parts(tile, dtype, self.parts, self.simulated)
 
     def accumulators(self, body: Callable[..., Result], *shapes: tuple[int, int]) -> Result:
         """Calls body(*accumulators), with one zeroed float32 accumulator for each of the shapes, and returns the
@@ -196,15 +177,21 @@ class Products:
         else:
             acc[...] = value
 
-    def add(self, acc: Ref, a: Ref | jax.Array, b: Ref, *, a_t: bool = False, b_t: bool = False) -> None:
+    def add(self, acc: Ref, a: Operand, b: Ref | tuple[Ref, ...], *, a_t: bool = False, b_t: bool = False) -> None:
         """Starts acc += a @ b, and returns while the product is in flight; in the simulator it is done at the return,
         in float32.
 
         acc        accumulator, [rows, columns] float32
-        a          left operand, a tile in registers or in shared memory
-        b          right operand, a tile in shared memory
+        a          left operand, a tile in registers or in shared memory, or its parts
+        b          right operand, a tile in shared memory, or its parts
         a_t, b_t   transpose the operand
         """
+        left, right = a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,)
+        for m, n in pairs_of(self.parts):
+            self._add_pair(acc, left[m], right[n], a_t, b_t)
+
+    def _add_pair(self, acc: Ref, a: Ref | jax.Array, b: Ref, a_t: bool, b_t: bool) -> None:
+        """`add` for one part of each operand."""
         if not self.simulated:
             plgpu.wgmma(acc, a.T if a_t else a, b.T if b_t else b)  # pyright: ignore[reportArgumentType]  # Refs, see `Ref`
             return
@@ -218,12 +205,16 @@ class Products:
         """The value of an accumulator, once at most `in_flight` products that were started after its last one are
         unfinished.
         """
-        return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+        return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=self._wgmmas(in_flight))
 
     def wait(self, in_flight: int) -> None:
         """Waits until at most `in_flight` products of this warpgroup are unfinished."""
         if not self.simulated:
-            plgpu.wgmma_wait(in_flight)
+            plgpu.wgmma_wait(self._wgmmas(in_flight))
+
+    def _wgmmas(self, products: int) -> int:
+        """WGMMAs of so many products."""
+        return products * len(pairs_of(self.parts))
 
     def release(self, barrier: Ref) -> None:
         """Arrives at `barrier`, which says that this warpgroup has read a slot."""
@@ -255,14 +246,14 @@ def wait_until_read(total: Scalar, *rings: tuple[Ref, int]) -> None:
 class QueryRings:
     """The rings through which a kernel that owns keys gets Q with its row statistics, and dO.
 
-    layout                   of the arrays over tokens, "BTNH" or "BNTH"
+    plan                     of the call
     tokens                   the arrays in global memory
     scratch                  with the slots and barriers of both rings
     queries                  of a slot
     query_slots, out_slots   ring depths of Q and dO
     """
 
-    layout: str
+    plan: KernelPlan
     tokens: Tokens[Ref]
     scratch: backward_dkv_tiles.Scratch[Ref] | backward_dkv_tiles.SplitScratch[Ref] | backward_fused_tiles.Scratch[Ref]
     queries: int
@@ -286,17 +277,22 @@ class QueryRings:
                     is none
         """
         q_slot, out_slot = self.slots(number)
-        tokens, scratch, size = self.tokens, self.scratch, self.queries
+        tokens, scratch, size, parts = self.tokens, self.scratch, self.queries, parts_of(self.plan)
         when(number >= self.query_slots)(lambda: plgpu.barrier_wait(scratch.query_free.at[q_slot]))
-        source = rows_of(tokens.query, self.layout, b, h, q0, size)
-        plgpu.copy_gmem_to_smem(source, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
+        target = slot_parts(scratch.query, q_slot, parts)
+        copy_parts(self.plan, tokens.query, b, h, q0, target, scratch.query_full.at[q_slot])
         stats = tokens.stats.at[b, h, :, pl.ds(q0, size)]
         plgpu.copy_gmem_to_smem(stats, scratch.stats.at[q_slot], scratch.query_full.at[q_slot])
         if copy_more is not None:
             copy_more(q_slot)
         when(number >= self.out_slots)(lambda: plgpu.barrier_wait(scratch.out_free.at[out_slot]))
-        source = rows_of(tokens.d_out, self.layout, b, h, q0, size)
-        plgpu.copy_gmem_to_smem(source, scratch.d_out.at[out_slot], scratch.out_full.at[out_slot])
+        target = slot_parts(scratch.d_out, out_slot, parts)
+        copy_parts(self.plan, tokens.d_out, b, h, q0, target, scratch.out_full.at[out_slot])
+
+    def tiles(self, q_slot: Scalar, out_slot: Scalar) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
+        """(the parts of Q, the parts of dO) in these slots."""
+        parts = parts_of(self.plan)
+        return slot_parts(self.scratch.query, q_slot, parts), slot_parts(self.scratch.d_out, out_slot, parts)
 
     def statistic(self, which: int, q_slot: Scalar) -> jax.Array:
         """lse2 (`which` 0) or delta (1) of the queries in slot `q_slot`, [queries] float32: a vector along the

@@ -30,7 +30,8 @@ from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, Scratch, dk
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part
@@ -40,7 +41,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """dK and dV, in the shapes of the padded keys and values."""
+    """dK and dV in parts (float_parts.py), in the shapes of the padded keys and values."""
 
     d_key: Part
     d_value: Part
@@ -55,7 +56,7 @@ def backward_dkv(
     tiles: DkvTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel: one CTA for each key tile of
+    """dK and dV in parts in the shapes of `tokens.key` and `tokens.value`, by the dK/dV kernel: one CTA for each key tile of
     each key head.
 
     plan         with extra features joined to the head dim
@@ -76,7 +77,7 @@ def backward_dkv(
         """The dK/dV kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
         group = lax.axis_index("wg")
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
-        rings = QueryRings(plan.layout, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
+        rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
         cta = _Cta(math, tiles, staging, own, rings, scratch, inputs)
         when(group < tiles.groups)(lambda: cta.compute(group, outputs))
         when(group == tiles.groups)(cta.copy)
@@ -117,11 +118,12 @@ class _Cta:
     @property
     def products(self) -> Products:
         """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.math.plan.options.interpret)
+        return Products(self.math.plan.options.interpret, self.parts)
 
-    def rows_of(self, ref: Ref, kv0: Scalar) -> Ref:
-        """The keys of one warpgroup, from key `kv0` on, of `ref`, an array over keys: [rows, D] of the CTA's head."""
-        return rows_of(ref, self.math.plan.layout, self.own.b, self.own.key_head, kv0, self.tiles.rows)
+    @property
+    def parts(self) -> int:
+        """Parts of an operand (float_parts.py)."""
+        return parts_of(self.math.plan)
 
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
         """What computing warpgroup `group` does: dK (times scale) and dV of its keys.
@@ -129,12 +131,15 @@ class _Cta:
         With two computing warpgroups it raises its register limit. It copies its K and V to shared memory, makes all
         visits, overwrites K and V there by dK and dV in the dtypes of K and V, and copies these to `outputs` by TMA.
         """
-        tiles, scratch, products, tokens = self.tiles, self.scratch, self.products, self.inputs.tokens
+        tiles, scratch, products, tokens, plan = (
+            self.tiles, self.scratch, self.products, self.inputs.tokens, self.math.plan,
+        )  # fmt: skip
         common.raise_register_limit(tiles.groups)
         kv0 = self.own.tile * (tiles.rows * tiles.groups) + group * tiles.rows
-        own_k, own_v = scratch.key.at[group], scratch.value.at[group]
-        plgpu.copy_gmem_to_smem(self.rows_of(tokens.key, kv0), own_k, scratch.own_full.at[group])
-        plgpu.copy_gmem_to_smem(self.rows_of(tokens.value, kv0), own_v, scratch.own_full.at[group])
+        own_k, own_v = (slot_parts(ring, group, self.parts) for ring in (scratch.key, scratch.value))
+        place = self.own.b, self.own.key_head, kv0
+        copy_parts(plan, tokens.key, *place, own_k, scratch.own_full.at[group])
+        copy_parts(plan, tokens.value, *place, own_v, scratch.own_full.at[group])
         plgpu.barrier_wait(scratch.own_full.at[group])
 
         def accumulate(dk_acc: Ref, dv_acc: Ref) -> tuple[jax.Array, jax.Array]:
@@ -151,13 +156,14 @@ class _Cta:
             self.own.each(lambda h: self.math.at_rows(self.own.b, h, kv0, self.inputs.captures), step)
             return products.read(dk_acc) * self.math.plan.scale, products.read(dv_acc)
 
-        dim, value_dim = own_k.shape[-1], own_v.shape[-1]
+        dim, value_dim = own_k[0].shape[-1], own_v[0].shape[-1]
         dk, dv = products.accumulators(accumulate, (tiles.rows, dim), (tiles.rows, value_dim))
-        own_k[...] = dk.astype(own_k.dtype)
-        own_v[...] = dv.astype(own_v.dtype)
+        for own, gradient in ((own_k, dk), (own_v, dv)):
+            for target, part in zip(own, products.split(gradient, own[0].dtype), strict=True):
+                target[...] = part
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_k, self.rows_of(outputs.d_key, kv0))
-        plgpu.copy_smem_to_gmem(own_v, self.rows_of(outputs.d_value, kv0))
+        write_parts(plan, own_k, outputs.d_key, *place)
+        write_parts(plan, own_v, outputs.d_value, *place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def visit(
@@ -174,10 +180,11 @@ class _Cta:
         """
         math, scratch, products = self.math, self.scratch, self.products
         q_slot, out_slot = self.rings.slots(number)
-        q_tile, out_tile = scratch.query.at[q_slot], scratch.d_out.at[out_slot]
+        q_tile, out_tile = self.rings.tiles(q_slot, out_slot)
+        dtype = q_tile[0].dtype
         tile_math = rows.at_columns(q0, masked)
         here = common.not_hoisted(group, math.plan.options.interpret)
-        own_k, own_v = scratch.key.at[here], scratch.value.at[here]
+        own_k, own_v = (slot_parts(ring, here, self.parts) for ring in (scratch.key, scratch.value))
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
             """dS^T of the tile, [rows, queries] float32. It waits for Q and dO, starts the product for dV on the way,
@@ -199,13 +206,13 @@ class _Cta:
             if self.staging is not None and scratch.staged is not None:
                 tile = self.staging.read_staged(tile, scratch.staged, q_slot, group)
             found = tile.probabilities(s, lse2)
-            weights, factor = found.weights().astype(q_tile.dtype), found.factor()
+            weights, factor = products.split(found.weights(), dtype), found.factor()
             products.add(dv_acc, weights, out_tile)
             dp = products.read(dp_acc, 1)
             return found.cotangent(factor, dp, None if math.starts_at_minus_delta else delta)
 
         ds = products.accumulators(score_cotangents, math.shape, math.shape)
-        products.add(dk_acc, ds.astype(q_tile.dtype), q_tile)
+        products.add(dk_acc, products.split(ds, dtype), q_tile)
         products.wait(1)
         products.release(scratch.out_free.at[out_slot])
         products.wait(0)

@@ -27,9 +27,10 @@ from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitS
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
-from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS, SPLIT_QUERIES
+from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -46,7 +47,7 @@ def backward_dkv_split(
     captures: Captures[jax.Array],
     tiles: SplitDkvTiles,
 ) -> Outputs[jax.Array]:
-    """dK and dV in the shapes of `tokens.key` and `tokens.value`, by the split dK/dV kernel: one CTA for each tile of
+    """dK and dV in parts in the shapes of `tokens.key` and `tokens.value`, by the split dK/dV kernel: one CTA for each tile of
     SPLIT_KEYS keys of each key head. Nothing is staged.
 
     plan         with extra features joined to the head dim
@@ -56,15 +57,15 @@ def backward_dkv_split(
     tiles        ring depths of the kernel
     """
     kv_tiles = -(-plan.kv_len // SPLIT_KEYS)
-    visits = tile_visits.visits_for(plan, SPLIT_KEYS, SPLIT_QUERIES, transposed=True)
+    visits = tile_visits.visits_for(plan, SPLIT_KEYS, tiles.queries, transposed=True)
     order = tile_visits.longest_first(visits, lists, kv_tiles)
-    math = TileMath(plan, derivative, (SPLIT_KEYS, SPLIT_QUERIES), "kv", (SPLIT_QUERIES, SPLIT_KEYS))
+    math = TileMath(plan, derivative, (SPLIT_KEYS, tiles.queries), "kv", (tiles.queries, SPLIT_KEYS))
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: SplitScratch[Ref]) -> None:
         """The split dK/dV kernel: runs one warpgroup of a CTA; 0 computes dV, 1 computes dK, 2 copies."""
         group = lax.axis_index("wg")
-        own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, SPLIT_QUERIES)
-        rings = QueryRings(plan.layout, inputs.tokens, scratch, SPLIT_QUERIES, tiles.query_slots, tiles.out_slots)
+        own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
+        rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
         cta = _Cta(math, tiles, own, own.tile * SPLIT_KEYS, rings, scratch, inputs)
         when(group == 0)(lambda: cta.compute_dv(outputs.d_value))
         when(group == 1)(lambda: cta.compute_dk(outputs.d_key))
@@ -111,11 +112,21 @@ class _Cta:
     @property
     def products(self) -> Products:
         """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.interpret)
+        return Products(self.interpret, self.parts)
 
-    def rows_of(self, ref: Ref) -> Ref:
-        """The CTA's keys of `ref`, an array over keys: [SPLIT_KEYS, D] of the CTA's head."""
-        return rows_of(ref, self.math.plan.layout, self.own.b, self.own.key_head, self.kv0, SPLIT_KEYS)
+    @property
+    def parts(self) -> int:
+        """Parts of an operand (float_parts.py)."""
+        return parts_of(self.math.plan)
+
+    @property
+    def place(self) -> tuple[Scalar, Scalar, Scalar]:
+        """(batch entry, key head, first key) of the CTA's keys."""
+        return self.own.b, self.own.key_head, self.kv0
+
+    def own_tile(self, tile: Ref) -> tuple[Ref, ...]:
+        """The parts of the CTA's keys or values in shared memory, at addresses that the compiler does not keep in registers."""
+        return slot_parts(tile, common.not_hoisted(jnp.int32(0), self.interpret), self.parts)
 
     def rows_math(self, h: Scalar) -> RowMath:
         """P and dS of the CTA's key tile for query head h."""
@@ -142,19 +153,20 @@ class _Cta:
                 rows   what `rows_math` returned for h
                 """
                 q_slot, out_slot = rings.slots(number)
+                queries, d_out = rings.tiles(q_slot, out_slot)
                 p_slot = common.slot_of(number, p_slots)
                 tile_math = rows.at_columns(q0, masked)
-                own_k = scratch.key.at[common.not_hoisted(jnp.int32(0), self.interpret)]
+                own_k = self.own_tile(scratch.key)
 
-                def probabilities(s_acc: Ref) -> jax.Array:
-                    """P^T of the tile times the dropout multiplier, in the inputs' dtype; waits for Q, and frees its
+                def probabilities(s_acc: Ref) -> tuple[jax.Array, ...]:
+                    """The parts of P^T of the tile times the dropout multiplier; waits for Q, and frees its
                     slot. It also writes P^T times d mod / d score, float32, to the ring of P once its slot is free, and
                     signals that.
 
                     s_acc   accumulator for S^T
                     """
                     plgpu.barrier_wait(scratch.query_full.at[q_slot])
-                    products.add(s_acc, own_k, scratch.query.at[q_slot], b_t=True)
+                    products.add(s_acc, own_k, queries, b_t=True)
                     lse2 = rings.statistic(0, q_slot)
                     s = products.read(s_acc)
                     products.release(scratch.query_free.at[q_slot])
@@ -162,11 +174,11 @@ class _Cta:
                     when(number >= p_slots)(lambda: plgpu.barrier_wait(scratch.p_free.at[p_slot]))
                     scratch.p.at[p_slot][...] = found.factor()
                     plgpu.barrier_arrive(scratch.p_full.at[p_slot])
-                    return found.weights().astype(own_k.dtype)
+                    return products.split(found.weights(), scratch.key.dtype)
 
                 weights = products.accumulators(probabilities, self.math.shape)
                 plgpu.barrier_wait(scratch.out_full.at[out_slot])
-                products.add(dv_acc, weights, scratch.d_out.at[out_slot])
+                products.add(dv_acc, weights, d_out)
                 products.wait(0)
                 products.release(scratch.out_free.at[out_slot])
 
@@ -175,9 +187,8 @@ class _Cta:
                 common.wait_until_read(total, (scratch.p_free, p_slots))
             return products.read(dv_acc)
 
-        own_v = scratch.value.at[0]
-        dv = products.accumulators(accumulate, (SPLIT_KEYS, own_v.shape[-1]))
-        self.write(dv, own_v, d_value)
+        dv = products.accumulators(accumulate, (SPLIT_KEYS, scratch.value.shape[-1]))
+        self.write(dv, scratch.value, d_value, 1)
 
     def compute_dk(self, d_key: Ref) -> None:
         """The dK warpgroup: dS of every visit from the P that the dV warpgroup hands over, multiplied by Q; at the end
@@ -198,11 +209,12 @@ class _Cta:
                 rows   what `rows_math` returned for h, used for dropout alone
                 """
                 q_slot, out_slot = rings.slots(number)
+                queries, d_out = rings.tiles(q_slot, out_slot)
                 p_slot = common.slot_of(number, self.tiles.p_slots)
-                own_v = scratch.value.at[common.not_hoisted(jnp.int32(0), self.interpret)]
+                own_v = self.own_tile(scratch.value)
 
-                def score_cotangents(dp_acc: Ref) -> jax.Array:
-                    """dS^T of the tile in the inputs' dtype: (dP^T - delta) times the tile of the ring of P, where dP^T
+                def score_cotangents(dp_acc: Ref) -> tuple[jax.Array, ...]:
+                    """The parts of dS^T of the tile: (dP^T - delta) times the tile of the ring of P, where dP^T
                     = V dO^T, times the dropout multiplier if there is dropout. It waits for both tiles, and frees those
                     of dO and P.
 
@@ -213,7 +225,7 @@ class _Cta:
                     if math.starts_at_minus_delta:
                         products.start(dp_acc, -delta)
                     plgpu.barrier_wait(scratch.out_full.at[out_slot])
-                    products.add(dp_acc, own_v, scratch.d_out.at[out_slot], b_t=True)
+                    products.add(dp_acc, own_v, d_out, b_t=True)
                     dp = products.read(dp_acc)
                     products.release(scratch.out_free.at[out_slot])
                     if not math.starts_at_minus_delta:
@@ -221,34 +233,37 @@ class _Cta:
                     plgpu.barrier_wait(scratch.p_full.at[p_slot])
                     factor = kernel_parts.load(scratch.p.at[p_slot], common.WGMMA)
                     plgpu.barrier_arrive(scratch.p_free.at[p_slot])
-                    return (factor * dp).astype(own_v.dtype)
+                    return products.split(factor * dp, scratch.value.dtype)
 
                 ds = products.accumulators(score_cotangents, math.shape)
-                products.add(dk_acc, ds, scratch.query.at[q_slot])
+                products.add(dk_acc, ds, queries)
                 products.wait(0)
                 products.release(scratch.query_free.at[q_slot])
 
             self.own.each(self.rows_math, step)
             return products.read(dk_acc) * math.plan.scale
 
-        own_k = scratch.key.at[0]
-        dk = products.accumulators(accumulate, (SPLIT_KEYS, own_k.shape[-1]))
-        self.write(dk, own_k, d_key)
+        dk = products.accumulators(accumulate, (SPLIT_KEYS, scratch.key.shape[-1]))
+        self.write(dk, scratch.key, d_key, self.parts)
 
-    def write(self, gradient: jax.Array, tile: Ref, target: Ref) -> None:
+    def write(self, gradient: jax.Array, tile: Ref, target: Ref, arrivals: int) -> None:
         """Writes a gradient to `target` in global memory, by way of `tile`: dK over K, or dV over V, in shared
         memory.
 
-        gradient   [SPLIT_KEYS, D or E] float32, converted to the dtype of `tile`
+        gradient   [SPLIT_KEYS, D or E] float32, in parts of the dtype of `tile`
+        arrivals   of this warpgroup at the barrier; both together are as many as `split_dkv_scratch` says
 
         It waits until the last products of both warpgroups have read K and V.
         """
         done = self.scratch.own_full.at[PRODUCTS_DONE]
-        plgpu.barrier_arrive(done)
+        for _ in range(arrivals):
+            plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
-        tile[...] = gradient.astype(tile.dtype)
+        own = slot_parts(tile, 0, self.parts)
+        for place, part in zip(own, self.products.split(gradient, tile.dtype), strict=True):
+            place[...] = part
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, self.rows_of(target))
+        write_parts(self.math.plan, own, target, *self.place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def copy(self) -> None:
@@ -261,7 +276,7 @@ class _Cta:
             (tokens.key, scratch.key, scratch.own_full.at[KEYS_ARRIVED]),
             (tokens.value, scratch.value, scratch.own_full.at[VALUES_ARRIVED]),
         ):
-            plgpu.copy_gmem_to_smem(self.rows_of(source), target.at[0], arrived)
+            copy_parts(self.math.plan, source, *self.place, slot_parts(target, 0, self.parts), arrived)
             plgpu.barrier_arrive(arrived)
 
         def step(_: None, h: Scalar, q0: Scalar, number: Scalar, masked: bool) -> None:

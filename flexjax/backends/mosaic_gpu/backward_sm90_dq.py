@@ -31,7 +31,8 @@ from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_s
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, rows_of, slot_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part
@@ -41,7 +42,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """dQ in the shape of the padded queries, and each direct gradient as `DirectGradient.output_shape` says."""
+    """dQ in parts in the shape of the padded queries, and each direct gradient as `DirectGradient.output_shape` says."""
 
     d_query: Part
     direct_gradients: tuple[Part, ...]
@@ -56,7 +57,7 @@ def backward_dq(
     tiles: DqTiles,
     bias: DenseBiasPlan,
 ) -> Outputs[jax.Array]:
-    """dQ in the shape of `tokens.query`, and the direct gradients of `bias`: one CTA for each query tile of each query
+    """dQ in parts in the shape of `tokens.query`, and the direct gradients of `bias`: one CTA for each query tile of each query
     head, of `tiles.batch_entries` batch entries together.
 
     plan         with extra features joined to the head dim
@@ -109,14 +110,14 @@ class OwnQueries(typing.NamedTuple):
     """A computing warpgroup's queries of one batch entry.
 
     lse2, delta   [rows] float32, their row statistics
-    queries       [rows, D] in shared memory
-    gradient      [rows, D], their dQ in global memory
+    queries       [rows, D] for each part, in shared memory
+    gradient      [rows, D] for each part, their dQ in global memory
     """
 
     lse2: jax.Array
     delta: jax.Array
-    queries: Ref
-    gradient: Ref
+    queries: tuple[Ref, ...]
+    gradient: tuple[Ref, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,12 @@ class _Cta:
     @property
     def products(self) -> Products:
         """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.interpret)
+        return Products(self.interpret, self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Parts of an operand (float_parts.py)."""
+        return parts_of(self.math.plan)
 
     @property
     def entries(self) -> int:
@@ -166,7 +172,7 @@ class _Cta:
         return self.b if self.entries == 1 else self.b + n
 
     def own_slot(self, group: Scalar, n: int) -> Scalar:
-        """The index in `Scratch.query` at which warpgroup `group` has its queries of the n-th batch entry."""
+        """The slot of `Scratch.query` in which warpgroup `group` has its queries of the n-th batch entry."""
         return group if self.entries == 1 else group * self.entries + n
 
     def ring_number(self, visit: Scalar, n: int) -> Scalar:
@@ -184,10 +190,6 @@ class _Cta:
     def key_tile(self, i: Scalar, masked: bool) -> Scalar:
         """The number of the key tile of the i-th visit with (`masked`) or without the mask."""
         return self.visits.tile(self.inputs.lists, self.b, self.h, self.tile, i, masked)
-
-    def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
-        """The rows start .. start + size of head (b, h) of `ref`, an array over tokens: [size, D]."""
-        return rows_of(ref, self.math.plan.layout, b, h, start, size)
 
     # --------------------------------------------------------------- computing warpgroups
 
@@ -224,10 +226,12 @@ class _Cta:
         found = self.products.accumulators(accumulate, *((tiles.rows, dim),) * self.entries)
         writer.write_zeros(self.visits, self.inputs.skipped, self.tile)
         for own, dq in zip(owned, found, strict=True):
-            own.queries[...] = dq.astype(self.scratch.query.dtype)
+            for queries, part in zip(own.queries, self.products.split(dq, self.scratch.query.dtype), strict=True):
+                queries[...] = part
         plgpu.commit_smem()
         for own in owned:
-            plgpu.copy_smem_to_gmem(own.queries, own.gradient)
+            for queries, gradient in zip(own.queries, own.gradient, strict=True):
+                plgpu.copy_smem_to_gmem(queries, gradient)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_own(self, n: int, group: Scalar, q0: Scalar, d_query: Ref) -> OwnQueries:
@@ -244,11 +248,14 @@ class _Cta:
             tokens.stats.at[b, h, which, own], common.ALONG_ROWS, optimized=False
         )
         lse2, delta = statistic(0), statistic(1)
-        queries, d_out = self.scratch.query.at[self.own_slot(group, n)], self.scratch.d_out.at[self.own_slot(group, n)]
-        rows = functools.partial(self.rows_of, b=b, h=h, start=q0, size=self.tiles.rows)
-        plgpu.copy_gmem_to_smem(rows(tokens.query), queries, arrived)
-        plgpu.copy_gmem_to_smem(rows(tokens.d_out), d_out, arrived)
-        return OwnQueries(lse2, delta, queries, rows(d_query))
+        plan, parts = self.math.plan, self.parts
+        own_tiles = lambda ring: slot_parts(ring, self.own_slot(group, n), parts)
+        queries, d_out = own_tiles(self.scratch.query), own_tiles(self.scratch.d_out)
+        copy_parts(plan, tokens.query, b, h, q0, queries, arrived)
+        copy_parts(plan, tokens.d_out, b, h, q0, d_out, arrived)
+        entries = (b, *(b + part * plan.batch for part in range(1, parts)))
+        gradient = tuple(rows_of(d_query, plan.layout, entry, h, q0, self.tiles.rows) for entry in entries)
+        return OwnQueries(lse2, delta, queries, gradient)
 
     def visit(
         self,
@@ -301,7 +308,8 @@ class _Cta:
         k_slot, v_slot = slot(tiles.key_slots), slot(tiles.value_slots)
         tile_math = rows.at_columns(kv0, masked)
         here = self.own_slot(common.not_hoisted(group, self.interpret), n)
-        own_q, own_do = scratch.query.at[here], scratch.d_out.at[here]
+        own_q, own_do = (slot_parts(ring, here, self.parts) for ring in (scratch.query, scratch.d_out))
+        keys, values = slot_parts(scratch.key, k_slot, self.parts), slot_parts(scratch.value, v_slot, self.parts)
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             """(dS, g of each direct gradient), each [rows, keys] float32, where g = p * (dP - delta) * d mod / d
@@ -310,11 +318,11 @@ class _Cta:
             s_acc, dp_acc   accumulators for S and dP
             """
             plgpu.barrier_wait(scratch.key_full.at[k_slot])
-            products.add(s_acc, own_q, scratch.key.at[k_slot], b_t=True)
+            products.add(s_acc, own_q, keys, b_t=True)
             if math.starts_at_minus_delta:
                 products.start(dp_acc, -math.broadcast(own.delta, "q"))
             plgpu.barrier_wait(scratch.value_full.at[v_slot])
-            products.add(dp_acc, own_do, scratch.value.at[v_slot], b_t=True)
+            products.add(dp_acc, own_do, values, b_t=True)
             tile = tile_math
             if self.staging is not None and scratch.staged is not None:
                 first, last = n == 0, n == self.entries - 1
@@ -330,7 +338,7 @@ class _Cta:
             return ds, tuple(ds if same(f, r) else found.load_cotangent(f, r, dp, delta) for f, r in factors)
 
         ds, gradients = products.accumulators(score_cotangents, math.shape, math.shape)
-        products.add(dq_acc, ds.astype(scratch.key.dtype), scratch.key.at[k_slot])
+        products.add(dq_acc, products.split(ds, scratch.key.dtype), keys)
         return gradients, k_slot
 
     # --------------------------------------------------------------- the copying warpgroup
@@ -365,8 +373,10 @@ class _Cta:
                 number = self.ring_number(visit, n)
                 slot = common.slot_of(number, slots)
                 when(number >= slots)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
-                rows = self.rows_of(array, self.batch_entry(n), self.h_kv, key_tile * tiles.keys, tiles.keys)
-                plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
+                targets = slot_parts(ring, slot, self.parts)
+                copy_parts(
+                    self.math.plan, array, self.batch_entry(n), self.h_kv, key_tile * tiles.keys, targets, full.at[slot]
+                )
             if self.staging is not None and scratch.staged is not None and source is not None and n == 0:
                 q0 = self.tile * (tiles.rows * tiles.groups)
                 self.staging.copy(scratch.staged, source, q0, key_tile * tiles.keys, visit)

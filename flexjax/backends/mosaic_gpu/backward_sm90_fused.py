@@ -224,9 +224,9 @@ class _Cta:
     @property
     def rings(self) -> QueryRings:
         """The rings of Q and dO."""
-        tiles, layout = self.setup.tiles, self.setup.plan.layout
+        tiles, plan = self.setup.tiles, self.setup.plan
         sizes = (tiles.queries, tiles.query_slots, tiles.out_slots)
-        return QueryRings(layout, self.inputs.tokens, self.scratch, *sizes)
+        return QueryRings(plan, self.inputs.tokens, self.scratch, *sizes)
 
     def claim(self, takes_start_number: bool = False) -> OwnKeys:
         """What this CTA owns. Each warpgroup calls it in its own branch, because a barrier before the branches spills

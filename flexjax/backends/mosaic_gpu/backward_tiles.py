@@ -5,7 +5,7 @@ A kernel owns a tile of one axis and visits tiles of the other. KernelOptions se
     kernel         owns                              visits
     dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
     dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
-    split dK/dV    64 keys (head dims above 128)     64 queries
+    split dK/dV    64 keys (head dims above 128)     64 queries (32 of wide float32)
     fused          128 keys                          64 queries, or 128 where `fits_128_query_tile`
 
 backward_dq_tiles.py, backward_dkv_tiles.py and backward_fused_tiles.py list the sizes and the shared memory of each kernel and what
@@ -15,15 +15,18 @@ fits; choose_kernel.py decides which of the kernels run. None of these files imp
 import typing
 
 from flexjax.analysis import patterns
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 LARGEST_UNSPLIT_DIM = 128
-"""The largest padded head dim at which one warpgroup has registers for both accumulators, dK and dV. Above it the split kernel
-gives them to two warpgroups."""
+"""The largest padded head dim at which one warpgroup has registers for both accumulators, dK and dV; half of it for float32, whose
+P and dS take twice the registers. Above it the split kernel gives them to two warpgroups."""
 FUSED_KEYS = 128
 """Keys that a CTA of the fused kernel owns."""
 SPLIT_KEYS, SPLIT_QUERIES = 64, 64
 """Keys that a CTA of the split dK/dV kernel owns, and queries of a tile that it visits."""
+SMALLEST_TILE = 32
+"""Queries or keys of a visited tile where float32 operands leave no room for 64."""
 
 
 class DenseBiasTypes(typing.NamedTuple):
@@ -53,12 +56,26 @@ def padded_dims(plan: KernelPlan) -> tuple[int, int]:
     return padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
 
 
+def swizzle_for(visited: int) -> int:
+    """Bytes over which the tiles of operands are swizzled, for visited tiles of so many tokens: WGMMA contracts a multiple of that
+    many bytes of 2-byte elements.
+    """
+    return min(128, 2 * visited)
+
+
+def splits_dkv(plan: KernelPlan) -> bool:
+    """Whether the split kernel computes dK and dV (LARGEST_UNSPLIT_DIM)."""
+    return max(padded_dims(plan)) * parts_of(plan) > LARGEST_UNSPLIT_DIM
+
+
 def computes_little(plan: KernelPlan) -> bool:
     """Whether the mods leave registers for visited tiles of 128 queries or keys.
 
-    They do without a score_mod and dropout, and with a mask_mod that divides no tile of integers
+    They do for inputs of 16 bits without a score_mod and dropout, and with a mask_mod that divides no tile of integers
     (`patterns.divides_tiles`).
     """
+    if parts_of(plan) > 1:
+        return False
     return plan.score is None and plan.dropout is None and not patterns.divides_tiles(plan.mask)
 
 
@@ -95,7 +112,7 @@ def refuses(plan: KernelPlan) -> str | None:
     A tile has 64 or 128 tokens, 64 keys for padded head dims above LARGEST_UNSPLIT_DIM, and divides the mask's blocks.
     """
     options, blocks = plan.options, plan.blocks
-    split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
+    split = splits_dkv(plan)
     key_sizes = (64,) if split else (64, 128)
     for name, asked, choices, block in (
         ("block_q_bwd", options.block_q_bwd, (64, 128), None if blocks is None else blocks.block_q),
@@ -108,7 +125,7 @@ def refuses(plan: KernelPlan) -> str | None:
         if asked in choices:
             why = f", dividing the mask's blocks of {block}"
         elif split and name == "block_kv_bwd":
-            why = f" for head dims above {LARGEST_UNSPLIT_DIM}"
+            why = f" for head dims above {LARGEST_UNSPLIT_DIM // parts_of(plan)}"
         sizes = " or ".join(map(str, allowed))
         return f"The GPU kernels of the backward pass take {name} {sizes}{why}, not {asked}."
     return None

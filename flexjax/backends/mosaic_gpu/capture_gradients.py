@@ -30,6 +30,7 @@ p are the probabilities, dP and delta as at the top of backward_sm90_common.py; 
 its read of a captured array. The number of a load counts the loads of arrays with a gradient (`gradient_loads`).
 """
 
+import dataclasses
 import math
 
 import jax
@@ -58,7 +59,8 @@ from flexjax.backends.mosaic_gpu.capture_scatter import (
     join_windows,
     positions_differ_by_entry,
 )
-from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, warpgroups_for
+from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, fits_one_slot, warpgroups_for
+from flexjax.backends.mosaic_gpu.float_parts import join, parts_of
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan, axis_aligned_dims, gradient_loads, padded_captures
 from flexjax.backends.mosaic_gpu.shift_invariance import invariant
 from flexjax.ir import program as ir
@@ -112,7 +114,7 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
     they can.
 
     Reasons: an index of its loads depends on the score; several positions may read one element of an array larger than
-    LARGEST_ARRAY; or the tiles to add up are more than int32 can number.
+    LARGEST_ARRAY; the tiles to add up are more than int32 can number; or the heads of float32 are too wide for shared memory.
 
     derivative   score_mod with its derivatives
     wanted       for each captured array: whether its gradient is asked for
@@ -133,6 +135,11 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
             return (
                 f"the gradient of captured array {load.capture} adds up more tiles of {tile} x {tile} than int32 can number: "
                 f"{plan.batch} x {plan.q_heads} heads of {plan.q_len} queries and {plan.kv_len} keys."
+            )
+        if not fits_one_slot(dataclasses.replace(plan, head_dim=plan.head_dim + plan.extra_dim, extra_dim=0)):
+            return (
+                f"the gradient of captured array {load.capture} needs more shared memory than there is for float32 head dims "
+                f"{plan.head_dim + plan.extra_dim} and {plan.value_dim}."
             )
     return None
 
@@ -330,7 +337,8 @@ def _largest_total(
         return None
     length = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
     time = 1 if plan.layout == "BTNH" else 2
-    d_out = length(tokens.d_out).sum(time)
-    value = jnp.repeat(length(tokens.value).max(time), plan.group, axis=-1)
+    parts = parts_of(plan)
+    d_out = length(join(tokens.d_out, parts)).sum(time)
+    value = jnp.repeat(length(join(tokens.value, parts)).max(time), plan.group, axis=-1)
     total = keep * jnp.sum(d_out * value) + jnp.sum(jnp.abs(tokens.stats[:, :, 1]))
     return total * (slope * (plan.kv_len if may_be_large(plan.score) else 1))

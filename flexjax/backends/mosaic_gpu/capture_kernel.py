@@ -34,7 +34,8 @@ from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, RingDepths, Scratch, capture_scratch, ring_depths
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, launch, rows_of
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
 from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
@@ -276,7 +277,8 @@ class CaptureKernel:
         """
         plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
         dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
-        rings = ring_depths(self.groups, dims, dtype, bias.staged)
+        parts = parts_of(plan)
+        rings = ring_depths(self.groups, dims, dtype, bias.staged, parts)
         slots, tile = int(rings.staged) * rings.queries, self.shape.tile
         staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
@@ -295,7 +297,7 @@ class CaptureKernel:
             kernel,
             inputs,
             Outputs(None if shape is None else kernel_parts.output(shape, self.dtype, tokens.query)),
-            capture_scratch(self.groups, rings, dims, dtype, bias.staged),
+            capture_scratch(self.groups, rings, dims, dtype, bias.staged, parts),
             name="flexjax_capture_gradient",
             programs=inputs.lists.count.shape[0],
             warpgroups=self.groups + 1,
@@ -341,15 +343,16 @@ class _Cta:
     @property
     def products(self) -> Products:
         """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.interpret)
+        return Products(self.interpret, self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Parts of an operand (float_parts.py)."""
+        return parts_of(self.kernel.plan)
 
     def visit(self, i: Scalar | int) -> Visit:
         """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
-
-    def rows_of(self, ref: Ref, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
-        """The rows start .. start + size of head (b, h) of `ref`, an array over tokens: [size, D]."""
-        return rows_of(ref, self.kernel.plan.layout, b, h, start, size)
 
     # ------------------------------------------------------------- computing warpgroups
 
@@ -430,10 +433,12 @@ class _Cta:
         The copies of Q, dO, K, V and the staged tile must have arrived. Releases the slot of the keys and values.
         """
         math, scratch, products = self.kernel.math, self.scratch, self.products
-        products.add(s_acc, scratch.query.at[own.q_slot, own.rows], scratch.key.at[own.k_slot], b_t=True)
+        rows_of = lambda ring: slot_parts(ring, own.q_slot, self.parts, own.rows)
+        keys_of = lambda ring: slot_parts(ring, own.k_slot, self.parts)
+        products.add(s_acc, rows_of(scratch.query), keys_of(scratch.key), b_t=True)
         if math.starts_at_minus_delta:
             products.start(dp_acc, -math.broadcast(own.delta, "q"))
-        products.add(dp_acc, scratch.d_out.at[own.q_slot, own.rows], scratch.value.at[own.k_slot], b_t=True)
+        products.add(dp_acc, rows_of(scratch.d_out), keys_of(scratch.value), b_t=True)
         s = products.read(s_acc, 1)
         if self.staging is not None and scratch.staged is not None:
             keys = pl.ds(own.part * ROWS, ROWS)
@@ -521,9 +526,9 @@ class _Cta:
         h_kv = lax.div(h, jnp.int32(kernel.plan.group))
         slot = common.slot_of(i, rings.queries)
         when(i >= rings.queries)(lambda: plgpu.barrier_wait(scratch.query_free.at[slot]))
-        own = functools.partial(self.rows_of, b=b, h=h, start=q0, size=kernel.shape.tile)
-        plgpu.copy_gmem_to_smem(own(tokens.query), scratch.query.at[slot], scratch.query_full.at[slot])
-        plgpu.copy_gmem_to_smem(own(tokens.d_out), scratch.d_out.at[slot], scratch.query_full.at[slot])
+        for source, ring in ((tokens.query, scratch.query), (tokens.d_out, scratch.d_out)):
+            tile = slot_parts(ring, slot, self.parts)
+            copy_parts(kernel.plan, source, b, h, q0, tile, scratch.query_full.at[slot])
         if self.staging is not None and scratch.staged is not None:
             source = self.staging.source(self.inputs.captures, b, h)
             self.staging.fetch(scratch.staged.at[slot], source, q0, kv0, scratch.query_full.at[slot])
@@ -531,9 +536,10 @@ class _Cta:
             number = i * kernel.groups + part
             k_slot = common.slot_of(number, rings.keys)
             when(number >= rings.keys)(lambda k_slot=k_slot: plgpu.barrier_wait(scratch.key_free.at[k_slot]))
-            visited = functools.partial(self.rows_of, b=b, h=h_kv, start=kv0 + part * ROWS, size=ROWS)
-            plgpu.copy_gmem_to_smem(visited(tokens.key), scratch.key.at[k_slot], scratch.key_full.at[k_slot])
-            plgpu.copy_gmem_to_smem(visited(tokens.value), scratch.value.at[k_slot], scratch.key_full.at[k_slot])
+            start = kv0 + part * ROWS
+            for source, ring in ((tokens.key, scratch.key), (tokens.value, scratch.value)):
+                tile = slot_parts(ring, k_slot, self.parts)
+                copy_parts(kernel.plan, source, b, h_kv, start, tile, scratch.key_full.at[k_slot])
         return upcoming, later
 
 

@@ -8,6 +8,7 @@ array* is a captured array, such as a pair bias, whose tiles come through shared
 import typing
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
+from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, Part, SwizzledTiles, fits
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -17,12 +18,22 @@ ROWS = 64
 
 def warpgroups_for(plan: KernelPlan) -> int:
     """Number of computing warpgroups, of 64 queries each: two where 128 x 128 tiles fit shared memory (padded head
-    dims of keys and values of at most 256 together) and divide the mask's blocks, else one.
+    dims of keys and values of at most 256 together, 128 for float32) and divide the mask's blocks, else one.
     """
-    dims = padded_dim(plan.head_dim) + padded_dim(plan.value_dim)
+    dims = (padded_dim(plan.head_dim) + padded_dim(plan.value_dim)) * parts_of(plan)
     blocks = plan.blocks
     divide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
     return 2 if divide and dims <= 256 else 1
+
+
+def fits_one_slot(plan: KernelPlan) -> bool:
+    """Whether the kernel fits shared memory with one slot in each ring; wide heads of float32 do not.
+
+    plan   with extra features joined to the head dim
+    """
+    groups, dims = warpgroups_for(plan), (padded_dim(plan.head_dim), padded_dim(plan.value_dim))
+    rings = RingDepths(1, groups, False)
+    return fits(capture_scratch(groups, rings, dims, part_dtype(plan), None, parts_of(plan)))
 
 
 class RingDepths(typing.NamedTuple):
@@ -41,8 +52,8 @@ class RingDepths(typing.NamedTuple):
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA; a tile is [groups * ROWS, groups * ROWS].
 
-    query, d_out           [query slots, queries of a tile, D]
-    key, value             [key slots, ROWS, D]
+    query, d_out           [query slots * parts, queries of a tile, D]
+    key, value             [key slots * parts, ROWS, D]
     query_full, key_full   [slots] a tile has arrived; `query_full` also counts dO and the staged tile, `key_full` the values
     query_free, key_free   [slots] all computing warpgroups have read a tile
     staged                 [query slots, tile] tiles of the staged array, None without one
@@ -60,15 +71,16 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def capture_scratch(
-    groups: int, rings: RingDepths, dims: tuple[int, int], dtype: str, staged_dtype: str | None
+    groups: int, rings: RingDepths, dims: tuple[int, int], dtype: str, staged_dtype: str | None, parts: int = 1
 ) -> Scratch[Description]:
     """The shared memory of a CTA of the kernel.
 
     groups         computing warpgroups
     rings          ring depths
     dims           padded head dims of keys and values
-    dtype          name of the inputs' dtype
+    dtype          name of the dtype of the parts of the inputs
     staged_dtype   of the array to stage, None without one; used only if `rings.staged`
+    parts          of an operand (float_parts.py)
     """
     dim, value_dim = dims
     tile = groups * ROWS
@@ -76,26 +88,27 @@ def capture_scratch(
     if rings.staged and staged_dtype is not None:
         staged = SwizzledTiles((rings.queries, tile, tile), staged_dtype)
     return Scratch(
-        query=SwizzledTiles((rings.queries, tile, dim), dtype),
-        key=SwizzledTiles((rings.keys, ROWS, dim), dtype),
-        value=SwizzledTiles((rings.keys, ROWS, value_dim), dtype),
-        d_out=SwizzledTiles((rings.queries, tile, value_dim), dtype),
-        query_full=Barriers(rings.queries, 2 if staged is None else 3),
-        key_full=Barriers(rings.keys, 2),
+        query=SwizzledTiles((rings.queries * parts, tile, dim), dtype),
+        key=SwizzledTiles((rings.keys * parts, ROWS, dim), dtype),
+        value=SwizzledTiles((rings.keys * parts, ROWS, value_dim), dtype),
+        d_out=SwizzledTiles((rings.queries * parts, tile, value_dim), dtype),
+        query_full=Barriers(rings.queries, 2 * parts + (0 if staged is None else 1)),
+        key_full=Barriers(rings.keys, 2 * parts),
         query_free=Barriers(rings.queries, groups),
         key_free=Barriers(rings.keys, groups),
         staged=staged,
     )
 
 
-def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None) -> RingDepths:
+def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None, parts: int = 1) -> RingDepths:
     """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
     smallest, without staging.
 
     groups         computing warpgroups
     dims           padded head dims of keys and values
-    dtype          name of the inputs' dtype
+    dtype          name of the dtype of the parts of the inputs
     staged_dtype   of the array to stage, None without one
+    parts          of an operand (float_parts.py)
 
     Tried in this order: two slots of Q and dO with 2 * groups, then with groups slots of keys; one with groups.
     """
@@ -104,5 +117,5 @@ def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: st
         for staged in ((False,) if staged_dtype is None else (True, False))
         for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
     ]
-    fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype)))
+    fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype, parts)))
     return next(fit, choices[-1])

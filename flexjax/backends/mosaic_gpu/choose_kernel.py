@@ -11,6 +11,7 @@ what is faster. NOTES_backward.md has the reasons, LOG_backward.md the measureme
 
 The backward pass of one plan:
 
+    float32                                                   two kernels
     a score_mod that reads an element for each (query, key)   two kernels: the fused kernel would read it transposed
     additions to dQ in any order (deterministic=False)        the fused kernel
     additions in a fixed order                                the fused kernel where `_ordered_dq_is_fast`, else two
@@ -26,13 +27,12 @@ from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import FusedTiles, fused_tiles
 from flexjax.backends.mosaic_gpu.backward_tiles import (
     FUSED_KEYS,
-    LARGEST_UNSPLIT_DIM,
     NO_DENSE_BIAS,
     SPLIT_KEYS,
-    SPLIT_QUERIES,
     DenseBiasTypes,
-    padded_dims,
+    splits_dkv,
 )
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -120,19 +120,18 @@ def backward_kernels(
     fused = fused_tiles(plan) if all_gradients and fused_is_faster(plan) else None
     if fused is not None:
         return FusedKernel(fused, adds_in_order(plan, fused))
-    split = max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM
-    dkv = split_dkv_tiles(plan) if split else dkv_tiles(plan, bias)
+    dkv = split_dkv_tiles(plan) if splits_dkv(plan) else dkv_tiles(plan, bias)
     return TwoKernels(dq_tiles(plan, bias), dkv)
 
 
 def fused_is_faster(plan: KernelPlan) -> bool:
     """Whether the fused kernel, with five products a tile, is expected to beat two kernels with seven in all.
 
-    False with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in
+    False for float32 and with a score_mod that loads an element for each (query, key). Otherwise True where additions to dQ may be in
     any order, even if no tile of the fused kernel fits; in a fixed order, by `_ordered_dq_is_fast`, and False if none
     fits.
     """
-    if ir.TILE in _load_kinds(plan):
+    if ir.TILE in _load_kinds(plan) or parts_of(plan) > 1:
         return False
     if not plan.options.deterministic:
         return True
@@ -194,7 +193,7 @@ def _load_kinds(plan: KernelPlan) -> set[str]:
 
 def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     """The (block_q_bwd, block_kv_bwd) pairs, each 64 or 128 tokens, that the options and the block mask allow, for
-    `flexjax.autotune`. Keys are 64 for padded head dims above LARGEST_UNSPLIT_DIM.
+    `flexjax.autotune`. Keys are 64 where `splits_dkv`.
 
     Pairs come by falling queries, then falling keys, but the tile of the fused kernel first where that kernel is the
     default choice. Whether a pair fits shared memory is not checked.
@@ -203,7 +202,7 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
     fits = lambda n, block: block is None or block % n == 0
     queries = [n for n in (128, 64) if options.block_q_bwd in (None, n) and fits(n, blocks and blocks.block_q)]
     keys = [n for n in (128, 64) if options.block_kv_bwd in (None, n) and fits(n, blocks and blocks.block_kv)]
-    if max(padded_dims(plan)) > LARGEST_UNSPLIT_DIM:
+    if splits_dkv(plan):
         keys = [n for n in keys if n == SPLIT_KEYS]
     pairs = [(q, kv) for q in queries for kv in keys]
     chosen = backward_kernels(plan)
@@ -252,7 +251,7 @@ def _describe_backward(plan: KernelPlan) -> str:
         return f"fused {chosen.tiles.queries} x {FUSED_KEYS}, dQ added in {order}"
     dq, dkv = chosen
     if isinstance(dkv, SplitDkvTiles):
-        last = f"split dK/dV {SPLIT_QUERIES} x {SPLIT_KEYS}"
+        last = f"split dK/dV {dkv.queries} x {SPLIT_KEYS}"
     else:
         last = f"dK/dV {dkv.queries} x {dkv.rows * dkv.groups}"
     return f"dQ {dq.rows * dq.groups} x {dq.keys}, {last}"

@@ -197,6 +197,8 @@ def decode_refuses(plan: KernelPlan) -> str | None:
     rows = plan.q_len * plan.group
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
+    if plan.dtype == "float32":
+        return "It takes inputs of 16 bits."
     if plan.dropout is not None:
         return "It has no dropout."
     if plan.exact_captures:

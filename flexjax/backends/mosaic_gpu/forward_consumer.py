@@ -34,9 +34,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import kernel_parts, memory, registers, thread_tiles, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import cond, when
+from flexjax.backends.mosaic_gpu.float_parts import pairs_of, part_dtype
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, rows_of
+from flexjax.backends.mosaic_gpu.kernel_parts import (
+    Ref,
+    Scalar,
+    accumulator,
+    accumulator_from,
+    i32,
+    rows_of,
+    slot_parts,
+)
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
@@ -204,7 +213,7 @@ class QueryTile:
     group        number of the warpgroup among the consumers
     programs     of the plan, at these rows
     query_slot   slot of the queries in their ring
-    queries      [rows, D], the rows in shared memory
+    queries      [rows, D] for each part (float_parts.py), the rows in shared memory
     """
 
     consumer: Consumer
@@ -214,7 +223,7 @@ class QueryTile:
     group: Scalar
     programs: Programs
     query_slot: Scalar
-    queries: Ref
+    queries: tuple[Ref, ...]
 
     @classmethod
     def of(cls, consumer: Consumer, item: WorkItem, turn: Scalar, first_step: Scalar, group: Scalar) -> "QueryTile":
@@ -251,7 +260,7 @@ class QueryTile:
             at_rows(setup.plan.dropout, inputs.dropout),
         )
         slot = kernel_parts.slot_of(turn, tile.query_slots)
-        queries = scratch.query.at[slot, pl.ds(group * tile.rows, tile.rows)]
+        queries = slot_parts(scratch.query, slot, tile.parts, pl.ds(group * tile.rows, tile.rows))
         if not tile.dynamic_scheduler:
             plgpu.barrier_wait(scratch.query_full.at[slot])
         return cls(consumer, item, turn, first_step, group, programs, slot, queries)
@@ -329,7 +338,7 @@ class QueryTile:
         s = self._scores_alone(i32(0))
         setup.slots.release("key", self.scratch.key_free, self._key_slot(i32(0)))
         p, _, state = self._softmax(s, i32(0), step_tile, Phase.FIRST, state)
-        out, weights, state = self._loops(self._staggered_step, 1, (out, p.astype(setup.plan.dtype), state))
+        out, weights, state = self._loops(self._staggered_step, 1, (out, self._weights(p), state))
         position = self._release_queries()
         out = self._add_values(out, weights, item.total - 1)
         setup.ping_pong.signal(self.group)
@@ -367,7 +376,7 @@ class QueryTile:
         setup.slots.release("key", self.scratch.key_free, self._key_slot(n))
         p, rescale, state = self._softmax(s, n, step_tile, phase, state)
         out = setup.softmax.rescale(out, rescale)
-        weights = p.astype(setup.plan.dtype)
+        weights = self._weights(p)
         if not setup.interpret:
             out, weights, state = lax.optimization_barrier((out, weights, state))
         return start, self._add_values(out, weights, n), state
@@ -376,8 +385,8 @@ class QueryTile:
         """S and softmax of step n, and P V of step n - 1; waits for the keys and values of these and releases their
         slots. The simulator computes them one after the other.
 
-        carry   (first key of step n, out [rows, value dim] float32, P of step n - 1 [rows, block_kv] in the inputs'
-                dtype, softmax state); the same for step n + 1 is returned
+        carry   (first key of step n, out [rows, value dim] float32, the parts of P of step n - 1, softmax state); the same for
+                step n + 1 is returned
 
         `out` is rescaled by the softmax of step n after P V of step n - 1 is added.
         """
@@ -392,7 +401,7 @@ class QueryTile:
             setup.slots.release("key", scratch.key_free, key_slot)
             p, rescale, state = self._softmax(s, n, step_tile, phase, state)
             out = self._add_values(out, weights, n - 1)
-            return start, setup.softmax.rescale(out, rescale), p.astype(setup.plan.dtype), state
+            return start, setup.softmax.rescale(out, rescale), self._weights(p), state
 
         def products(refs: tuple) -> None:
             """Issues both WGMMAs and computes the softmax of step n while P V of step n - 1 is in flight.
@@ -401,12 +410,12 @@ class QueryTile:
             """
             acc, acc_s, *others = refs
             setup.ping_pong.wait(self.group)
-            plgpu.wgmma(acc_s, self.queries, scratch.key.at[key_slot].transpose((1, 0)))
+            self._multiply(acc_s, self._queries_now(), self._transposed_keys(key_slot))
             plgpu.barrier_wait(scratch.value_full.at[value_slot])
-            plgpu.wgmma(acc, weights, scratch.value.at[value_slot])
+            self._multiply(acc, weights, slot_parts(scratch.value, value_slot, tile.parts))
             setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
-            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=1))
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=len(pairs_of(tile.parts))))
             setup.slots.release("key", scratch.key_free, key_slot)
             for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, step_tile, phase, state)), strict=True):
                 ref[...] = value
@@ -421,17 +430,22 @@ class QueryTile:
         # P V reads the registers of `weights` until here: those of the next P must be others.
         p = lax.optimization_barrier(p)
         setup.slots.release("value", scratch.value_free, value_slot)
-        return start, setup.softmax.rescale(out, rescale), p.astype(setup.plan.dtype), state
+        return start, setup.softmax.rescale(out, rescale), self._weights(p), state
 
     # ----------------------------------------------------------------- parts of a step
 
     def _key_slot(self, n: Scalar) -> Scalar:
         """The slot of the key ring that holds the keys of step n."""
-        return kernel_parts.slot_of(self.first_step + n, self.setup.tile.stages)
+        return self._slot(n, self.setup.tile.stages)
+
+    def _slot(self, n: Scalar, slots: int) -> Scalar:
+        """The slot that step n uses of a ring of so many."""
+        slot = kernel_parts.slot_of(self.first_step + n, slots)
+        return kernel_parts.not_hoisted(slot, self.setup.interpret) if slots == 1 else slot
 
     def _value_slot(self, n: Scalar) -> Scalar:
         """The slot of the value ring that holds the values of step n."""
-        return kernel_parts.slot_of(self.first_step + n, self.setup.tile.value_stages)
+        return self._slot(n, self.setup.tile.value_stages)
 
     def _await_keys(self, n: Scalar, prefetch: bool) -> None:
         """Waits for the keys of step n at one of two places: before its own WGMMA (`prefetch` False), or behind those
@@ -456,12 +470,36 @@ class QueryTile:
 
         def product(acc: Ref) -> jax.Array:
             """Issues the product into the accumulator `acc`, ends the turn, and returns the accumulator's value."""
-            plgpu.wgmma(acc, self.queries, self.scratch.key.at[self._key_slot(n)].transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
+            self._multiply(acc, self._queries_now(), self._transposed_keys(self._key_slot(n)))
             self.setup.ping_pong.signal(self.group)
             self._await_keys(n + 1, prefetch=True)
             return acc[...]
 
         return pl.run_scoped(product, accumulator((self.setup.tile.rows, self.setup.tile.block_kv)))
+
+    def _queries_now(self) -> tuple[Ref, ...]:
+        """`queries`; where the rings have one slot, which only wide heads of float32 have, at addresses that the compiler does not
+        keep in registers from step to step.
+        """
+        tile = self.setup.tile
+        if tile.stages > 1:
+            return self.queries
+        slot = kernel_parts.not_hoisted(self.query_slot, self.setup.interpret)
+        return slot_parts(self.scratch.query, slot, tile.parts, pl.ds(self.group * tile.rows, tile.rows))
+
+    def _transposed_keys(self, slot: Scalar) -> tuple[Ref, ...]:
+        """The keys in a slot, transposed, [D, block_kv] for each part."""
+        return tuple(keys.transpose((1, 0)) for keys in slot_parts(self.scratch.key, slot, self.setup.tile.parts))
+
+    def _multiply(self, acc: Ref, left: tuple[Ref, ...] | tuple[jax.Array, ...], right: tuple[Ref, ...]) -> None:
+        """Issues the WGMMAs acc += left right of operands in parts, one for each pair of `pairs_of`."""
+        for a, b in pairs_of(self.setup.tile.parts):
+            plgpu.wgmma(acc, left[a], right[b])  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
+
+    def _weights(self, p: jax.Array) -> tuple[jax.Array, ...]:
+        """The parts of P, [rows, block_kv] float32, in the dtype that WGMMA multiplies."""
+        setup = self.setup
+        return thread_tiles.tile_parts(p, part_dtype(setup.plan), setup.tile.parts, setup.interpret)
 
     def _softmax(
         self, s: jax.Array, n: Scalar, step_tile: StepTile, phase: Phase, state: State
@@ -525,11 +563,11 @@ class QueryTile:
             s = jnp.where(registers.broadcast_vector(inside, "column", s.shape), s, f32(-math.inf))
         return scores._replace(tile=s)
 
-    def _add_values(self, out: jax.Array, weights: jax.Array, n: Scalar) -> jax.Array:
+    def _add_values(self, out: jax.Array, weights: tuple[jax.Array, ...], n: Scalar) -> jax.Array:
         """out + P V of step n, [rows, value dim] float32.
 
         out       [rows, value dim] float32
-        weights   P, [rows, block_kv] in the inputs' dtype
+        weights   the parts of P, each [rows, block_kv]
 
         It waits for the values and for the warpgroup's ping-pong turn, and releases the value slot.
         """
@@ -537,11 +575,12 @@ class QueryTile:
         slot = self._value_slot(n)
         plgpu.barrier_wait(scratch.value_full.at[slot])
         setup.ping_pong.wait(self.group)
-        values = scratch.value.at[slot]
+        values = slot_parts(scratch.value, slot, setup.tile.parts)
         if setup.interpret:
-            out = out + jnp.dot(weights.astype(jnp.float32), values[...].astype(jnp.float32))
+            for a, b in pairs_of(setup.tile.parts):
+                out = out + jnp.dot(weights[a].astype(jnp.float32), values[b][...].astype(jnp.float32))
         else:
-            product = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))
+            product = pl.run_state(lambda acc: self._multiply(acc, weights, values))
             out = typing.cast(jax.Array, product(accumulator_from(out)))
         setup.slots.release("value", scratch.value_free, slot)
         return out

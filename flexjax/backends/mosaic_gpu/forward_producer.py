@@ -20,7 +20,7 @@ from flexjax.backends.mosaic_gpu import kernel_parts, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, present
 from flexjax.backends.mosaic_gpu.forward_tiles import ForwardScratch
-from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
+from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, i32, slot_parts
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 
@@ -92,7 +92,8 @@ class Producer:
         slot = kernel_parts.slot_of(turns, tile.query_slots)
         self.setup.slots.acquire("query", self.scratch.query_free, slot)
         tile_scheduler.put(mailbox, slot, None)
-        plgpu.barrier_arrive(self.scratch.query_full.at[slot])
+        for _ in range(tile.parts):
+            plgpu.barrier_arrive(self.scratch.query_full.at[slot])
         return turns
 
     def _copy_item(self, item: WorkItem, turn: Scalar, first_step: Scalar) -> Scalar:
@@ -112,8 +113,10 @@ class Producer:
         slots.acquire("query", scratch.query_free, q_slot)
         if tile.dynamic_scheduler:
             tile_scheduler.put(present(scratch.mailbox), q_slot, item)
-        rows = rows_of(inputs.query, plan.layout, item.b, item.h, item.q_tile * tile.block_q, tile.block_q)
-        plgpu.copy_gmem_to_smem(rows, scratch.query.at[q_slot], scratch.query_full.at[q_slot])
+        copy_parts(
+            self.setup.plan, inputs.query, item.b, item.h, item.q_tile * tile.block_q,
+            slot_parts(scratch.query, q_slot, tile.parts), scratch.query_full.at[q_slot],
+        )  # fmt: skip
 
         def copy_tile(n: Scalar, name: str, source: Ref, ring: Ref, full: Ref, free: Ref | None, count: int) -> None:
             """Starts the copy of the keys or values of step n of the item, once a slot is free.
@@ -125,9 +128,8 @@ class Producer:
             """
             slot = kernel_parts.slot_of(first_step + n, count)
             start = self.setup.scheduler.kv_start(inputs.mask_rows, item, n)
-            rows = rows_of(source, plan.layout, item.b, kv_head, start, tile.block_kv)
             slots.acquire(name, free, slot)
-            plgpu.copy_gmem_to_smem(rows, ring.at[slot], full.at[slot])
+            copy_parts(plan, source, item.b, kv_head, start, slot_parts(ring, slot, tile.parts), full.at[slot])
 
         def copy_keys(n: Scalar) -> None:
             """Starts the copy of the key tile of step n, once a slot of the key ring is free."""

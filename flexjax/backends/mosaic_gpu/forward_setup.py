@@ -18,8 +18,8 @@ from flexjax.plan.kernel_plan import KernelPlan
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands in global memory. Lengths T, S and head dims D, E are padded (`forward_sm90._inputs`).
 
-    query                  [B, T, N, D] or [B, N, T, D]
-    key, value             [B, S, M, D or E] or [B, M, S, D or E]
+    query                  [parts * B, T, N, D] or [parts * B, N, T, D], parts as in float_parts.py
+    key, value             [parts * B, S, M, D or E] or [parts * B, M, S, D or E]
     sinks                  [N] float32 or None
     mask_rows              which key tiles are visited
     score, mask, dropout   captured arrays of the three programs

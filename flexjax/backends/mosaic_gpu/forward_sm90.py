@@ -17,6 +17,7 @@ from jax import lax
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import kernel_parts, memory, staging, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
 from flexjax.backends.mosaic_gpu.forward_producer import Producer
 from flexjax.backends.mosaic_gpu.forward_setup import ForwardSetup, Inputs, Outputs
@@ -46,7 +47,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     inputs = _inputs(setup, operands)
     scheduler = setup.scheduler
     stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
-    out = kernel_parts.output((*inputs.query.shape[:3], tile.value_dim), plan.dtype, inputs.query)
+    out = kernel_parts.output((plan.batch, *inputs.query.shape[1:3], tile.value_dim), plan.dtype, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
@@ -63,7 +64,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
             max_scores=stats if plan.max_scores else None,
             rounding=out if plan.writes_rounding else None,
         ),
-        forward_scratch(tile, plan.dtype, setup.interpret),
+        forward_scratch(tile, part_dtype(plan), setup.interpret),
         name="flexjax_forward",
         programs=scheduler.programs,
         warpgroups=tile.groups + 1,
@@ -89,7 +90,8 @@ def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
 def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them.
 
-    Lengths and head dims are padded with zeros: lengths to TMA_ROWS, in the simulator to whole tiles. Block lists are
+    Lengths and head dims are padded with zeros: lengths to TMA_ROWS, in the simulator to whole tiles. Queries, keys and values of
+    float32 are split into parts. Block lists are
     flat, captured arrays as `memory.kernel_operand` makes them, those of the mask left out without a mask program; in
     the simulator the staged array is padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """
@@ -113,9 +115,9 @@ def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
     if tile.dynamic_scheduler and not setup.interpret:
         counter = typing.cast(jax.Array, jax.new_ref(tile_scheduler.new_counter(scheduler.programs)))
     return Inputs(
-        query=pad(operands.query, plan.layout, q_length, tile.head_dim),
-        key=pad(operands.key, plan.layout, kv_length, tile.head_dim),
-        value=pad(operands.value, plan.layout, kv_length, tile.value_dim),
+        query=split(pad(operands.query, plan.layout, q_length, tile.head_dim), tile.parts),
+        key=split(pad(operands.key, plan.layout, kv_length, tile.head_dim), tile.parts),
+        value=split(pad(operands.value, plan.layout, kv_length, tile.value_dim), tile.parts),
         sinks=operands.sinks,
         mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
         score=score,

@@ -12,6 +12,7 @@ import typing
 
 from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.plan.kernel_plan import KernelPlan
@@ -51,6 +52,7 @@ class ForwardTile:
                            (exponential.py)
     reverse_kv             key tiles that need no mask are visited from the last to the first
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
+    parts                  of queries, keys, values and P (float_parts.py): 2 for float32, 1 for 16 bits
     programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
     """
 
@@ -73,6 +75,7 @@ class ForwardTile:
     polynomials: int = 0
     reverse_kv: bool = False
     prefetch_key_barrier: bool = False
+    parts: int = 1
     programs: int = REFERENCE_SMS
 
     @property
@@ -82,10 +85,11 @@ class ForwardTile:
 
     @property
     def out_columns(self) -> int:
-        """Columns of the part of an output tile that goes to global memory in one copy: 64 if they divide the value
-        dim, else all.
+        """Columns of the part of an output tile that goes to global memory in one copy: 64, or 32 of float32, if they divide the
+        value dim, else all.
         """
-        return 64 if self.value_dim % 64 == 0 else self.value_dim
+        columns = 64 if self.parts == 1 else 32
+        return columns if self.value_dim % columns == 0 else self.value_dim
 
     @property
     def consumer_registers(self) -> int:
@@ -132,10 +136,10 @@ class ForwardTile:
 class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     """Shared memory of a CTA of the forward kernel. A tile with groups * rows = block_q queries, head dims D and E:
 
-    query        [query_slots, block_q, D], ring of query tiles
-    key, value   [stages, block_kv, D] and [value_stages, block_kv, E], rings of key and value tiles
+    query        [query_slots * parts, block_q, D], ring of query tiles
+    key, value   [stages * parts, block_kv, D] and [value_stages * parts, block_kv, E], rings of key and value tiles
     out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory
-    *_full       a barrier for each slot of a ring: TMA has filled the slot
+    *_full       a barrier for each slot of a ring: TMA has filled the slot, one arrival for each part
     *_free       a barrier for each slot: every consumer has released the slot; only in the simulator
                  (`forward_barriers.SlotBarriers`)
     staged       [staged_slots, block_q, block_kv], ring of tiles of a captured array; None without one
@@ -162,7 +166,7 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> ForwardScratch:
     """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
 
-    dtype       of queries, keys and values, two bytes
+    dtype       of the parts of queries, keys and values, two bytes; out has it too, but float32 with several parts
     interpret   whether the kernel runs in the simulator, which needs the `*_free` barriers
     """
 
@@ -172,15 +176,16 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
         """
         return Barriers(slots, arrivals=tile.groups) if interpret else None
 
-    staged = tile.staged_slots > 0
+    staged, parts = tile.staged_slots > 0, tile.parts
+    out_dtype = dtype if parts == 1 else "float32"
     return ForwardScratch(
-        query=SwizzledTiles((tile.query_slots, tile.block_q, tile.head_dim), dtype),
-        key=SwizzledTiles((tile.stages, tile.block_kv, tile.head_dim), dtype),
-        value=SwizzledTiles((tile.value_stages, tile.block_kv, tile.value_dim), dtype),
-        out=SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), dtype),
-        query_full=Barriers(tile.query_slots),
-        key_full=Barriers(tile.stages),
-        value_full=Barriers(tile.value_stages),
+        query=SwizzledTiles((tile.query_slots * parts, tile.block_q, tile.head_dim), dtype),
+        key=SwizzledTiles((tile.stages * parts, tile.block_kv, tile.head_dim), dtype),
+        value=SwizzledTiles((tile.value_stages * parts, tile.block_kv, tile.value_dim), dtype),
+        out=SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), out_dtype),
+        query_full=Barriers(tile.query_slots, parts),
+        key_full=Barriers(tile.stages, parts),
+        value_full=Barriers(tile.value_stages, parts),
         query_free=free(tile.query_slots),
         key_free=free(tile.stages),
         value_free=free(tile.value_stages),
@@ -205,6 +210,8 @@ RINGS = {
     128: ((2, 2, 2), (3, 2, 1), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
     256: ((2, 2, 1), (3, 2, 1)),
 }
+ONE_SLOT = (1, 1, 1)
+"""The ring of float32 operands whose head dims leave no room for more, tried last."""
 GROUPS = (2, 1, 3)
 """Numbers of consumer warpgroups, the best first; three come first where `_three_groups_are_faster`."""
 THREE_GROUPS_SPEED = 1.12
@@ -224,12 +231,13 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     Empty where the block mask, the options (block_q, block_kv, num_stages) or an origin with several runs of queries,
     which query tiles must divide, allow none. Two groups of 64 queries come first, or three where
     `_three_groups_are_faster`, but one for up to 64 queries unless block_q is set; then staging before none; then 128
-    keys before 64, or 64 first with head dims above 128 or mods that divide tiles of integers; then the order of RINGS.
+    keys before 64, or 64 first with head dims above 128 (above 64 for float32) or mods that divide tiles of integers; then the
+    order of RINGS.
     """
     head_dim, value_dim = wgmma_dim(plan.head_dim + plan.extra_dim), wgmma_dim(plan.value_dim)
     size = _ring_size(head_dim, value_dim)
     divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # the quotients take the registers of 64 keys
-    staged_dtype = _staged_dtype(plan)
+    staged_dtype, parts = _staged_dtype(plan), parts_of(plan)
     order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
     found: list[ForwardTile] = []
     origin = plan.origin
@@ -237,15 +245,19 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     for groups in order:
         if run % (64 * groups) or not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
-        for keys in (64, 128) if size == 256 or divides else (128, 64):
+        for keys in (64, 128) if size == 256 or divides or (parts > 1 and size == 128) else (128, 64):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
                 continue
-            for stages, value_stages, slots in RINGS[size]:
+            for stages, value_stages, slots in (*RINGS[size], *((ONE_SLOT,) if parts > 1 else ())):
                 if plan.options.num_stages not in (None, stages):
                     continue
                 ring = (stages, value_stages, head_dim, value_dim, 1 if groups == 3 else slots)
                 tile = ForwardTile(groups, 64, keys, *ring)
-                tile = dataclasses.replace(tile, **_pipeline_defaults(plan, size, groups))
+                tile = dataclasses.replace(tile, parts=parts, **_pipeline_defaults(plan, size, groups))
+                if stages == 1:
+                    tile = dataclasses.replace(tile, prefetch_key_barrier=False)
+                if parts > 1 and size == 256:  # two tiles of P in parts beside the output are too many registers
+                    tile = dataclasses.replace(tile, overlap=False)
                 found += _with_staged_slots(tile, staged_dtype)
     # Of tiles with as many queries, those that stage an array come before those that do not.
     found.sort(key=lambda t: (order.index(t.groups), staged_dtype is not None and t.staged_slots == 0))
@@ -319,8 +331,10 @@ def _three_groups_are_faster(plan: KernelPlan, size: int, staged_dtype: str | No
     staged_dtype   of the array that goes through shared memory; None: none does
 
     Only at size 64 with whole tiles of 128 keys and nothing staged, and never where anything is masked or dropped:
-    160 registers a thread are too few for a second loop, and the kernel spills.
+    160 registers a thread are too few for a second loop, and the kernel spills. They are too few for P in several parts, too.
     """
+    if parts_of(plan) > 1:
+        return False
     if size != 64 or staged_dtype is not None or plan.mask is not None or plan.dropout is not None or plan.kv_len % 128:
         return False
     return THREE_GROUPS_SPEED * _utilization(plan, 192) > _utilization(plan, 128)

@@ -234,6 +234,25 @@ def i32(value: jax.typing.ArrayLike) -> jax.Array:
     return jnp.asarray(value, jnp.int32)
 
 
+def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
+    """`index`, in a form that hides from the compiler that the value does not change in a loop; in the simulator
+    `index` as it is.
+
+    Without it, the compiler computes the addresses of all slices of a tile in shared memory before the loop and keeps
+    them in registers, two for each slice of 16 columns, which spills at large head dims.
+    """
+    if interpret:
+        return index
+
+    @inline_mgpu(SCALAR_LAYOUT, returns=SCALAR_INT)
+    def opaque(value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        """The same i32, moved by a PTX instruction that the compiler does not look into."""
+        moved = ptx("mov.b32 $0, $1;", scalar_of(value), result=ir.IntegerType.get_signless(32))
+        return splat_int(moved)
+
+    return opaque(index)
+
+
 # ------------------------------------------------------------------- operands as the kernels take them
 
 
@@ -256,6 +275,46 @@ def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: in
     """
     rows = pl.ds(start, size)
     return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+
+
+def slot_parts(ring: Ref, slot: Scalar | int, parts: int, rows: object = slice(None)) -> tuple[Ref, ...]:
+    """The tiles of one slot in shared memory, one for each part of the operand (float_parts.py).
+
+    ring   [slots * parts, rows, D]
+    rows   of the slot; all of them by default
+    """
+    if parts == 1:
+        return (ring.at[slot] if rows == slice(None) else ring.at[slot, rows],)
+    return tuple(slot_parts(ring, slot * parts + n, 1, rows)[0] for n in range(parts))
+
+
+def copy_parts(
+    plan: KernelPlan, source: Ref, b: Scalar, h: Scalar, start: Scalar, targets: tuple[Ref, ...], arrived: Ref
+) -> None:
+    """Starts the copies by TMA of one tile of an operand, one for each part, each of which arrives at a barrier.
+
+    source    [parts * B, T, N, D] or [parts * B, N, T, D] in global memory
+    b, h      batch entry and head
+    start     the first row of the tile
+    targets   the tile of each part in shared memory
+    arrived   the barrier
+    """
+    for n, target in enumerate(targets):
+        rows = rows_of(source, plan.layout, b + n * plan.batch if n else b, h, start, target.shape[0])
+        plgpu.copy_gmem_to_smem(rows, target, arrived)
+
+
+def write_parts(plan: KernelPlan, sources: tuple[Ref, ...], target: Ref, b: Scalar, h: Scalar, start: Scalar) -> None:
+    """Starts the copies by TMA of one tile of a gradient in parts from shared to global memory.
+
+    sources   the tile of each part in shared memory
+    target    [parts * B, T, N, D] or [parts * B, N, T, D] in global memory
+    b, h      batch entry and head
+    start     the first row of the tile
+    """
+    for n, source in enumerate(sources):
+        rows = rows_of(target, plan.layout, b + n * plan.batch if n else b, h, start, source.shape[0])
+        plgpu.copy_smem_to_gmem(source, rows)
 
 
 def pad(x: jax.Array, layout: str, length: int, dim: int) -> jax.Array:

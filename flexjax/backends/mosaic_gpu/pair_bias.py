@@ -31,6 +31,7 @@ from flexjax.backends.mosaic_gpu import staging
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_fits
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures
 from flexjax.backends.mosaic_gpu.backward_tiles import LARGEST_UNSPLIT_DIM, DenseBiasTypes, padded_dims
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.ir import program as ir
@@ -202,7 +203,7 @@ def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradie
 
     It is 1 for an array with an element for each batch entry, otherwise the whole batch. Entries can share a CTA if
     they have the same block lists and the same staged tile, and if their dQ accumulators fit: batch times the larger
-    padded head dim is at most LARGEST_UNSPLIT_DIM.
+    padded head dim, times the parts of float32, is at most LARGEST_UNSPLIT_DIM.
     """
     entries = 1 if gradient.has("b") else plan.batch
     if bias.direct_gradients and entries != bias.batch_entries:
@@ -210,8 +211,9 @@ def _batch_entries(plan: KernelPlan, bias: DenseBiasPlan, gradient: DirectGradie
     if entries == 1:
         return 1
     same_lists = plan.blocks is None or plan.blocks.batch == 1
+    dim = max(padded_dims(plan)) * parts_of(plan)
     same_tile = bias.staged is None or not any("b" in ir.axes_of(a) for a in bias.staged.index)
-    return entries if same_lists and same_tile and entries * max(padded_dims(plan)) <= LARGEST_UNSPLIT_DIM else 0
+    return entries if same_lists and same_tile and entries * dim <= LARGEST_UNSPLIT_DIM else 0
 
 
 def dense_bias_plan(plan: KernelPlan, derivative: ir.Program | None, wanted: tuple[bool, ...]) -> DenseBiasPlan:

@@ -17,7 +17,14 @@ import jax
 from jax.interpreters import mlir
 
 from flexjax.backends.base import BackwardInputs
-from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, decode_tiles, forward_tiles, program_support
+from flexjax.backends.mosaic_gpu import (
+    backward_dq_tiles,
+    backward_tiles,
+    choose_kernel,
+    decode_tiles,
+    forward_tiles,
+    program_support,
+)
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import lengths_as_mask, mask_blocks
@@ -26,6 +33,8 @@ from flexjax.plan.lengths import existing_results, where_exists
 
 OLDEST_JAX = (0, 11, 0)
 LARGEST_DIM = 256
+FLOAT32_PRECISIONS = ("default", "high", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32")
+"""The names of precisions (plan/precision.py) for which products of float_parts.py are exact enough."""
 LARGEST_TILE = 128
 """Queries or keys of the largest tile that a kernel cannot choose to make smaller."""
 
@@ -151,14 +160,17 @@ def _for_kernels(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Oper
 def _refuses_arrays(plan: KernelPlan) -> str | None:
     """Why the kernels cannot take the arrays of this plan, in a sentence about the first obstacle; None if they can.
 
-    They refuse dtypes other than bfloat16 and float16, head dims above LARGEST_DIM (extra features included), empty
+    They refuse dtypes other than float32, bfloat16 and float16, precisions that three products of bfloat16 do not reach, head dims above LARGEST_DIM (extra features included), empty
     arrays, a number of extra feature heads that does not divide the key heads, and plans that jax itself has to
     differentiate.
     """
-    if plan.dtype == "float32":
-        return "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."
-    if plan.dtype not in ("bfloat16", "float16"):
-        return f"The GPU kernels take bfloat16 and float16 inputs, not {plan.dtype}."
+    if plan.dtype not in ("float32", "bfloat16", "float16"):
+        return f"The GPU kernels take float32, bfloat16 and float16 inputs, not {plan.dtype}."
+    if plan.dtype == "float32" and plan.precision not in FLOAT32_PRECISIONS:
+        return (
+            "The GPU kernels multiply float32 as three products of bfloat16 parts, exact to about 2^-17; "
+            f"precision {plan.precision!r} runs on xla."
+        )
     for name, dim in (("query and key", plan.head_dim + plan.extra_dim), ("value", plan.value_dim)):
         if dim > LARGEST_DIM:
             return f"The head dim of {name} is {dim}; the GPU kernels take at most {LARGEST_DIM}."
@@ -197,7 +209,11 @@ def _refuses_tiles(plan: KernelPlan) -> str | None:
             + (f" with {', '.join(asked)}" if asked else "")
             + ": the GPU kernels take block_q 64, 128 or 192, block_kv 64 or 128, num_stages 2 to 4, dividing the mask's blocks."
         )
-    return backward_tiles.refuses(plan)
+    reason = backward_tiles.refuses(plan)
+    if reason is None and not backward_dq_tiles.dq_fits(plan, backward_tiles.NO_DENSE_BIAS):
+        asked = f" with block_q_bwd={options.block_q_bwd}" if options.block_q_bwd else ""
+        return f"No tile of the dQ kernel fits {plan.dtype} head dims {plan.head_dim} and {plan.value_dim}{asked}."
+    return reason
 
 
 class MosaicGpu:

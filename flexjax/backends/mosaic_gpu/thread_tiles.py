@@ -459,6 +459,18 @@ def rounded_tile(tile: jax.Array, dtype: str, interpret: bool) -> jax.Array:
     return tile_math.round_to(tile, dtype) if interpret else tile.astype(dtype).astype(jnp.float32)
 
 
+def tile_parts(tile: jax.Array, dtype: jax.typing.DTypeLike, parts: int, interpret: bool) -> tuple[jax.Array, ...]:
+    """A tile, [rows, columns] float32, as the sum of so many tiles of `dtype`, the largest first (float_parts.py); with one part
+    the tile converted to `dtype`.
+    """
+    found = []
+    for _ in range(parts - 1):
+        part = rounded_tile(tile, np.dtype(dtype).name, interpret)
+        found.append(part.astype(dtype))
+        tile = tile - part
+    return (*found, tile.astype(dtype))
+
+
 def partial_row_sums(tile: jax.Array, interpret: bool) -> jax.Array:
     """[rows]: the sum of the elements that a thread holds of each row of a tile; in the simulator the sum of the whole
     row.
