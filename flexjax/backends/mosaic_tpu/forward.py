@@ -225,7 +225,7 @@ class ForwardKernel:
         multiplier = self.scores.dropout(step)
         if multiplier is not None:
             p = p * multiplier if on is None else jnp.where(on, p * multiplier, 0.0)
-        if step.checked and self.scores.keys_end:
+        if step.checked and self.scores.keys_end and self.copies is None:
             start = step.visit.kv_tile * np.int32(self.tiles.kv) + np.int32(strip.col0)
             values = zero_rows_past_end(values, start, self.scores.end_of_keys(step))
         earlier = accumulated[...] * repeat_lanes(rescale, accumulated.shape[1])

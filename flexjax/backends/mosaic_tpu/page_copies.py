@@ -3,8 +3,8 @@
     visit v    waits for the copies into slot v % 2, starts those of visit v + 1 into the other slot, and computes
 
 The page numbers of all batch entries are in SMEM. A tile is copied in *pieces*: whole pages, or parts of a page where the tile is no
-multiple of it. Pieces from the key length of the batch entry on are not copied, and their slots keep what they had; the kernel hides
-those columns and zeroes their values. A page number that is not in the pool stands for a page of zeros.
+multiple of it. Pieces from the key length of the batch entry on are not copied; the kernel hides those columns, and values past the
+length are zeroed once in the slot. A page number that is not in the pool stands for a page of zeros.
 
 Pages are those of a plan whose heads are joined (plan/join_heads.py): [P, page, D] and [P, page, E], all heads in one row of columns.
 """
@@ -12,7 +12,7 @@ Pages are those of a plan whose heads are joined (plan/join_heads.py): [P, page,
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flexjax.backends.mosaic_tpu.block_sparse_order import BlockSparseOrder
+from flexjax.backends.mosaic_tpu.vector_ops import zero_rows_past_end
 from flexjax.backends.mosaic_tpu.visit_order import IDLE, TileVisit
 from flexjax.plan.kernel_plan import KernelPlan
 
@@ -29,11 +30,14 @@ T = typing.TypeVar("T")
 
 
 class PageSlots(typing.NamedTuple, typing.Generic[T]):
-    """Scratch: key [2, keys, D] and value [2, keys, E] of two tiles, and the semaphores of their copies, [2 slots, key or value]."""
+    """Scratch: key [2, keys, D] and value [2, keys, E] of two tiles; the semaphores of their copies, [2 slots, key or value]; and in SMEM
+    how many pieces are copied into each slot, int32 [2].
+    """
 
     key: T
     value: T
     arrived: T
+    copied: T
 
 
 class Pages(typing.NamedTuple):
@@ -75,7 +79,12 @@ class PageCopies:
     def scratch(self) -> PageSlots:
         """The slots and their semaphores."""
         slots = lambda dim: pltpu.VMEM((2, self.tile, dim), jnp.dtype(self.plan.dtype))
-        return PageSlots(slots(self.plan.head_dim), slots(self.plan.value_dim), pltpu.SemaphoreType.DMA((2, 2)))
+        return PageSlots(
+            slots(self.plan.head_dim),
+            slots(self.plan.value_dim),
+            pltpu.SemaphoreType.DMA((2, 2)),
+            pltpu.SMEM((2,), jnp.int32),
+        )
 
     def tile_of(self, visit: TileVisit, slots: PageSlots[jax.Ref], keys: slice) -> tuple[jax.Array, jax.Array]:
         """In a kernel: some keys [keys, D] of the visited tile and their values [keys, E]."""
@@ -84,67 +93,89 @@ class PageCopies:
 
     def begin_visit(self, tables: Sequence[jax.Ref], visit: TileVisit, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
         """In a kernel: starts the copies of the next visit, and those of this one if it is the first of the launch; then waits for those
-        of this one.
+        of this one, and zeroes the values past the key length.
 
         tables   the visit lists in SMEM
         """
         v = jnp.asarray(visit.number)
+        pl.when(v == 0)(lambda: self._start(tables, v, pages, slots))
+        pl.when(self.order.visit_follows(tables, v))(lambda: self._start(tables, v + 1, pages, slots))
+        self._wait(slots, _slot(v))
+        self._zero_past_end(self._keys(tables, v, pages)[2], slots, _slot(v))
 
-        def start(piece: Piece) -> None:
-            """Starts the copies of a piece, or zeroes it if its page is not in the pool."""
-            copies = self._copies(pages, slots, piece)
+    def _keys(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(batch entry of visit v, first key of its tile, how many keys of the tile exist); an idle visit has all keys of its tile."""
+        b, kv_tile, kind = self.order.keys_of_visit(tables, v)
+        tile = np.int32(self.tile)
+        start = kv_tile * tile
+        keys = jnp.clip(jnp.minimum(pages.lengths[b], np.int32(self.plan.kv_len)) - start, 0, tile)
+        return b, start, jnp.where(kind == np.int32(IDLE), tile, keys)
 
-            @pl.when(self._in_pool(pages, piece))
+    def _start(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
+        """Starts the copies of visit v. A piece whose page is not in the pool is zeroed. An idle visit copies nothing."""
+        b, start, keys = self._keys(tables, v, pages)
+        columns, page, rows = (
+            np.int32(n) for n in (pages.numbers.shape[0] // self.plan.batch, self.plan.page, self.rows)
+        )
+        idle = self.order.keys_of_visit(tables, v)[2] == np.int32(IDLE)
+
+        def step(at: jax.Array, copied: jax.Array) -> jax.Array:
+            """The piece with number `at` in the tile; returns how many are copied so far."""
+            row = start + at * rows
+            number = pages.numbers[b * columns + lax.div(row, page)]
+            piece = Piece(number, lax.rem(row, page), at * rows, _slot(v))
+            inside = self._in_pool(pages, number)
+
+            @pl.when(inside)
             def copy() -> None:
-                """Starts both copies."""
-                for each in copies:
+                """Starts both copies of the piece."""
+                for each in self._copies(pages, slots, piece):
                     each.start()
 
-            @pl.when(~self._in_pool(pages, piece))
+            @pl.when(~inside)
             def zero() -> None:
                 """Writes a piece of zeros."""
                 for ref in (slots.key, slots.value):
                     ref[piece.slot, self._at(piece.in_tile), :] = jnp.zeros((self.rows, ref.shape[2]), ref.dtype)
 
-        def finish(piece: Piece) -> None:
-            """Waits for as much as the copies of a piece bring; the tile is complete after all waits, a piece after its own may not be."""
-            copies = self._copies(pages, slots, piece)
+            return copied + inside.astype(jnp.int32)
 
-            @pl.when(self._in_pool(pages, piece))
-            def wait() -> None:
-                """Waits for both copies."""
-                for each in copies:
-                    each.wait()
+        count = jnp.where(idle, 0, lax.div(keys + rows - 1, rows))
+        slots.copied[_slot(v)] = lax.fori_loop(np.int32(0), count, step, jnp.int32(0))
 
-        pl.when(v == 0)(lambda: self._each_piece(tables, v, pages, start))
-        pl.when(self.order.visit_follows(tables, v))(lambda: self._each_piece(tables, v + 1, pages, start))
-        self._each_piece(tables, v, pages, finish)
+    def _wait(self, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
+        """Waits for all copies into a slot: for as many bytes as they bring, in one wait for each bit of their number."""
+        copied = slots.copied[slot]
+        for bit in range((self.tile // self.rows).bit_length()):
 
-    def _each_piece(self, tables: Sequence[jax.Ref], v: jax.Array, pages: Pages, body: Callable[[Piece], None]) -> None:
-        """Runs `body` for each piece that visit v copies. An idle visit copies none."""
-        b, kv_tile, kind = self.order.keys_of_visit(tables, v)
-        columns, page = np.int32(pages.numbers.shape[0] // self.plan.batch), np.int32(self.plan.page)
-        tile, rows = np.int32(self.tile), np.int32(self.rows)
-        start = kv_tile * tile
-        keys = jnp.clip(pages.lengths[b] - start, 0, tile)
+            def wait(rows: int = self.rows << bit) -> None:
+                """Waits for that many rows of keys and of values."""
+                for which, ref in enumerate((slots.key, slots.value)):
+                    part = ref.at[slot, pl.ds(0, rows)]
+                    pltpu.make_async_copy(part, part, slots.arrived.at[slot, which]).wait()
+
+            pl.when((copied >> bit) & 1 == 1)(wait)
+
+    def _zero_past_end(self, keys: jax.Array, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
+        """Zeroes the values of a tile from row `keys` on: 0 * NaN is NaN. Pieces that were not copied hold what an earlier visit left."""
 
         def step(at: jax.Array, carry: jax.Array) -> jax.Array:
-            """The piece with number `at` in the tile."""
-            row = start + at * rows
-            number = pages.numbers[b * columns + lax.div(row, page)]
-            body(Piece(number, lax.rem(row, page), at * rows, _slot(v)))
+            """The piece with number `at`."""
+            first = at * np.int32(self.rows)
+            values = slots.value[slot, self._at(first), :]
+            slots.value[slot, self._at(first), :] = zero_rows_past_end(values, first, keys)
             return carry
 
-        count = jnp.where(kind == np.int32(IDLE), 0, lax.div(keys + rows - 1, rows))
-        lax.fori_loop(np.int32(0), count, step, np.int32(0))
+        pieces = self.tile // self.rows
+        lax.fori_loop(lax.div(keys, np.int32(self.rows)), np.int32(pieces), step, np.int32(0))
 
     def _at(self, row: jax.Array) -> slice | pl.Slice:
         """The rows of a piece that begins at `row`, a multiple of its rows."""
         return pl.ds(pl.multiple_of(row, self.rows), self.rows)
 
-    def _in_pool(self, pages: Pages, piece: Piece) -> jax.Array:
-        """Whether the pool has the page of a piece."""
-        return (piece.number >= 0) & (piece.number < np.int32(pages.key.shape[0]))
+    def _in_pool(self, pages: Pages, number: jax.Array) -> jax.Array:
+        """Whether the pool has the page with this number."""
+        return (number >= 0) & (number < np.int32(pages.key.shape[0]))
 
     def _copies(self, pages: Pages, slots: PageSlots[jax.Ref], piece: Piece) -> list:
         """The copies of the keys and of the values of a piece whose page is in the pool."""
