@@ -138,7 +138,11 @@ class Row:
             for (mod, array), dims in CAPTURE_DIMS.items()
             if mod in (self.case.score, self.case.mask) and array == name
         ]
-        return self.spec(*found[0].split()) if found and self.kind != "shard_map" else P()
+        if not found or self.kind == "shard_map":
+            return P()
+        sizes = {"b": self.case.shape[0], "h": self.case.shape[1]}  # an array may have more rows than there are heads
+        dims = found[0].split()
+        return self.spec(*(d if sizes.get(d) == n else "-" for d, n in zip(dims, x.shape, strict=True)))
 
 
 def row_of(name: str) -> Row:
@@ -305,7 +309,7 @@ def run_row(name: str) -> dict[str, Any]:
 def answer(name: str) -> None:
     try:
         outcome = run_row(name)
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:  # the test says which sentence it expects, and the next row is asked all the same
         outcome = {"refused": f"{type(error).__name__}: {error}"}
     print(json.dumps({"name": name} | outcome), flush=True)
     jax.clear_caches()
