@@ -86,13 +86,23 @@ def out_and_rounding(out: Array, plan: KernelPlan) -> tuple[Array, Array | None]
     return rounded.astype(plan.out_dtype), (out - rounded).astype(plan.out_dtype)
 
 
+def power_below(power: Array, whole: Array) -> Array:
+    """power - whole, where `whole` is `power` rounded up to an integer: in -1 .. 0; 0 where `power` is infinite.
+
+    The bounds are asked for because a compiler may fuse a product in `power` with the subtraction: beside a score of -1e10 the
+    difference is then what rounding took from that product, up to 512, and its power of two infinite. Any integer will do as a
+    reference of weights that both passes round alike.
+    """
+    return jnp.where(jnp.abs(power) < jnp.inf, jnp.clip(power - whole, -1.0, 0.0), 0.0)
+
+
 def rounded_weights(weights: Array, lse2: Array, dtype: str) -> Array:
     """The weights, rounded as a forward pass rounded them whose references were multiples of ln 2.
 
     weights   probabilities times the dropout multiplier
     lse2      lse in base 2, broadcastable to the weights; rows that are infinite have weights 0
     """
-    fraction = jnp.where(jnp.isfinite(lse2), lse2 - jnp.ceil(lse2), jnp.zeros_like(lse2))
+    fraction = power_below(lse2, jnp.ceil(lse2))
     return round_to(weights * jnp.exp2(fraction), dtype) * jnp.exp2(-fraction)
 
 

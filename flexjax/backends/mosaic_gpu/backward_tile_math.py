@@ -315,8 +315,7 @@ class ColumnMath:
         elif static_reference(plan) is None and self.score is not None:
             row_term = self.score.row_term()
             power = power if row_term is None else power - row_term * LOG2E
-        fraction = power - rounded_up(power)
-        fraction = jnp.where(jnp.abs(power) < jnp.float32(jnp.inf), fraction, 0.0)
+        fraction = tile_math.power_below(power, rounded_up(power))
         scaled = weights * math.broadcast_rows(jnp.exp2(fraction))
         scaled = rounded_tile(scaled, plan.dtype, plan.options.interpret)
         return scaled * math.broadcast_rows(jnp.exp2(-fraction))

@@ -143,7 +143,7 @@ def strip_gradients(
     weights = p if multiplier is None else p * multiplier
     if wanted and scores.plan.rounds_weights_alike:
         power = products.lse * np.float32(LOG2E) if scores.large else products.lse
-        fraction = jnp.where(power == jnp.inf, 0.0, power - jnp.ceil(power))
+        fraction = tile_math.power_below(power, jnp.ceil(power))
         rounded = round_to(weights * jnp.exp2(fraction), scores.plan.dtype, scores.plan.options.interpret)
         d_score = rounded * jnp.exp2(-fraction) * products.dp - p * products.shift
     loads = {n: zero_where_off(jnp.broadcast_to(d_score * load_slopes[n], products.qk.shape)) for n in wanted}
