@@ -74,8 +74,8 @@ def _groups(line: str) -> Groups:
         return frozenset(frozenset(int(n) for n in row.split(",")) for row in rows)
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
     if mesh:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
-        names, together = [*sizes], re.findall(r"'(\w+)'", mesh.group(2))
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
+        names, together = [*sizes], re.findall(r"'([^']+)'", mesh.group(2))
         return _over([*sizes.values()], [names.index(name) for name in together])
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota is None:

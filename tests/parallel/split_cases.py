@@ -156,7 +156,12 @@ def row_of(name: str) -> Row:
     return Row(dataclasses.replace(given, shape=shape, lengths=lengths), split, kind)
 
 
-NAMES = tuple(f"{case}-{split}-{kind}" for case in CASES for split in SPLITS for kind in KINDS)
+CRASHING = {f"{case}-{split}-shard_map" for case in ("no_keys", "no_keys_masked") for split in ("batch", "heads")}
+"""Rows whose program XLA of jax 0.11.2 cannot compile on a CPU: it ends the process where devices sum arrays without elements, as
+the gradients of no keys are, and jax's own transpose of shard_map asks for that sum."""
+NAMES = tuple(
+    name for case in CASES for split in SPLITS for kind in KINDS if (name := f"{case}-{split}-{kind}") not in CRASHING
+)
 
 
 # ------------------------------------------------------------------- the call

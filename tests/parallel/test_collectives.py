@@ -14,7 +14,7 @@ TEXT = """
 }
 ENTRY %main (x: f32[4]) -> f32[4] {
   %a = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce(%x, %y), replica_groups={{0,2},{1,3}}, to_apply=%sum
-  %b = s32[3,129]{1,0} all-gather(%x), replica_groups=mesh['a'=2,'b'=1,'c'=2] {'c'}, dimensions={0}
+  %b = s32[3,129]{1,0} all-gather(%x), replica_groups=mesh['a'=2,'b.0'=1,'c.1'=2] {'c.1'}, dimensions={0}
   %c = f32[4]{0} all-to-all(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
   ROOT %loop = f32[4] while(%x), condition=%cond, body=%body
 }
