@@ -198,7 +198,7 @@ def decode_refuses(plan: KernelPlan) -> str | None:
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
     if plan.dtype == "float32":
-        return "It takes inputs of 16 bits."
+        return "It takes inputs of 16 bits, not float32."
     if plan.dropout is not None:
         return "It has no dropout."
     if plan.exact_captures:

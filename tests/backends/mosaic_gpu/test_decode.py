@@ -119,7 +119,10 @@ PAGES: dict[str, tuple[dict[str, typing.Any], str | None]] = {
         "The GPU kernel for keys in pages does not run this call: it takes quantised caches of head dims that are multiples "
         "of 64, not 64 and 80.",
     ),
-    "float32": ({"dtype": "float32"}, "float32 inputs would be rounded to TF32 by the tensor cores; they run on xla."),
+    "float32": (
+        {"dtype": "float32"},
+        "The GPU kernel for keys in pages does not run this call: it takes inputs of 16 bits, not float32.",
+    ),
 }
 
 
