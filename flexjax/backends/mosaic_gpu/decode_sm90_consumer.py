@@ -32,10 +32,10 @@ from flexjax.backends.mosaic_gpu.decode_sm90_scales import scaled_columns, scale
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeOutputs, DecodeSetup
 from flexjax.backends.mosaic_gpu.decode_sm90_widen import widen
 from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
-from flexjax.backends.mosaic_gpu.forward_consumer import scores_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, accumulator_from, i32, load
 from flexjax.backends.mosaic_gpu.online_softmax import State
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileProgram
+from flexjax.backends.mosaic_gpu.tile_scores import scores_of
 from flexjax.backends.mosaic_gpu.tile_values import Scaled
 from flexjax.ir.program import Program
 

@@ -1,0 +1,33 @@
+"""The scores of a tile in the forward kernels: the score program applied to a product of queries and keys."""
+
+import jax
+import numpy as np
+
+from flexjax.backends.mosaic_gpu import thread_tiles
+from flexjax.backends.mosaic_gpu.tile_programs import TileProgram
+from flexjax.backends.mosaic_gpu.tile_values import Scaled
+
+f32 = np.float32
+
+
+def scores_of(program: TileProgram | None, s: jax.Array, scale: float, large_scores: bool, interpret: bool) -> Scaled:
+    """The scores of a tile: the score program applied to Q K^T, before any mask.
+
+    program        at the rows and columns of the tile; None for the identity
+    s              Q K^T, [rows, columns] float32 without scale
+    scale          multiplies `s`
+    large_scores   scores may be too large to scale before the maximum is subtracted
+
+    The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile, for
+    the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile here, the rest is
+    left. With large scores, and without a score_mod and a scale that is not positive, the tile holds the whole score.
+    """
+    if program is None:
+        return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)
+    if large_scores:
+        return Scaled(program.tile(s, scale)[0], 1.0)
+    scores = program.scaled_tile(s, scale, keep_column_slope=True)
+    if scores.column_slope is not None:
+        slope = scores.column_slope / f32(scores.factor)
+        scores = scores._replace(tile=thread_tiles.add_period_slope(scores.tile, slope, interpret))
+    return scores
