@@ -179,7 +179,9 @@ def fold(call: Mapped) -> Folded:
             rest.append(copies(x, m) if copied[tangents.index(index)] else x)
         else:
             rest.append(_lead(x, m, size))
-    blocks = None if plan.blocks is None else dataclasses.replace(plan.blocks, batch=lists_batch)
+    blocks = plan.blocks
+    if blocks is not None and blocks.batch != lists_batch:
+        blocks = blocks.changed(batch=lists_batch)
     new_plan = dataclasses.replace(
         plan, batch=size * plan.batch, score=score, mask=mask, dropout=dropout, blocks=blocks, origin=layout
     )

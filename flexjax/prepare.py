@@ -24,6 +24,7 @@ from flexjax.dropout import dropout_program
 from flexjax.errors import bad_argument
 from flexjax.ir.origin import OriginTable, agree, shift_heads, sizes_of, table_of
 from flexjax.plan.kernel_plan import BlockLayout, BlockLists, KernelPlan, Lengths, Operands, Scales
+from flexjax.plan.known_lists import MOST_BLOCKS, KnownLists
 from flexjax.plan.lengths import NONE
 from flexjax.plan.pages import whole_pages
 from flexjax.plan.precision import precision_name
@@ -287,7 +288,19 @@ def _layout(mask: BlockMask) -> BlockLayout:
     """The static shape of the block mask, for the plan."""
     batch, heads = mask.kv_num_blocks.shape[:2]
     widths = (mask.kv_indices.shape[-1], mask.full_kv_indices.shape[-1], *mask.q_widths)
-    return BlockLayout(batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists)
+    return BlockLayout(
+        batch, heads, *mask.block_size, *widths, from_user_lists=mask.from_user_lists, known=_known_lists(mask)
+    )
+
+
+def _known_lists(mask: BlockMask) -> KnownLists | None:
+    """The lists of the block mask on the host, as BlockLayout.known has them; None where that says that there are none."""
+    if mask.on_host is None or mask.kv_num_blocks.shape[:2] != (1, 1) or math.prod(mask.blocks) > MOST_BLOCKS:
+        return None
+    num, index, full_num, full_index = mask.on_host
+    pairs = ((num, index), (full_num, full_index))
+    arrays = tuple(x if pair[1].shape[-1] else None for pair in pairs for x in pair)
+    return KnownLists(arrays, fixed=not mask.captures and mask.origin is None and not mask.from_user_lists)
 
 
 def _lists(mask: BlockMask) -> BlockLists:

@@ -71,6 +71,7 @@ def make_primitive(
     @primitive.def_impl
     def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
         """Evaluates the primitive outside of jit, by one of the compiled functions above."""
+        problem = dataclasses.replace(problem, plan=problem.plan.for_any_lists())
         if problem.plan.options.interpret:
             return simulated(target_of(flat[0]), problem=problem, **params)(*flat)
         return compiled(tuned.state(), problem=problem, **params)(*flat)

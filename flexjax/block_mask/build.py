@@ -127,8 +127,9 @@ def from_traced(
     with jax.ensure_compile_time_eval():
         arrays = tuple(jnp.asarray(x) for x in lists)
     return parts_of(
-        arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin
-    )
+        arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin,
+        on_host=tuple(lists),
+    )  # fmt: skip
 
 
 def _unsplit(x: Array) -> Array:
@@ -204,9 +205,11 @@ def from_lists(
         traced = trace_mask_mod(mask_mod, (counts[0], counts[1], q_len, kv_len))
     arrays = (num, index, full_num, full_index)
     widths = transpose.q_widths(arrays, columns)
+    on_host = None if any(isinstance(x, Tracer) for x in arrays) else tuple(np.asarray(x) for x in arrays)
     return parts_of(
-        arrays, traced.arrays, traced.program, (q_len, kv_len), (block_q, block_kv), widths, from_user_lists=True
-    )
+        arrays, traced.arrays, traced.program, (q_len, kv_len), (block_q, block_kv), widths, from_user_lists=True,
+        on_host=on_host,
+    )  # fmt: skip
 
 
 def _checked_pair(name: str, num: Array, index: Array) -> tuple[Array, Array]:

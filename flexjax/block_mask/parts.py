@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from flexjax.ir.origin import OriginTable
 from flexjax.ir.program import Program
@@ -42,6 +43,8 @@ class Parts:
     from_user_lists      the user gave the lists, so the program alone does not say which entries are visible
     origin               where the queries and keys of the lists lie in the whole problem, whose positions the program reads;
                          None: they count from 0
+    on_host              the four lists as numpy arrays, if they were at hand when the mask was made; None for traced lists, and
+                         for a mask that was rebuilt from its pytree leaves
     """
 
     kv_num_blocks: Array
@@ -56,6 +59,7 @@ class Parts:
     q_widths: tuple[int, int]
     from_user_lists: bool = False
     origin: OriginTable | None = None
+    on_host: tuple[np.ndarray, ...] | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -72,6 +76,7 @@ def parts_of(
     q_widths: tuple[int, int],
     from_user_lists: bool = False,
     origin: OriginTable | None = None,
+    on_host: tuple[np.ndarray, ...] | None = None,
 ) -> Parts:
     """The Parts with these fields.
 
@@ -82,5 +87,6 @@ def parts_of(
     """
     num, index, full_num, full_index = lists
     return Parts(
-        num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin
-    )
+        num, index, full_num, full_index, captures, program, *lengths, block_size, q_widths, from_user_lists, origin,
+        on_host,
+    )  # fmt: skip

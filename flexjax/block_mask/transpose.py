@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
+
+from flexjax.block_mask.host_or_program import known, not_folded
 
 Array = jax.Array
 
@@ -32,9 +33,14 @@ def rounded(widths: Sequence[int], most: int) -> tuple[int, ...]:
 def lists_of(flags: Array) -> tuple[Array, Array]:
     """The pair of lists (num, index) of the columns at which each row of `flags`, bool [..., rows, columns], is True.
 
-    Runs on the device, also on traced arrays. The width of `index` is `columns`; past the counts `index` is 0.
+    Runs on the host for numpy arrays, otherwise on the device, also on traced arrays. The width of `index` is `columns`; past
+    the counts `index` is 0.
     """
     columns = flags.shape[-1]
+    if known(flags):
+        num = np.asarray(flags).sum(-1, dtype=np.int32)
+        first = np.argsort(~np.asarray(flags), axis=-1, kind="stable").astype(np.int32)
+        return num, np.where(np.arange(columns) < num[..., None], first, 0)  # pyright: ignore[reportReturnType]
     count = jnp.cumsum(flags, -1, dtype=jnp.int32)
     place = jnp.where(flags, count - 1, columns)
     number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), flags.shape)
@@ -106,18 +112,26 @@ def longest_row(places: np.ndarray, shape: tuple[int, int, int]) -> int:
     return int(np.bincount((b * shape[1] + h) * shape[2] + row).max(initial=0))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "width"))
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
     """The transposed pair of lists: how many rows list each column, int32 [..., columns], and their numbers, [..., columns,
     width].
 
     num, index   how many columns each row lists, and their numbers
     width        at least the largest number of rows that list one column
+
+    Runs on the host for numpy arrays, otherwise on the device as one compiled function.
     """
-    # Lists are often constants, and XLA takes minutes to fold what follows for 1024 x 1024 blocks.
-    num, index = lax.optimization_barrier((num, index))
-    back_num, back = lists_of(jnp.swapaxes(flags_of_lists(num, index, columns), -1, -2))
+    return (_transposed if known(num, index) else _transposed_by_jit)(num, index, columns=columns, width=width)
+
+
+def _transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
+    """What `transposed` returns."""
+    num, index = not_folded(num, index)
+    back_num, back = lists_of(flags_of_lists(num, index, columns).swapaxes(-1, -2))
     return back_num, back[..., :width]
+
+
+_transposed_by_jit = jax.jit(_transposed, static_argnames=("columns", "width"))
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -127,14 +141,26 @@ def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
     return np.concatenate([where[:, :3], index[live][:, None]], 1)
 
 
-@functools.partial(jax.jit, static_argnames="columns")  # eagerly each operation would be compiled alone
 def flags_of_lists(num: Array, index: Array, columns: int) -> Array:
-    """bool [..., rows, columns], True at the blocks that a pair of lists names; runs on the device, also on traced
-    lists.
+    """bool [..., rows, columns], True at the blocks that a pair of lists names.
+
+    Runs on the host for numpy arrays, otherwise on the device, also on traced lists.
 
     Before the counts, numbers from `columns` on name nothing, and negative ones must not occur; after them any number
     may.
     """
+    if known(num, index):
+        live = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
+        place = np.where(live, np.minimum(index, columns), columns).reshape(-1, index.shape[-1])
+        flags = np.zeros((place.shape[0], columns + 1), bool)
+        flags[np.arange(place.shape[0])[:, None], place] = True
+        return flags[:, :columns].reshape(*num.shape, columns)  # pyright: ignore[reportReturnType]
+    return _flags_by_jit(num, index, columns)
+
+
+@functools.partial(jax.jit, static_argnames="columns")  # eagerly each operation would be compiled alone
+def _flags_by_jit(num: Array, index: Array, columns: int) -> Array:
+    """What `flags_of_lists` returns, on the device."""
     live = jnp.arange(index.shape[-1], dtype=jnp.int32) < num[..., None]
     place = jnp.where(live, index, columns)
     flat = place.reshape(math.prod(num.shape), place.shape[-1])

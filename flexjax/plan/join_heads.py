@@ -58,11 +58,11 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
         if blocks.heads > 1 or blocks.from_user_lists or (blocks.block_q < plan.q_len and not plan.page):
             return None
         block_q, block_kv = blocks.block_q * plan.q_heads, blocks.block_kv * heads
-        blocks = dataclasses.replace(blocks, block_q=block_q, block_kv=block_kv)
+        blocks = blocks.changed(block_q=block_q, block_kv=block_kv)
         if heads > 1:  # every block has columns of other heads, so none is full
             columns = -(-plan.kv_len * heads // block_kv)
             width = min(blocks.partial + blocks.full, columns)
-            blocks = dataclasses.replace(blocks, partial=width, full=0)
+            blocks = blocks.changed(partial=width, full=0)
     options = dataclasses.replace(
         options,
         block_q=None if options.block_q is None else options.block_q * plan.q_heads,

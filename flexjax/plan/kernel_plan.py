@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from flexjax.ir import program as ir
 from flexjax.ir.origin import OriginLayout, Starts
+from flexjax.plan.known_lists import KnownLists
 from flexjax.types import KernelOptions
 
 
@@ -31,6 +32,8 @@ class BlockLayout:
                        that needs them computes them from those of the query blocks
     from_user_lists    the user gave the lists (`BlockMask.from_kv_blocks`), so the mask program alone does not say which
                        entries are visible
+    known              the lists in `Operands.lists`, if they are known while the call is traced, have one batch entry and head, and
+                       are not too many (known_lists.py). A change of any other field of the layout makes it wrong: use `changed`
     """
 
     batch: int
@@ -42,6 +45,11 @@ class BlockLayout:
     partial_t: int
     full_t: int
     from_user_lists: bool = False
+    known: KnownLists | None = None
+
+    def changed(self, **fields: int | bool) -> "BlockLayout":
+        """This layout with other values of some fields, for other lists: `known` is None."""
+        return dataclasses.replace(self, known=None, **fields)  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +160,18 @@ class KernelPlan:
         """
         blocks = (1, 1) if self.blocks is None else (self.blocks.block_q, self.blocks.block_kv)
         return max(queries, blocks[0]), max(keys, blocks[1])
+
+    def for_any_lists(self) -> "KernelPlan":
+        """The plan without known lists that may differ in the next call (`KnownLists.fixed`); itself if it has none of these."""
+        if self.blocks is None or self.blocks.known is None or self.blocks.known.fixed:
+            return self
+        return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, known=None))
+
+    def on_host(self, operands: "Operands") -> "Operands":
+        """The operands with the known lists, numpy arrays, in place of the block lists; themselves if no lists are known."""
+        if self.blocks is None or self.blocks.known is None or operands.lists is None:
+            return operands
+        return operands._replace(lists=BlockLists(*self.blocks.known.arrays))  # pyright: ignore[reportArgumentType]
 
     @property
     def score_dtype(self) -> str:

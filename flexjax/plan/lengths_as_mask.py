@@ -57,8 +57,7 @@ def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
     by_query, by_key = plan.lengths
     more = blocks.full if by_query else 1
     more_t = blocks.full_t if by_key else 1
-    blocks = dataclasses.replace(
-        blocks,
+    blocks = blocks.changed(
         batch=plan.batch,
         partial=min(columns, blocks.partial + min(more, blocks.full)),
         partial_t=min(rows, blocks.partial_t + min(more_t, blocks.full_t)),

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexjax.block_mask import transpose
+from flexjax.block_mask.host_or_program import module_of, not_folded
 from flexjax.block_mask.parts import Parts
 from flexjax.block_mask.transpose import EMPTY, FULL, PARTIAL
 from flexjax.ir.evaluate_scalars import as_mask_mod
@@ -61,11 +62,11 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
     assert old is not None
     assert new is not None
     assert lists is not None
-    lists = jax.lax.optimization_barrier(lists)  # see transpose.transposed
+    lists = BlockLists(*not_folded(*lists))
     classes = classes_of_plan(plan, lists)
     captures = operands.mask_captures
     if old.from_user_lists:
-        given = (classes.astype(jnp.int32), *captures)
+        given = (jnp.asarray(classes, jnp.int32), *captures)
         captures = tuple(given[n] for n in _program_with_lists(plan)[1])
     low, high = _extremes(classes, (plan.q_len, plan.kv_len), (old.block_q, old.block_kv), (block_q, block_kv))
     arrays: list[Array | None] = []
@@ -102,7 +103,7 @@ def _extremes(
     low = high = classes
     for axis, length, before, after in zip((2, 3), lengths, old, new, strict=True):
         places = _covered(length, before, after)
-        low, high = jnp.min(_spread(low, axis, places), axis + 1), jnp.max(_spread(high, axis, places), axis + 1)
+        low, high = _spread(low, axis, places).min(axis + 1), _spread(high, axis, places).max(axis + 1)
     return low, high
 
 
@@ -126,7 +127,8 @@ def _spread(x: Array, axis: int, places: np.ndarray) -> Array:
 
     places   numbers of old blocks, int [number of new blocks, most], as `_covered` returns them
     """
-    return jnp.take(x, places.reshape(-1), axis).reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
+    taken = module_of(x).take(x, places.reshape(-1), axis)
+    return taken.reshape(*x.shape[:axis], *places.shape, *x.shape[axis + 1 :])
 
 
 def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> tuple[int, int]:
@@ -147,15 +149,18 @@ def _widths(partial: int, full: int, rows: np.ndarray, columns: np.ndarray) -> t
 
 
 def classes_of_plan(plan: KernelPlan, lists: BlockLists) -> Array:
-    """The class of each block of the plan's block layout: int8 [batch, heads, q blocks, kv blocks], EMPTY, PARTIAL or FULL."""
-    blocks = plan.blocks
+    """The class of each block of the plan's block layout: int8 [batch, heads, q blocks, kv blocks], EMPTY, PARTIAL or FULL.
+
+    On the host if the lists are there.
+    """
+    blocks, xp = plan.blocks, module_of(*lists)
     assert blocks is not None
     shape = (blocks.batch, blocks.heads, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
-    classes = jnp.zeros(shape, jnp.int8)
+    classes = xp.zeros(shape, np.int8)
     for num, index, value in ((*lists[:2], PARTIAL), (*lists[2:], FULL)):
         if num is not None and index is not None:
             flags = transpose.flags_of_lists(num, index, shape[3])
-            classes = jnp.where(flags, jnp.int8(value), classes)
+            classes = xp.where(flags, np.int8(value), classes)
     return classes
 
 

@@ -45,7 +45,7 @@ def packed_plan(plan: KernelPlan) -> KernelPlan | None:
     if blocks is not None:
         if blocks.heads > 1 or blocks.from_user_lists or blocks.block_q < plan.q_len:
             return None
-        blocks = dataclasses.replace(blocks, block_q=blocks.block_q * group)
+        blocks = blocks.changed(block_q=blocks.block_q * group)
     options = plan.options
     if options.block_q is not None:
         options = dataclasses.replace(options, block_q=options.block_q * group)

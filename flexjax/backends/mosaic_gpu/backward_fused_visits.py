@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -23,6 +24,8 @@ from flexjax.backends.mosaic_gpu.dq_order import DqOrder
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import VisitLists
+from flexjax.block_mask.host_or_program import largest_first, module_of, not_folded
+from flexjax.block_mask.transpose import flags_of_lists
 from flexjax.plan.kernel_plan import KernelPlan
 
 AFTER_ALL = 1 << 30
@@ -65,36 +68,29 @@ def query_visits(
     visits = tile_visits.visits_for(plan, FUSED_KEYS, queries, transposed=True)
     if not visits.lists:
         return QueryVisits()
-    lists = lax.optimization_barrier(lists)  # see block_mask/transpose.py
+    xp = module_of(*lists)
+    lists = VisitLists(*not_folded(*lists))
     parts, nums = [], []
     for num, index, masked in ((lists.full_num, lists.full_index, 0), (lists.partial_num, lists.partial_index, 1)):
         if num is None or index is None:
             continue
-        valid = jnp.arange(index.shape[-1]) < num[..., None]
-        parts.append(jnp.where(valid, index * 2 + masked, AFTER_ALL))
+        valid = xp.arange(index.shape[-1]) < num[..., None]
+        parts.append(xp.where(valid, index * 2 + masked, np.int32(AFTER_ALL)))
         nums.append(num)
     if not parts:
         shape = (visits.batch, visits.heads, kv_tiles)
         none = jnp.zeros((*shape, q_tiles), jnp.int32) if order is not None else None
         return QueryVisits(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, 1), jnp.int32), none, None)
-    blocks = jnp.sort(jnp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
+    blocks = xp.sort(xp.concatenate(parts, axis=-1), axis=-1) if len(parts) > 1 else parts[0]
     num = sum(nums[1:], start=nums[0])
-    inside = jnp.arange(visits.per_block, dtype=jnp.int32)
+    inside = xp.arange(visits.per_block, dtype=np.int32)
     codes = (blocks[..., None] // 2 * visits.per_block + inside) * 2 + (blocks[..., None] & 1)
-    codes = jnp.where(blocks[..., None] == AFTER_ALL, 0, codes).reshape(*blocks.shape[:-1], -1)
-    each_tile = lambda x: jnp.repeat(x, visits.own_per_block, axis=2)[:, :, :kv_tiles]
+    codes = xp.where(blocks[..., None] == AFTER_ALL, np.int32(0), codes).reshape(*blocks.shape[:-1], -1)
+    each_tile = lambda x: xp.repeat(x, visits.own_per_block, axis=2)[:, :, :kv_tiles]
     num, codes = each_tile(num * visits.per_block), each_tile(codes)
     if order is None:
-        return QueryVisits(num, codes, None, jnp.argsort(-num, axis=-1, stable=True).astype(jnp.int32))
-    query_tiles = jnp.where(jnp.arange(codes.shape[-1]) < num[..., None], codes // 2, q_tiles)
-    batch, heads = num.shape[:2]
-    at = (
-        jnp.arange(batch)[:, None, None, None],
-        jnp.arange(heads)[:, None, None],
-        jnp.arange(kv_tiles)[:, None],
-        query_tiles,
-    )
-    visited = jnp.zeros((batch, heads, kv_tiles, q_tiles + 1), jnp.int32).at[at].set(1)[..., :q_tiles]
+        return QueryVisits(num, codes, None, largest_first(num))
+    visited = flags_of_lists(num, codes // 2, q_tiles).astype(np.int32)
     return QueryVisits(num, codes, dq_order.tickets(visited, order), None)
 
 

@@ -25,12 +25,14 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from flexjax.backends.mosaic_gpu.shared_memory import Part
+from flexjax.block_mask.host_or_program import counts_of, module_of, not_folded, sort_together
 from flexjax.ir import program as ir
 from flexjax.ir.origin import Starts, key_positions, query_positions
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
+from flexjax.plan.known_lists import MOST_BLOCKS
 
 LISTS_WANTED = 8 * 132
 """The number of lists that keeps a GPU busy: eight for each SM of an H100. The longest lists start first, so with eight
@@ -41,7 +43,7 @@ LARGEST_NUMBER = 1 << 31
 """Visits and tile codes are int32, so there may be fewer of them than this."""
 MOST_DIAGONALS = 1 << 16
 """The most diagonals of tiles of a whole problem for which there are lists: those of 4 million tokens and tiles of 128."""
-AFTER_ALL_KEYS = jnp.iinfo(jnp.int32).max
+AFTER_ALL_KEYS = np.int32(np.iinfo(np.int32).max)
 """The key of a visit that does not exist, so that sorting puts it last."""
 
 
@@ -183,34 +185,31 @@ def tile_lists(
     """
     row, column, masked, listed = _visits(plan, lists, shape)
     key = {
-        ir.SCALAR: jnp.zeros_like(row),
+        ir.SCALAR: row * 0,
         ir.ROW: row,
         ir.COLUMN: column,
         ir.DIAGONAL: _diagonals(plan, shape, row, column, starts),
         ir.TILE: row * shape.columns + column,
     }[shape.kind]
-    key = jnp.where(listed, key, AFTER_ALL_KEYS)
+    key = module_of(key, listed).where(listed, key, AFTER_ALL_KEYS)
     tile = (row * shape.columns + column) * 2 + masked
     merged = (key.shape[0] > shape.batch, key.shape[1] > shape.heads)
     parts = [key, _heads(plan, key.shape, merged), tile] if any(merged) else [key, tile]
-    # Block lists are often constants, and constant-folding a sort of a million entries takes XLA minutes.
-    parts = lax.optimization_barrier([_merge(x, merged) for x in parts])
-    key, *offset, tile = lax.sort(parts, num_keys=len(parts))
+    key, *offset, tile = sort_together(not_folded(*(_merge(x, merged) for x in parts)))
+    xp = module_of(key)
 
     runs = 1 if shape.kind == ir.SCALAR else shape.keys
-    b, h = (jnp.arange(n, dtype=jnp.int32) for n in key.shape[:2])
-    counts = jnp.zeros((*key.shape[:2], runs), jnp.int32)
-    counts = counts.at[b[:, None, None], h[:, None], key].add(1, mode="drop")
+    counts = counts_of(key, runs)
     visits = key.shape[-1]
-    begin = jnp.cumsum(counts, axis=-1, dtype=jnp.int32) - counts
-    begin = begin + (jnp.arange(key.shape[0] * key.shape[1], dtype=jnp.int32) * visits).reshape(*key.shape[:2], 1)
+    begin = xp.cumsum(counts, axis=-1, dtype=np.int32) - counts
+    begin = begin + (np.arange(key.shape[0] * key.shape[1], dtype=np.int32) * visits).reshape(*key.shape[:2], 1)
     if shape.kind == ir.SCALAR:
         size = -(-counts // shape.keys)
-        before = jnp.minimum(jnp.arange(shape.keys, dtype=jnp.int32) * size, counts)
-        begin, counts = begin + before, jnp.minimum(size, counts - before)
+        before = xp.minimum(np.arange(shape.keys, dtype=np.int32) * size, counts)
+        begin, counts = begin + before, xp.minimum(size, counts - before)
     full = (shape.batch, shape.heads, shape.keys)
-    first = jnp.arange(shape.batch, dtype=jnp.int32)[:, None] * plan.q_heads + jnp.arange(shape.heads, dtype=jnp.int32)
-    flat = lambda x: jnp.broadcast_to(x, full).reshape(-1)
+    first = np.arange(shape.batch, dtype=np.int32)[:, None] * plan.q_heads + np.arange(shape.heads, dtype=np.int32)
+    flat = lambda x: module_of(x).broadcast_to(x, full).reshape(-1)
     heads = offset[0].reshape(-1) if offset else None
     return TileLists(flat(first[..., None]), flat(begin), flat(counts), heads, tile.reshape(-1))
 
@@ -241,9 +240,11 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
     """
     blocks = plan.blocks
     if blocks is None or lists is None:
-        number = jnp.arange(shape.rows * shape.columns, dtype=jnp.int32).reshape(1, 1, -1)
-        masked = jnp.full_like(number, int(plan.mask is not None))
-        return number // shape.columns, number % shape.columns, masked, jnp.ones_like(number, jnp.bool_)
+        xp: typing.Any = np if shape.rows * shape.columns <= MOST_BLOCKS else jnp
+        number = xp.arange(shape.rows * shape.columns, dtype=np.int32).reshape(1, 1, -1)
+        masked = xp.full_like(number, int(plan.mask is not None))
+        return number // shape.columns, number % shape.columns, masked, xp.ones_like(number, np.bool_)
+    xp = module_of(*lists)
     per_q, per_kv = blocks.block_q // shape.tile, blocks.block_kv // shape.tile
     found = []
     for num, index, masked in (
@@ -253,16 +254,16 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
         if num is None or index is None:
             continue
         # [batch, heads, blocks of queries, listed, tiles of queries in a block, tiles of keys in a block]
-        numbers = lambda n, axis: jnp.arange(n, dtype=jnp.int32).reshape([-1 if a == axis else 1 for a in range(6)])
+        numbers = lambda n, axis: np.arange(n, dtype=np.int32).reshape([-1 if a == axis else 1 for a in range(6)])
         row = numbers(index.shape[2], 2) * per_q + numbers(per_q, 4)
-        column = index.astype(jnp.int32)[..., None, None] * per_kv + numbers(per_kv, 5)
+        column = index[..., None, None] * per_kv + numbers(per_kv, 5)
         listed = numbers(index.shape[3], 3) < num[..., None, None, None]
         listed = listed & (row < shape.rows) & (column < shape.columns)
         full = (*index.shape, per_q, per_kv)
-        parts = (row, column, jnp.full((1,) * 6, masked, jnp.int32), listed)
-        found.append([jnp.broadcast_to(x, full).reshape(*full[:2], -1) for x in parts])
-    nothing = [jnp.zeros((blocks.batch, blocks.heads, 1), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)]
-    return tuple(jnp.concatenate(x, axis=-1) for x in zip(*(found or [nothing]), strict=True))
+        parts = (row, column, np.full((1,) * 6, masked, np.int32), listed)
+        found.append([xp.broadcast_to(x, full).reshape(*full[:2], -1) for x in parts])
+    nothing = [np.zeros((blocks.batch, blocks.heads, 1), t) for t in (np.int32, np.int32, np.int32, np.bool_)]
+    return tuple(xp.concatenate(x, axis=-1) for x in zip(*(found or [nothing]), strict=True))
 
 
 def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) -> jax.Array:
@@ -271,9 +272,9 @@ def _heads(plan: KernelPlan, shape: tuple[int, ...], merged: tuple[bool, bool]) 
 
     merged   (whether batch entries, whether heads are joined into one list although their block lists differ)
     """
-    b = jnp.arange(shape[0], dtype=jnp.int32)[:, None, None] * (plan.q_heads * merged[0])
-    h = jnp.arange(shape[1], dtype=jnp.int32)[:, None] * int(merged[1])
-    return jnp.broadcast_to(b + h, shape)
+    b = np.arange(shape[0], dtype=np.int32)[:, None, None] * (plan.q_heads * merged[0])
+    h = np.arange(shape[1], dtype=np.int32)[:, None] * int(merged[1])
+    return np.broadcast_to(b + h, shape)  # pyright: ignore[reportReturnType]
 
 
 def _merge(x: jax.Array, merged: tuple[bool, bool]) -> jax.Array:

@@ -33,9 +33,11 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flexjax.analysis import patterns
 from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS as REFERENCE_SMS
+from flexjax.block_mask.host_or_program import module_of
 from flexjax.plan.kernel_plan import KernelPlan
 
 HANDOFF = 1.05
@@ -164,9 +166,10 @@ def tickets(visited: jax.Array, order: DqOrder) -> jax.Array:
     Entries that are not visited have numbers without meaning.
     """
     *lead, kv_tiles, q_tiles = visited.shape
-    by_rank = visited if order.downward else jnp.flip(visited, -2)
+    xp = module_of(visited)
+    by_rank = visited if order.downward else xp.flip(visited, -2)
     rounds = -(-kv_tiles // order.sums)
     widths = [(0, 0)] * len(lead) + [(0, rounds * order.sums - kv_tiles), (0, 0)]
-    in_sums = jnp.pad(by_rank, widths).reshape(*lead, rounds, order.sums, q_tiles)
-    before = (jnp.cumsum(in_sums, -3, dtype=jnp.int32) - in_sums).reshape(*lead, -1, q_tiles)[..., :kv_tiles, :]
-    return before if order.downward else jnp.flip(before, -2)
+    in_sums = xp.pad(by_rank, widths).reshape(*lead, rounds, order.sums, q_tiles)
+    before = (xp.cumsum(in_sums, -3, dtype=np.int32) - in_sums).reshape(*lead, -1, q_tiles)[..., :kv_tiles, :]
+    return before if order.downward else xp.flip(before, -2)

@@ -292,7 +292,7 @@ class MosaicGpu:
         if decode is not None:
             return decode_sm90.forward(plan, operands, dataclasses.replace(decode, programs=programs))
         given = plan, operands
-        plan, operands = _for_kernels(plan, operands)
+        plan, operands = _for_kernels(plan, plan.on_host(operands))
         results = forward_sm90.forward(
             plan, operands, dataclasses.replace(choose_kernel.forward_kernel(plan), programs=programs)
         )
@@ -311,7 +311,7 @@ class MosaicGpu:
                 d_out=where_exists(given.d_out, query, plan),
                 d_lse=None if d_lse is None else where_exists(d_lse, query, plan),
             )
-        plan, operands = _for_kernels(plan, given.operands)
+        plan, operands = _for_kernels(plan, plan.on_host(given.operands))
         return backward_sm90.backward(plan, given._replace(operands=operands))
 
     @contextlib.contextmanager

@@ -25,6 +25,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -32,6 +33,7 @@ from flexjax.backends.mosaic_gpu import atomic_counter
 from flexjax.backends.mosaic_gpu.branch import cond
 from flexjax.backends.mosaic_gpu.forward_tiles import MAILBOX_WORDS, ForwardTile
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
+from flexjax.block_mask.host_or_program import flat_constant, largest_first
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 L2_SHARE = 24e6
@@ -72,8 +74,8 @@ class MaskRows(typing.NamedTuple):
 
 
 def flat(lists: BlockLists | None) -> BlockLists | None:
-    """The block lists with each array reshaped to one dimension; None stays None."""
-    return None if lists is None else BlockLists(*(None if x is None else x.reshape(-1) for x in lists))
+    """The block lists with each array reshaped to one dimension (`flat_constant`); None stays None."""
+    return None if lists is None else BlockLists(*(None if x is None else flat_constant(x) for x in lists))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +126,20 @@ class TileScheduler:
 
         lists   the block lists of the call
 
-        Returns int32 [Bm * Nm * R]: Bm and Nm are the mask's own batch and head dims (1 if the call broadcasts them), R
-        is the number of query blocks of a head. In a persistent grid this is one sorted list of the row numbers (b * Nm
-        + h) * R + row. Otherwise it has a list of R for each (b, h), sorted by itself, of row numbers 0 to R - 1.
+        Returns int32 [Bm * Nm * R], with one element more if the lists are known (`flat_constant`): Bm and Nm are the
+        mask's own batch and head dims (1 if the call broadcasts them), R is the number of query blocks of a head. In a
+        persistent grid this is one sorted list of the row numbers (b * Nm + h) * R + row. Otherwise it has a list of R
+        for each (b, h), sorted by itself, of row numbers 0 to R - 1.
         """
         if self.plan.blocks is None or lists is None:
             return None
         shape = (self.plan.blocks.batch, self.plan.blocks.heads, -(-self.plan.q_len // self.plan.blocks.block_q))
-        visits = jnp.zeros(shape, jnp.int32)  # a mask known to be empty has neither list
+        visits = np.zeros(shape, np.int32)  # a mask known to be empty has neither list
         for number in (lists.partial_num, lists.full_num):
-            visits = visits if number is None else visits + number
+            visits = visits if number is None else number + visits
         if self.tile.persistent:
             visits = visits.reshape(1, 1, -1)
-        return jnp.argsort(-visits, axis=-1, stable=True).astype(jnp.int32).reshape(-1)
+        return flat_constant(largest_first(visits))  # pyright: ignore[reportArgumentType]
 
     # ----------------------------------------------------------------- a fixed share of the items
 

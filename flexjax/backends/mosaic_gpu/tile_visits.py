@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.block_mask import transpose
+from flexjax.block_mask.host_or_program import largest_first, module_of
 from flexjax.plan.kernel_plan import BlockLists, KernelPlan
 
 State = typing.TypeVar("State")
@@ -149,8 +150,10 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
     columns = -(-plan.kv_len // plan.blocks.block_kv)
     arrays: list[jax.Array | None] = []
     for num, index, width in ((*lists[:2], plan.blocks.partial_t), (*lists[2:], plan.blocks.full_t)):
-        known = num is not None and index is not None
-        arrays += transpose.transposed(num, index, columns=columns, width=width) if known else (None, None)
+        if num is None or index is None:
+            arrays += (None, None)
+        else:
+            arrays += transpose.transposed(num, index, columns=columns, width=width)
     return VisitLists(*arrays)
 
 
@@ -167,8 +170,7 @@ def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: i
     if not visits.lists or not nums:
         return None
     work = sum(nums[1:], start=nums[0])
-    work = jnp.repeat(work, visits.own_per_block, axis=-1)[..., :own_tiles]
-    return jnp.argsort(-work, axis=-1, stable=True).astype(jnp.int32)
+    return largest_first(module_of(work).repeat(work, visits.own_per_block, axis=-1)[..., :own_tiles])
 
 
 def tile_and_head(program: Scalar, tiles: int, heads: int, head_major: bool) -> tuple[Scalar, Scalar]:

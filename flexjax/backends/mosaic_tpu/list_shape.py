@@ -53,7 +53,7 @@ def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None
     if not any(plan.lengths):
         return blocks
     if blocks is not None:
-        return dataclasses.replace(blocks, batch=plan.batch)
+        return blocks.changed(batch=plan.batch)
     wide, tall = ((g.kv_tiles, 0), (g.q_tiles, 0)) if plan.mask is not None else ((0, g.kv_tiles), (0, g.q_tiles))
     return BlockLayout(plan.batch, 1, g.block_q, g.block_kv, *wide, *tall)
 
