@@ -1,9 +1,10 @@
 """The smallest and the largest element that each block of the attention matrix can read of a captured array.
 
 The element that a load reads depends on the position within the block; these extremes bound it. An index varies if it depends
-on the position, and is fixed if it is a literal or one number in each block. Where one index varies within a block, a range
-query over precomputed minima and maxima of 2^k neighbours (a sparse table) answers exactly. Where two indices vary, the same is
-done for rectangles. Otherwise the extremes of all elements that the load may reach are taken.
+on the position, and is fixed if it is a literal or one number in each block. Where one index varies within a block, the extremes
+of a range of elements are exact: all of them are read if they are few, otherwise precomputed minima and maxima of 2^k neighbours
+(a sparse table). Where two indices vary, such tables give the extremes of rectangles. Otherwise the extremes of all elements that
+the load may reach are taken.
 
 Arrays of four dims have one element for each block, or broadcast to that.
 """
@@ -76,6 +77,9 @@ def load_extremes(
 
 RANGE_TABLE_LIMIT = 1 << 22
 """Longest dimension for which tables of range minima are made; they take log2(length) copies of the array."""
+MOST_READ = 1 << 20
+"""Up to so many elements over all blocks, every element of a range is read, which takes two XLA kernels. A table takes a loop of
+log2 of the range's length, and on a GPU each round of it costs more than reading these elements."""
 TILE_TABLE_LIMIT = 1 << 26
 """Largest array, and largest intermediate, for which extremes of rectangles are computed."""
 
@@ -94,6 +98,10 @@ def _range_extremes(
     """
     n = rows[0].shape[-1]
     low, high = jnp.clip(span.low, 0, n - 1), jnp.clip(span.high, 0, n - 1)
+    if max(low.size, high.size) * longest <= MOST_READ:
+        at = jnp.minimum(low[..., None] + jnp.arange(longest, dtype=low.dtype), high[..., None])
+        read = lambda array: array.at[(*(i[..., None] for i in where), at)].get(mode="clip")
+        return read(rows[0]).min(-1), read(rows[1]).max(-1)
     pick = lambda level, place: level.at[(*where, place)].get(mode="clip")
     return _doubling(rows, low, high, pick, -1, longest)
 
