@@ -4,10 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def big_bird(
     length: int,
     block: int = 64,

@@ -4,6 +4,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_or_vector
 from flexjax.mod_tools.signatures import MaskMod, named
 
@@ -31,6 +32,7 @@ def causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
     return q_idx >= kv_idx
 
 
+@eager
 def causal_offset(offset: ArrayLike) -> MaskMod:
     """mask = q_idx + offset >= kv_idx
 

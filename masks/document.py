@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
@@ -19,6 +20,7 @@ MOST_TRACED = 256
 """Most documents of a batch entry whose offsets may be traced; the mask then compares a token with each offset."""
 
 
+@eager
 def document(
     segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None,

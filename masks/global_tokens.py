@@ -5,10 +5,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import bool_array, integer
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def global_tokens(tokens: ArrayLike) -> MaskMod:
     """mask = is_global(q_idx) | is_global(kv_idx)
 

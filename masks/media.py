@@ -9,10 +9,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import bool_array, integer, integer_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest: bool = True) -> MaskMod:
     """mask = kv_idx // tokens_per_media == latest[b, q_idx]     (`<=` if not `only_latest`)
 
@@ -57,6 +59,7 @@ def interleaved_media(is_media: ArrayLike, tokens_per_media: int, *, only_latest
     return mask_mod
 
 
+@eager
 def media_intervals(intervals: ArrayLike, tokens_per_media: int) -> MaskMod:
     """mask = (q_idx >= intervals[m, 0]) & (q_idx < intervals[m, 1]),  m = kv_idx // tokens_per_media
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import positive_integers
 from flexjax.mod_tools.signatures import MaskMod, named
 
@@ -116,6 +117,7 @@ def natten_2d_tiled(canvas: Size2d, kernel: Size2d, tile: Size2d) -> MaskMod:
     return mask_mod
 
 
+@eager
 def natten_2d_morton(canvas: Size2d, kernel: Size2d) -> MaskMod:
     """mask = that of `natten_2d`, for tokens laid out along the Morton (Z-order) curve
 

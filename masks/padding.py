@@ -4,10 +4,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_or_vector
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def padding(lengths: ArrayLike) -> MaskMod:
     """mask = kv_idx < lengths[b]
 
@@ -37,6 +39,7 @@ def padding(lengths: ArrayLike) -> MaskMod:
     return mask_mod
 
 
+@eager
 def query_padding(lengths: ArrayLike) -> MaskMod:
     """mask = q_idx < lengths[b]
 
@@ -68,6 +71,7 @@ def query_padding(lengths: ArrayLike) -> MaskMod:
     return mask_mod
 
 
+@eager
 def left_padding(starts: ArrayLike) -> MaskMod:
     """mask = kv_idx >= starts[b]
 

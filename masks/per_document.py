@@ -5,10 +5,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_array
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def per_document(mask_mod: MaskMod, segment_ids: ArrayLike) -> MaskMod:
     """mask = (start[b, q_idx] == start[b, kv_idx]) & mask_mod(b, h, q_idx - start[b, q_idx], kv_idx - start[b, kv_idx])
 

@@ -8,10 +8,12 @@ from jax.errors import TracerArrayConversionError
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import batched_value_at, value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer_array, integer_or_vector
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def tree(parents: ArrayLike, context: ArrayLike = 0, *, queries_follow_context: bool = False) -> MaskMod:
     """mask = (kv_idx < context) | (node `kv_idx - context` is node `q_idx` or an ancestor of it)
 

@@ -4,10 +4,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from flexjax.mod_tools.array_reads import value_at
+from flexjax.mod_tools.eager_factories import eager
 from flexjax.mod_tools.factory_arguments import integer, integer_or_vector
 from flexjax.mod_tools.signatures import MaskMod, named
 
 
+@eager
 def sliding_window(window: ArrayLike) -> MaskMod:
     """mask = (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 

@@ -1,0 +1,33 @@
+"""`eager`: factories of mods whose arrays are known stay outside of the program that is being traced.
+
+`masks.document(ids)` may be called inside a jitted function with ids that are a numpy array. Each operation of jax.numpy would
+then be a part of the program and its result a traced array, so that the block lists of the mask would be made in every step
+although they are the same in all of them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import jax
+from jax.core import Tracer, eval_context
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def eager(factory: Callable[P, T]) -> Callable[P, T]:
+    """The factory, computed outside of any transformation and mesh if its arguments allow it: no argument is traced, nor an array
+    on several devices. Arguments that are functions are not looked into.
+    """
+
+    @functools.wraps(factory)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        """The factory's result for these arguments."""
+        given = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1) for x in given):
+            return factory(*args, **kwargs)
+        with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return factory(*args, **kwargs)
+
+    return run
