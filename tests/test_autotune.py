@@ -168,7 +168,7 @@ class Turns:
 def test_the_first_candidate_may_have_run_while_the_device_woke_up(
     monkeypatch: pytest.MonkeyPatch, steady: float
 ) -> None:
-    """The second is faster than the first was; it is chosen if it is when they are timed in turns."""
+    """The second is faster than the first was; it is chosen if it is when their times are interleaved."""
     turns = Turns(monkeypatch, (0.01, 0.01 * steady))
     found = flexjax.autotune(*qkv(), seconds=1e6, backward=False, cache=False)
     chosen = int(steady < time_tiles.MARGIN)

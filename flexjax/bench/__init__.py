@@ -7,7 +7,8 @@
     order.py     `--suite order`: fixed against any order of additions on a GPU
     mesh.py      `--suite mesh`: all devices of this machine beside one of them
     step.py      `--suite step`: a training step on packed documents, by attention
-    in_turns.py  wall-clock times of steps that take turns
+    interleaved.py
+                 interleaved wall-clock times of compiled steps
 
     device.py, inputs.py, kernel_times.py, gpu_peers.py, torch_flex.py
                  `--suite gpu`: device times, one process for each peer

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-PERIOD = 4_194_301
-"""Random arrays repeat that many normal numbers. It is prime, so that no two rows are equal."""
+from flexjax.bench.inputs import PERIOD
+
 WINDOW, SOFT_CAP, HIDDEN_DOCUMENT = 1024, 20.0, 3
 """Parameters of the mods "window", "soft cap" and "documents"."""
 MASKS, SCORE_MODS = ("documents", "window", "causal", "tree"), ("ALiBi", "soft cap", "relative table")
@@ -27,10 +27,10 @@ class DecodeCase:
 
     name                   for tables
     batch, keys            requests, and keys of each; with `mean`, the keys of the buffer
+    mod                    mask mod or score mod, in MASKS or SCORE_MODS; None without one
     q_len                  queries of each request
     q_heads, kv_heads, dim query heads, key heads, head dim of keys and values
-    mod                    mask mod or score mod, in MASKS or SCORE_MODS; None without one
-    copies                 caches that a step reads in turn, so that none stays in the L2
+    copies                 number of caches; a step reads each of them once, so that none stays in the L2 cache
     mean, longest          mean of lognormal lengths, one of which is `longest`; 0: full lengths
     page                   keys of a page; 0: the cache is contiguous
     stored                 dtype name of the cache; queries are bfloat16
@@ -44,11 +44,11 @@ class DecodeCase:
     name: str
     batch: int
     keys: int
+    mod: str | None = None
     q_len: int = 1
     q_heads: int = 32
     kv_heads: int = 8
     dim: int = 128
-    mod: str | None = None
     copies: int = 1
     mean: int = 0
     longest: int = 0
@@ -67,7 +67,10 @@ class DecodeCase:
         return found
 
     def counts(self, which: str) -> dict[str, float]:
-        """bytes: those of the keys and values that attention over one copy has to read; a shared prefix counts once."""
+        """{"bytes": n}: how many bytes of keys and values a call has to read from one of the caches; a shared prefix counts once.
+
+        which   not used, because the decode suite has one pass
+        """
         tokens = self.lengths().astype(float)
         if self.mod == "window":
             tokens = np.minimum(tokens, WINDOW + self.q_len - 1)
@@ -93,7 +96,7 @@ class DecodeCase:
         return sorted({0, self.batch - 1})
 
     def first_query(self) -> int:
-        """The position of the first query of a request of full length."""
+        """The position of the first query in a request that has `keys` keys: keys - q_len."""
         return self.keys - self.q_len
 
     def ancestors(self) -> np.ndarray:
@@ -104,13 +107,14 @@ class DecodeCase:
         return seen
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What all peers make their arrays of, in numpy: the normal numbers that query, key and value repeat (bfloat16), and the small
-        arrays.
+        """The numpy arrays, by name, from which every peer makes the arrays of its call.
 
-        lengths    int32 [batch]
-        ancestors  see above
-        slopes     float32 [q_heads], table float32 [q_heads, 2 * keys], ids int32 [batch, keys]: what the mods read
-        pages      int32 [batch, n], shuffled, for a cache in pages
+        query, key, value   bfloat16, flat: at most PERIOD normal numbers, which the arrays of the call repeat
+        lengths             int32 [batch]: keys of each request
+        ancestors           bool [q_len, q_len], see `ancestors`
+        slopes, table, ids  what the mods "ALiBi", "relative table" and "documents" read, where the case has them: float32 [q_heads],
+                            float32 [q_heads, 2 * keys], int32 [batch, keys]
+        pages               int32 [batch, keys // page], only for a cache in pages
         """
         import ml_dtypes  # jax brings it
 
@@ -132,33 +136,37 @@ class DecodeCase:
         return found
 
     def _pages(self, rng: np.random.Generator) -> np.ndarray:
-        """The pages of each request, int32 [batch, keys // page], in an order that is drawn; shared ones first."""
+        """The page numbers of each request in the order of its tokens, int32 [batch, keys // page]; which page of the pool holds what
+        is random. The first shared // page columns are the same for all requests.
+        """
         columns, common = self.keys // self.page, self.shared // self.page
         own = np.arange(self.batch * (columns - common)).reshape(self.batch, -1) + common
         order = rng.permutation(self.number_of_pages()).astype(np.int32)
         return order[np.concatenate([np.broadcast_to(np.arange(common), (self.batch, common)), own], 1)]
 
     def number_of_pages(self) -> int:
-        """P, the pages of the pool."""
+        """P, how many pages the pool has: those of all requests, with shared pages counted once."""
         return (self.batch * (self.keys - self.shared) + self.shared) // self.page
 
     def query_shape(self) -> tuple[int, ...]:
-        """[copies, batch, q_len, q_heads, dim]."""
+        """The shape of the queries of all copies: [copies, batch, q_len, q_heads, dim]."""
         return self.copies, self.batch, self.q_len, self.q_heads, self.dim
 
     def cache_shape(self) -> tuple[int, ...]:
-        """That of keys and of values: [copies, batch, keys, kv_heads, dim], or [P, page, kv_heads, dim] in pages."""
+        """The shape of the keys, and of the values: [copies, batch, keys, kv_heads, dim], or [P, page, kv_heads, dim] in pages."""
         if self.page:
             return self.number_of_pages(), self.page, self.kv_heads, self.dim
         return self.copies, self.batch, self.keys, self.kv_heads, self.dim
 
     def scale(self) -> float:
-        """What a number of a quantised cache is multiplied by: 5.5, about the largest normal number, is stored as the largest."""
+        """The factor from the stored numbers of a quantised cache to real ones, by which 5.5 (about the largest of PERIOD normal
+        numbers) is stored as the largest number of the dtype. Raises KeyError for a cache that is not quantised.
+        """
         return 5.5 / LARGEST[self.stored]
 
 
 class _Long(typing.TypedDict):
-    """Sizes of most cases."""
+    """The two sizes that most cases of the decode suite share."""
 
     batch: int
     keys: int

@@ -2,7 +2,7 @@
 
 A peer turns a case into a function of the arrays of the case by name -> the outputs of its copies, [B, T, N, D] each. cuDNN and tokamax get
 masks and biases as dense arrays that are made beforehand, since they have no other form for them: the time of making these is left
-out. What no length covers is NaN for flexjax and 0 for the others, which multiply it by 0.
+out. Keys and values past a length are NaN for flexjax, which must not read them, and 0 for the others, which multiply them by 0.
 """
 
 # pyright: reportMissingImports=false
@@ -42,15 +42,17 @@ Outs = tuple[Array, ...]
 Run = Callable[[Arrays], Outs]
 Measured = tuple[dict[str, typing.Any], dict[str, np.ndarray]]
 COMPILING = 4
-"""Cases that compile at a time."""
+"""How many cases compile at the same time."""
 
 
 # ------------------------------------------------------------------- arrays
 
 
 def make_arrays(case: DecodeCase, peer: str, given: Arrays) -> Arrays:
-    """The arrays of a call, from `case.arrays()`: query [copies, B, T, N, D]; key and value [copies, B, S, M, D] or in pages
-    [P, page, M, D]; the small arrays; and for the peers that need them mask, bool, or bias, bfloat16, [1 or B, 1 or N, T, S].
+    """The arrays of a call, by name: query [copies, B, T, N, D]; key and value [copies, B, S, M, D], or in pages [P, page, M, D]; the
+    small arrays of `given`; and for cuDNN and tokamax "mask", bool, or "bias", bfloat16, [1 or B, 1 or N, T, S].
+
+    given   the arrays of `case.arrays()`
     """
     made = dict(given)
     made["query"] = _repeated(given["query"], case.query_shape())
@@ -70,13 +72,16 @@ def make_arrays(case: DecodeCase, peer: str, given: Arrays) -> Arrays:
 
 
 def _repeated(numbers: Array, shape: tuple[int, ...]) -> Array:
-    """An array of that shape, which repeats the numbers."""
+    """An array of that shape, which repeats the flat array `numbers` as often as it has room for."""
     size = math.prod(shape)
     return jax.lax.slice(jnp.tile(numbers, -(-size // numbers.size)), (0,), (size,)).reshape(shape)
 
 
 def mods_of(case: DecodeCase, arrays: Arrays) -> tuple[ScoreMod | None, MaskMod | None]:
-    """(score_mod, mask_mod) of a case, for scalars and for arrays that broadcast."""
+    """(score_mod, mask_mod) of a case, None where it has none; they take scalars and arrays that broadcast.
+
+    arrays   those that the mods read, by the names of `case.arrays()`
+    """
     first = case.first_query()
     mods: dict[str, ScoreMod] = {
         "ALiBi": lambda s, b, h, q, k: s + arrays["slopes"][h] * (k - q),
@@ -95,7 +100,9 @@ def mods_of(case: DecodeCase, arrays: Arrays) -> tuple[ScoreMod | None, MaskMod 
 
 
 def _dense_mods(case: DecodeCase, given: Arrays) -> Arrays:
-    """The mask or the bias of a case, for all pairs; {} if it has none."""
+    """The mod of a case as a dense array [1 or B, 1 or N, T, S]: {"mask": bool}, {"bias": bfloat16}, or {} without a mod and for
+    "soft cap", which depends on the score.
+    """
     score_mod, mask_mod = mods_of(case, given)
     batch = case.batch if case.mod == "documents" else 1
     heads = case.q_heads if case.mod in SCORE_MODS else 1
@@ -113,7 +120,7 @@ def _dense_mods(case: DecodeCase, given: Arrays) -> Arrays:
 
 
 def flexjax(case: DecodeCase) -> Run:
-    """flexjax as a user calls it: flex_attention, or paged_attention for a cache in pages; on a GPU its kernels or nothing."""
+    """flexjax as a user calls it: flex_attention, or paged_attention for a cache in pages. On a GPU only its kernels may run."""
     import flexjax as package
     from flexjax import masks, paged
 
@@ -129,7 +136,7 @@ def flexjax(case: DecodeCase) -> Run:
         return {"score_mod": score_mod, "mask_mod": tree or mask_mod}
 
     def contiguous(arrays: Arrays) -> Outs:
-        """All caches, one after the other."""
+        """The outputs of all caches, [B, T, N, D] each, by one flex_attention a cache."""
         given = mods(arrays)
         if case.mean:
             given["key_value_seq_lengths"] = arrays["lengths"]
@@ -144,7 +151,7 @@ def flexjax(case: DecodeCase) -> Run:
         )
 
     def in_pages(arrays: Arrays) -> Outs:
-        """The cache in pages."""
+        """(out [B, T, N, D],) of the cache in pages, by paged_attention."""
         scales = [jnp.full(case.kv_heads, case.scale(), jnp.float32)] * 2 if case.stored in LARGEST else []
         cache = paged.PagedCache(arrays["key"], arrays["value"], *scales)
         table = paged.PageTable(arrays["pages"], arrays["lengths"], jnp.ones(case.number_of_pages(), jnp.int32))
@@ -176,10 +183,10 @@ def tokamax(case: DecodeCase) -> Run:
 
 
 def _each_copy(case: DecodeCase, attend: Callable[..., Array]) -> Run:
-    """The run of an attention function with the arguments of jax.nn.dot_product_attention."""
+    """The function that calls `attend` once for each cache; `attend` has the arguments of jax.nn.dot_product_attention."""
 
     def run(arrays: Arrays) -> Outs:
-        """All caches, one after the other."""
+        """The outputs of all caches, [B, T, N, D] each."""
         given = {name: arrays[name] for name in ("mask", "bias") if name in arrays}
         if case.mean:
             given["query_seq_lengths"] = jnp.full(case.batch, case.q_len, jnp.int32)
@@ -190,13 +197,13 @@ def _each_copy(case: DecodeCase, attend: Callable[..., Array]) -> Run:
 
 
 def jax_paged(case: DecodeCase) -> Run:
-    """cuDNN on pages, through the call that jax keeps for itself."""
+    """cuDNN on pages, through a function of jax that is not public."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     attend: Callable[..., typing.Any] = cudnn.paged_attention
 
     def run(arrays: Arrays) -> Outs:
-        """The cache in pages."""
+        """(out [B, T, N, D],) of the cache in pages."""
         pages = arrays["pages"][:, None, :, None]
         counts = jnp.full(case.batch, case.q_len, jnp.int32)
         out = attend(
@@ -220,13 +227,14 @@ PEERS: dict[str, Callable[[DecodeCase], Run]] = {
 
 
 def adapter(peer: str, cases: Sequence[DecodeCase]) -> Callable[[DecodeCase, str], Measured]:
-    """The function (case, folder) -> (the seconds of the call, how they were measured, and those of compiling; sample outputs) for
-    a name; the reference, whose name is REFERENCE, is not timed.
+    """The function (case, folder) -> (times, sample outputs by name) that measures `peer`; it takes each of the cases once.
 
-    cases   what will be measured, in this order; several compile at a time from now on
-    folder  of the run, which has the lock on the device
+    peer    a name of PEERS, or REFERENCE for the float32 reference, which is not timed: its times are {}
+    cases   what will be measured, in this order; COMPILING of them compile at a time from now on
+    folder  that of the run, which has the lock on the device
 
-    Raises ImportError at once if the peer is not installed.
+    The times are {"decode": seconds of one call, "how": how it was measured, "first_call": seconds of tracing and compiling}. Raises
+    ImportError at once if the peer is not installed.
     """
     if peer == TOKAMAX:
         import tokamax as _  # noqa: F401
@@ -234,7 +242,7 @@ def adapter(peer: str, cases: Sequence[DecodeCase]) -> Callable[[DecodeCase, str
     ahead = {case.name: threads.submit(compiled_case, peer, case) for case in cases}
 
     def measure(case: DecodeCase, folder: str) -> Measured:
-        """Runs the case alone on the device."""
+        """Measures a case while no other process uses the device; see `adapter`."""
         compiled = ahead.pop(case.name).result()
         with alone(folder):
             arrays = compiled.make(compiled.given)
@@ -264,7 +272,11 @@ class Compiled(typing.NamedTuple):
 
 
 def compiled_case(peer: str, case: DecodeCase, run: Run | None = None) -> Compiled:
-    """Compiles a case for a peer, or another call on the arrays of that peer."""
+    """Compiles the call of a peer on a case, and the function that makes its arrays.
+
+    peer   a name of PEERS or REFERENCE
+    run    compiled in place of the peer's call, on the same arrays; None: the peer's call
+    """
     given = typing.cast(Arrays, case.arrays())
     make = functools.partial(make_arrays, case, peer)
     maker = jax.jit(make).lower(given).compile()
@@ -280,13 +292,13 @@ def compiled_case(peer: str, case: DecodeCase, run: Run | None = None) -> Compil
 
 
 def reference(case: DecodeCase, arrays: Arrays) -> Outs:
-    """Dense attention of the requests case.entries() in the last cache, float32 [entries, T, N, D]."""
+    """(out,): dense attention of the requests case.entries() in the last cache, float32 [entries, T, N, D]."""
     with jax.default_matmul_precision("highest"):
         return (jnp.stack([dense(case, int(case.lengths()[b]), arrays, jnp.int32(b)) for b in case.entries()]),)
 
 
 def dense(case: DecodeCase, length: int, arrays: Arrays, b: Array) -> Array:
-    """out of request b in the last cache, float32 [T, N, D]. length: its keys."""
+    """out of request b in the last cache, float32 [T, N, D]; `length` is the number of its keys."""
     T, N, M, D = case.q_len, case.q_heads, case.kv_heads, case.dim
     query = arrays["query"][-1, b].astype(jnp.float32).reshape(T, M, N // M, D)
     key, value = (_keys_of(case, arrays, name, b)[:length] for name in ("key", "value"))

@@ -22,7 +22,8 @@ def measure(case: DecodeCase, folder: str) -> tuple[dict[str, Any], dict[str, np
 
     folder   the folder of the run, which has the lock on the device
 
-    Returns (the seconds of the call, how they were measured and the seconds of the first call; sample outputs).
+    Returns ({"decode": seconds of one call, "how": how it was measured, "first_call": seconds of compiling and the first call},
+    {"out": sample outputs, float32}).
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -67,7 +68,10 @@ def _repeated(numbers: np.ndarray, shape: tuple[int, ...]) -> Any:
 
 
 def _mods(case: DecodeCase, arrays: dict[str, Any]) -> tuple[Any, Any]:
-    """(score_mod, mask_mod) of a case as functions of torch tensors, None where it has none; q counts the queries of the call."""
+    """(score_mod, mask_mod) of a case as functions of torch tensors, None where it has none.
+
+    Their q counts the queries of the call from 0, as torch does. In a case with random lengths the mask hides the keys past a length.
+    """
     import torch
 
     first = case.first_query()

@@ -34,7 +34,7 @@ NOT_STARTED, NOT_INSTALLED = 3, 4
 def measure_all(
     suite: str, problems: Sequence[Problem], peers: list[str], together: bool, until: float, say: Callable[[str], None]
 ) -> tuple[list[Row], Row]:
-    """Measures all workloads with all peers; returns (the rows of the report, the versions of packages by name).
+    """Measures all workloads with all peers; returns (the rows of the report, see report.py; the device and versions by name).
 
     suite      name of the suite
     problems   the workloads
@@ -240,7 +240,7 @@ def main(argument: str) -> int:
 
 
 def _host(decode: bool, peer: str, problems: Sequence[Any]) -> tuple[Callable[..., Any], Row]:
-    """(the function (workload, folder) -> (result, samples) of a peer, the versions of packages by name).
+    """(the function (workload, folder) -> (result, samples) of a peer, the device and versions by name).
 
     decode     whether the suite is one of DECODE_SUITES
     problems   what will be measured, in this order

@@ -1,4 +1,4 @@
-"""What every peer (implementation) of the gpu suite uses: the same arrays, the same sample rows, and a lock on the GPU."""
+"""What every peer (implementation) uses: the same arrays, the same sample rows, and a lock on the GPU."""
 
 import contextlib
 import fcntl
@@ -10,6 +10,8 @@ import numpy as np
 from flexjax.bench.suites import MODS, Workload
 
 SAMPLE_ROWS = 16
+PERIOD = 4_194_301
+"""Large random arrays repeat that many normal numbers. It is prime, so that no two rows are equal."""
 REFERENCE = "reference"
 """The name under which the float32 reference runs, beside the names of the peers."""
 
@@ -33,15 +35,15 @@ def random_arrays(problem: Workload) -> tuple[dict[str, np.ndarray], np.ndarray 
     """Makes the random arrays of a workload as numpy arrays in the dtypes that they have on the device.
 
     Returns ({"q", "k", "v", "d_out": array [B, T, heads, D]}, the array that the score mod reads or None); d_out is the
-    cotangent of the output. Large arrays repeat a prime number of normal numbers, so that no two rows are equal, because
-    generating hundreds of millions of normal numbers takes longer than everything else.
+    cotangent of the output. Large arrays repeat PERIOD normal numbers, because generating hundreds of millions of them takes longer
+    than everything else.
     """
     import ml_dtypes  # jax brings it
 
     def fill(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """Normal numbers of that seed, in that shape and dtype."""
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-        size = min(int(np.prod(shape)), 4_194_301)
+        size = min(int(np.prod(shape)), PERIOD)
         return np.resize(np.random.default_rng((seed, 0)).standard_normal(size, np.float32).astype(kind), shape)
 
     heads = dict(q=problem.heads, k=problem.kv_heads, v=problem.kv_heads, d_out=problem.heads)

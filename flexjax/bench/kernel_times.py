@@ -12,8 +12,8 @@ Operand = jax.Array | dict[str, jax.Array] | None
 
 
 def _by_cupti(call: Callable[..., object], *operands: Operand, calls: int, aggregate: bool) -> typing.Any:
-    """For each call its kernels, (name, milliseconds) each, or with `aggregate` the sum of their milliseconds. Raises what jax's
-    profiler raises where CUPTI does not work.
+    """A list with an entry for each of `calls` calls: its kernels as (name, milliseconds), or with `aggregate` the sum of their
+    milliseconds. Raises what jax's profiler raises where CUPTI does not work.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -26,7 +26,9 @@ def _by_cupti(call: Callable[..., object], *operands: Operand, calls: int, aggre
 def kernel_times(call: Callable[..., object], *operands: Operand, calls: int = 20) -> dict[str, float]:
     """The seconds of each kernel of a call by its name, summed over its launches: medians over `calls` calls.
 
-    call   a jitted or compiled function. Raises what jax's profiler raises where CUPTI does not work.
+    call   a jitted or compiled function
+
+    Raises what jax's profiler raises where CUPTI does not work.
     """
     runs = _by_cupti(call, *operands, calls=calls, aggregate=False)
     times: dict[str, list[float]] = collections.defaultdict(list)

@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flexjax.bench.inputs import sample_rows
 from flexjax.bench.peers import PEERS
 from flexjax.bench.suites import SUITES, Workload
-
-SAMPLE_ROWS = 16
 
 
 def measure_apart(suite: str, problem: Workload, peer: str, which: str, timeout: float = 1800) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def measure(problem: Workload, peer: str, which: str) -> dict[str, Any]:
     start = time.perf_counter()
     results = call()
     compiled = time.perf_counter() - start
-    rows = _sample_rows(problem)
+    rows = sample_rows(problem.length)
     sample = [np.asarray(x[:, rows].astype(jnp.float32), np.float64) for x in results[:2]]
     del results  # so that the peak is that of one call
     times = _timed(call, problem.seconds)
@@ -111,11 +110,6 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _sample_rows(problem: Workload) -> np.ndarray:
-    """The positions of the queries whose results are compared: at most SAMPLE_ROWS, spread evenly."""
-    return np.linspace(0, problem.length - 1, min(SAMPLE_ROWS, problem.length)).astype(int)
-
-
 def _error(problem: Workload, sample: list[np.ndarray]) -> float:
     """The largest error of out and of the gradient of q at the sample rows, relative to the largest value; inf for NaN or
     infinity.
@@ -123,7 +117,7 @@ def _error(problem: Workload, sample: list[np.ndarray]) -> float:
     sample   out and, if the pass has it, the gradient of q, float64 [B, sample rows, N, D]
     """
     worst = 0.0
-    for got, want in zip(sample, rows_by_numpy(problem, _sample_rows(problem)), strict=False):
+    for got, want in zip(sample, rows_by_numpy(problem, sample_rows(problem.length)), strict=False):
         if not np.isfinite(got).all():
             return math.inf
         worst = max(worst, float(np.abs(got - want).max() / np.abs(want).max()))

@@ -23,7 +23,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flexjax
 from flexjax import masks
-from flexjax.bench.in_turns import milliseconds
+from flexjax.bench.interleaved import milliseconds
+from flexjax.bench.suites import document_ids
 from flexjax.types import MaskMod, ScoreMod
 
 AXIS = "devices"
@@ -40,19 +41,23 @@ class Compiled(typing.NamedTuple):
     arrays: Arrays
 
     def collectives(self) -> str:
-        """The collectives in the compiled program, with their number."""
+        """The collectives in the compiled program with their number, such as "2 all-gather, 1 all-reduce"; "none" without any."""
         text = self.step.as_text()
         counts = {name: len(re.findall(rf"= [^=]*\b{name}(?:-start)?\(", text)) for name in COLLECTIVES}
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
 
     def megabytes(self) -> float:
-        """What one device needs for arguments, results and temporaries, 10^6 bytes."""
+        """The memory that one device needs for arguments, results and temporaries, in units of 10^6 bytes."""
         used = self.step.memory_analysis()
         return (used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes) / 1e6
 
 
 def both_passes(attend: Attend, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> typing.Any:
-    """Compiles out and the gradients of all arrays but the last, which is the cotangent of out."""
+    """The compiled function of the arrays that returns (out, gradients of all arrays but the last).
+
+    attend   from all arrays but the last to out
+    arrays   those of the call, or their types; the last is the cotangent of out
+    """
 
     def step(*given: jax.Array) -> typing.Any:
         """(out, gradients of all arrays but the last)."""
@@ -77,7 +82,10 @@ def mesh_of_all(kind: AxisType) -> jax.sharding.Mesh:
 
 
 def batch_and_heads(tokens: int) -> None:
-    """Prints the table of splits that need nothing written."""
+    """Prints the table "batch and heads": splits of the arrays alone, for which a user writes nothing in the call.
+
+    tokens   number of queries and of keys
+    """
     count = len(jax.devices())
     print(
         "| split | axes | one device on its share, ms | all, ms | efficiency | collectives |\n|---|---|---:|---:|---:|---|"
@@ -103,16 +111,10 @@ def batch_and_heads(tokens: int) -> None:
 # ------------------------------------------------------------------- sequence
 
 
-def document_ids(tokens: int, count: int) -> np.ndarray:
-    """int32 [tokens]: so many documents of random lengths, one after the other."""
-    ends = np.sort(np.random.default_rng(0).choice(tokens - 1, count - 1, replace=False) + 1)
-    return np.searchsorted(ends, np.arange(tokens), side="right").astype(np.int32)
-
-
 def masks_of_sequence(tokens: int) -> dict[str, MaskMod]:
-    """The masks of the table, by name."""
+    """The mask mods of the table "sequence" by their name in the table, for sequences of `tokens` tokens."""
     window = max(1, tokens // 32)
-    ids = document_ids(tokens, 22)
+    ids = document_ids(tokens, 22, seed=0)
     return {
         "causal": masks.causal,
         f"window {window}": flexjax.and_masks(masks.causal, masks.sliding_window(window)),
@@ -121,15 +123,20 @@ def masks_of_sequence(tokens: int) -> dict[str, MaskMod]:
 
 
 def learned_bias(table: jax.Array, tokens: int) -> ScoreMod:
-    """Adds an entry of the table [heads, 2 * tokens] for the distance between query and key."""
+    """The score mod that adds table[h, q - k + tokens] to the score; the table is [heads, 2 * tokens]."""
     return lambda score, b, h, q, k: score + table[h, q - k + tokens]
 
 
 def on_one(mask_mod: MaskMod, arrays: Arrays, table: jax.Array | None) -> Compiled:
-    """Both passes of the whole problem on the first device."""
+    """Both passes of the whole problem on the first device.
+
+    arrays   query, key, value and the cotangent of out, [1, T, heads, D]
+    table    of `learned_bias`; None: no score mod
+    """
     tokens = arrays[0].shape[1]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+        """out, with the learned bias if its table is given."""
         return flexjax.flex_attention(
             q, k, v, mask_mod=mask_mod, score_mod=learned_bias(bias[0], tokens) if bias else None
         )
@@ -141,11 +148,16 @@ def on_one(mask_mod: MaskMod, arrays: Arrays, table: jax.Array | None) -> Compil
 def on_all(
     mask_mod: MaskMod, arrays: Arrays, table: jax.Array | None, layout: flexjax.ContextLayout, method: str
 ) -> Compiled:
-    """Both passes with the sequence split over all devices; call it with the mesh set."""
+    """Both passes with the sequence split over all devices; call it with the mesh set.
+
+    arrays, table   as for `on_one`: whole arrays, which are permuted by `layout` here
+    method          that of ContextParallel
+    """
     tokens, mesh = arrays[0].shape[1], jax.sharding.get_mesh()
     context = flexjax.ContextParallel(AXIS, layout, method=typing.cast(typing.Any, method))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+        """out, permuted, with the learned bias if its table is given."""
         score_mod = learned_bias(bias[0], tokens) if bias else None
         return flexjax.flex_attention(q, k, v, mask_mod=mask_mod, score_mod=score_mod, context=context)
 
@@ -169,7 +181,7 @@ def error(one: Compiled, every: Compiled, layout: flexjax.ContextLayout) -> floa
 
 
 def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
-    """Prints the table of split sequences."""
+    """Prints the table "sequence", for one batch entry of `tokens` tokens with `heads` heads of head dim `dim`."""
     count = len(jax.devices())
     arrays = draw(1, tokens, heads, dim)
     table = 0.1 * jax.random.normal(jax.random.key(1), (heads, 2 * tokens), jnp.float32)
@@ -209,7 +221,9 @@ def sequence(tokens: int, heads: int = 8, dim: int = 128) -> None:
 
 
 def memory(tokens: int, heads: int = 8, dim: int = 128) -> None:
-    """Prints what a ring over all devices needs for `tokens` tokens a device, beside one device with as many."""
+    """Prints the memory of a device in a ring over all devices with `tokens` tokens on each, beside that of one device alone with
+    `tokens` tokens.
+    """
     count = len(jax.devices())
     shape = lambda n: tuple(jax.ShapeDtypeStruct((1, n, heads, dim), jnp.bfloat16) for _ in range(4))
     attend = lambda q, k, v: flexjax.flex_attention(q, k, v, mask_mod=masks.causal)
@@ -228,7 +242,7 @@ def memory(tokens: int, heads: int = 8, dim: int = 128) -> None:
 
 
 def layouts(lengths: Sequence[int]) -> None:
-    """Prints the seconds that layouts take on the host."""
+    """Prints how many seconds `context_layout` takes on the host, for each sequence length of `lengths` and each mask."""
     print("\n| tokens | causal, s | window, s | 22 documents, s |\n|---|---:|---:|---:|")
     for tokens in lengths:
         taken = []

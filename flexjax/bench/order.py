@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import flexjax
 from flexjax import masks
 
-TURNS, SECONDS = 5, 0.02
+ROUNDS, SECONDS = 5, 0.02
 """Number of measurements of each order, and the least duration of one in seconds."""
 FEW = 4 * 132
 """Heads times key tiles; below this number the CTAs fill the SMs of an H100 or H200 fewer than four times."""
@@ -107,14 +107,14 @@ def seconds(case: Case, both: tuple[Compiled, Compiled]) -> tuple[float, float]:
 
     both   the compiled passes, fixed order first
 
-    Each is the median of TURNS measurements, which alternate between the two orders.
+    Each time is the median of ROUNDS measurements, which alternate between the two orders.
     """
     keys = jax.random.split(jax.random.key(case.tokens), 4)
     q, k, v, d_out = (jax.random.normal(key, (1, case.tokens, case.heads, case.dim), jnp.bfloat16) for key in keys)
     pulls = [compiled.forward(q, k, v) for compiled in both]
     times: tuple[list[float], list[float]] = ([], [])
     jax.block_until_ready([compiled.backward(pull, d_out) for compiled, pull in zip(both, pulls, strict=True)])
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         for compiled, pull, taken in zip(both, pulls, times, strict=True):
             count, begin = 0, time.perf_counter()
             while count < 2 or time.perf_counter() - begin < SECONDS:

@@ -22,7 +22,7 @@ import numpy as np
 
 import flexjax
 from flexjax import masks
-from flexjax.bench.in_turns import milliseconds
+from flexjax.bench.interleaved import milliseconds
 from flexjax.bench.suites import document_ids
 
 Array = jax.Array
@@ -93,8 +93,8 @@ ATTENTIONS: dict[str, Callable[[Array], Attention]] = {
     OWN_XLA: functools.partial(by_flexjax, implementation="xla"),
     DENSE: functools.partial(dense_mask, implementation="xla"),
 }
-"""What is timed, from the documents of the tokens (int32 [T]) to attention; in this order, so that the first are there when the time
-ends."""
+"""What is timed, by name: a function from the document of each token (int32 [T]) to an attention. They are timed in this order, so that
+the first ones are done when the time ends."""
 OTHER_MODELS = (NONE, CUDNN)
 """Those that do not compute attention inside documents."""
 REFERENCES = (DENSE, CUDNN_DENSE, OWN_XLA)
@@ -129,12 +129,14 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
     """
 
     def loss(weights: Weights, tokens: Array, target: Array, ids: Array) -> Array:
-        """The mean square of what the layers miss of the target."""
+        """The mean squared difference between the normalised output of the layers and the target, a scalar."""
         attend = make_attention(ids)
 
         @jax.checkpoint
         def layer(x: Array, stored: Weights) -> tuple[Array, None]:
-            """One layer: attention and the MLP, each on normalised input and added to x."""
+            """(x after one layer, None): attention and the MLP, each on normalised input and added to x; `stored` is this layer's part of
+            the weights.
+            """
             w = {name: array.astype(jnp.bfloat16) for name, array in stored.items()}
             y = normalised(x)
             heads = (*y.shape[:-1], size.heads, size.width // size.heads)
@@ -146,7 +148,7 @@ def make_step(size: Size, make_attention: Callable[[Array], Attention]) -> Calla
         return jnp.mean((normalised(x).astype(jnp.float32) - target) ** 2)
 
     def step(weights: Weights, tokens: Array, target: Array, ids: Array) -> tuple[Weights, Weights]:
-        """One step of gradient descent."""
+        """One step of gradient descent: (new weights, numbers to compare), as `make_step` says."""
         value, gradients = jax.value_and_grad(loss)(weights, tokens, target, ids)
         new = jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
         norms = {name: jnp.linalg.norm(gradients[name]) for name in ("query", "key", "value")}
@@ -222,7 +224,7 @@ def main(small: bool = False, minutes: float = 60) -> int:
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, flexjax {flexjax.__version__}\n"
         f"{size.layers} layers, width {size.width}, {size.heads} heads, {size.tokens} tokens of {size.documents} documents; medians of "
-        "wall-clock time, in turns\n\n"
+        "interleaved wall-clock times\n\n"
         "| attention | step, ms | of that attention, ms | step / that of flexjax | largest error |\n|---|---:|---:|---:|---:|"
     )
     for name in ATTENTIONS:

@@ -1,6 +1,6 @@
 """Compiling many calls in child processes: a compiler that ends its process, or never ends, costs one call and not the others.
 
-A child prints `begin NAME`, what it likes, and a line that begins with ok, refused or FAIL, for each of its arguments in turn.
+A child prints `begin NAME`, what it likes, and a line that begins with ok, refused or FAIL, for one of its arguments after the other.
 """
 
 import os

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexjax.bench import __main__ as command
-from flexjax.bench import measure, report, suites
+from flexjax.bench import inputs, measure, report, suites
 from flexjax.bench.peers import PEERS
 
 TINY = suites.SUITES["tiny"]
@@ -52,7 +52,7 @@ def test_every_peer_computes_the_same_attention(problem: suites.Workload, peer: 
 
 def test_the_error_check_sees_an_error():
     problem = TINY[0]
-    out, d_q = measure.rows_by_numpy(problem, measure._sample_rows(problem))
+    out, d_q = measure.rows_by_numpy(problem, inputs.sample_rows(problem.length))
     assert measure._error(problem, [out, d_q]) == 0.0
     assert measure._error(problem, [out, d_q * 1.01]) == pytest.approx(0.01)
     out[0, 0] = np.nan

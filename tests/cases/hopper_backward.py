@@ -97,7 +97,7 @@ FUSED: dict[str, dict[str, typing.Any]] = {
     "full": {},
     "lists": {"mask": lambda b, h, q, k: q // 128 >= k // 128, "kv_heads": 1},
     "half a block of threads past the end": BACKWARD["half a block of threads past the end"],
-    # from each tile of keys, blocks with and without a mask in turn; nobody reads the last tile of keys
+    # from each tile of keys, blocks with and without a mask alternate; nobody reads the last tile of keys
     "runs": {
         "mask": lambda b, h, q, k: ((q // 128 % 2 == 0) | ((q + k) % 3 > 0)) & (k < 256), "kv_len": 384, "q_len": 512,
         "heads": 1,

@@ -3,7 +3,7 @@
 Not collected by pytest: it needs two GPUs or more. For each case (bfloat16, head dim 128) it prints the time of forward and backward pass
 on one GPU and on all, the speed over GPUs x that of one, what a device receives, how even the work is, and how far outputs and
 gradients are from those of one GPU. Then the memory of a long call by "ring" over that of a quarter (or half) of it on one GPU, from
-XLA's account of the compiled programs. Times are wall-clock, the median over rounds in which both programs take turns.
+XLA's account of the compiled programs. Times are wall-clock, interleaved: the median over rounds that run both programs.
 
     --tokens N        sequence length (131072)
     --heads N         query and key heads (8)

@@ -1,7 +1,7 @@
 """Cost and error of exact gradients of captured arrays on a GPU: `PYTHONPATH=. python3 tools/device/time_exact_gradients.py`.
 
 Not collected by pytest. Each line is one program whose captured array is differentiated, bfloat16, both passes: milliseconds
-with and without what rounding took from out (medians of rounds in turns), their ratio, and the relative error of the captured
+with and without the rounding error of out (medians of interleaved rounds), their ratio, and the relative error of the captured
 array's gradient against that of the same inputs in float32 by xla, at the first 2048 tokens.
 """
 

@@ -1,6 +1,6 @@
 """Times and checks float32 attention on a GPU beside dense attention of XLA: `PYTHONPATH=. python3 tools/device/time_float32.py`.
 
-Not collected by pytest. Both run at the default precision, in turns in one process: flex_attention on the kernels, and
+Not collected by pytest. Both run at the default precision, interleaved in one process: flex_attention on the kernels, and
 jax.nn.dot_product_attention(implementation="xla"), with the bias as an array where the call has a score_mod (dense attention in plain
 jnp for sinks, which jax.nn lacks). Errors are relative in norm, against dense attention at precision "highest": out alone after the
 forward pass; after both passes the largest over out and all gradients, those of slopes, tables and sinks included. About 90 s on an
@@ -120,8 +120,8 @@ def cases(tokens: int) -> list[Case]:
     ]
 
 
-def in_turns(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
-    """Median seconds of each call: in each round every call in turn, `each` times back to back."""
+def interleaved_seconds(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
+    """Median seconds of each call: each round measures every call, `each` times back to back."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, found in zip(calls, times, strict=True):
@@ -167,7 +167,7 @@ def measure(case: Case, interpret: bool) -> list[str]:
         calls = pair if interpret else [jax.jit(f) for f in pair]  # the simulator takes eager calls alone
         errors = [error(call(*given), want) for call in calls]
         run = lambda call, given: lambda: call(*given)
-        times = [0.0, 0.0] if interpret else in_turns([run(call, given) for call in calls])
+        times = [0.0, 0.0] if interpret else interleaved_seconds([run(call, given) for call in calls])
         lines.append(
             f"{case.name:<18} {name:<8} {times[0] * 1e3:8.3f} ms  dense {times[1] * 1e3:8.3f} ms  "
             f"{times[1] / max(times[0], 1e-9):5.2f} times  error {errors[0]:.1e}  dense {errors[1]:.1e}"

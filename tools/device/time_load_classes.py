@@ -1,15 +1,15 @@
 """What each class of captured reads costs on a GPU: `PYTHONPATH=. python3 tools/device/time_load_classes.py`.
 
 Not collected by pytest. Causal attention without a mod and with one mod for each load class (docs/writing_mods.md), forward, and forward
-and backward pass together with the gradient of the captured array. The programs run in turns in one process, several calls back to back a
-turn, and a cost is the median over the rounds of a program's time by that of plain attention in the same round. Prints the table of
+and backward pass together with the gradient of the captured array. The programs run interleaved in one process, several calls back to
+back, and a cost is the median over the rounds of a program's time by that of plain attention in the same round. Prints the table of
 docs/writing_mods.md, whole, after each head dim. About 80 s on an H200, of which most is compilation.
 
     --tokens N        sequence length (8192)
     --heads N         (16)
     --dims TEXT       head dims, by commas (128,64)
     --classes TEXT    those whose names contain one of these, by semicolons
-    --rounds N        turns of each program (7)
+    --rounds N        measurements of each program (7)
     --threads N       programs that are compiled at a time (8)
 """
 

@@ -211,7 +211,7 @@ def test_a_period_of_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gradients_close(made.gradients(), made.expected, tolerance=3e-2)
 
 
-def test_many_lists_in_turns_of_heads_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_lists_a_few_heads_at_a_time_with_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_lists, "LISTS_WANTED", 1)
     monkeypatch.setattr(capture_gradients, "LISTS_AT_ONCE", 2)
     monkeypatch.setattr(capture_scatter, "SORTED_AT_ONCE", 100)

@@ -1,4 +1,4 @@
-"""Wall-clock times of compiled steps that are measured in turns, so that what slows the machine for a while slows all of them."""
+"""Interleaved wall-clock times of compiled steps: each round measures every step, so that a slow phase of the machine slows all."""
 
 import statistics
 import time
@@ -8,14 +8,17 @@ from collections.abc import Sequence
 import jax
 
 ROUNDS, SECONDS = 5, 0.1
-"""Number of measurements of each step, and the least duration of one in seconds."""
+"""Number of measurements of each step, and the least duration of a measurement in seconds."""
 
 Step = tuple[typing.Any, tuple[typing.Any, ...]]
 """A compiled function and the arguments that it is called with."""
 
 
 def milliseconds(steps: Sequence[Step]) -> list[float]:
-    """The median time of each step, in rounds that run every step in turn, two calls back to back at a time."""
+    """The median milliseconds of one call of each step, over ROUNDS rounds after two calls that are not timed.
+
+    Each round measures every step once: pairs of back-to-back calls, for at least SECONDS.
+    """
     times: list[list[float]] = [[] for _ in steps]
     for step, arrays in steps:
         jax.block_until_ready([step(*arrays) for _ in range(2)])
