@@ -4,8 +4,8 @@
     tangent    operands, out, lse, tangents      -> tangents of out and lse; linear in the tangents
     backward   operands, out, lse, cotangents    -> cotangents of the wanted operands; the transpose of tangent
 
-If 16-bit inputs and captured arrays that have a tangent meet (`exact_captures`), forward also returns what rounding took from
-out, and the other two have it as an argument after lse (Results.rounding).
+If inputs have 16 bits and a captured array has a tangent (`exact_captures`), forward also returns the rounding error of out
+(Results.rounding), and the other two primitives take it as an argument after lse.
 
 Each primitive has one static parameter, the problem (plan/problem.py). The rules:
 
@@ -94,14 +94,14 @@ def _forward(*flat: Array, run: Run, problem: Problem) -> list[Array]:
     """
     results = run.backend.forward(run.plan, problem.operands(flat), run.target)
     out, rounding = results.out, results.rounding
-    if problem.plan.partial:  # kernels may round the out of a part
+    if problem.plan.partial:  # kernels may round the out of a partial plan
         out, rounding = results.float32_out, None
     results = results._replace(out=out.astype(problem.plan.out_dtype), rounding=rounding)
     return [x for x in results if x is not None]
 
 
 def _choose_forward(target: Target, problem: Problem) -> Run:
-    """Chooses the backend of the forward pass; warns if a call on a GPU or TPU leaves its kernels unasked."""
+    """Chooses the backend of the forward pass; warns of a fallback."""
     run = dispatch.choose(problem.plan, problem.implementation, target)
     dispatch.warn_of_fallback(problem, dispatch.FORWARD, run)
     return run
@@ -132,7 +132,7 @@ def _tangent_shapes(avals: Sequence[core.ShapedArray], problem: Problem, moving:
 def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...]) -> list[Array]:
     """The code of `tangent`, on xla: the tangents of out and lse.
 
-    moving   which movable operands have a tangent, in the order of Operands.movable; those tangents end the arguments
+    moving   which movable operands have a tangent, in the order of Operands.movable; their tangents are the last arguments
     """
     operands, results, tangents = _split(problem, flat)
     moved = Gradients.of(_spread(tangents, moving))
@@ -141,7 +141,7 @@ def _tangent(*flat: Array, run: Run, problem: Problem, moving: tuple[bool, ...])
 
 
 def _choose_tangent(target: Target, problem: Problem, moving: tuple[bool, ...]) -> Run:
-    """The choice of the xla backend, the only one with forward mode; warns if that leaves the kernels of a GPU or TPU."""
+    """Chooses xla, the only backend with forward mode; warns of a fallback."""
     run = dispatch.on_xla(problem.plan, target, "The kernels compute reverse mode only.")
     dispatch.warn_of_fallback(problem, dispatch.TANGENT, run)
     return run
@@ -180,10 +180,10 @@ def _backward(*flat: Array, run: Run, problem: Problem, wanted: tuple[bool, ...]
 
 
 def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...], has_lse: bool) -> Run:
-    """Chooses the backend of the backward pass; warns if a call on a GPU or TPU leaves its kernels unasked.
+    """Chooses the backend of the backward pass; warns of a fallback.
 
-    The warning names the gradients of captured arrays if another backend would compute the other gradients without
-    them. Raises ValueError if score_mod has no derivative.
+    The warning says that the gradients of captured arrays are the reason, if another backend would be chosen without them. Raises
+    ValueError if score_mod has no derivative.
     """
     asked = problem.plan, problem.implementation, target
     run = dispatch.choose_backward(*asked, Wanted.of(wanted), problem.needed_derivative())
@@ -198,7 +198,7 @@ def _choose_backward(target: Target, problem: Problem, wanted: tuple[bool, ...],
 
 
 def _spread(values: Sequence[Array], present: Sequence[bool]) -> list[Array | None]:
-    """The values, one for each True in `present`, with None for each False."""
+    """A list as long as `present`: the next of `values` for each True, None for each False."""
     rest = iter(values)
     return [next(rest) if p else None for p in present]
 
@@ -219,8 +219,8 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     `tangent`; that of max_scores, where the plan asks for it, is zeros.
 
     `tangent` gets the tangents of movable operands that are not known to be zero, and `moving`, which operands these
-    are. If there are none, it is not bound and all tangents are zeros. out, lse and rounding get their names for
-    checkpoint policies here: rounding that of out, because a policy that saves out needs both.
+    are. If there are none, it is not bound and all tangents are zeros. out and lse get their names for checkpoint policies here;
+    rounding gets the name of out, because a policy that saves out needs both.
     """
     indices = problem.arrange(range(len(primals))).movable
     moving = [None if i is None or is_zero(tangents[i]) else tangents[i] for i in indices]
@@ -234,7 +234,7 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
     if moved_problem.plan.returns_rounding:
         rounding = [checkpoint_name(others.pop(), "flexjax_out")]
     elif moved_problem.plan.exact_captures:
-        rounding = [jnp.zeros_like(out)]  # the out of a part is not rounded
+        rounding = [jnp.zeros_like(out)]  # the out of a partial plan is not rounded
     given = [ad.instantiate_zeros(m) for m in moving if m is not None]
     if given:
         moved = tangent_p.bind(*primals, out, lse, *rounding, *given, problem=moved_problem, moving=present)
@@ -246,7 +246,10 @@ def _forward_jvp(primals: Sequence[Array], tangents: Sequence[object], *, proble
 
 
 def _refuse_gradients_of_cache(problem: Problem, tangents: Sequence[object]) -> None:
-    """Raises NotImplementedError if keys or values in pages, or their scales, have one of the tangents of the operands."""
+    """Raises NotImplementedError unless keys and values in pages, and their scales, have tangents that are known to be zero.
+
+    tangents   one for each operand, in the order of the operands' leaves
+    """
     given = problem.arrange(list(tangents))
     if not all(is_zero(t) for t in (given.key, given.value, *(given.scales or ()))):
         raise NotImplementedError(
@@ -280,9 +283,8 @@ def _tangent_transpose(
     has_lse = not is_zero(d_lse)
     given = [d_out, *([d_lse] if has_lse else [])]
     gradients = backward_p.bind(*fixed, *given, problem=problem, wanted=moving, has_lse=has_lse)
-    return nothing + [
-        g.astype(x.aval.dtype) for g, x in zip(gradients, flat[n:], strict=True)
-    ]  # of a part, they are not rounded
+    # the gradients of a partial plan are in the score dtype
+    return nothing + [g.astype(x.aval.dtype) for g, x in zip(gradients, flat[n:], strict=True)]
 
 
 ad.primitive_jvps[forward_p] = _forward_jvp

@@ -101,8 +101,8 @@ def autotune(
     query, key, value, return_aux, implementation, **arguments
                  as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
                  dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths, key_value_seq_lengths,
-                 origin, precision; random numbers are timed in place of a jax.ShapeDtypeStruct, full lengths in place of that of lengths. The
-                 first backend that accepts the call is the one that is timed
+                 origin, precision. An array may be a jax.ShapeDtypeStruct: random numbers take its place, and full lengths take the
+                 place of lengths. The first backend that accepts the call is the one that is timed
     backward     whether tiles of the backward pass are searched too
     seconds      time after which no further candidate begins; the first candidate is always timed
     cache        True: write the fastest tiles to the user's file, where flex_attention finds them; a path: to that file;
@@ -191,8 +191,8 @@ def _search(
 
     call       the call whose tiles are searched
     timed      the choice of the backend whose candidates are timed
-    backward   whether the backward pass is searched too, with the fastest forward tile; it may be run by another
-               backend that `timed` refuses the gradients to
+    backward   whether the backward pass is searched too, with the fastest forward tile. If `timed` refuses the gradients, the
+               candidates are those of the backend that computes them
     until      the time of `time_tiles.clock` at which no further candidate begins; the forward search leaves the backward search
                60% of it
     cache, progress   as for `autotune`
@@ -242,8 +242,8 @@ def _search(
 
 
 def _tiles(timed: Run, plan: KernelPlan, which: str) -> list[Tile]:
-    """The candidates for the pass `which` ("forward" or "backward"): those of the backend, each without the options that the
-    plan's own options fix; no two are equal.
+    """The different candidates for the pass `which` ("forward" or "backward"): those of the backend, each without the options that
+    the plan's own options fix. A candidate may be {}.
     """
     open_options = [n for n in tuned.PASSES[which] if getattr(plan.options, n) is None]
     every = timed.backend.tile_candidates(plan, timed.target)

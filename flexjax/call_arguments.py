@@ -51,9 +51,9 @@ DEFAULTS: Arguments[ArrayArgument] = {"layout": "BTNH", "dropout_rate": 0.0, "br
 def check_keywords(function: str, given: dict[str, typing.Any]) -> None:
     """Raises TypeError unless every keyword `given` to a function is one of Arguments, and NotImplementedError for `context`.
 
-    function   the name of the function, which takes the keywords of flex_attention for one device
+    function   the name of the function that the user called, for the message
 
-    A `context` of None is removed from `given`, because it is that of a call on one device.
+    A `context` of None is removed from `given`: it is the default of flex_attention, and means one device.
     """
     if given.get("context") is not None:
         raise NotImplementedError(
@@ -69,7 +69,8 @@ def refuse_unknown_keywords(
 ) -> None:
     """Raises TypeError if one of the keywords `given` to a function is not among `known`.
 
-    function   the name of the function, which takes the keywords of the function `of`, for the message
+    function   the name of the function that the user called, for the message
+    known      the keywords that it takes, which are those of the function `of`
     """
     unknown = sorted(set(given) - set(known))
     if unknown:

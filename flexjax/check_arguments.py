@@ -308,8 +308,11 @@ def both_masks() -> ValueError:
 
 
 def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
-    """Raises ValueError unless `mask` is one BlockMask (no stack) made for the lengths of the inputs, and for their
-    batch and heads or for 1 of each that its mask does not read. Its lists must not have symbolic widths.
+    """Raises ValueError unless `mask` is a BlockMask that fits the inputs.
+
+    It must be a single block mask and not a stack, be made for the query and key lengths of the inputs, and have lists without symbolic
+    widths. Its batch must be that of the inputs, or 1 if its mask does not read b; its heads must be the query heads, or 1 if its mask
+    does not read h.
 
     layout   that of the call, for the message
     """
@@ -354,20 +357,21 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
 
 
 def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
-    """The arguments query_seq_lengths and key_value_seq_lengths of a call; see `clipped_lengths`."""
+    """The arguments query_seq_lengths and key_value_seq_lengths of a call with these inputs; see `clipped_lengths`."""
     return clipped_lengths(query, key, inputs.batch, inputs.q_len, inputs.kv_len)
 
 
 def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: int) -> Lengths | None:
     """The arguments query_seq_lengths and key_value_seq_lengths as int32 [B], clipped to 0 .. T and 0 .. S; None without either.
 
-    Raises ValueError for anything but an int, an integer scalar or an integer array [B]. The numbers themselves are not looked at.
+    Raises ValueError for anything but an int, an integer scalar or an integer array [B]. Numbers out of range are clipped without an
+    error, because they may be traced.
     """
     if query is None and key is None:
         return None
 
     def checked(name: str, given: object, most: int) -> Array | None:
-        """One of the two arguments; None for None."""
+        """The argument `name`, whose value is `given`, clipped to 0 .. `most`, as int32 [B]; None for None."""
         if given is None:
             return None
         is_int = isinstance(given, int) and not isinstance(given, bool)

@@ -55,10 +55,10 @@ Array = jax.Array
 
 
 class Given(typing.NamedTuple):
-    """The arguments of flex_attention.
+    """The arguments of flex_attention, but `context`.
 
-    arguments   the keywords that say what is computed
-    names       backends to ask, in order
+    arguments   the keywords of call_arguments.Arguments, by name
+    names       backends to ask, in order; None: the default order
     text        the user's call in a line
     """
 
@@ -74,10 +74,13 @@ class Given(typing.NamedTuple):
 class Built(typing.NamedTuple):
     """A call with `context=` that is checked and planned.
 
-    prepared   the call without its mask (prepare.py)
-    decision   how keys travel
-    known      the block lists of its stages; None where devices make them
-    existing   the rows that exist, if the call has lengths
+    placed           where it runs
+    prepared         the call without its mask (prepare.py)
+    decision         how keys travel
+    known            the block lists of its stages; None where the devices make them when the program runs
+    call             what is static: the parameter of the primitives of context_primitives.py
+    operands, tables the arrays of the call, and the arrays that say which blocks each device has, sends and receives
+    existing         the rows that exist; None without lengths
     """
 
     placed: "Placed"
@@ -91,7 +94,7 @@ class Built(typing.NamedTuple):
 
 
 def attention(context: object, given: Given) -> Results:
-    """The results of a call with `context=`."""
+    """The results of a call with `context=`; `context` is that argument, not checked yet. Raises what `build` raises."""
     placed, _, _, _, call, operands, tables, existing = build(context, given)
     if placed.kind == AxisType.Explicit:
         assert placed.split is not None
@@ -104,6 +107,8 @@ def attention(context: object, given: Given) -> Results:
 
 def build(context: object, given: Given) -> Built:
     """Checks and plans a call. The mask is traced here, for the whole sequence; `prepare` prepares the rest.
+
+    context   the argument of that name, not checked yet
 
     Raises what flex_attention raises for arguments that do not fit.
     """
@@ -154,7 +159,14 @@ class Placed:
 
 
 def place(given: object, query: Array, key: Array, layout_name: str, origin: Origin | OriginTable | None) -> Placed:
-    """Where the call runs. Raises ValueError for axes, layouts and arrays that do not fit each other."""
+    """Finds where the call runs.
+
+    given         the argument context, not checked yet
+    layout_name   "BTNH" or "BNTH", the argument layout
+    origin        that of the call; None without one
+
+    Raises ValueError for mesh axes, context layouts and arrays that do not fit each other, and for an origin of queries or keys.
+    """
     context = refuse(given)
     mesh = _mesh_of(query)
     devices = devices_of(context, mesh.shape)
@@ -183,7 +195,7 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
 
 
 def _mesh_of(query: Array) -> Mesh:
-    """The mesh that is set, or that of the array; an empty one if there is none."""
+    """The mesh that is set (jax.set_mesh, jax.shard_map), else that of the array; an empty one if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         mesh = jax.typeof(query).sharding.mesh
@@ -194,7 +206,13 @@ def _mesh_of(query: Array) -> Mesh:
 
 
 def _check_split(name: str, x: Array, layout_name: str, context: ContextParallel) -> None:
-    """Raises ValueError if the array is split over the axes of the sequence elsewhere, or its tokens over other axes."""
+    """Raises ValueError unless the explicit axes that split an array fit the context.
+
+    Its tokens must be split over the axes of the context or not at all, its batch and heads only over other axes, its head dim not at
+    all.
+
+    name   of the argument, for the message
+    """
     spec = [names_of(part) for part in jax.typeof(x).sharding.spec]
     tokens = 1 if layout_name == "BTNH" else 2
     wrong = any(set(part) & set(context.axes) for dim, part in enumerate(spec) if dim != tokens)
@@ -209,7 +227,15 @@ def _check_split(name: str, x: Array, layout_name: str, context: ContextParallel
 def _origin(
     given: Origin | OriginTable | None, shape: Sequence[int], rows: Sequence[int], whole: Sequence[int]
 ) -> OriginTable:
-    """The origin for which mods are traced. Raises ValueError if the given one says where queries or keys lie."""
+    """The origin for which mods are traced: the batch and heads of the given origin, and one run of the whole sequence from 0.
+
+    given   the argument origin, or the origin of the block mask
+    shape   that of query
+    rows    numbers of rows in the global arrays of query and key
+    whole   lengths of queries and keys in the whole sequence, in whole blocks of the layout
+
+    Raises ValueError if the given origin says where queries or keys lie, because the context does.
+    """
     table = table_of(given, shape[0], (rows[0], rows[1]))
     if table is not None and table.layout is not None:
         raise bad_argument(
@@ -236,7 +262,12 @@ def _planned(
     mask: BlockMask | None,
     existing: ExistingRows | None,
 ) -> Built:
-    """The call that was prepared without its mask, planned for the arrays of `placed`."""
+    """Plans the mask of a call, how keys travel and the tables of the devices.
+
+    prepared, problem   the call without its mask, and its problem
+    mask_mod, mask      the argument mask_mod and the argument block_mask; at most one is not None
+    existing            the rows that exist; None without lengths
+    """
     layout, plan, operands = placed.layout, prepared.plan, prepared.operands
     lengths = (layout.q_len, layout.kv_len)
     classes = known = None
@@ -335,7 +366,7 @@ def _mask_of_whole(mask: BlockMask, plan: KernelPlan, lengths: tuple[int, int], 
 
 
 def _share(plan: KernelPlan, split: Split) -> KernelPlan:
-    """The plan with the counts of a device's batch entries and heads."""
+    """The plan with the numbers of batch entries and heads that one device has if `split` divides them."""
     batch, heads = split.count(split.batch), split.count(split.heads)
     return dataclasses.replace(
         plan,
@@ -347,7 +378,13 @@ def _share(plan: KernelPlan, split: Split) -> KernelPlan:
 
 
 def _trace(mask_mod: MaskMod | None, lengths: tuple[int, int], plan: KernelPlan, origin: OriginTable) -> TracedMod:
-    """The mask with the ends of the sequence, traced for its positions, where the last block reaches past an end."""
+    """The mask of the whole sequence, traced. Where the last block reaches past an end of the sequence, the mask hides what lies past it.
+
+    mask_mod   of the call; None: nothing else is hidden
+    lengths    of the queries and keys of the sequence
+    plan       the plan of the call, for its sizes
+    origin     from `_origin`
+    """
 
     def inside(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         """Whether the query and the key lie before the end of the sequence, along the axes whose last block reaches past it."""

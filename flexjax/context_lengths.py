@@ -33,7 +33,7 @@ class ExistingRows(typing.NamedTuple):
     lengths   int32 [B], of the arrays of the call
     layout    of the sequence
     axes      mesh axes of the sequence if the arrays are those of one device; () for global arrays
-    dim       of the tokens in query, key, value and the results
+    dim       the axis of the tokens in query, key, value and the results, 1 or 2
     """
 
     lengths: Lengths
@@ -45,7 +45,12 @@ class ExistingRows(typing.NamedTuple):
     def of(
         cls, arguments: Mapping[str, typing.Any], batch: int, layout: ContextLayout, axes: tuple[str, ...], dim: int
     ) -> "ExistingRows | None":
-        """From the arguments of a call; None without lengths. Raises ValueError for lengths that do not fit."""
+        """The existing rows of a call with these keyword arguments, of which the two lengths are read; None without lengths.
+
+        batch   B of query; the other arguments are fields
+
+        Raises ValueError for lengths that do not fit.
+        """
         found = clipped_lengths(
             arguments.get("query_seq_lengths"),
             arguments.get("key_value_seq_lengths"),
@@ -56,7 +61,10 @@ class ExistingRows(typing.NamedTuple):
         return None if found is None else cls(found, layout, axes, dim)
 
     def cut(self, arrays: Mapping[str, Array | None]) -> dict[str, Array | None]:
-        """Arguments over tokens, by name, with 0 in the rows that do not exist. Arrays of other lengths are left to later checks."""
+        """The arguments `arrays`, by name, with 0 in the rows that do not exist; None stays None.
+
+        An array of another rank or length is returned as it is, because later checks raise for it.
+        """
         found = dict(arrays)
         for name, x in arrays.items():
             side: Side = "query" if name in OVER_QUERIES else "key"

@@ -36,19 +36,22 @@ PASSES = Passes(autodiff.forward_p, autodiff.tangent_p, autodiff.backward_p, var
 
 
 def run(call: ContextCall, flat: Sequence[Array]) -> list[Array]:
-    """out, lse and, if asked, max_scores, from the operands and the tables, flat."""
+    """The results of a call as a list: out, lse and, if the plan asks for it, max_scores. Can be differentiated and jitted.
+
+    flat   the leaves of the operands, then those of the tables
+    """
     return list(_compiled(call, *(flat if call.is_global else varying_alike(flat))))
 
 
 def _split(call: ContextCall, flat: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-    """Operands and tables, and what follows them."""
+    """The arguments `flat` of a primitive in two parts: the operands and tables, and the arguments after them."""
     n = call.problem.structure.num_leaves + call.structure.num_leaves
     return list(flat[:n]), list(flat[n:])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: ContextCall, *flat: Array) -> tuple[Array, ...]:
-    """out, lse and, if the plan asks for them, max_scores and rounding, from the operands and the tables, flat."""
+    """out, lse and, if the plan asks for them, max_scores and rounding; `flat` as for `run`."""
     if call.is_global:
         return tuple(forward_p.bind(*flat, call=call))
     return tuple(Forward.of(PASSES, call, flat).forward())
@@ -64,7 +67,7 @@ def _jvp(call: ContextCall, primals: Sequence[Array], tangents: Sequence[object]
     results have none.
 
     Where a captured array has a tangent and inputs have 16 bits, the forward pass is that of `Problem.for_captures`, and the passes after
-    it get out with what rounding took from it.
+    it get the float32 out, to which the rounding error is added again.
     """
     indices = call.problem.arrange(range(call.problem.structure.num_leaves)).movable
     given = [None if i is None or isinstance(tangents[i], SymbolicZero) else tangents[i] for i in indices]
@@ -121,7 +124,11 @@ def _tangent_transpose(
 
 
 def _primitive(name: str, function: typing.Callable[..., list[Array]], types: typing.Callable[..., list]) -> Primitive:
-    """A primitive that computes `function` on arrays of one device, or on global arrays under a partitioning rule."""
+    """Makes a primitive that computes `function` on arrays of one device, or on global arrays under a partitioning rule.
+
+    function   from the arguments and the parameters (call=, ..) of the primitive to its results
+    types      the same for the types of arguments and results
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *avals, **params: types(avals, **params))

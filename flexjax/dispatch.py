@@ -2,7 +2,7 @@
 
 `choose` and `choose_backward` are asked when a pass is lowered, because only then the target (backends/target.py) is known: a
 call runs where its arrays are. `runs_everywhere` is asked before. Each backend that refuses says why in a sentence; the sentences
-are kept for errors, for `explain` and for the warning that a call on a GPU or TPU left its kernels.
+are kept for errors, for `explain` and for the warning of a fallback: a call on a GPU or TPU runs outside of its kernels.
 
 Which of its kernels a backend launches is the backend's own choice.
 
@@ -61,7 +61,7 @@ REFERENCE = DenseBackend.name
 
 NAMES = (*TABLE, REFERENCE)
 KERNELS = {"cuda": "mosaic_gpu", "rocm": "mosaic_gpu", "tpu": "mosaic_tpu"}
-"""By platform, the name of the backend whose kernels a user expects there; a call that leaves them unasked gets a warning."""
+"""By platform, the name of the backend whose kernels a user expects there; a call that falls back to another one gets a warning."""
 PLATFORMS = {"mosaic_gpu": ("cuda", "an NVIDIA GPU"), "mosaic_tpu": ("tpu", "a TPU")}
 """By backend, the platform that its kernels run on. It stands here so that a call for another platform does not import them."""
 
@@ -104,13 +104,14 @@ def candidates(implementation: object) -> tuple[str, ...] | None:
 
 
 def runs_everywhere(plan: KernelPlan, implementation: tuple[str, ...] | None) -> str | None:
-    """The name of the backend that runs the plan on every target (xla or reference); None if the choice depends on the
+    """The name of the backend that runs the plan on every target ("xla" or "reference"); None if the choice depends on the
     target.
 
     implementation   names of backends to ask, in order; None: the default order
 
-    It depends on the target if the first backend that may accept is one for a GPU or TPU, and in the default order
-    whenever xla accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any target.
+    The choice depends on the target if the first backend that does not refuse the plan on every target has kernels for a GPU or TPU; in
+    the default order also whenever xla accepts. Raises NotImplementedError with each refusal if no backend accepts the plan on any
+    target.
     """
     if implementation is None and backend("xla").refuses(plan, None) is None:
         return None

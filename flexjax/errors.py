@@ -27,7 +27,9 @@ class FallbackWarning(UserWarning):
 
 
 def stacklevel_of_user() -> int:
-    """The `stacklevel` with which a warning of the caller names the line outside of flexjax and JAX that led to it."""
+    """The `stacklevel` that the caller passes to warnings.warn, so that the warning names the user's line: the innermost one on the
+    stack outside of flexjax and JAX.
+    """
     level, frame = 1, sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         level, frame = level + 1, frame.f_back

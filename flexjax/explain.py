@@ -206,7 +206,7 @@ def _text(
 
     implementation   names of backends to ask, in order; None: the default order
     target           the device that the call would run on
-    captured_scale   scale is a jax scalar, which score_mod's program multiplies with
+    captured_scale   whether scale is a jax scalar, which the program of score_mod reads and multiplies by
     placed           the shardings of the arrays that have one, by name
     """
     paged = call.plan.page > 0
@@ -224,7 +224,7 @@ def _text(
 def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
     """The first line of the text: sizes by the shape letters of kernel_plan.py, dtype, layout, scale and optional features.
 
-    captured_scale   scale is a jax scalar, so the text has no number for it
+    captured_scale   whether scale is a jax scalar, for which the text has no number
     """
     scale = "captured, multiplies the score" if captured_scale else f"{plan.scale:.6g}"
     return (
@@ -243,7 +243,7 @@ def _shapes(plan: KernelPlan, captured_scale: bool) -> str:
 
 
 def _runs(origin: OriginLayout) -> str:
-    """The runs of queries and keys, in words."""
+    """The runs of an origin in words: "queries in 2 runs of 64 and keys in 1 run of 128"."""
     sides = (("queries", origin.query_runs, origin.query_run), ("keys", origin.key_runs, origin.key_run))
     each = " for each batch entry" if origin.rows > 1 else ""
     return " and ".join(f"{name} in {n} run{'s' * (n > 1)} of {run}" for name, n, run in sides) + each

@@ -16,8 +16,9 @@ from flexjax.plan.kernel_plan import BlockLayout
 
 
 def describe_context(built: Built, implementation: tuple[str, ...] | None, target: Target) -> str:
-    """The section about devices.
+    """The section about devices, as text of several lines.
 
+    built            the call, checked and planned
     implementation   names of backends to ask, in order; None: the default order
     target           the device that the call would run on
     """
@@ -45,7 +46,7 @@ def describe_context(built: Built, implementation: tuple[str, ...] | None, targe
 
 
 def _received(built: Built) -> list[str]:
-    """What a device receives in the forward pass, and in what."""
+    """Lines that say how many key blocks and bytes a device receives in the forward pass, and by which exchanges."""
     call, plan, n = built.call, built.call.plan, built.call.devices
     batch, heads = (1, 1) if built.placed.split is None else (
         built.placed.split.count(built.placed.split.batch), built.placed.split.count(built.placed.split.heads)
@@ -78,7 +79,10 @@ def _received(built: Built) -> list[str]:
 
 
 def _filled(built: Built) -> str:
-    """How much of the messages of "neighbours" is needed, where some are filled up; "" elsewhere and where it is not known."""
+    """The end of a sentence: how many of the received key blocks a device needs, if messages of method "neighbours" are padded.
+
+    "" for other methods, without padding, and if the tables are traced.
+    """
     rounds = built.decision.rounds
     if rounds is None or any(isinstance(x, Tracer) for x in rounds.received):
         return ""
@@ -91,7 +95,7 @@ def _filled(built: Built) -> str:
 
 
 def _stages(built: Built) -> list[tuple[str, int, int, BlockLayout]]:
-    """The stages: what each is, its query blocks and key blocks, and the layout of its lists."""
+    """The stages in order, each as (what it computes, in words; numbers of its query blocks and key blocks; layout of its lists)."""
     call, tables = built.call, built.tables
     rows, own = tables.query_blocks.shape[1], tables.key_blocks.shape[1]
     n = call.devices

@@ -28,8 +28,10 @@ MERGE_TIME = 6e-6
 
 
 def describe_work(call: Call, run: Run) -> str:
-    """The section about work: blocks visited, floating-point operations of both passes, bytes of query, key, value and out; and what
-    is read of a cache.
+    """The section about work: blocks visited, floating-point operations of both passes, and the bytes of query, key, value and out.
+
+    A call that the decode kernel runs, or whose keys are in pages, also gets its work items and the bytes that it reads of the keys
+    and values; the latter call has these lines alone.
 
     run   the backend of the forward pass, with the plan
     """
@@ -51,7 +53,8 @@ def describe_work(call: Call, run: Run) -> str:
 def _describe_reads(run: Run, operands: Operands) -> list[str]:
     """Lines about a call with keys in pages, or one that the decode kernel runs; [] for others.
 
-    run        the backend of its forward pass, with the plan;  operands: its arrays, which may be traced
+    run        the backend of the forward pass, with the plan
+    operands   the arrays of the call, which may be traced
     """
     plan = run.plan
     kernel = _decode_kernel(run)
@@ -100,9 +103,9 @@ def _decode_kernel(run: Run) -> tuple[int, int] | None:
 
 
 def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
-    """Which keys lie in blocks that a query visits, before the length: bool [B, 1 or N, S], N where the mask differs by head.
+    """Which keys the forward pass reads: those before the length in blocks that some query visits, bool [B, 1 or N, S].
 
-    None if lengths or block lists are traced.
+    N if the mask differs by head. None if lengths or block lists are traced.
     """
     mask, lengths = block_mask_of(plan, operands), operands.lengths
     ends = None if lengths is None else lengths.key
@@ -128,13 +131,13 @@ def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
 
 
 def _bytes(plan: KernelPlan, seen: np.ndarray) -> float:
-    """Bytes of the keys and values that `_visible_keys` says are visited, each read once."""
+    """How many bytes the keys and values in `seen` (from `_visible_keys`) have, each read once."""
     itemsize = jnp.dtype(plan.cache_dtype or plan.dtype).itemsize
     return float(seen.mean(1).sum()) * plan.kv_heads * (plan.head_dim + plan.value_dim) * itemsize
 
 
 def _number(count: int, what: str) -> str:
-    """ "1 split", "2 splits"."""
+    """The count with its noun, such as "1 split" or "2 splits"; `what` is the singular."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 
