@@ -24,7 +24,7 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
     lses   [K, ...]: their lse, natural logarithms, as `AuxRequest(lse=True)` returns them
     axis   of lses, and of outs, along which the K calls lie
 
-    Each key must be in one call. A state whose lse is -inf has weight 0, whatever its out is; a row in which all are -inf gives 0 and
+    Each key must be in exactly one call. A state whose lse is -inf has weight 0, whatever its out is; a row in which all are -inf gives 0 and
     -inf. Sinks are one more column of the softmax: give them to one of the calls, or each of them counts. Sums are in the
     dtype of lses, out is in that of outs. The order of additions is that of the states, so the result does not depend on what else
     is in the batch. Differentiable. Raises ValueError for other types and shapes.
@@ -61,7 +61,7 @@ def merge_attention_states(outs: Array | np.ndarray, lses: Array | np.ndarray, a
 
 
 def joint_lse(parts: Array) -> Array:
-    """log sum_s exp(parts[s]) over the first axis, -inf where all are; its gradients are finite there too."""
+    """log sum_s exp(parts[s]) over the first axis of `parts`; -inf, with gradients of 0, where all parts are -inf."""
     top = lax.stop_gradient(jnp.max(parts, 0))
     top = jnp.where(jnp.isneginf(top), 0, top)
     total = jnp.sum(jnp.exp(parts - top), 0)
@@ -70,7 +70,10 @@ def joint_lse(parts: Array) -> Array:
 
 
 def weight_of(part: Array, whole: Array) -> Array:
-    """exp(part - whole), 0 where part is -inf, with finite gradients."""
+    """exp(part - whole), elementwise: the weight of a part of the keys with lse `part` in a row with lse `whole`.
+
+    0, with gradients of 0, where part is -inf.
+    """
     empty = jnp.isneginf(part)
     distance = jnp.where(empty, 0, part) - jnp.where(jnp.isneginf(whole), 0, whole)
     return jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, distance)))

@@ -183,7 +183,11 @@ class Part:
     rows: Rows
 
     def run(self, names: tuple[str, ...] | None, text: str) -> Results:
-        """Its results, in the order of the caller's queries. names: backends to ask; text: the user's call in a line."""
+        """The results of the pass, in the order of the caller's queries.
+
+        names   backends to ask, in order; None: the default order
+        text    the user's call in a line
+        """
         return self.rows.unfold(attention(self.call.problem(names, text), self.call.operands))
 
 
@@ -204,7 +208,7 @@ def prepare_paged(
     own = rows if cu_q_lens is None else ragged_rows(rows, queries, size)
 
     def part(name: str, rows: Rows, mask_mod: MaskMod | None, sinks: ArrayArgument | None) -> Part:
-        """The pass over the keys of `rows`."""
+        """Plans the pass over the keys of `rows` with this mask and these sinks; the other arguments are those of the call."""
         call = prepare(
             rows.inputs.query,
             rows.inputs.key,
@@ -235,9 +239,10 @@ def prepare_paged(
 
 
 def _placed(mod: typing.Any, origin: object) -> typing.Any:
-    """The mod (mask or score) of this call, whose first request and query head are origin.batch and origin.head of the whole problem.
+    """The mod (mask or score) with b + origin.batch and h + origin.head in place of b and h; None for None.
 
-    Raises ValueError for an origin of queries or keys, whose positions are those in the request.
+    A mod that is not callable is returned as it is, because it is refused where it is traced. Raises ValueError for an origin of
+    queries or keys, because their positions count in the request.
     """
     if origin is None:
         return mod
@@ -263,7 +268,10 @@ def _placed(mod: typing.Any, origin: object) -> typing.Any:
 
 
 def _start(name: str, given: object) -> int | Array:
-    """origin.batch or origin.head. Raises ValueError unless it is an int that is not negative or an integer scalar."""
+    """The field `name` ("batch" or "head") of an origin, whose value is `given`, as an int or an int32 scalar.
+
+    Raises ValueError unless it is an int that is not negative or an integer scalar.
+    """
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
     if isinstance(given, Array | np.ndarray) and given.shape == () and jnp.issubdtype(given.dtype, jnp.integer):
@@ -273,7 +281,10 @@ def _start(name: str, given: object) -> int | Array:
 
 
 def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
-    """The mask that shows what `mask_mod` shows from key start[b] on. start: int32 [R]."""
+    """The mask of a pass over own tokens: `mask_mod` for keys from start[b] on, False for the keys before. None: all are visible.
+
+    start   int32 [R]: how many tokens of each request its group shares
+    """
     if mask_mod is not None and not callable(mask_mod):
         return mask_mod  # refused, with a message, where it is traced
 
@@ -286,7 +297,7 @@ def _from(mask_mod: MaskMod | None, start: Array) -> MaskMod:
 
 
 def _merged(results: list[Results]) -> Results:
-    """The results over the keys of all passes, from those of each."""
+    """The results over all keys, from those of one or two passes, each over some of the keys (merge_states.py)."""
     if len(results) == 1:
         return results[0]
     out, lse = merge_attention_states(jnp.stack([r.out for r in results]), jnp.stack([r.lse for r in results]))

@@ -37,7 +37,10 @@ queries takes; kernel_options.block_q says another number of queries."""
 
 
 def tile_size(inputs: Inputs) -> int:
-    """Queries of a tile, however many queries there are: other sizes give other bits."""
+    """How many queries a tile has: at most TILE, and at most PACKED_ROWS rows with their query heads.
+
+    It depends on the numbers of heads alone and not on how many queries there are, because another size gives other bits.
+    """
     return min(TILE, max(1, PACKED_ROWS * inputs.kv_heads // inputs.q_heads))
 
 
@@ -47,7 +50,7 @@ class Queries:
 
     query     [queries, N, D]
     request   int32 [queries]: the request of each
-    place     int32 [queries]: its number among the queries of its request; from counts[request] on, the query does not exist
+    place     int32 [queries]: its number among the queries of its request; it does not exist if this is counts[request] or more
     counts    int32 [R]: how many queries of each request exist
     starts    int32 [R]: the number of the first query of each request
     shape     of the leading dims of the caller's query: (R, T), or (queries,) for ragged ones
@@ -75,10 +78,11 @@ class Rows:
     query_lengths  int32 [B]: how many queries of each entry exist; None: all
     key_lengths    int32 [B]: how many keys
     origin         where the queries lie; None: mods get `position`
-    request        int32 [B], or [B, q_len]: the request of each entry or of each of its queries; None: that of its number
-    position       int32 [B, q_len]: the position of each query in its request; None: by `origin`
-    place          int32 [queries, 2]: the entry of each query, and its row there; None if the entries are the requests
-    exists         bool [queries]: which queries have a place
+    request        int32 [B], or [B, q_len]: the request of each entry, or of each of its queries; None: batch entry b is request b
+    position       int32 [B, q_len]: the position of each query in its request; None: `origin` says it
+    place          int32 [queries, 2]: the batch entry of each of the caller's queries, and its row there; None if the batch entries
+                   are the requests, so that results need no reordering
+    exists         bool [queries]: whether `place` has a place for the query; False gives out 0 and lse -inf
     shape          the leading dims of the results, where `place` is given
     """
 
@@ -94,7 +98,9 @@ class Rows:
     shape: tuple[int, ...] = ()
 
     def of_requests(self, mod: typing.Any) -> typing.Any:
-        """The mod (mask or score) of a plan with these batch entries, from one whose b is the request and whose q_idx is a position."""
+        """The mod (mask or score) of a plan with these batch entries, from `mod`, whose b is the request and whose q_idx is the
+        position in the request.
+        """
         request, position = self.request, self.position
         if request is None or not callable(mod):
             return mod  # what is not callable is refused, with a message, where it is traced
@@ -135,9 +141,10 @@ def check_rows(
     cu_q_lens: object,
     sinks: object,
 ) -> tuple[Rows, Queries]:
-    """The rows of a call with a batch entry for each request (one entry of all queries, if they are ragged), and its queries.
+    """Checks the arrays of a call; returns (rows with a batch entry for each request, the queries of all requests).
 
-    Raises ValueError for arguments that do not fit.
+    Ragged queries, those with cu_q_lens, are one batch entry; `ragged_rows` cuts them into tiles. Raises ValueError for arguments that
+    do not fit, and NotImplementedError for a query that explicit mesh axes split.
     """
     _, page = check_cache(cache)
     check_table(table, page)
@@ -221,10 +228,11 @@ class Tiles(typing.NamedTuple):
 
 
 def _cut(counts: Array, starts: Array, queries: int, size: int) -> Tiles:
-    """Cuts segments into tiles of `size` queries.
+    """Cuts segments into tiles of `size` queries, of which the last tile of a segment may have fewer.
 
-    counts, starts   int32 [segments]: how many queries each segment has, and its first, in sorted order
-    queries          how many there are at most, together
+    counts    int32 [segments]: how many queries each segment has
+    starts    int32 [segments]: the number of its first query, where queries are numbered in the order of segments
+    queries   the largest number of queries that all segments can have together; it decides the number of tiles
     """
     segments = counts.shape[0]
     most = max(1, queries // size + min(segments, queries))
@@ -239,7 +247,7 @@ def _cut(counts: Array, starts: Array, queries: int, size: int) -> Tiles:
 
 
 def _taken(x: Array, at: Array) -> Array:
-    """x[at] along the first axis, clipped; zeros for an x that is empty there."""
+    """x[at] along the first axis, with indices clipped to the array; zeros if x has no elements there."""
     return (x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)).at[at].get(mode="clip")
 
 
@@ -268,9 +276,9 @@ def ragged_rows(rows: Rows, queries: Queries, size: int) -> Rows:
 
 
 def prefix_starts(shared: SharedPrefix, lengths: Array) -> tuple[Array, Array]:
-    """(group, start), int32 [R] each: the group of each request, -1 for none, and how many of its tokens the group shares.
+    """(group, start), int32 [R] each: the group of each request, -1 for none, and how many of its tokens the group shares, 0 for none.
 
-    lengths   int32 [R]: keys of each request
+    lengths   int32 [R]: keys of each request; a request that is shorter than the prefix of its group is in no group
     """
     groups = shared.prefix_lengths.shape[0]
     start = shared.prefix_lengths[jnp.clip(shared.group, 0, groups - 1)]

@@ -147,8 +147,8 @@ def widest(dim: str, size: int, dims: Sequence[str], specs: Sequence[Spec], mesh
             split each of them. An array without the dimension is skipped
     taken   axes that may not be used, because another dimension is split over them
 
-    Of an array's axes only those before the first that is taken or makes unequal parts count. The first of several
-    equal arrays wins. () if no array splits the dimension.
+    The axes of an array count up to the first one that is taken or that would split the dimension into unequal parts. Of several
+    arrays that split it over equally many devices, the first decides. () if no array splits the dimension.
     """
     found: Names = ()
     count = lambda names: math.prod(mesh.shape[name] for name in names)

@@ -177,7 +177,12 @@ def _origin(
     layout: Layout,
     lengths: Lengths | None,
 ) -> OriginTable | None:
-    """The origin of the call: the one given or that of the block mask. Raises ValueError where they differ."""
+    """The origin of the call: the argument origin (`given`), or that of the block mask; None if the arrays lie at 0.
+
+    lengths   the checked lengths of the call, by which query="end" is placed
+
+    Raises ValueError if both are given and differ, and for a block mask that does not fit the inputs.
+    """
     origin = table_of(given, inputs.batch, (inputs.q_len, inputs.kv_len), lengths or NONE)
     if block_mask is None:
         return origin
@@ -205,7 +210,10 @@ def _origin(
 
 
 def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, int, int, int]) -> TracedMod:
-    """The traced mod of a call of these sizes (batch, heads, q_len, kv_len), which reads b and h of the whole problem."""
+    """A mod that was traced for the whole problem, as one for a call: it adds origin.batch to b and origin.head to h of the call.
+
+    sizes   (batch, heads, q_len, kv_len) of the call
+    """
     given = [p for p in (traced.program, traced.derivative) if p is not None]
     programs, more = shift_heads(given, origin, *sizes[:2])
     derivative = None if traced.derivative is None else programs[1]
@@ -213,8 +221,8 @@ def _at_origin(traced: TracedMod, origin: OriginTable | None, sizes: tuple[int, 
 
 
 def _scale(scale: object, inputs: Inputs) -> float | Array:
-    """The factor of the dot product, from the argument scale: a float, which the plan holds, or a jax scalar, which becomes a
-    captured array. None gives 1 / sqrt(head dim).
+    """The factor of the dot product, from the argument scale: a float, or the jax scalar that was given. None gives
+    1 / sqrt(head dim).
 
     Raises ValueError for a number that is not finite and for an array that is no real scalar.
     """
@@ -240,10 +248,9 @@ def _scale(scale: object, inputs: Inputs) -> float | Array:
 
 
 def _scaled(score_mod: ScoreMod | None, scale: Array) -> ScoreMod:
-    """The score function `score_mod(score * scale, ...)`, with the signature of score_mod; scale is cast to the score's dtype.
+    """The score function score_mod(score * scale, ...), or score * scale without score_mod, which captures the array `scale`.
 
-    For a scale that is an array: a plan holds no array, so the scale becomes a captured array of the score function. Without
-    score_mod it is `score * scale`.
+    It has the signature of score_mod; scale is cast to the dtype of the score.
     """
 
     def scaled(score: Array, *at: Array) -> Array:

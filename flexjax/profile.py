@@ -107,10 +107,9 @@ def profile(
 
         print(flexjax.profile(q, k, v, mask_mod=flexjax.masks.causal))
 
-    The operations counted are those of visited blocks, so a fraction of the roofline near 1 means that the kernel
-    wastes nothing, and a long time with few blocks that the mask is at work. Gradients are those of query, key and
-    value alone. Raises what flex_attention would raise, TypeError for a keyword that it does not have, ValueError for
-    tracers, and NotImplementedError for `context=`.
+    The operations counted are those of visited blocks at full lengths, so a fraction of the roofline near 1 means that the kernel does
+    little else. Gradients are those of query, key and value alone. Raises what flex_attention would raise, TypeError for a keyword
+    that it does not have, ValueError for tracers, and NotImplementedError for `context=`.
     """
     check_keywords("profile", typing.cast(dict, arguments))
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves((query, key, value))):

@@ -1,8 +1,8 @@
 """Second derivatives of attention: the code of a pass on the xla backend, differentiated by JAX.
 
 `jvp_through_xla` makes the jvp rule of the primitives `tangent` and `backward` (autodiff.py). Their code becomes plain JAX in the
-caller's program, with loops that reverse mode can cross, and leaves the kernels of a GPU or TPU; a primitive that is the identity
-marks the place, so that lowering warns.
+caller's program, with loops that reverse mode can differentiate, and does not run on the kernels of a GPU or TPU; a primitive that is
+the identity marks the place, so that lowering warns.
 """
 
 import functools
@@ -28,8 +28,8 @@ Array = jax.Array
 def jvp_through_xla(function: Callable) -> Callable:
     """Makes the jvp rule of `tangent` or `backward`: jax.jvp of `function`, the code of that primitive, on the xla backend.
 
-    The code becomes a part of the caller's program here, before the target is known, so its tiles are those for the default
-    device. It runs on every device.
+    The rule makes the code a part of the caller's program before the target is known, so the tiles are those for the default device.
+    The code runs on every device.
     """
 
     def rule(primals: Sequence[Array], tangents: Sequence[object], *, problem: Problem, **params: object) -> tuple:
@@ -61,16 +61,14 @@ def _instantiate(primal: Array, tangent: object) -> object:
 
 
 def _second_order() -> Primitive:
-    """Makes a primitive that is the identity on second-order tangents and cotangents and warns when lowered for a GPU or TPU.
-
-    Second derivatives become plain JAX code while a program is traced, before its target is known; this primitive marks them, so
-    that a program on a GPU or TPU warns that it leaves the kernels.
+    """Makes a primitive that is the identity on second-order tangents and cotangents, and that warns of the fallback when it is lowered
+    for a GPU or TPU, because JAX code that was traced before the target was known cannot warn.
     """
     primitive = Primitive("flexjax_second_order")
     primitive.def_abstract_eval(lambda x, problem: x)
 
     def warn(target: Target, problem: Problem) -> None:
-        """Warns that the second derivatives of the problem leave the kernels of the target."""
+        """Warns that the second derivatives of the problem do not run on the kernels of the target, if it has any."""
         run = dispatch.on_xla(problem.plan, target, "The kernels compute first derivatives only.")
         dispatch.warn_of_fallback(problem, dispatch.SECOND, run)
 

@@ -1,7 +1,8 @@
 """`time_tile`: compiles a call with one tile and times it; `time_again`: times two tiles in alternation.
 
-The time of a call is that on the host's clock until its results are ready. The seconds of a tile are the median of its calls:
-of CALLS[0] calls or half a second at the least, and not longer than five seconds, so that a slow tile leaves time for the others.
+The time of a call is that on the host's clock until its results are ready. The seconds of a tile are the median of its calls. Calls
+are timed for half a second, but at least CALLS[0] and at most CALLS[1] of them; none begins after five seconds, so that a slow tile
+leaves time for the others.
 
 A candidate is a tile that the backend proposes for a pass. A Timing is the measurement of one candidate, a Trial a Timing with the
 compiled call. A Run (dispatch.py) is the backend that was chosen for the call, with its plan and target.

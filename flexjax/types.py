@@ -106,10 +106,11 @@ class KernelOptions:
                                as many whole mask blocks wide as fit into block_kv
     block_q_bwd, block_kv_bwd  tile of the backward pass, likewise
     num_stages                 number of key tiles in shared memory in the forward pass (GPU)
-    split                      keys of a chunk, on Hopper: where queries times query heads of a key head are at most 64, the forward
-                               pass sums each chunk of the keys by a CTA of its own and merges them, so that few requests with long
-                               caches fill the GPU. "auto": a chunk by head dims and rows, half a megabyte of keys and values or
-                               twice that. None: "auto", where there are at least eight keys for each row, or lengths, or pages
+    split                      split-KV on Hopper, in keys of a chunk: a CTA of its own sums each chunk of the keys, and the sums are
+                               merged, so that few requests with long caches fill the GPU. It applies to forward passes whose
+                               rows, queries times query heads of a key head, are at most 64. "auto": a chunk by head dims and rows,
+                               half a megabyte of keys and values or twice that. None: "auto" for pages, and if there are more keys
+                               than queries for key lengths or at least eight keys for each row; else keys are not split
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than
@@ -189,7 +190,7 @@ class Origin:
 
 
 def _flatten_origin(origin: Origin) -> tuple[tuple, tuple]:
-    """The numbers of an Origin, and what is static: whether query is "end", and `whole`."""
+    """(the numbers of an Origin, (whether query is "end", `whole`)): the children and the static data of the pytree."""
     end = isinstance(origin.query, str)
     return (origin.batch, origin.head, None if end else origin.query, origin.key), (end and origin.query, origin.whole)
 
@@ -204,7 +205,7 @@ jax.tree_util.register_pytree_node(Origin, _flatten_origin, _unflatten_origin)
 
 
 def _refusing_unknown_names(init: Callable[..., None]) -> Callable[..., None]:
-    """`init` (KernelOptions.__init__), but for an unknown keyword it raises a ValueError that lists the options, not a TypeError."""
+    """KernelOptions.__init__ (`init`) with a ValueError that lists the options in place of the TypeError for an unknown keyword."""
     known = [f.name for f in dataclasses.fields(KernelOptions)]
 
     @functools.wraps(init)

@@ -19,7 +19,7 @@ from flexjax.prepare import Call
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a call has to do at least.
+    """What a call has to do at least, if all queries and keys exist: lengths do not count.
 
     visited, total    blocks of the block mask that are visited, and all of them; 1 and 1 without a mask
     has_mask          whether there is a block mask

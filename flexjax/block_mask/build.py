@@ -64,7 +64,9 @@ def from_mask_mod(
 
 
 def trace_placed_mask(mask_mod: Callable, sizes: Sizes, origin: OriginTable | None) -> TracedMod:
-    """The traced mask of a call with these sizes (batch, heads, q_len, kv_len) at an origin."""
+    """Traces the mask of a call with these sizes (batch, heads, q_len, kv_len): it adds origin.batch to b and origin.head to h, and
+    its q and kv are positions in the whole problem.
+    """
     traced = trace_mask_mod(mask_mod, sizes_of(origin, sizes))
     (program,), more = shift_heads((traced.program,), origin, *sizes[:2])
     return dataclasses.replace(traced, program=program, arrays=(*traced.arrays, *more))
@@ -156,9 +158,9 @@ def from_lists(
     lists        kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices; the last two may both be None: no full
                  blocks
     block_size   tokens of a block: one number or (queries, keys)
-    mask_mod     is traced; None: all entries of the blocks of the first pair are visible
-    q_len        by default as long as the query blocks of the lists; kv_len, by default (largest block number + 1) *
-                 the key block size, which needs concrete lists
+    mask_mod     of the blocks of the first pair, which is traced; None: all their entries are visible
+    q_len        in tokens; None: as long as the query blocks of the lists
+    kv_len       in tokens; None: (largest block number + 1) * the key block size, which needs concrete lists
 
     Concrete lists are checked. Traced ones cannot be: block numbers out of range are dropped. Raises ValueError for
     arguments that do not fit.

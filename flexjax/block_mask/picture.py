@@ -23,6 +23,8 @@ def classes(mask: Parts, batch: int, head: int) -> np.ndarray:
     """The classes (EMPTY, PARTIAL, FULL) of all blocks of one batch entry and head: int8 [q_blocks, kv_blocks].
 
     batch, head   numbers among the mask's own; the caller has checked them, and others give EMPTY
+
+    Raises ValueError for traced lists.
     """
     if isinstance(mask.kv_num_blocks, Tracer):
         raise bad_argument("block_mask", "traced", "concrete lists", "Draw it outside jit.")

@@ -65,8 +65,8 @@ def evaluate(program: Program, tile: Tile, want: Sequence[Axes] | None = None) -
     want      for each result the axes to which it is spread; by default the axes that the result itself has. A literal
               is never spread
 
-    An Op that makes a function of q - kv of operands that are none is computed by `diagonal`. Returns the values of the
-    program's results, in order.
+    An Op whose result depends on q - kv alone, while an operand depends on q or kv, is computed by `tile.diagonal`. Returns the
+    values of the program's results, in order.
     """
     env: dict[int, Array] = {}
     spread: dict[tuple[int, Axes], Array] = {}

@@ -49,7 +49,11 @@ NOT_KNOWN: Sizes = (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 
 
 class Starts(typing.NamedTuple):
-    """The operands: query int32 [rows, runs of queries], key int32 [rows, runs of keys]; rows is 1 or the batch size."""
+    """The operands of an origin: the position of the first token of each run. rows is 1 or the batch size.
+
+    query   int32 [rows, runs of queries]
+    key     int32 [rows, runs of keys]
+    """
 
     query: Array
     key: Array
@@ -84,7 +88,7 @@ class OriginLayout:
         return self.query_runs == self.key_runs == 1
 
     def differs_by_entry(self, axes: Axes) -> bool:
-        """Whether a value of these axes differs between batch entries because each entry has positions of its own."""
+        """Whether a value that depends on `axes` differs between batch entries because each entry has positions of its own."""
         return self.rows > 1 and bool(axes & {"q", "kv", "delta"})
 
     @property
@@ -123,7 +127,10 @@ jax.tree_util.register_dataclass(OriginTable, data_fields=["batch", "head", "sta
 
 
 def sizes_of(origin: OriginTable | None, sizes: Sizes) -> Sizes:
-    """The ranges of b, h, q and kv for which the mods of a call are traced; sizes: batch, heads, q_len, kv_len of the call."""
+    """(batch, heads, q_len, kv_len) for which the mods of a call are traced: b, h, q and kv of the mods lie below these numbers.
+
+    sizes   those of the call itself, which are returned where the origin places nothing
+    """
     if origin is None:
         return sizes
     moved = (origin.batch is not None, origin.head is not None, *(origin.layout is not None,) * 2)
@@ -166,9 +173,10 @@ def table_of(
     lengths: tuple[int, int],
     existing: tuple[Array | None, Array | None] = (None, None),
 ) -> OriginTable | None:
-    """The origin of a call with that many batch entries and (queries, keys); None if it is 0 everywhere.
+    """The argument `origin` of a call as an OriginTable; None if it is None or 0 everywhere, and an OriginTable itself.
 
-    batch     1 where one block mask serves any number of batch entries
+    batch     batch entries of the call; 1 where one block mask serves any number of them
+    lengths   (queries, keys) of the call
     existing  how many queries and keys of each batch entry exist, int32 [batch]; None: all
 
     Raises ValueError for numbers of other types or shapes, and for indices that are negative or past `whole`.
@@ -210,7 +218,10 @@ def table_of(
 def _at_end(
     origin: Origin, batch: int, whole: Sizes, lengths: tuple[int, int], existing: tuple[Array | None, Array | None]
 ) -> tuple[Origin, Sizes]:
-    """An origin with query="end" as one with numbers, and a `whole` that is above its positions, as far as they are known.
+    """(an origin with query="end" as one with numbers, a `whole` above its positions, UNKNOWN where they are not known).
+
+    The arguments are those of `table_of`.
+
 
     Rows of queries that do not exist count on, so they may lie past the last key by as many as the call has rows.
     """
@@ -231,7 +242,7 @@ def _at_end(
 
 
 def _whole(given: object) -> tuple[int, int, int, int]:
-    """`Origin.whole` as four ints, UNKNOWN where unknown."""
+    """`Origin.whole` as four ints, UNKNOWN where unknown. Raises ValueError for anything else."""
     if given is None:
         return NOT_KNOWN
     valid = isinstance(given, tuple) and len(given) == 4
@@ -247,7 +258,16 @@ def _whole(given: object) -> tuple[int, int, int, int]:
 
 
 def _number(name: str, given: object, batch: tuple[int, ...], size: int, length: int = 1) -> Array:
-    """A number of an Origin as int32 [] or `batch`. Raises ValueError unless 0 <= it <= size - length, as far as it is known."""
+    """A field of an Origin as int32, [] or of the shape `batch`.
+
+    name     of the field, for the message
+    batch    (B,) where each batch entry may have a number of its own, else ()
+    size     of the whole problem along the axis of the field
+    length   of the arrays of the call along that axis
+
+    Raises ValueError for other types and shapes, and for a number outside of 0 .. size - length; numbers of jax arrays are not
+    checked.
+    """
     array = np.asarray(given) if isinstance(given, int | np.integer) and not isinstance(given, bool) else given
     valid = isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, jnp.integer)
     if not isinstance(array, np.ndarray | jax.Array) or not valid or array.shape not in ((), batch):
@@ -270,7 +290,7 @@ def _number(name: str, given: object, batch: tuple[int, ...], size: int, length:
 
 
 def agree(a: OriginTable, b: OriginTable) -> bool:
-    """Whether two origins may be the same: they are, or a number of one is not known yet."""
+    """Whether two origins are equal, where traced numbers count as equal to any."""
     if (a.layout, a.whole, a.batch is None, a.head is None) != (b.layout, b.whole, b.batch is None, b.head is None):
         return False
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -283,8 +303,10 @@ def agree(a: OriginTable, b: OriginTable) -> bool:
 
 
 def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> Array:
-    """The positions of rows of a call, int32; `starts` [rows, runs] is one of the two tables.
+    """The positions of rows of a call, int32.
 
+    starts       int32 [rows, runs]: Starts.query or Starts.key
+    run          tokens of a run
     batch, row   batch entries and rows of the call, numbers or arrays that broadcast; rows past the end count on from the last run
     """
     rows, runs = starts.shape
@@ -303,14 +325,14 @@ def position(starts: Array, run: int, batch: Array | int, row: Array | int) -> A
 
 
 def query_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
-    """The positions of query rows; the rows themselves without an origin."""
+    """The positions of query rows; the rows themselves without an origin. `batch` and `row` are those of `position`."""
     if layout is None or starts is None:
         return jnp.asarray(row, jnp.int32)
     return position(starts.query, layout.query_run, batch, row)
 
 
 def key_positions(layout: OriginLayout | None, starts: Starts | None, batch: Array | int, row: Array | int) -> Array:
-    """The positions of key rows; the rows themselves without an origin."""
+    """The positions of key rows; the rows themselves without an origin. `batch` and `row` are those of `position`."""
     if layout is None or starts is None:
         return jnp.asarray(row, jnp.int32)
     return position(starts.key, layout.key_run, batch, row)
@@ -335,10 +357,13 @@ def indices_of(origin: OriginTable, sizes: Sizes) -> list[Array]:
 def shift_heads(
     programs: Sequence[Program], origin: OriginTable | None, batch: int, heads: int
 ) -> tuple[tuple[Program, ...], tuple[Array, ...]]:
-    """The programs for a call of `batch` entries and `heads` heads that begin at origin.batch and origin.head.
+    """(programs, extra captured arrays): the programs with b + origin.batch and h + origin.head in place of b and h.
 
-    The programs have the same captures and were traced for `sizes_of`. Also returns what they capture beyond
-    those: the scalars of the axes that any of them reads.
+    programs       traced for `sizes_of(origin, ..)`, with the same captures
+    batch, heads   sizes of the call
+
+    The extra arrays are the scalars origin.batch and origin.head, as far as any of the programs reads b or h; they follow the captures
+    of every program.
     """
     if origin is None:
         return tuple(programs), ()
@@ -350,7 +375,7 @@ def shift_heads(
 
 @functools.lru_cache(maxsize=512)
 def _shifted(program: Program, axes: tuple[str, ...], batch: int, heads: int) -> Program:
-    """The program that reads b or h (`axes`) plus a scalar, which follows its captures."""
+    """The program with b or h (`axes`) plus a scalar in place of b or h; the scalars follow its captures. See `shift_heads`."""
     whole = program.sizes
     if not axes and (batch, heads) == whole[:2]:
         return program
