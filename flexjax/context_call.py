@@ -34,11 +34,11 @@ from flexjax.parallel.context_parallel import (
     ContextParallel,
     Decision,
     Tables,
+    check_context,
     decide,
     devices_of,
     is_known,
     layout_for,
-    refuse,
 )
 from flexjax.parallel.explicit_axes import split_of
 from flexjax.parallel.split import Split
@@ -167,7 +167,7 @@ def place(given: object, query: Array, key: Array, layout_name: str, origin: Ori
 
     Raises ValueError for mesh axes, context layouts and arrays that do not fit each other, and for an origin of queries or keys.
     """
-    context = refuse(given)
+    context = check_context(given)
     mesh = _mesh_of(query)
     devices = devices_of(context, mesh.shape)
     kinds = {kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in context.axes}

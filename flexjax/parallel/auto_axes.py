@@ -23,11 +23,11 @@ from jax.extend.core import Primitive
 from flexjax.parallel.gathers import warn_of_gathers
 from flexjax.parallel.split import (
     Split,
-    arranged,
     choose_split,
     cut_to_own_heads,
     gradients_of_parts,
-    operand_dims,
+    moved_places,
+    primitive_dims,
     share_of,
     spec_of,
     with_starts,
@@ -44,43 +44,22 @@ class Call:
     """A primitive of autodiff.py with its parameters: one forward pass, tangent or backward pass, before it is split.
 
     problem  the primitive's static parameter, of the whole call
-    params   its other parameters. Of the tangent: `moving`, which movable operands have a tangent; of the backward pass:
-             `wanted`, which movable operands get a gradient, and `has_lse`, whether there is a cotangent of lse; of the forward
-             pass: none
+    params   its other parameters, see split.py
 
-    The arguments of the primitive are the operands; for tangent and backward also out and lse; then the tangents of the moving
-    operands, or the cotangents of out and, with has_lse, of lse.
+    The arguments of the primitive are the operands; for tangent and backward also out, lse and, where captured gradients are exact,
+    rounding; then the tangents of the moving operands, or the cotangents of out and, with has_lse, of lse.
     """
 
     primitive: Primitive
     problem: Problem
     params: Mapping[str, typing.Any]
 
-    @property
-    def flags(self) -> tuple[bool, ...]:
-        """For each movable operand, whether it has a tangent (tangent) or gets a gradient (backward); () for the forward pass."""
-        return self.params.get("moving", self.params.get("wanted", ()))
-
-    @property
-    def movable(self) -> list[int]:
-        """The indices, in the flat list of operands, of those that have a tangent or get a gradient, in the order of `flags`."""
-        places = self.problem.arrange(range(self.problem.structure.num_leaves)).movable
-        return [place for place, flag in zip(places, self.flags, strict=False) if flag]
-
     def dims(self) -> tuple[list[str], list[str]]:
         """For each argument of the primitive, and for each of its results, the names of its dimensions, such as "b t h d".
 
         `operand_dims` (split.py) lists the names. Dimensions with one name are split alike.
         """
-        plan, operands = self.problem.plan, operand_dims(self.problem)
-        out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
-        rounding = [out] * plan.exact_captures
-        moved = [operands[place] for place in self.movable]
-        if "moving" in self.params:
-            return [*operands, out, stats, *rounding, *moved], [out, stats]
-        if "wanted" in self.params:
-            return [*operands, out, stats, *rounding, out, *[stats] * self.params["has_lse"]], moved
-        return operands, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
+        return primitive_dims(self.problem, self.params, rounding=self.problem.plan.exact_captures)
 
     def on_share(self, split: Split, *flat: Array) -> list[Array]:
         """The results of one device's share of the call: binds the same primitive on that share.
@@ -98,15 +77,14 @@ class Call:
         own_problem, own = share_of(problem, problem.operands(flat[:n]), split)
         starts = len(own.score_captures) - len(problem.operands(flat[:n]).score_captures)
         bind = functools.partial(self.primitive.bind, problem=own_problem, **with_starts(self.params, starts))
-        rest = flat[n:]
+        rest, places = flat[n:], moved_places(problem, self.params)
         if "moving" in self.params:
             cut, fixed = cut_to_own_heads(problem, split), problem.residuals
-            rest = (*rest[:fixed], *(cut(x, place) for x, place in zip(rest[fixed:], self.movable, strict=True)))
+            rest = (*rest[:fixed], *(cut(x, place) for x, place in zip(rest[fixed:], places, strict=True)))
         results = bind(*jax.tree.leaves(own), *rest)
         if "wanted" not in self.params:
             return results
-        dims, places = operand_dims(problem), self.movable
-        specs = [spec_of(problem.plan, dims[place], split) for place in places]
+        specs = [spec_of(problem.plan, dims, split) for dims in self.dims()[1]]
         return gradients_of_parts(problem, split, flat, places, results, specs, (*split.batch, *split.heads))
 
 
@@ -123,7 +101,7 @@ def rule_of(call: Call, mesh: Mesh) -> Rule:
 
     def look(split: Split, operands: Sequence[typing.Any], specs: Sequence[Spec]) -> None:
         """Warns if operands, given as shapes that are split by `specs`, are gathered. Only the forward pass warns."""
-        if not call.flags:  # the forward pass, which is in every program
+        if not call.params:  # the forward pass, which is in every program
             warn_of_gathers(problem, split, operands, specs)
 
     derivative = None if problem.derivative is None else problem.derivative.key

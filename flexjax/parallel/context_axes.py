@@ -24,7 +24,9 @@ from flexjax.parallel.split import (
     choose_split,
     cut_to_own_heads,
     gradients_of_parts,
+    moved_places,
     operand_dims,
+    primitive_dims,
     share_of,
     spec_of,
     with_starts,
@@ -39,7 +41,7 @@ Run = Callable[[ContextCall, Sequence[Array]], list[Array]]
 
 
 def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
-    """Names of the dimensions of each operand (see `operand_dims`) and of each table."""
+    """(names of the dimensions of each operand, of each array of the tables), as `operand_dims` gives them, in their flat order."""
     tables = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))
     of_rounds = lambda name: tuple(f"devices {name}{i}" for i in range(len(tables.send)))
     classes = None if tables.classes is None else "b_classes h_classes q_classes k_classes"
@@ -65,13 +67,17 @@ def dims_of(call: ContextCall) -> tuple[list[str], list[str]]:
 
 
 def _list_dims(stage: int, name: str) -> typing.Any:
-    """The dimensions of an array of StageLists."""
+    """The names of the dimensions of the array `name`, a field of BlockLists, in the lists of stage number `stage`."""
     width = "" if name.endswith("num") else f" width_{name}{stage}"
     return f"steps devices list_b{stage} list_h{stage} rows{stage}{width}"
 
 
 def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) -> PartitionSpec:
-    """How an array with these dimensions is split: the batch, the heads, and tokens over the axes of the sequence."""
+    """How an array is split: its batch and heads as `split` says, its tokens over the axes of the sequence, all else not at all.
+
+    dims   the names of its dimensions, see `operand_dims`
+    axes   of the sequence
+    """
     parts = spec_of(call.plan, dims, split)
     return PartitionSpec(
         *(axes or None if dim in ("t", "s") else part for dim, part in zip(dims.split(), parts, strict=True))
@@ -79,7 +85,10 @@ def spec_with_tokens(call: ContextCall, dims: str, split: Split, axes: Names) ->
 
 
 def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[ContextCall, list[Array]]:
-    """The call and the arrays of this device's batch entries and heads."""
+    """(the call, the flat list of operands and tables) of this device's batch entries and heads. Runs on each device.
+
+    flat   this device's parts of the operands and tables of `call`, as a flat list
+    """
     n = call.problem.structure.num_leaves
     problem, operands = share_of(call.problem, call.problem.operands(flat[:n]), split)
     tables = call.tables(flat[n:])
@@ -96,14 +105,23 @@ def share_on(call: ContextCall, flat: Sequence[Array], split: Split) -> tuple[Co
 
 
 def split_work(call: ContextCall, operands: Operands, tables: Tables, split: Split, run: Run) -> list[Array]:
-    """Calls `run` on every device with the device's share. The results are split as query is, their tokens over the sequence's axes."""
+    """The results of a call over explicit axes: calls `run` on every device with the call and the arrays of its share.
+
+    split   over which axes the batch and the heads are split
+    run     from the call and the flat list of operands and tables of one device to its results
+
+    The results are split as query is, their tokens over the axes of the sequence.
+    """
     flat = [*jax.tree.leaves(operands), *jax.tree.leaves(tables)]
     return list(_compiled(call, split, run, tuned.state())(*flat))
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Callable[..., list[Array]]:
-    """The call as a jitted function; see explicit_axes.py."""
+    """The call as a jitted function from the flat list of operands and tables to the results; cached. See explicit_axes.py.
+
+    measured   `tuned.state()`, which changes with the measured tiles; the call is compiled again for other tiles
+    """
     operand_names, table_names = dims_of(call)
     specs = [spec_with_tokens(call, dims, split, call.axes) for dims in (*operand_names, *table_names)]
     out, stats = (spec_with_tokens(call, arranged(call.plan, dims), split, call.axes) for dims in ("b t h e", "b t h"))
@@ -132,7 +150,7 @@ def _compiled(call: ContextCall, split: Split, run: Run, measured: object) -> Ca
 
 
 def manual_shape(ctx: mlir.LoweringRuleContext) -> Mapping[str, int]:
-    """The sizes of the mesh axes that are manual where a primitive is lowered."""
+    """The sizes of the mesh axes, by name, that a shard_map around the primitive has made manual; {} without one."""
     where = ctx.module_context.axis_context
     if not isinstance(where, mlir.SPMDAxisContext):
         return {}
@@ -156,28 +174,15 @@ class AutoCall:
     axes: Names
     mesh: tuple[tuple[str, int], ...]
 
-    @property
-    def movable(self) -> list[int]:
-        """The places, among the operands, of those that have a tangent or get a gradient."""
-        flags = self.params.get("moving", self.params.get("wanted", ()))
-        places = self.call.problem.arrange(range(self.call.problem.structure.num_leaves)).movable
-        return [place for place, flag in zip(places, flags, strict=False) if flag]
-
     def dims(self) -> tuple[list[str], list[str]]:
-        """Names of the dimensions of each argument and of each result."""
-        plan = self.call.plan
-        operands, tables = dims_of(self.call)
-        out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
-        moved = [operands[place] for place in self.movable]
-        fixed = [*operands, *tables]
-        if "moving" in self.params:
-            return [*fixed, out, stats, *moved], [out, stats]
-        if "wanted" in self.params:
-            return [*fixed, out, stats, out, *[stats] * self.params["has_lse"]], moved
-        return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
+        """For each argument of the primitive, and for each of its results, the names of its dimensions."""
+        return primitive_dims(self.call.problem, self.params, tables=dims_of(self.call)[1])
 
     def choose(self, mesh: Mesh, dims: Sequence[str], specs: Sequence[Spec]) -> Split:
-        """The axes of batch and heads: those of the arrays, without the axes of the sequence."""
+        """The axes that split the batch and the heads, by `choose_split`, but never the axes of the sequence.
+
+        dims, specs   for each array the names of its dimensions and the axes that split them
+        """
         plan = self.call.plan
         others = [tuple(tuple(n for n in part if n not in self.axes) for part in spec) for spec in specs]
         split = choose_split(plan, mesh, dims, others)
@@ -188,7 +193,7 @@ class AutoCall:
         return split
 
     def on_device(self, split: Split, *flat: Array) -> list[Array]:
-        """What one device computes of its parts of the arguments: its parts of the results."""
+        """One device's parts of the results, from its parts of the arguments (`flat`). Called on each device, by the partitioner."""
         call, problem = self.call, self.call.problem
         fixed = problem.structure.num_leaves + call.structure.num_leaves
         own_call, own = share_on(
@@ -196,15 +201,14 @@ class AutoCall:
         )
         captures = lambda problem: len(problem.arrange(range(problem.structure.num_leaves)).score_captures)
         params = with_starts(self.params, captures(own_call.problem) - captures(problem))
-        rest = flat[fixed:]
+        rest, places = flat[fixed:], moved_places(problem, self.params)
         if "moving" in self.params:
             cut = cut_to_own_heads(problem, split)
-            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], self.movable, strict=True)))
+            rest = (*rest[:2], *(cut(x, place) for x, place in zip(rest[2:], places, strict=True)))
         results = self.function(*own, *rest, call=own_call, **params)
         if "wanted" not in self.params:
             return results
-        dims, places = operand_dims(problem), self.movable
-        specs = [spec_with_tokens(call, dims[place], split, self.axes) for place in places]
+        specs = [spec_with_tokens(call, dims, split, self.axes) for dims in self.dims()[1]]
         work = (*split.batch, *split.heads, *self.axes)
         return gradients_of_parts(problem, split, flat, places, results, specs, work)
 
@@ -217,7 +221,14 @@ def lower_with_rule(
     call: ContextCall,
     params: Mapping[str, typing.Any],
 ) -> typing.Any:
-    """Lowers a primitive of context_primitives.py on global arrays. Raises NotImplementedError where XLA has no partitioning rule."""
+    """Lowers a primitive of context_primitives.py on global arrays, as a call with a partitioning rule; returns the results.
+
+    flat       the lowered arguments (MLIR values)
+    function   what the primitive computes on one device: function(*flat, call=, **params)
+    params     the parameters of the primitive beside the call
+
+    Raises NotImplementedError where XLA has no partitioning rule.
+    """
     how = partition.how_split(ctx, ctx.module_context.platforms[0])
     if isinstance(how, NoRule):
         raise NotImplementedError(

@@ -32,17 +32,25 @@ from flexjax.plan.kernel_plan import KEY, KEY_EXTRA, QUERY, QUERY_EXTRA, SINKS, 
 Array = jax.Array
 
 OVER_KEYS = (KEY, VALUE, KEY_EXTRA)
-"""Places in Operands.movable of the arrays over keys, whose gradients travel back."""
+"""Indices in Operands.movable of the arrays over keys, whose gradients travel back to the owners of the keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backward(OnDevice):
-    """The gradients and the tangents of a call on one device."""
+    """The gradients and the tangents of a call on one device.
+
+    In every method `cotangents` are out, lse, d_out and, unless it is zero, d_lse; `wanted` says which movable operands get a gradient;
+    `travels` are the indices, in the list of wanted gradients, of those over keys. Sums are in the score dtype.
+    """
 
     def backward(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
-        """The gradients of the wanted operands, in the order of Operands.movable and in their dtypes."""
+        """The gradients of the wanted operands, in the order of Operands.movable and in the dtypes of the operands.
+
+        out, lse       the results of the whole rows; out in float32 if the plan asks for rounding
+        d_out, d_lse   their cotangents; d_lse None: zero
+        """
         # Without the barrier XLA would find that the forward pass received the same keys, and keep them in memory until now.
         own, d_out = lax.optimization_barrier((self.own.arrays, d_out))
         fresh = self.operands._replace(key=own[0], value=own[1], key_extra=own[2] if len(own) == 3 else None)
@@ -51,7 +59,7 @@ class Backward(OnDevice):
     def _gradients(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
-        """What `backward` returns, with keys that XLA takes for others than those of the forward pass."""
+        """What `backward` returns; called on a copy of this object whose keys XLA cannot identify with those of the forward pass."""
         cotangents = [out, lse, d_out, *([] if d_lse is None else [d_lse])]
         of_stages = tuple(w and place != SINKS for place, w in enumerate(wanted))
         sums: dict[int, Array] = dict(zip(_places(of_stages), self.sums(cotangents, of_stages), strict=True))
@@ -61,7 +69,7 @@ class Backward(OnDevice):
         return [sums[place].astype(typing.cast(Array, movable[place]).dtype) for place in _places(wanted)]
 
     def sums(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
-        """The gradients of the wanted operands in float32; sinks are none of them."""
+        """The gradients of the wanted operands, as sums over stages; `wanted` is False for sinks."""
         if not any(wanted):
             return []
         if self.call.checked:
@@ -81,9 +89,7 @@ class Backward(OnDevice):
     def _backward_with_neighbours(
         self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]
     ) -> list[Array]:
-        """The sums over own keys and over received keys, whose terms go back to their owners. `travels`: which of the wanted gradients are
-        over keys.
-        """
+        """`sums` by the method "neighbours": one stage over own keys and one over received keys, whose gradients go back to their owners."""
         if not self.call.shifts:
             return self.backward_over(self.own, cotangents, wanted)
         if self.tables.visitors is not None:
@@ -102,7 +108,11 @@ class Backward(OnDevice):
     def _backward_with_visitors(
         self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]
     ) -> list[Array]:
-        """Each row of queries belongs to one stage. Own keys get terms from both and from other devices, in `changed` blocks."""
+        """`sums` by the method "neighbours" where few query blocks visit received keys (Visitors).
+
+        Each query block belongs to one of the two stages. Own keys in the blocks `Visitors.changed` get terms from both stages and from
+        other devices.
+        """
         exchange, visitors, device = self.exchange, typing.cast(Visitors, self.tables.visitors), self.visitors
         keys = device.visited(exchange.receive(self.own))
         found = self.backward_over(self.own, cotangents, wanted)
@@ -128,7 +138,9 @@ class Backward(OnDevice):
         return sums
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
-        """The ring, for long shards in parts one after the other, because what travels in float32 is large."""
+        """`sums` by the method "ring". Long shards go round in parts, one part after the other, because their gradients in float32 are
+        large.
+        """
         own, blocks = self.own, self.blocks_of_part
         if not blocks:
             return self._around(own, cotangents, wanted, travels)
@@ -165,9 +177,12 @@ class Backward(OnDevice):
         part: ShardPart | None = None,
         kept: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """The gradients of visiting keys go round with them, a step behind, and are home after as many steps as devices.
+        """One way round the ring. The gradients of visiting keys follow the keys, a step behind, and are at the owner of the keys after as
+        many steps as there are devices.
 
-        kept   what the gradients that do not travel are added to
+        own    the key blocks of this device that go round: all, or those of `part`
+        part   which part of a shard goes round; None: whole shards
+        kept   sums so far of the gradients that do not travel, to which terms are added; None: zeros
         """
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]
@@ -176,21 +191,21 @@ class Backward(OnDevice):
         def step(state: tuple[list[Array], list[Array], list[Array]], number: Array) -> tuple:
             """Adds the terms of the keys that visit now; `state`: visiting keys, their gradients on the way, and gradients that stay."""
             visiting, sent, kept = state
-            arrived, coming = exchange.next(sent), exchange.next(visiting)
+            arrived, coming = exchange.from_previous(sent), exchange.from_previous(visiting)
             found = self.backward_over(exchange.visiting(visiting, number, part), cotangents, wanted)
             add = lambda totals, places: [a + found[i] for a, i in zip(totals, places, strict=True)]
             return (coming, add(arrived, travels), add(kept, stay)), None
 
         staying = [first[i] for i in stay]
         staying = staying if kept is None else [a + b for a, b in zip(kept, staying, strict=True)]
-        start = (exchange.next(own.arrays), [first[i] for i in travels], staying)
+        start = (exchange.from_previous(own.arrays), [first[i] for i in travels], staying)
         numbers = jnp.arange(1, self.call.devices, dtype=jnp.int32)
         (_, sent, staying), _ = lax.scan(step, self.varying(start), numbers)
-        found = dict(zip(stay, staying, strict=True)) | dict(zip(travels, exchange.next(sent), strict=True))
+        found = dict(zip(stay, staying, strict=True)) | dict(zip(travels, exchange.from_previous(sent), strict=True))
         return [found[i] for i in range(len(first))]
 
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
-        """The terms of some keys in the gradients of the wanted operands, in float32."""
+        """The gradients of the wanted operands by one stage: this device's queries with `keys`."""
         stage = self.stage(keys)
         params = {"problem": stage.problem, "wanted": wanted, "has_lse": len(cotangents) == 4}
         given = [*self._residuals(*cotangents[:2]), *cotangents[2:]]
@@ -205,7 +220,7 @@ class Backward(OnDevice):
         return [rounded, lse] if rounding is None else [rounded, lse, rounding]
 
     def _of_sinks(self, cotangents: Sequence[Array]) -> Array:
-        """The gradient of the sinks, [N] float32."""
+        """The gradient of the sinks, [N] in the score dtype, summed over the rows of this device."""
         sinks = self.by_head(typing.cast(Array, self.operands.sinks))
         out, lse, d_out, *d_lse = cotangents
         delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), -1)
@@ -213,7 +228,11 @@ class Backward(OnDevice):
         return -jnp.sum(weight_of(sinks, lse) * delta, (0, token_axis(self.call.plan)))
 
     def tangent(self, out: Array, lse: Array, tangents: Sequence[Array], moving: tuple[bool, ...]) -> list[Array]:
-        """The tangents of out and lse: one stage over all keys, which are gathered, because forward mode runs on xla."""
+        """The tangents of out and lse, from one stage over all keys, which are gathered: forward mode runs on xla and has no merge.
+
+        out, lse   the results; out in float32 if the plan asks for rounding
+        tangents   of the movable operands for which `moving` is True
+        """
         if self.call.method == "all_to_all":
             return self.with_method("all_gather").tangent(out, lse, tangents, moving)
         exchange, places = self.exchange, _places(moving)
@@ -240,7 +259,7 @@ class Backward(OnDevice):
         return [t_out.astype(out.dtype), t_lse]
 
     def _backward_over_heads(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
-        """The sums of a call whose heads are split for its time: one stage over all tokens of a part of the heads."""
+        """`sums` by the method "all_to_all": one stage over all tokens of a part of the heads."""
         device, there, back = self.over_heads()
         extra = len(device.operands.score_captures) - len(self.operands.score_captures)
         found = device.backward_over(device.own, [there(x, "query") for x in cotangents], (*wanted, *[False] * extra))
@@ -249,11 +268,11 @@ class Backward(OnDevice):
 
 
 def _places(flags: Sequence[bool]) -> list[int]:
-    """The places at which the flags are True."""
+    """The indices at which the flags are True."""
     return [place for place, flag in enumerate(flags) if flag]
 
 
 def _replaced(values: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
-    """`values` with others at some places."""
+    """`values` with `new` in place of those at the indices `places`."""
     found = dict(enumerate(values)) | dict(zip(places, new, strict=True))
     return [found[i] for i in range(len(values))]

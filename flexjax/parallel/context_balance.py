@@ -30,7 +30,11 @@ RUNS = (1, 2, 4, 8, 16, 32)
 
 
 def blocks_per_device(blocks: int, devices: int, balance: str) -> tuple[int, int]:
-    """(blocks of each device, blocks of a chunk). The first is a multiple of the second, and rounded up to be."""
+    """(blocks of each device, blocks of a chunk); the first is rounded up to a multiple of the second.
+
+    blocks    blocks of the sequence
+    balance   "auto", "contiguous" or "zigzag"; a chunk is one block except for "auto"
+    """
     each = max(1, -(-blocks // devices))
     if balance != "auto":
         return each, 1
@@ -41,12 +45,12 @@ def blocks_per_device(blocks: int, devices: int, balance: str) -> tuple[int, int
 
 
 def contiguous(each: int, devices: int) -> np.ndarray:
-    """int32 [devices, each]: the blocks of each device."""
+    """int32 [devices, each]: the blocks of each device; device r has the r-th run of `each` blocks."""
     return np.arange(devices * each, dtype=np.int32).reshape(devices, each)
 
 
 def zigzag(each: int, devices: int) -> np.ndarray:
-    """int32 [devices, each]: a run from the front and a run from the back for each device."""
+    """int32 [devices, each]: the blocks of each device, ascending; device r has the r-th run from the front and the r-th from the back."""
     front = (each + 1) // 2
     back = each - front
     first = np.arange(devices * front, dtype=np.int32).reshape(devices, front)
@@ -61,6 +65,8 @@ def balanced(
 
     needed      bool [query blocks, key blocks]: which blocks are visited
     work        [query blocks]: visited blocks of each row of blocks
+    each        blocks of a device, a multiple of `chunk`
+    chunk       blocks of a chunk; a chunk belongs to one device
     key_owner   [key blocks]: the device of each key block; None: each device owns the keys of its own queries
     """
     chunks = devices * each // chunk
@@ -86,9 +92,10 @@ def balanced(
 
 
 def any_of_rows(needed: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """bool [groups, columns]: whether any row of each group has the column; groups [groups, n] has numbers of rows.
+    """bool [groups, columns]: whether `needed` is True in the column for any row of each group.
 
-    Numbers past the last row stand for rows without columns.
+    needed   bool [rows, columns]
+    groups   int [groups, n]: the numbers of the rows of each group; numbers past the last row stand for rows of False
     """
     rows, columns = needed.shape
     words = _padded(needed, 1, -(-columns // 8) * 8).view(np.uint64)  # eight columns at once
@@ -103,7 +110,7 @@ def any_of_rows(needed: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def _padded(x: np.ndarray, axis: int, length: int) -> np.ndarray:
-    """x with zeros after its end along the axis, `length` long."""
+    """x with zeros after its end along the axis, so that the axis has `length` entries; x itself if it has them."""
     width = [(0, length - n if i == axis else 0) for i, n in enumerate(x.shape)]
     return np.pad(x, width) if x.shape[axis] < length else x
 
@@ -115,10 +122,10 @@ def _joined(needed: np.ndarray, owner: np.ndarray, few: int) -> tuple[np.ndarray
 
 
 class Search:
-    """Exchanges of runs of chunks between devices.
+    """The search for a better ownership by exchanges of runs of chunks between devices.
 
-    needed      bool [query chunks, key columns]
-    work        [query chunks]
+    needed      bool [query chunks, key columns]: which columns a chunk reads
+    work        [query chunks]: visited blocks of each
     key_owner   [key columns]: the device of each; None: columns are the chunks, and each device owns those of its own rows
     """
 
@@ -134,7 +141,10 @@ class Search:
         self.senders, self.receivers = np.tile(at, (devices - 1, 1)), (at + at[1:, None]) % devices
 
     def improved(self, state: "State") -> "State":
-        """The cheapest state on the way of exchanges that each help the device with most work more than they cost."""
+        """The cheapest state among `state` and those after 1, 2, ... exchanges that each even out the loads by more than the traffic grows.
+
+        It ends when the loads are even or no exchange helps.
+        """
         best = state
         for _ in range(4 * self.devices):
             if state.loads.max() <= EVEN * self.mean:
@@ -147,7 +157,10 @@ class Search:
         return best
 
     def traffic(self, sent: np.ndarray) -> np.ndarray:
-        """What a device receives as a share of the others' columns, from sent [..., receiver, sender] columns."""
+        """What a device receives, as a share of the key columns of all other devices: half what it needs, half what the rounds send.
+
+        sent   [..., receiver, sender]: how many key columns travel
+        """
         if self.devices == 1:
             return np.zeros(sent.shape[:-2])
         by_distance = sent[..., self.receivers, self.senders]
@@ -184,7 +197,7 @@ class Search:
         return state
 
     def _exchanged(self, state: "State", high: int, low: int, run: np.ndarray) -> "State":
-        """The state after the devices exchange one run (see `_runs`)."""
+        """The state after the devices `high` and `low` exchange the runs of chunks that `run`, a row of `_runs`, names."""
         first, second, length = run
         owner, counts = state.owner.copy(), state.counts.copy()
         owner[first : first + length], owner[second : second + length] = low, high
@@ -194,7 +207,9 @@ class Search:
         return State(self, owner, counts)
 
     def _even_runs(self, state: "State", one: int, other: int, limit: float, draw: np.random.Generator) -> np.ndarray:
-        """int [n, 3]: drawn exchanges of two devices, as `_runs`, after which neither load is above the limit."""
+        """int [n, 3]: exchanges of two devices in the form of `_runs`, drawn at random among those after which neither load is above
+        the limit.
+        """
         found = [np.zeros((0, 3), int)]
         for length in RUNS:
             starts = np.arange(0, len(state.owner) - length + 1, max(1, length // 2))
@@ -234,7 +249,7 @@ class Search:
         return runs[np.argsort(np.concatenate(off), kind="stable")[:CANDIDATES]]
 
     def _effects(self, state: "State", high: int, low: int, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """By how much the larger load of the two devices falls, and the traffic, after each of the exchanges `runs`."""
+        """(by how much the larger load of the two devices falls, the traffic) after each of the exchanges `runs`; [n] each."""
         a, b, length = runs.T
         between = lambda sums, at: sums[at + length] - sums[at]
         moved = between(self.work_sums, a) - between(self.work_sums, b)
@@ -263,11 +278,14 @@ class Search:
 class State:
     """An ownership and what follows from it.
 
-    owner    int [chunks]
-    loads    [devices]
-    counts   int32 [devices, columns]: how many chunks of the device read the column; needs: whether any does
-    owns     float32 [columns, devices]: 1 for the device of the column
-    sent     float32 [receiver, sender]: columns that travel (the diagonal is what a device has itself)
+    owner     int [chunks]: the device of each query chunk
+    loads     [devices]: the work of each device
+    counts    int32 [devices, columns]: how many chunks of the device read the key column
+    needs     bool [devices, columns]: whether any chunk of the device does
+    owns      float32 [columns, devices]: 1 for the device that owns the column
+    sent      float32 [receiver, sender]: how many columns travel (the diagonal: those that a device has itself)
+    traffic   see Search.traffic
+    cost      heaviest over mean load, but at least EVEN, plus the traffic
     """
 
     def __init__(self, search: Search, owner: np.ndarray, counts: np.ndarray | None = None):
@@ -287,6 +305,6 @@ class State:
         self.cost = float(max(self.loads.max() / search.mean, EVEN)) + self.traffic
 
     def owns_run(self, device: int, starts: np.ndarray, length: int) -> np.ndarray:
-        """bool: whether the device owns all chunks of the run of that length from each of the starts."""
+        """bool [starts]: whether the device owns all `length` chunks from each of the starts on."""
         count = np.concatenate([[0], np.cumsum(self.owner == device)])
         return count[starts + length] - count[starts] == length

@@ -38,7 +38,11 @@ class Visited(typing.NamedTuple):
 
 
 def trace_mask(mask_mod: Callable, lengths: Lengths, batch: int | None, heads: int | None) -> TracedMod:
-    """The traced mask. Raises ValueError if it reads `b` (`h`) where batch (heads) is None."""
+    """Traces a mask for a sequence of these lengths (queries, keys).
+
+    batch, heads   numbers of batch entries and of query heads; None: the mask does not read `b` (`h`), which raises ValueError if it
+                   does
+    """
     traced = trace_mask_mod(mask_mod, (batch or BROADCAST, heads or BROADCAST, *lengths))
     for name, axis, count, what in (
         ("batch", "b", batch, "number of batch entries"),

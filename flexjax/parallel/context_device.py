@@ -46,7 +46,13 @@ class Passes(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
-    """A call on one device: its arrays are those of its batch entries, heads and tokens."""
+    """A call on one device; the base of the forward and the backward pass.
+
+    passes     the primitives that compute a stage
+    call       the static part of the call
+    operands   of this device's batch entries, heads and tokens
+    tables     the same on every device
+    """
 
     passes: Passes
     call: ContextCall
@@ -71,13 +77,13 @@ class OnDevice:
         return Keys(self.operands.key, self.operands.value, self.operands.key_extra, self.exchange.own_keys)
 
     def stage(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Stage:
-        """The stage of the device's queries with some keys; see `stage_of`."""
+        """The stage of this device's queries with `keys`; the other arguments are those of `stage_of`."""
         return stage_of(
             self.call, self.call.problem, self.operands, self.tables, self.exchange.me, keys, sinks, partial
         )
 
     def with_method(self, method: str) -> typing.Self:
-        """The same call with another method, whose rounds are not checked."""
+        """The same call with another method and `checked` False."""
         return dataclasses.replace(self, call=dataclasses.replace(self.call, method=method, checked=False))
 
     def nothing_missing(self) -> Array:
@@ -99,14 +105,14 @@ class OnDevice:
 
     @functools.cached_property
     def visitors(self) -> typing.Self:
-        """The device with only those of its query blocks that visit received keys."""
+        """This device with only those of its query blocks that visit received keys (Visitors)."""
         operands, visitors = self.operands, typing.cast(Visitors, self.tables.visitors)
         query, query_extra = map(self.taken, (operands.query, operands.query_extra))
         own = operands._replace(query=query, query_extra=query_extra)
         return dataclasses.replace(self, operands=own, tables=self.tables._replace(query_blocks=visitors.query_blocks))
 
     def visited(self, received: Keys) -> Keys:
-        """The keys of the visitors: the received blocks, then the own ones that they visit."""
+        """The key blocks that the visitors visit: the received ones, then this device's own ones."""
         visitors, own = typing.cast(Visitors, self.tables.visitors), self.own
         slots, size = visitors.keys[self.exchange.me], self.call.block_size[1]
         axis = token_axis(self.call.plan)
@@ -118,14 +124,14 @@ class OnDevice:
         return Keys(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None, numbers, received.stage)
 
     def taken(self, x: typing.Any) -> typing.Any:
-        """The rows of an array over queries that visit received keys."""
+        """The query blocks of x, an array over queries, that visit received keys; None for None."""
         if x is None:
             return None
         slots = typing.cast(Visitors, self.tables.visitors).queries[self.exchange.me]
         return take_blocks(self.call.plan, x, slots, self.call.block_size[0])
 
     def put(self, x: typing.Any, new: typing.Any) -> typing.Any:
-        """x with the rows that visit received keys replaced."""
+        """x, an array over queries, with `new` in place of the query blocks that visit received keys; None for None."""
         if x is None:
             return None
         slots = typing.cast(Visitors, self.tables.visitors).queries[self.exchange.me]
@@ -142,13 +148,17 @@ class OnDevice:
 
     @property
     def blocks_of_part(self) -> int:
-        """Key blocks of a part of a shard that goes round the ring; 0 where whole shards go."""
+        """How many key blocks of this device go round the ring at once as a part of a shard; 0 if whole shards go."""
         blocks = self.tables.key_blocks.shape[1]
         in_parts = self.tables.lists is None and blocks >= RING_PARTS * PART_BLOCKS and blocks % RING_PARTS == 0
         return blocks // RING_PARTS if in_parts else 0
 
     def over_heads(self) -> tuple[typing.Self, Callable, Callable]:
-        """The call with all tokens of a part of the heads, and functions that take arrays over queries or keys there and back."""
+        """(the call on this device with all tokens of a part of the heads, there, back).
+
+        there(x, side) turns an array over queries (side "query") or keys ("key") of this device's tokens and all heads into one of all
+        tokens and this device's part of the heads; back(x, side) is its inverse. Both are collectives.
+        """
         exchange, call, operands = self.exchange, self.call, self.operands
         sides = {
             "query": (self.tables.query_blocks, call.block_size[0]),

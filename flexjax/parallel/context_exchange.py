@@ -1,8 +1,9 @@
 """How key blocks travel between the devices of a split sequence, and how their gradients come back: XLA's collectives alone.
 
 Everything over keys is packed into one array [B, blocks, tokens of a block, features], so that a round is one collective; only the
-ring sends whole arrays. Gradients travel as float32 and are added in a fixed order: the own ones first, then those of each round. What a collective of jax adds up
-itself (psum_scatter) has an order that XLA chooses, so gradients of gathered keys go through all_to_all and are added here.
+ring sends whole arrays. Gradients travel as float32 and are added in a fixed order: the own ones first, then those of each round. XLA
+chooses the order of additions inside a collective such as psum_scatter, so gradients of gathered keys go through all_to_all and are
+added here.
 """
 
 import typing
@@ -20,7 +21,7 @@ Array = jax.Array
 
 
 class Part(typing.NamedTuple):
-    """One of several equal parts of a shard: its number, and its key blocks."""
+    """One of several equal parts of a shard: its number, int32, and how many key blocks each part has."""
 
     number: Array
     blocks: int
@@ -48,7 +49,10 @@ class Exchange(typing.NamedTuple):
         return self.tables.query_blocks[self.me]
 
     def pack(self, arrays: Sequence[Array], slots: Array | None = None) -> Array:
-        """[B, blocks, tokens, features]: the key blocks in `slots` of the arrays, all of them for None."""
+        """Arrays over keys as one array [B, blocks, tokens of a block, features], the features of all heads and arrays joined.
+
+        slots   int32: which of this device's key blocks to pack; None: all
+        """
         axis, size = token_axis(self.call.plan), self.call.block_size[1]
         parts = []
         for x in arrays:
@@ -59,7 +63,7 @@ class Exchange(typing.NamedTuple):
         return jnp.concatenate(parts, -1)
 
     def unpack(self, packed: Array, like: Sequence[Array]) -> list[Array]:
-        """The arrays in `packed`, in the layout of `like`; as many tokens as packed has."""
+        """The inverse of `pack`: the arrays in `packed`, with the heads and dims of `like`, and as many tokens as `packed` has."""
         axis, found, at = token_axis(self.call.plan), [], 0
         for x in like:
             heads, dim = x.shape[3 - axis], x.shape[3]
@@ -70,14 +74,14 @@ class Exchange(typing.NamedTuple):
         return found
 
     def keys(self, packed: Array, like: Keys, numbers: Array) -> Keys:
-        """The keys in `packed`, blocks with these numbers, as the arrays of `like` are."""
+        """The Keys in `packed`, with the heads and dims of `like`; `numbers`: those of the blocks in the sequence."""
         arrays = self.unpack(packed, like.arrays)
         return Keys(arrays[0], arrays[1], arrays[2] if like.key_extra is not None else None, numbers)
 
     # ------------------------------------------------------------------ neighbours
 
     def shifted(self, x: Array, shift: int) -> Array:
-        """What the device `shift` places before this one holds.
+        """The array x of the device that is `shift` places before this one along the axes of the sequence, cyclically.
 
         The axes are given to ppermute in the order of the mesh, because it numbers devices in that order whatever it is given.
         """
@@ -111,14 +115,15 @@ class Exchange(typing.NamedTuple):
 
     # ------------------------------------------------------------------ ring
 
-    def next(self, arrays: Sequence[Array]) -> list[Array]:
-        """What the device before this one holds. The arrays are not packed, because copies of whole shards take memory."""
+    def from_previous(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays of the device before this one. They are not packed, because copies of whole shards take memory."""
         return [self.shifted(x, 1) for x in arrays]
 
     def visiting(self, arrays: Sequence[Array], step: Array | int, part: "Part | None" = None) -> Keys:
-        """The key blocks that visit after that many steps: key, value and, if the call has it, key_extra.
+        """The arrays that visit this device after `step` steps of the ring, as Keys with the numbers of their blocks.
 
-        part   which part of a shard goes round; None: whole shards
+        arrays   key, value and, if the call has it, key_extra
+        part     which part of a shard goes round; None: whole shards
         """
         numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
         if part is not None:
@@ -143,21 +148,27 @@ class Exchange(typing.NamedTuple):
         return self.keys(everything, own, jnp.arange(everything.shape[1], dtype=jnp.int32))
 
     def all_gather(self, packed: Array) -> Array:
-        """The blocks of all devices, device by device."""
+        """The packed blocks of all devices, device by device."""
         return lax.all_gather(packed, self.call.axes, axis=1, tiled=True) if self.call.axes else packed
 
     def in_order(self, packed: Array, blocks: Array) -> Array:
-        """Blocks that lie device by device, put into the order of the sequence; blocks [devices, each]: their numbers."""
+        """Packed blocks that lie device by device, in the order of the sequence.
+
+        blocks   int32 [devices, each]: the numbers of the blocks of each device
+        """
         flat = blocks.reshape(-1)
         places = jnp.zeros_like(flat).at[flat].set(jnp.arange(flat.shape[0], dtype=flat.dtype))
         return jnp.take(packed, places, axis=1)
 
     def by_device(self, packed: Array, blocks: Array) -> Array:
-        """The inverse of `in_order`."""
+        """The inverse of `in_order`: packed blocks in the order of the sequence, device by device."""
         return jnp.take(packed, blocks.reshape(-1), axis=1)
 
     def scatter_sums(self, gradients: Sequence[Array]) -> list[Array]:
-        """The gradients of own keys, added over devices in their order, from each device's gradients of all keys."""
+        """The gradients of this device's keys, summed over the devices in their order.
+
+        gradients   of all keys in the order of the sequence, the terms that this device computed
+        """
         n = self.call.devices
         packed = self.by_device(self.pack(gradients), self.tables.key_blocks)
         if self.call.axes:
@@ -171,9 +182,10 @@ class Exchange(typing.NamedTuple):
     # ------------------------------------------------------------------ all_to_all
 
     def to_heads(self, x: Array, blocks: Array, size: int) -> Array:
-        """All tokens, in the order of the sequence, of this device's heads, from all heads of this device's tokens.
+        """All tokens, in the order of the sequence, of this device's part of the heads, from x, all heads of this device's tokens.
 
-        x is in the plan's layout; a row statistic [B, tokens, heads] too. blocks: [devices, each], numbers of blocks of `size` tokens.
+        x        an array over tokens in the plan's layout, or a row statistic [B, tokens, heads] ([B, heads, tokens])
+        blocks   int32 [devices, each]: the numbers of each device's blocks, of `size` tokens
         """
         axis = token_axis(self.call.plan)
         if self.call.axes:

@@ -37,7 +37,10 @@ class Forward(OnDevice):
         return [x for x in (out, part.lse, part.top, rounding) if x is not None]
 
     def rows(self) -> Part:
-        """The rows over all keys and the sinks, out in the dtype of query, or in float32 where the plan asks for rounding."""
+        """This device's rows over all keys and the sinks; out is in the dtype of query, or in float32 if the plan asks for rounding.
+
+        For every method but "all_to_all".
+        """
         if self.call.checked:
             ways = [lambda m=m: tuple(self.with_method(m).rows()) for m in ("neighbours", "ring")]
             return Part(*lax.cond(self.nothing_missing(), *ways))
@@ -52,7 +55,7 @@ class Forward(OnDevice):
         return self._finished(part)
 
     def _ring(self) -> Part:
-        """The rows over the keys that go round; for long shards in parts one after the other, which take less memory."""
+        """The rows over all keys, without sinks. Long shards go round in parts, one after the other, which takes less memory."""
         own, blocks = self.own, self.blocks_of_part
         if not blocks:
             return self._visited_by(own.arrays, self.nothing(), None)
@@ -65,13 +68,17 @@ class Forward(OnDevice):
         return lax.scan(one_part, self.varying(self.nothing()), jnp.arange(RING_PARTS, dtype=jnp.int32))[0]
 
     def _visited_by(self, arrays: Sequence[Array], part: Part, which: ShardPart | None) -> Part:
-        """The rows of `part` with all shards (or one part of each) that go round, beginning with `arrays`, the own one."""
+        """`part`, the rows so far, merged with the rows over all shards (or one part of each), which go round.
+
+        arrays   this device's own key, value and key_extra, or those of the part `which`
+        which    the part of each shard; None: whole shards
+        """
         exchange = self.exchange
 
         def step(state: tuple[list[Array], Part], number: Array) -> tuple[tuple[list[Array], Part], None]:
             """Adds the keys that visit now; `state`: visiting keys, and the rows so far."""
             visiting, part = state
-            coming = exchange.next(visiting)
+            coming = exchange.from_previous(visiting)
             return (coming, merged(part, self.over(exchange.visiting(visiting, number, which)))), None
 
         last = self.call.devices - 1
@@ -95,14 +102,17 @@ class Forward(OnDevice):
         return Part(*map(self.put, part, of_visitors))
 
     def _over_heads(self) -> Part:
-        """The rows over all keys, with sinks; out travels in the dtype of query."""
+        """This device's rows over all keys and the sinks, by the method "all_to_all"; out travels in the dtype of query."""
         device, _, back = self.over_heads()
         part = device.over(device.own, sinks=True, partial=False)
         there = [back(x, "query") for x in part if x is not None]
         return Part(there[0], there[1], there[2] if part.top is not None else None)
 
     def over(self, keys: Keys, sinks: bool = False, partial: bool = True) -> Part:
-        """The rows over some keys and, if asked, the sinks."""
+        """The rows of one stage: over `keys`, with `sinks` also over the sinks if the call has them.
+
+        partial   whether the rows will be merged with those of other stages; out is then in the score dtype
+        """
         stage = self.stage(keys, sinks and self.operands.sinks is not None, partial)
         out, lse, *others = self.passes.forward.bind(*self.passes.alike(stage.flat), problem=stage.problem)
         if stage.problem.plan.returns_rounding:
@@ -118,6 +128,6 @@ class Forward(OnDevice):
         return Part(jnp.zeros((*rows, plan.value_dim), dtype), none, none if plan.max_scores else None)
 
     def _finished(self, part: Part) -> Part:
-        """The rows with out in the dtype of query, or as they are where the plan asks for rounding."""
+        """The rows with out in the dtype of query; unchanged if the gradients of captured arrays are exact (plan.exact_captures)."""
         plan = self.call.plan
         return part if plan.exact_captures else part._replace(out=part.out.astype(plan.dtype))

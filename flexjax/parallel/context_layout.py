@@ -91,7 +91,7 @@ class ContextLayout:
         return not any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def _of(self, side: Side) -> tuple[int, Array | np.ndarray, int]:
-        """Length without padding, blocks and block size of a side; raises ValueError for any other side."""
+        """(tokens without padding, query_blocks or key_blocks, tokens of a block) of a side. Raises ValueError for any other side."""
         if side not in ("query", "key"):
             raise bad_argument("side", repr(side), "'query' or 'key'", "Keys and values are on the side 'key'.")
         if side == "query":
@@ -178,14 +178,17 @@ class ContextLayout:
         return (*(getattr(self, f) for f in STATIC), rounds, *((x.shape, x.tobytes()) for x in arrays))
 
     def __eq__(self, other: object) -> bool:
+        """Whether both have the same content; a layout with traced numbers equals itself alone."""
         if not isinstance(other, ContextLayout) or not (self.is_known and other.is_known):
             return self is other
         return self._content() == other._content()
 
     def __hash__(self) -> int:
+        """The hash of the content; of the object if its numbers are traced."""
         return hash(self._content()) if self.is_known else id(self)
 
     def __repr__(self) -> str:
+        """The sizes and the balance, without the numbers."""
         keys = "" if self.q_len == self.kv_len else f", kv_len={self.kv_len}"
         return (
             f"ContextLayout(q_len={self.q_len}{keys}, devices={self.devices}, block_size={self.block_size}, "
@@ -193,6 +196,7 @@ class ContextLayout:
         )
 
     def __str__(self) -> str:
+        """The picture of the layout, see `picture`."""
         return picture(self)
 
 
@@ -213,7 +217,7 @@ def _take(x: typing.Any, rows: Array | np.ndarray, axis: int) -> typing.Any:
 
 
 def _size(x: Array | np.ndarray) -> int:
-    """The number of blocks of all devices; x: query_blocks or key_blocks of a layout."""
+    """The number of blocks of all devices together, padding included; x: query_blocks or key_blocks of a layout."""
     return x.shape[0] * x.shape[1]
 
 
@@ -223,7 +227,9 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-"
 
 
 def picture(layout: ContextLayout) -> str:
-    """The sequence as a line, a digit for the owner of each part, and a bar for the work of each device."""
+    """A layout as text of several lines: its repr, the sequence as a line with a digit for the owner of each part, and for each device a
+    bar for its work and the key blocks that it receives.
+    """
     lines = [repr(layout)]
     if not layout.is_known:
         return f"{lines[0]}, traced"

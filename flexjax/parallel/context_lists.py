@@ -34,14 +34,23 @@ class StageLists(typing.NamedTuple):
 
 
 class KnownLists(typing.NamedTuple):
-    """The lists of all stages, and the query blocks that the second stage of "neighbours" computes; None: all of them."""
+    """The block lists of a call, made on the host.
+
+    stages     the lists of each stage
+    visitors   the query blocks that the second stage of "neighbours" computes; None: all, or another method
+    """
 
     stages: list[StageLists]
     visitors: Visitors | None
 
 
 def known_lists(mask: TracedMod, layout: ContextLayout, method: str, rounds: Rounds | None) -> KnownLists | None:
-    """The lists of each stage; None where devices have to classify blocks. Mask and layout are known."""
+    """The block lists of a call whose mask and layout are known; None if the mask reads b or h, or there are more than MOST_BLOCKS
+    pairs of blocks: the devices then classify blocks when the program runs.
+
+    method   one of context_parallel.METHODS
+    rounds   of the method "neighbours"; None for other methods
+    """
     query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
     reads = any(mask.program.reads(axis) for axis in ("b", "h"))
     if reads or query_blocks.size * key_blocks.size > MOST_BLOCKS:
@@ -74,7 +83,7 @@ FEW = 0.5
 
 
 def _visitors(mask: TracedMod, layout: ContextLayout, rounds: Rounds) -> Visitors | None:
-    """See Visitors; None where more than FEW of a device's query blocks visit received keys."""
+    """The Visitors of the method "neighbours"; None if on some device more than FEW of the query blocks visit received keys."""
     query_blocks, key_blocks = np.asarray(layout.query_blocks), np.asarray(layout.key_blocks)
     (devices, rows), own = query_blocks.shape, key_blocks.shape[1]
     received = [np.asarray(x) for x in rounds.received]
@@ -108,7 +117,7 @@ def _visitors(mask: TracedMod, layout: ContextLayout, rounds: Rounds) -> Visitor
 
 
 def _padded(rows: list[np.ndarray], last: int) -> np.ndarray:
-    """int32 [rows, longest, at least 1]: the rows, filled up with `last`."""
+    """int32 [rows, width]: the rows, padded with `last` to the length of the longest, which is at least 1."""
     found = np.full((len(rows), max(1, *map(len, rows))), last, np.int32)
     for row, numbers in zip(found, rows, strict=True):
         row[: len(numbers)] = numbers
@@ -116,7 +125,11 @@ def _padded(rows: list[np.ndarray], last: int) -> np.ndarray:
 
 
 def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray) -> StageLists:
-    """The lists of one stage; queries [devices, rows] and keys [steps, devices, columns]: numbers of blocks, -1 for none."""
+    """The lists of one stage for every device.
+
+    queries   int32 [devices, rows]: the numbers of the query blocks of each device in the sequence, -1 for none
+    keys      int32 [steps, devices, columns]: those of the key blocks, for each step of the ring (1 for other methods)
+    """
     steps, devices, columns = keys.shape
     rows = queries.shape[1]
     found = [[_classified(mask, layout, queries[d], keys[s, d]) for d in range(devices)] for s in range(steps)]
@@ -142,7 +155,11 @@ def _stage(mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np
 def _classified(
     mask: TracedMod, layout: ContextLayout, queries: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates [n, 4] of the partial and of the full pairs of blocks with these numbers."""
+    """(partial, full): coordinates [n, 4] of the pairs of a query block and a key block that are partial, and of those that are full.
+
+    queries, keys   int32: numbers of blocks in the sequence; -1, or a number past the end, for a block that is none. Coordinates
+                    are indices in these arrays
+    """
     real, starts = [], []
     for blocks, size, length in zip((queries, keys), layout.block_size, (layout.q_len, layout.kv_len), strict=True):
         on = (blocks >= 0) & (blocks * size < length)

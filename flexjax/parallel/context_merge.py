@@ -19,7 +19,7 @@ class Part(typing.NamedTuple):
 
 
 def merged(a: Part, b: Part) -> Part:
-    """The rows over the keys of both parts."""
+    """The rows over the keys of both parts, which must have no key in common (merge_states.py)."""
     lse = joint_lse(jnp.stack([a.lse, b.lse]))
     out = sum(weight_of(x.lse, lse)[..., None] * x.out for x in (a, b))
     top = None if a.top is None or b.top is None else jnp.maximum(a.top, b.top)

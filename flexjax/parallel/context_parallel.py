@@ -169,8 +169,10 @@ class ContextCall:
         return jax.tree.unflatten(self.structure, flat)
 
 
-def refuse(context: object) -> ContextParallel:
-    """The argument `context`, checked without the mesh. Raises ValueError."""
+def check_context(context: object) -> ContextParallel:
+    """The argument `context` itself. Raises ValueError if it is no ContextParallel, or a field of it has a wrong type or value; axes
+    are not compared with a mesh here.
+    """
     if not isinstance(context, ContextParallel):
         raise bad_argument(
             "context",
@@ -235,7 +237,12 @@ def layout_for(context: ContextParallel, devices: int, rows: tuple[int, int]) ->
 
 
 def _block_of(name: str, rows: int, devices: int) -> int:
-    """The size of blocks for a contiguous layout without padding: the largest up to 128 that divides a device's part."""
+    """The size of blocks for a contiguous layout without padding: the largest number up to 128 that divides a device's part of the rows.
+
+    name   of the argument, for the message
+
+    Raises ValueError if the devices do not divide the rows, or if the largest such number is below 8 and less than the part.
+    """
     each = rows // devices
     size = next((n for n in range(min(128, each), 0, -1) if each % n == 0), 0)
     if rows % devices or size < min(each, 8):
@@ -250,7 +257,12 @@ def _block_of(name: str, rows: int, devices: int) -> int:
 
 
 class Decision(typing.NamedTuple):
-    """How a call's keys travel. `checked`: see ContextCall; rounds: None where the method needs none."""
+    """How the keys of a call travel.
+
+    method    one of METHODS
+    rounds    of the method "neighbours"; None for other methods
+    checked   see ContextCall
+    """
 
     method: str
     rounds: Rounds | None
@@ -303,7 +315,7 @@ def is_known(layout: ContextLayout, mask: TracedMod) -> bool:
 
 
 def _present(heads: int) -> tuple[int, ...]:
-    """The number of heads as a tuple, () for 0."""
+    """(heads,), or () for 0 heads."""
     return (heads,) if heads else ()
 
 
@@ -313,7 +325,7 @@ KEPT_ROUNDS = 16
 
 
 def _rounds(mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], lists_known: np.ndarray | None) -> Rounds:
-    """The rounds that a known mask needs; entries: see `decide`."""
+    """The rounds in which the devices get all key blocks that a known mask visits; cached. `entries`, `lists_known`: see `decide`."""
     batch, query_heads = entries
     heads = (batch if mask.program.reads("b") else 1, query_heads if mask.program.reads("h") else 1)
     sizes = (layout.q_len, layout.kv_len, *layout.block_size)
@@ -332,9 +344,12 @@ def _rounds(mask: TracedMod, layout: ContextLayout, entries: tuple[int, int], li
 
 
 def _cheapest(plan: KernelPlan, layout: ContextLayout, rounds: Rounds | None, divides: bool) -> str:
-    """The method with the fewest bytes a device receives, "ring" where visiting keys and values would take more than MEMORY.
+    """The method that "auto" stands for: that by which a device receives fewest bytes, but "ring" if received keys, values and their
+    gradients would take more than MEMORY.
 
-    "all_to_all" is taken if its bytes are less than half of the next method's, because nothing is computed while it runs.
+    rounds    of "neighbours"; None if they are not known, which leaves "all_gather" in its place
+    divides   whether the devices divide query and key heads, as "all_to_all" needs. That method is taken only if its bytes are less
+              than half of those of "neighbours" or "all_gather", because nothing is computed while it runs
     """
     n, itemsize = layout.devices, np.dtype(plan.dtype).itemsize
     features = plan.kv_heads * (plan.head_dim + plan.value_dim) + plan.extra_heads * plan.extra_dim

@@ -36,14 +36,14 @@ class Rounds:
 
     @property
     def width(self) -> int:
-        """Key blocks that a device receives in all rounds, with those past the end."""
+        """How many key blocks a device receives in all rounds together, padding of the messages included."""
         return sum(x.shape[1] for x in self.send)
 
 
 def needed_keys(needed: np.ndarray, query_blocks: np.ndarray, key_blocks: np.ndarray) -> np.ndarray:
     """bool [devices, devices * key blocks of each]: which key blocks of the sequence a device's queries visit.
 
-    needed                     bool [query blocks, key blocks]
+    needed                     bool [query blocks, key blocks]: which blocks the mask visits
     query_blocks, key_blocks   int32 [devices, blocks of each]
     """
     found = any_of_rows(needed, query_blocks)
@@ -92,7 +92,12 @@ to 5, because most batches are near a half of all blocks and each power below it
 
 
 def _rounded(of_shift: dict[int, int], devices: int, each: int) -> dict[int, int]:
-    """The same width for all shifts up to a distance; both rounded up."""
+    """The widths by distance, rounded up: one width for all shifts whose distance, in either direction, is at most a rounded reach; 0 for
+    the others.
+
+    of_shift   the width that each shift needs
+    each       key blocks of a device
+    """
     farthest = max((min(s, devices - s) for s, width in of_shift.items() if width), default=1)
     reach = 2
     while reach < farthest:

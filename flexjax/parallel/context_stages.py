@@ -60,14 +60,18 @@ class Stage(typing.NamedTuple):
 
 
 def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:
-    """Some blocks of `size` tokens of an array over tokens, in the layout of the plan; slots past the end take the last block."""
+    """The blocks of x at `slots`, one after the other; slots past the end take the last block.
+
+    x       an array over tokens in the layout of the plan
+    slots   int32: which of its blocks of `size` tokens
+    """
     axis = token_axis(plan)
     blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     return jnp.take(blocks, slots, axis=axis, mode="clip").reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
-    """x with other blocks in place of those at `slots`; slots past the end are left out.
+    """x with the blocks of `new` in place of those at `slots`; slots past the end are left out. See `take_blocks`.
 
     The barrier lets XLA write into x where nothing else reads it. Without it XLA fuses what computes `new` into the scatter, and
     copies x first if `new` is computed from x.
@@ -78,7 +82,7 @@ def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) 
 
 
 def add_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
-    """x with blocks added to those at `slots`; slots past the end are left out."""
+    """x with the blocks of `new` added to those at `slots`; slots past the end are left out. See `take_blocks`."""
     return _blocks_at(plan, x, slots, size, lambda at, blocks: at.add(blocks, mode="drop"), new)
 
 
@@ -194,7 +198,10 @@ def plan_of_stage(
 
 
 def at_head(problem: Problem, operands: Operands, head: Array | int, parts: int) -> tuple[Problem, Operands]:
-    """The problem of one of `parts` equal parts of the heads, which begins at `head`; mods still see the heads of the whole."""
+    """(problem, operands) of one of `parts` equal parts of the query heads, which begins at `head`; mods still see the heads of the whole.
+
+    operands   their arrays over heads are those of the part already; the new ones also have the captured start of the part
+    """
     plan = problem.plan
     whole = (plan.batch, plan.q_heads, plan.q_len, plan.kv_len)
     origin = OriginTable(None, jnp.asarray(head, jnp.int32), None, None, whole)

@@ -162,7 +162,7 @@ def choose_split(plan: KernelPlan, mesh: Mesh, dims: Sequence[str], specs: Seque
 
 
 def _leading(a: Names, b: Names) -> Names:
-    """The axes that both begin with."""
+    """The axes with which both a and b begin."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     return tuple(name for name, _ in same)
 
@@ -297,8 +297,41 @@ def gradients_of_parts(
     return sum_over_shared_axes(found, specs, work)
 
 
+# ------------------------------------------------------------------- the primitives of a call
+#
+# `params` are the parameters of a forward, tangent or backward primitive beside its problem. Of the tangent: `moving`, which movable
+# operands have a tangent; of the backward pass: `wanted`, which movable operands get a gradient, and `has_lse`, whether there is a
+# cotangent of lse; of the forward pass: none.
+
+
+def moved_places(problem: Problem, params: Mapping[str, typing.Any]) -> list[int]:
+    """The indices, in the flat list of operands, of those that have a tangent or get a gradient; [] for the forward pass."""
+    flags = params.get("moving", params.get("wanted", ()))
+    places = problem.arrange(range(problem.structure.num_leaves)).movable
+    return [place for place, flag in zip(places, flags, strict=False) if flag]
+
+
+def primitive_dims(
+    problem: Problem, params: Mapping[str, typing.Any], tables: Sequence[str] = (), rounding: bool = False
+) -> tuple[list[str], list[str]]:
+    """For each argument of a primitive, and for each of its results, the names of its dimensions, such as "b t h d".
+
+    tables     those of the arguments after the operands; () for a call whose sequence is not split
+    rounding   whether tangent and backward have rounding after out and lse
+    """
+    plan, operands = problem.plan, operand_dims(problem)
+    out, stats = arranged(plan, "b t h e"), arranged(plan, "b t h")
+    fixed, residuals = [*operands, *tables], [out, stats, *[out] * rounding]
+    moved = [operands[place] for place in moved_places(problem, params)]
+    if "moving" in params:
+        return [*fixed, *residuals, *moved], [out, stats]
+    if "wanted" in params:
+        return [*fixed, *residuals, out, *[stats] * params["has_lse"]], moved
+    return fixed, [out, stats, *[stats] * plan.max_scores, *[out] * plan.returns_rounding]
+
+
 def with_starts(params: Mapping[str, typing.Any], added: int) -> dict[str, typing.Any]:
-    """The parameters of a primitive for a share whose programs capture `added` more arrays, which neither move nor get gradients."""
+    """The parameters for a share whose programs capture `added` more arrays, which have no tangents and get no gradients."""
     return {k: (*x, *[False] * added) if k in ("moving", "wanted") else x for k, x in params.items()}
 
 
