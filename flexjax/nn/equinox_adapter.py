@@ -23,7 +23,7 @@ Heads = tuple[Array, Array, Array]
 class MultiheadAttention(eqx.nn.MultiheadAttention):
     """equinox.nn.MultiheadAttention whose attention is flexjax.flex_attention.
 
-    The arguments of equinox's class, and besides:
+    It takes the arguments of equinox's class and these:
 
     score_mod, mask_mod   as in flexjax.flex_attention; h is the head, and b is 0, because the layer takes one sequence and
                           jax.vmap maps it. A mod that is itself an equinox module is part of the model: its arrays are trained

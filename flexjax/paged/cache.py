@@ -106,7 +106,7 @@ def empty(
 
 
 def _given_scale(given: Scales, heads: int) -> Array:
-    """A scale that the caller gives, as float32 [M]. Raises ValueError for another shape or dtype."""
+    """The scales that a caller gives for keys or for values, as float32 [M]; `heads` is M. Raises ValueError for another shape or dtype."""
     array = jnp.asarray(given)
     if array.shape not in ((), (heads,)) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise bad_argument(
@@ -177,7 +177,11 @@ def append(
 
 
 class Places(typing.NamedTuple):
-    """Where new tokens go: after the copies of `growth`, token i to the place slot[i] of page[i]; page P is none."""
+    """Where new tokens are written, after the copies of `growth`.
+
+    page   int32 [tokens]: the page of each token; P, the number of pages, for a token that is not written
+    slot   int32 [tokens]: its number in the page
+    """
 
     growth: Growth
     page: Array
@@ -185,7 +189,11 @@ class Places(typing.NamedTuple):
 
 
 def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> tuple[Array, Array | None]:
-    """The pool of keys or values with the tokens [tokens, M, D] written to it, and its scales."""
+    """(pool, scales): a pool of keys or values with new tokens written to it, and its scales.
+
+    scales   float32 [M], which stay, or [P, M], which get an entry for each page that begins; None if the pool is not quantised
+    tokens   [tokens, M, D], not yet cast or quantised
+    """
     if scales is not None and scales.ndim == 2:
         most = jnp.max(jnp.abs(tokens.astype(jnp.float32)), -1)
         found = 2 * jnp.where(most == 0, 1, most) / LARGEST[pool.dtype.name]
@@ -199,7 +207,7 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
     tokens = tokens.astype(pool.dtype)
 
     def write(pool: Array, tokens: Array) -> Array:
-        """The pool after the copies, with the tokens."""
+        """The pool after the copies of `growth`, with the tokens at their places."""
         return _copy_pages(pool, at.growth).at[at.page, at.slot].set(tokens, mode="drop")
 
     if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize >= 4:
@@ -218,7 +226,7 @@ def _copy_pages(x: Array, growth: Growth) -> Array:
     """
 
     def copy(i: Array, x: Array) -> Array:
-        """`x` after the copy with number i."""
+        """x after copy number i."""
         old, new = jnp.clip(growth.copied[i], 0, x.shape[0] - 1)
         return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, old, 1, 0), new, 0)
 
@@ -249,12 +257,12 @@ def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: obj
 
 
 class TokenRows(typing.NamedTuple):
-    """Where tokens of all requests, one after the other, belong.
+    """Which request each token belongs to, where the tokens of all requests lie one after the other.
 
-    row      int32 [tokens]: the request of each
-    place    int32 [tokens]: its number among those of its request; that of a padding token is past them
+    row      int32 [tokens]: the request of each token
+    place    int32 [tokens]: its number among the tokens of its request; counts[row] or more for a padding token
     counts   int32 [R]: how many tokens each request has
-    starts   int32 [R]: the number of its first
+    starts   int32 [R]: the index of the first token of each request
     """
 
     row: Array
@@ -264,7 +272,11 @@ class TokenRows(typing.NamedTuple):
 
 
 def rows_of_tokens(cu_q_lens: object, rows: int, tokens: int) -> TokenRows:
-    """Where tokens belong of which request r has the numbers cu_q_lens[r] .. cu_q_lens[r + 1] - 1.
+    """Which request each token belongs to: request r has the tokens cu_q_lens[r] .. cu_q_lens[r + 1] - 1.
+
+    cu_q_lens   the argument, int32 [R + 1]; entries are clipped to 0 .. tokens
+    rows        R
+    tokens      how many tokens there are, padding included
 
     Raises ValueError for cu_q_lens of another type or shape.
     """
@@ -289,7 +301,7 @@ def gather(cache: PagedCache, table: PageTable, *, dtype: DTypeLike | None = Non
     check_table(table, check_cache(cache)[1])
 
     def contiguous(x: Array, scales: Array | None) -> Array:
-        """The tokens of one pool."""
+        """The tokens of one pool, multiplied by `scales` if it has them, in the dtype that `gather` returns."""
         found = tokens_of_pages(jnp.asarray(x), scales, jnp.asarray(table.pages), jnp.float32)
         return found if dtype is None else found.astype(dtype)
 

@@ -38,9 +38,11 @@ jax.tree_util.register_dataclass(SharedPrefix, data_fields=["group", "prefix_pag
 
 
 def check_shared(shared: object, requests: int, page: int) -> SharedPrefix:
-    """The checked argument, with lengths in 0 .. n * page. Raises ValueError for another type, and for arrays that do not fit.
+    """The argument `shared` with prefix_lengths clipped to 0 .. n * page. Raises ValueError for another type, and for arrays that do not
+    fit.
 
-    requests   R;  page: tokens of a page of the cache
+    requests   R, the number of requests of the call
+    page       tokens of a page of the cache
     """
     if not isinstance(shared, SharedPrefix):
         raise bad_argument(

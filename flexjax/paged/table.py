@@ -151,7 +151,8 @@ def release(table: PageTable, requests: Array | np.ndarray) -> PageTable:
 def _first_fit(cost: Array, free: Array) -> Array:
     """Which requests get their pages, bool [R], if they are served in order of rows and those that do not fit are skipped.
 
-    cost   int32 [R]: pages that each needs;  free: int32 scalar
+    cost   int32 [R]: how many pages each request needs
+    free   int32 scalar: how many pages are free
 
     Each round skips the first request that does not fit, so there are as many rounds as requests that are refused.
     """
@@ -199,7 +200,11 @@ def _count(counts: Array, pages: Array, where: Array, step: int) -> Array:
 
 
 def _last_is_shared(table: PageTable, shared: Array, page: int) -> Array:
-    """bool [R]: whether the page that the request writes next is partly filled and shared; `shared` bool [R, n] says which are shared."""
+    """bool [R]: whether the page that each request writes next is partly filled and shared.
+
+    shared   bool [R, n]: which entries of the table are pages that several entries hold
+    page     tokens of a page
+    """
     columns = table.pages.shape[1]
     last = jnp.clip(table.lengths // page, 0, columns - 1)
     return (table.lengths % page != 0) & jnp.take_along_axis(shared, last[:, None], 1)[:, 0]
@@ -209,7 +214,7 @@ def _last_is_shared(table: PageTable, shared: Array, page: int) -> Array:
 class Growth:
     """What an append does to the table.
 
-    table    the table after it
+    table    the table after the append
     starts   int32 [R]: position of the first new token of each request
     writes   int32 [R]: how many tokens are written: all that were given, or 0 if their pages are not reserved
     copied   int32 [R, 2]: the page to copy and the page to copy it to; of the first `copies` rows
@@ -224,7 +229,9 @@ class Growth:
 
 
 def grow(table: PageTable, counts: Array, page: int) -> Growth:
-    """The table after `counts` int32 [R] tokens are appended to each request, and which pages must be copied before.
+    """What an append of `counts` (int32 [R]) tokens to each request does to the table, and which pages it has to copy first.
+
+    page   tokens of a page
 
     A request whose pages are not all reserved stays as it is.
     """
@@ -296,13 +303,13 @@ def check_table(table: object, page: int | None) -> int:
 
 
 def check_page(name: str, page: object) -> None:
-    """Raises ValueError unless `page` is a positive multiple of 8."""
+    """Raises ValueError, for the argument `name`, unless `page` is a positive multiple of 8."""
     if not isinstance(page, int) or isinstance(page, bool) or page < 8 or page % 8:
         raise bad_argument(name, repr(page), "a positive multiple of 8", "Kernels copy 8 tokens at a time.")
 
 
 def check_positive(name: str, number: object) -> None:
-    """Raises ValueError unless `number` is a positive int."""
+    """Raises ValueError, for the argument `name`, unless `number` is a positive int."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise bad_argument(
             name, repr(number), "a positive int", "Sizes are static: they are compiled into the program."
@@ -310,12 +317,15 @@ def check_positive(name: str, number: object) -> None:
 
 
 def check_int32(name: str, given: object, shape: tuple[int, ...]) -> Array:
-    """The argument as int32. Raises ValueError for another shape or dtype; integers of other types are cast."""
+    """The argument `name` as an int32 array. Raises ValueError for another shape and for no integers; other integer types are cast."""
     return _check_array(name, given, shape, jnp.integer, "int32").astype(jnp.int32)
 
 
 def _check_array(name: str, given: object, shape: tuple[int, ...], kind: type, dtype: str) -> Array:
-    """The argument as a jax array. Raises ValueError unless it is an array of that shape and kind of dtype."""
+    """The argument `name` as a jax array. Raises ValueError unless it is an array of that shape, with a dtype of `kind`.
+
+    dtype   the name of the dtype for the message
+    """
     if not isinstance(given, Array | np.ndarray) or given.shape != shape or not jnp.issubdtype(given.dtype, kind):
         raise bad_argument(name, described(given), f"{dtype}{list(shape)}", "Cast or reshape it.")
     return jnp.asarray(given)

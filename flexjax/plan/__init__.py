@@ -3,8 +3,14 @@
 The room owns the plan, its operands, and what is derived from a plan before a backend is chosen. It imports block_mask/,
 trace/, ir/, types.py and errors.py; backends import it.
 
-    kernel_plan.py  KernelPlan (static, hashable), Operands (arrays), Results and Gradients
-    problem.py      Problem: a plan with the derivative and the choice of backends, the parameter of the JAX primitives
-    mask_blocks.py  a plan and block lists with another block size, for kernels whose tiles do not fit the mask's blocks
-    tuned.py        measured tile sizes: the user's file, the tables in tuned/, and the lookup in both
+    kernel_plan.py      KernelPlan (static, hashable), Operands (arrays), Results and Gradients
+    problem.py          Problem: a plan with the derivative and the choice of backends, the parameter of the JAX primitives
+    precision.py        the precision of products of float32, by its name in a plan
+    lengths.py          which queries and keys exist
+    lengths_as_mask.py  lengths as a block mask, for kernels that know no lengths
+    mask_blocks.py      a plan and block lists with another block size, for kernels whose tiles do not fit the mask's blocks
+    pages.py            keys and values in pages: the size of their key blocks, and the same tokens contiguous
+    pack_heads.py       the query heads of a group as rows of a tile, for calls with few queries
+    join_heads.py       all heads as one, for kernels that would have to move the heads of a cache to read them
+    tuned.py            measured tile sizes: the user's file, the tables in tuned/, and the lookup in both
 """

@@ -8,8 +8,9 @@ copy, and are the keys of a single head whose mask tells the heads apart:
     column c   is   token c // M of key head c % M
     visible    where r % N reads key head c % M, and the mask of the call says so
 
-Rows that meet columns of other heads are computed and hidden, which costs less than the copy while rows are few. Not joined are
-calls in layout BNTH, where heads lie apart, and calls with sinks or extra features or with lists that are the user's or differ by head.
+Entries of a row and a column of another head are computed and hidden, which costs less than the copy while rows are few. A call is not
+joined if it is in layout BNTH, where the keys of a head lie together, has sinks or extra features, or has lists that are the user's or
+differ by head.
 
 A page [page, M, D] holds the keys of all heads too, and is copied whole. So every call with keys in pages is joined: a page of the
 joined plan has page * M columns. Lists that differ by head are left out then, and the mask decides each entry. Sinks become those of
@@ -44,7 +45,9 @@ LANES = 128
 
 
 def joined_plan(plan: KernelPlan) -> KernelPlan | None:
-    """The plan with all heads joined into one; None for a plan that is not (see the top of this file and the constants)."""
+    """The plan with all heads joined into one; None if the plan is not joined, for the reasons at the top of this file, or because its
+    key heads are not in HEADS or its rows more than MOST_ROWS (both for contiguous keys only).
+    """
     heads, origin, options = plan.kv_heads, plan.origin, plan.options
     rows, blocks = plan.q_len * plan.q_heads, _kept_blocks(plan)
     few = heads in HEADS and rows <= MOST_ROWS and not plan.has_sinks
@@ -90,12 +93,15 @@ def joined_plan(plan: KernelPlan) -> KernelPlan | None:
 
 
 def _kept_blocks(plan: KernelPlan) -> BlockLayout | None:
-    """The blocks of a plan whose lists its joined plan has: with keys in pages, none that differ by head."""
+    """The block layout of `plan` that its joined plan keeps; None without one, and for keys in pages if the lists differ by head."""
     return None if plan.page and plan.blocks is not None and plan.blocks.heads > 1 else plan.blocks
 
 
 def _tile_tokens(plan: KernelPlan) -> int:
-    """Tokens of a tile, as many as make up the bytes above; whole pages whose columns are a multiple of LANES, if there are any."""
+    """Tokens of a tile for a plan whose options do not say: as many as TILE_BYTES (TILE_BYTES_OF_MANY_ROWS) hold.
+
+    They are whole pages, and their columns a multiple of LANES, unless so few tokens fit that no such number is left.
+    """
     few = plan.q_len * plan.q_heads <= MOST_ROWS
     columns = (TILE_BYTES if few else TILE_BYTES_OF_MANY_ROWS) // (_item_size(plan) * (plan.head_dim + plan.value_dim))
     most = max(1, columns // plan.kv_heads)
@@ -104,7 +110,7 @@ def _tile_tokens(plan: KernelPlan) -> int:
 
 
 def _item_size(plan: KernelPlan) -> int:
-    """Bytes of a number of a key."""
+    """Bytes of one number of a key or value."""
     return jnp.dtype(plan.dtype).itemsize
 
 
@@ -141,7 +147,10 @@ def split_results(plan: KernelPlan, results: Results) -> Results:
 
 
 def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | None:
-    """The lists of the joined plan: the full blocks of each list among the partial ones, ascending, if there are several key heads."""
+    """The block lists of the joined plan; None where it has none (`_kept_blocks`).
+
+    With several key heads no joined block is full, so the full blocks of each list join the partial ones, ascending.
+    """
     if lists is None or _kept_blocks(plan) is None:
         return None
     if plan.kv_heads == 1:
@@ -159,13 +168,13 @@ def _joined_lists(plan: KernelPlan, lists: BlockLists | None) -> BlockLists | No
 
 
 def _own_head(plan: KernelPlan) -> Program:
-    """The mask of a joined plan without a mask of its own."""
+    """The mask program of the joined plan of a plan without a mask: True where the query head reads the key head."""
     builder = Builder((plan.batch, 1, plan.q_len * plan.q_heads, plan.kv_len * plan.kv_heads), plan.score_dtype)
     return builder.finish([_reads(builder, plan.q_heads, plan.kv_heads)], [])
 
 
 def _reads(builder: Builder, q_heads: int, kv_heads: int) -> Atom:
-    """Whether the query head of the row reads the key head of the column."""
+    """The bool atom that says whether the query head of the row (input q) reads the key head of the column (input kv)."""
     number = lambda n: literal(n, "int32")
     head = builder.op("floormod", (builder.inputs[Q], number(q_heads)), "int32")
     read = builder.op("floordiv", (head, number(q_heads // kv_heads)), "int32")
@@ -182,8 +191,9 @@ def _joined_program(
     origin_rows: int | None,
     is_mask: bool = False,
 ) -> Program:
-    """The program whose q is a row and whose kv is a column, where `program` has heads and positions; a mask also hides other heads.
+    """The program of a joined plan, whose q is a row and whose kv is a column, from `program`, which reads heads and positions.
 
+    is_mask       whether the program is a mask, which then also hides the columns of other heads
     origin_rows   rows of the origin's tables, 1 or the batch size; None without an origin. With one, the program captures
                   the two tables last, int32 [] or [batch]
     """

@@ -115,14 +115,13 @@ class KernelPlan:
 
     @property
     def returns_rounding(self) -> bool:
-        """Whether the forward pass returns `Results.rounding`. The out of a part is not rounded."""
+        """Whether the forward pass returns `Results.rounding`: not for a partial plan, whose out is not rounded."""
         return self.exact_captures and not self.partial
 
     @property
     def writes_rounding(self) -> bool:
-        """Whether a kernel whose out has 16 bits writes beside it what rounding took: for `returns_rounding`, and for a part.
-
-        A part is merged with others, so its out + rounding stands for a float32 out.
+        """Whether a kernel whose out has 16 bits also writes the rounding error of out: for `returns_rounding`, and for a partial plan,
+        where out + rounding stands for the float32 out that is merged with others.
         """
         return self.exact_captures or (self.partial and jnp.dtype(self.dtype).itemsize == 2)
 
@@ -260,10 +259,10 @@ class Results(typing.NamedTuple):
     lse is the natural logarithm of the softmax denominator, -inf in a row whose entries are all masked. max_scores is the largest
     score after score_mod, -inf in such a row, and None unless the plan asks for it.
 
-    rounding is what rounding to 16 bits took from out, in the shape and dtype of out, and None unless the plan has
-    `exact_captures` (also where out itself is not rounded, as that of a part may be); a backend may return it for a part too.
-    out + rounding is the output in float32, up to 2^-16 of it. The backward pass forms delta = rowsum(dO * (out + rounding)):
-    an error of delta is the same for all entries of a row, and a captured array sums it where the rest of the row cancels.
+    rounding is the rounding error of out, the output in float32 minus out, in the shape and dtype of out. It is None unless the plan
+    has `exact_captures`, or is partial and its backend rounds out. out + rounding is the output in float32 up to a relative error of
+    2^-16. The backward pass forms delta = rowsum(dO * (out + rounding)): an error of delta is the same for all entries of a row, and
+    the gradient of a captured array sums it where the rest of the row cancels.
     """
 
     out: jax.Array

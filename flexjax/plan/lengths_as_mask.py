@@ -99,7 +99,10 @@ def zeroed(plan: KernelPlan, operands: Operands) -> Operands:
 
 
 def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths: Lengths) -> Array:
-    """The class of each block with the lengths, int8 [batch, heads, q blocks, kv blocks]."""
+    """The class of each block with the lengths, int8 [batch, heads, q blocks, kv blocks].
+
+    blocks   the block layout of `plan_as_mask`, of which the block size is read
+    """
     shape = (1, 1, -(-plan.q_len // blocks.block_q), -(-plan.kv_len // blocks.block_kv))
     if operands.lists is None:
         classes = jnp.full(shape, FULL if plan.mask is None else PARTIAL, jnp.int8)
@@ -117,7 +120,9 @@ def _classes(plan: KernelPlan, operands: Operands, blocks: BlockLayout, lengths:
 
 
 def _sizes(plan: KernelPlan) -> Sizes:
-    """The ranges of b, h, q and kv of the mask program: those of the plan's own, or of positions at its origin."""
+    """(batch, heads, q_len, kv_len) for which the new mask program is traced: those of the plan's mask program; without one the plan's
+    own, with UNKNOWN in place of the lengths if it has an origin.
+    """
     if plan.mask is not None:
         _, heads, q, kv = plan.mask.sizes
         return plan.batch, heads, q, kv

@@ -8,7 +8,7 @@ keys, so a call of N query heads and T queries is also one of M heads and T * G 
 The packed plan has group 1. Its programs get the head m * G + r % G as h, and the position of query r // G as q. Positions of
 queries that an origin gives are a captured array of the packed programs, and the packed plan's own origin of queries is 0.
 
-Not packed are calls with sinks or extra features, which belong to query heads, and masks whose lists differ by head.
+A call is not packed if it has sinks or extra features, which belong to query heads, or a mask whose lists differ by head.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
         lengths = lengths._replace(query=lengths.query * group)
 
     def with_starts(program: Program | None, captures: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The captured arrays of the packed program."""
+        """The captured arrays of the packed program: `captures`, and the origin's table of queries if the program reads q."""
         return captures if program is None or not program.reads("q") else (*captures, *starts)
 
     return operands._replace(
@@ -115,7 +115,7 @@ def _unpack(x: Array, plan: KernelPlan) -> Array:
 
 @functools.lru_cache(maxsize=512)
 def _packed_program(program: Program, group: int, kv_heads: int, q_len: int, origin_rows: int | None) -> Program:
-    """The program whose h is a key head and whose q is a row, where `program` has query heads and positions of queries.
+    """The program of a packed plan, whose h is a key head and whose q is a row, from `program`, which reads query heads and positions.
 
     origin_rows   rows of the origin's table of queries, 1 or the batch size; None without an origin. With one, a program
                   that reads q captures that table last, int32 [] or [batch]

@@ -12,8 +12,9 @@ Array = jax.Array
 
 
 def whole_pages(page: int, most: int) -> int:
-    """The size of a key block for pages of `page` tokens: a multiple or a divisor of it, `most` tokens or less unless no such size
-    is near.
+    """The size in tokens of a key block for pages of `page` tokens.
+
+    The largest multiple of `page` up to `most`. For pages longer than `most`: `most` if it divides `page`, else `page`.
     """
     if page <= most:
         return most // page * page
@@ -21,8 +22,8 @@ def whole_pages(page: int, most: int) -> int:
 
 
 def contiguous(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
-    """The plan and the operands with the keys and values of each batch entry gathered from its pages: [B, S, M, D] and [B, S, M, E]
-    (heads first for BNTH), in the dtype of scores if they are quantised. Both themselves if keys are contiguous.
+    """(plan, operands) with the keys and values of each batch entry gathered from its pages: [B, S, M, D] and [B, S, M, E] (heads
+    first for BNTH), in the score dtype if they are quantised. The arguments themselves if keys are contiguous.
     """
     pages = operands.pages
     if pages is None:
