@@ -112,18 +112,19 @@ def flex_attention(
     implementation  None (the first backend that accepts the call), "xla", "mosaic_gpu", "mosaic_tpu", "reference", or several,
                  which are asked in this order
     kernel_options  KernelOptions: tile sizes, split keys, order of additions, simulation
-    dropout_rate, dropout_key  sets each probability to 0 with this chance, by a jax random key, and divides the others by
-                 1 - dropout_rate; the backward pass drops the same ones, and lse is that without dropout
+    dropout_rate, dropout_key  the chance with which each probability is set to 0, and the jax random key that says which are. The others
+                 are divided by 1 - dropout_rate. The backward pass drops the same ones; lse is that without dropout
     broadcast_dropout  True: all batch entries and heads drop the same positions, which is flax's default
-    query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: adds query_extra . key_extra to the dot product
+    query_extra, key_extra  [B, T, N, R] and [B, S, K, R], K divides N: query_extra . key_extra is added to the dot product before
+                 `scale` multiplies it
     query_seq_lengths, key_value_seq_lengths  int32 [B], or an int for all: how many queries and keys of each batch entry exist,
                  clipped to 0 .. T and 0 .. S. They may be traced, and new values compile nothing. Work follows the lengths
-    origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. A block_mask
-                 made with an origin brings it along
+    origin       Origin: where the arrays lie in the whole problem, whose indices score_mod, mask_mod and dropout see. None: that of
+                 block_mask, or the arrays are the whole problem
     precision    how exactly float32 inputs are multiplied, as in jax.lax.dot_general: None (jax.default_matmul_precision), "default",
                  "high", "highest", a jax.lax.Precision or a jax.lax.DotAlgorithmPreset. See below
     context      ContextParallel: the tokens of query, key and value are split over mesh axes and permuted by a layout. Lengths
-                 count in the order of the sequence. An origin of queries or keys does not go with it
+                 count in the order of the sequence. With it, `origin` may give batch and head, but not query or key
 
     Returns out [B, T, N, E] in the layout and dtype of query, or (out, AuxOutput) with return_aux. Gradients reach query, key,
     value, scale, sinks, the extra features and every floating array that score_mod captures. Scores are float32 (float64 for
@@ -144,12 +145,12 @@ def flex_attention(
     Python number in a function (capture jnp.asarray(number) if it changes from call to call). New values of captured arrays and
     a function that is defined again compile nothing.
 
-    Precision. float32 inputs are multiplied at least as exactly as `precision` says, in both passes; sums, softmax and mods are float32
-    always. None follows jax.default_matmul_precision where the call is traced. The Hopper kernels add up three products of bfloat16
-    parts ("default", "high", and algorithms up to "BF16_BF16_F32_X3" and "TF32_TF32_F32"): a relative error of 2^-17 a product, where
-    TF32, XLA's own default on such a GPU, has 2^-11. They leave "highest", exact to float32, to xla. xla passes the precision to
-    XLA. The TPU kernels always multiply float32 exactly. With bfloat16 and float16 inputs `precision` has no effect: products of them
-    are exact and summed in float32.
+    Precision. float32 inputs are multiplied at least as exactly as `precision` says, in both passes; sums, softmax and mods are always
+    float32. None follows jax.default_matmul_precision where the call is traced. For "default", "high" and algorithms up to
+    "BF16_BF16_F32_X3" and "TF32_TF32_F32", the Hopper kernels write each product as a sum of three products of bfloat16 parts. Its
+    relative error is 2^-17; that of TF32, XLA's default on such a GPU, is 2^-11. The Hopper kernels refuse "highest", which xla
+    runs: that backend passes the precision to XLA. The TPU kernels always multiply float32 exactly. With bfloat16 and float16 inputs
+    `precision` has no effect: their products are exact and summed in float32.
 
     What is fast. Calls inside jit; bfloat16 and float16 on a GPU; hiding positions with mask_mod, because blocks that it hides
     are skipped and blocks of -inf from score_mod are not; one block_mask for all layers that share it; reading captured arrays

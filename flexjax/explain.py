@@ -70,17 +70,20 @@ def explain(
     query, key, value, return_aux, implementation, **arguments
                 as for flex_attention: score_mod, mask_mod, block_mask, scale, sinks, layout, kernel_options, dropout_rate,
                 dropout_key, broadcast_dropout, query_extra, key_extra, query_seq_lengths,
-                key_value_seq_lengths, origin, precision; each array may be a jax.ShapeDtypeStruct
+                key_value_seq_lengths, origin, precision. Or a query, a PagedCache and a PageTable, and the keywords of
+                paged_attention. Each array, also in a cache or a table, may be a jax.ShapeDtypeStruct
     device      where the call would run: a device, also one of a topology, or a platform ("cpu", "cuda", "tpu"), which means
                 the first device of that platform here; None: the default device
     context     as for flex_attention. The text then says how keys travel, what each device receives, its work, and the stages that
                 it computes, in place of the blocks of the mask; the mesh is the one that is set, or that of query
 
-    A call that reads a cache also gets its work items, the splits of the keys, CTAs, and the time and bandwidth that are predicted for
-    the decode kernel. Instead of the cache and the table of paged_attention, their shapes will do (jax.eval_shape). With `shared`
-    there are two passes, one after the other.
+    For paged_attention, the text has no picture of blocks and nothing about devices, and its section about work has the work items and
+    the bytes of the cache that are read. With `shared` it describes two passes, one after the other. Where the decode kernel for
+    Hopper runs a call, of flex_attention too, the text also has the splits of the keys, the number of CTAs, and the time and
+    bandwidth that are predicted for an H200.
 
-    Raises what flex_attention (paged_attention) would raise, and TypeError for a keyword that it does not have.
+    Raises what flex_attention (paged_attention) would raise, and TypeError for a keyword that it does not have. ValueError for
+    `context` beside a cache in pages.
 
     Example: print(flexjax.explain(q, k, v, mask_mod=flexjax.masks.causal))
     """

@@ -116,7 +116,8 @@ def paged_attention(
     shared       SharedPrefix: which requests begin with the same tokens. These are read once for the queries of a tile, and not
                  once for each request
     origin       Origin(batch=, head=): which request and which query head of the whole problem the first of this call is, inside
-                 jax.shard_map over requests or heads. Mods see those of the whole problem; positions count in the request
+                 jax.shard_map over requests or heads. Mods see those of the whole problem; positions count in the request, so
+                 origin.query and origin.key must be 0, and origin.whole is not read
     kernel_options  as for flex_attention; with cu_q_lens or shared, block_q is the number of queries of a tile, default 16,
                  or fewer where more than four query heads share a key head
 

@@ -109,8 +109,9 @@ class KernelOptions:
     split                      split-KV on Hopper, in keys of a chunk: a CTA of its own sums each chunk of the keys, and the sums are
                                merged, so that few requests with long caches fill the GPU. It applies to forward passes whose
                                rows, queries times query heads of a key head, are at most 64. "auto": a chunk by head dims and rows,
-                               half a megabyte of keys and values or twice that. None: "auto" for pages, and if there are more keys
-                               than queries for key lengths or at least eight keys for each row; else keys are not split
+                               half a megabyte of keys and values or twice that. None: as "auto" for keys in pages; for others as
+                               "auto" if there are more keys than queries, and key lengths or at least eight keys for each row;
+                               otherwise keys are not split
     deterministic              True: the same inputs give the same bits. False: the backward pass may add in any order where
                                that is faster
     interpret                  True: simulate the kernel of a GPU or TPU on the CPU. The GPU simulator needs more threads than

@@ -220,8 +220,8 @@ def _at_positions(
     batch                 the sizes of the batch axes
     sizes                 (B, N, T, S) of the call, B the product of `batch`
 
-    Returns (score_mod, mask_mod), None where None was given. In calls with neither, the mods stay. Raises ValueError for
-    positions that do not fit, and for a decoding step without both positions and mask.
+    Returns (score_mod, mask_mod), None where None was given. Without input_positions and outside a decoding step, the mods come back
+    as they are. Raises ValueError for positions that do not fit, and for a decoding step that has neither positions nor a mask.
     """
     _, _, q_len, kv_len = sizes
     both = False
