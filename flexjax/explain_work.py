@@ -74,11 +74,12 @@ def _describe_reads(run: Run, operands: Operands) -> list[str]:
         return [
             f"at most {most} work items of {chunk} keys of a key head, {_number(splits, 'split')} of an entry, on {min(most, programs)} CTAs"
         ]
-    padded = np.pad(seen.any(1), ((0, 0), (0, splits * chunk - plan.kv_len)))
-    by_entry = padded.reshape(plan.batch, splits, chunk).any(-1).sum(-1)
-    items = int(by_entry.sum()) * plan.kv_heads
+    heads = seen.shape[1]
+    padded = np.pad(seen, ((0, 0), (0, 0), (0, splits * chunk - plan.kv_len)))
+    by_head = padded.reshape(plan.batch, heads, splits, chunk).any(-1).sum(-1)
+    items = int(by_head.sum()) * (plan.kv_heads // heads)
     lines = [
-        f"{items} work items of {chunk} keys of a key head, at most {_number(int(by_entry.max(initial=0)), 'split')} of an entry, "
+        f"{items} work items of {chunk} keys of a key head, at most {_number(int(by_head.max(initial=0)), 'split')} of an entry, "
         f"on {min(items, programs)} CTAs"
     ]
     read = _bytes(plan, seen)
@@ -103,9 +104,9 @@ def _decode_kernel(run: Run) -> tuple[int, int] | None:
 
 
 def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
-    """Which keys the forward pass reads: those before the length in blocks that some query visits, bool [B, 1 or N, S].
+    """Which keys the forward pass reads: those before the length in blocks that some query visits, bool [B, 1 or M, S].
 
-    N if the mask differs by head. None if lengths or block lists are traced.
+    M if the mask differs by head: a key head is read for all query heads that share it. None if lengths or block lists are traced.
     """
     mask, lengths = block_mask_of(plan, operands), operands.lengths
     ends = None if lengths is None else lengths.key
@@ -123,7 +124,10 @@ def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
             listed = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
             *at, place = np.nonzero(listed)
             blocks[(*at, index[(*at, place)])] = True
-        of_keys = np.repeat(blocks.any(2), mask.block_size[1], -1)[..., : plan.kv_len]
+        by_head = blocks.any(2)
+        if by_head.shape[1] > 1:
+            by_head = by_head.reshape(len(by_head), plan.kv_heads, plan.group, -1).any(2)
+        of_keys = np.repeat(by_head, mask.block_size[1], -1)[..., : plan.kv_len]
         seen = np.broadcast_to(of_keys, (plan.batch, *of_keys.shape[1:]))
     if ends is not None:
         seen = seen & (np.arange(plan.kv_len) < np.asarray(ends)[:, None, None])

@@ -192,16 +192,25 @@ def test_a_paged_call() -> None:
     assert caught.value.__notes__[0].startswith("in explain(query=float32[2, 1, 32, 64], cache=int8[16, 64, 8, 128],")
 
 
+def of_two_key_heads(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Shows keys to the query heads of two key heads: to each of the four query heads another quarter of 4096 keys."""
+    return (h < 8) & (k // 1024 == h % 4)
+
+
 @pytest.mark.parametrize(
-    ("lengths", "mask", "items", "splits", "ctas", "ms"),
-    [([32768] * 16, None, 4096, 32, 132, 0.498), ([131072], None, 1024, 128, 132, 0.129), ([32768], 1024, 8, 1, 8, 0.0214)],
-)  # fmt: skip
+    ("lengths", "mask_mod", "items", "splits", "ctas", "ms"),
+    [
+        ([32768] * 16, masks.causal, 4096, 32, 132, "0.498"),
+        ([131072], masks.causal, 1024, 128, 132, "0.129"),
+        ([32768], masks.sliding_window(1024), 8, 1, 8, "0.0214"),
+        ([4096], of_two_key_heads, 8, 4, 8, "0.0214"),
+    ],
+)
 def test_work_items_of_the_decode_kernel(
-    lengths: list[int], mask: int | None, items: int, splits: int, ctas: int, ms: float
+    lengths: list[int], mask_mod: Any, items: int, splits: int, ctas: int, ms: str
 ) -> None:
     """By its chunks of 1024 keys, only those with keys that a query sees; measured are 0.502 and 0.135 ms."""
     R, n = len(lengths), max(lengths) // 512
-    mask_mod = masks.causal if mask is None else masks.sliding_window(mask)
     found: list[str] = []
 
     def write(query: jax.Array, cache: paged.PagedCache) -> None:
@@ -216,7 +225,10 @@ def test_work_items_of_the_decode_kernel(
     _, first, second = found[0].splitlines()
     of_entry = f"at most {splits} split{'s' * (splits > 1)} of an entry"
     assert first == f"  {items} work items of 1024 keys of a key head, {of_entry}, on {ctas} CTAs"
-    assert second.split("; ")[1].startswith(f"predicted for an H200: {ms} ms")
+    read, predicted = second.split("; ")
+    assert predicted.startswith(f"predicted for an H200: {ms} ms")
+    if mask_mod is of_two_key_heads:
+        assert read == f"  reads {2 * 4096 * 256 * 2 / 1e6:.4g} MB of keys and values"
 
 
 def test_autotune_leaves_pages_alone() -> None:
