@@ -141,7 +141,7 @@ def build(context: object, given: Given) -> Built:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Where a call with `context=` runs.
+    """Over which mesh axes a call with `context=` is split, and where its arrays lie.
 
     kind      the type of the mesh axes of the sequence; Manual: inside shard_map
     mesh      (name, size) of the axes of the sequence, in the order of the mesh
@@ -159,7 +159,7 @@ class Placed:
 
 
 def place(given: object, query: Array, key: Array, layout_name: str, origin: Origin | OriginTable | None) -> Placed:
-    """Finds where the call runs.
+    """Finds the mesh axes, the context layout, the split of batch and heads, and the origin of a call with `context=`.
 
     given         the argument context, not checked yet
     layout_name   "BTNH" or "BNTH", the argument layout

@@ -359,9 +359,12 @@ def _lengths(
 
 
 def _pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> dict[str, typing.Any]:
-    """The pools, the page numbers and the scales of a call whose keys are in pages, for the folded batch, by name.
+    """The operands key, value (the pools), pages and scales of a call whose keys are in pages, for the folded batch, by name.
 
     A pool that all copies share stays as it is. Pools that differ become one, and page p of copy v is page v * P + p there.
+
+    flags   which operands are mapped (Mapped.flags)
+    size    V, the number of copies
     """
     pages, scales = operands.pages, operands.scales
     assert pages is not None
@@ -384,7 +387,11 @@ def _pages(plan: KernelPlan, operands: Operands, flags: Operands, size: int) -> 
 def _origin(
     plan: KernelPlan, operands: Operands, flags: Operands, size: int
 ) -> tuple[OriginLayout | None, Starts | None]:
-    """The origin for the folded batch: one row if all copies and batch entries share it."""
+    """The origin for the folded batch, (layout, starts): one row if all copies and batch entries share it, else V * B rows.
+
+    flags   which operands are mapped (Mapped.flags)
+    size    V, the number of copies
+    """
     layout, starts, mapped = plan.origin, operands.origin, flags.origin
     if layout is None or starts is None or mapped is None:
         return layout, starts

@@ -109,7 +109,11 @@ def _zero_tail(x: jax.Array, length: jax.Array | None) -> jax.Array:
 def _existing(
     on: jax.Array | None, shape: tuple[int, ...], lengths: tuple[jax.Array | None, jax.Array | None]
 ) -> jax.Array | None:
-    """`on` (bool of `shape` [B, N, T, S], None for True) with False where the query or the key does not exist."""
+    """Which entries are visible and exist: bool of `shape` [B, N, T, S]; `on` itself without lengths.
+
+    on        which entries the mask shows, broadcastable to `shape`; None: all
+    lengths   how many (queries, keys) of each batch entry exist, int32 [B] each; None: all
+    """
     rows, columns = lengths
     parts = [] if on is None else [on]
     if rows is not None:

@@ -21,7 +21,7 @@ def _witnessed(can_true: Array, can_false: Array, x: Interval, y: Interval, apar
 
     can_true, can_false   for each block whether the comparison can be true, and can be false; kept as they are
     x, y                  the operands
-    apart                 see the top of the file
+    apart                 whether x and y share neither queries nor keys, so that all combinations of their values occur
 
     Where both operands attain their ends, are apart and neither has ends of NaN, every outcome that can happen does
     happen at some entry. Elsewhere no outcome is certain.
@@ -75,7 +75,7 @@ COMPARISONS: dict[str, Callable[[Interval, Interval, bool], Truth]] = {
 
 
 def both(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of `a and b` for bools; `apart` as at the top of the file."""
+    """The Truth of `a and b` for bools; apart: whether they share neither queries nor keys."""
     together = (a.sure_true & ~b.can_false) | (b.sure_true & ~a.can_false)
     if apart:
         together = together | (a.sure_true & b.sure_true)
@@ -83,12 +83,12 @@ def both(a: Truth, b: Truth, apart: bool) -> Truth:
 
 
 def either(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of `a or b` for bools; `apart` as at the top of the file."""
+    """The Truth of `a or b` for bools; apart: whether they share neither queries nor keys."""
     return negate(both(negate(a), negate(b), apart))
 
 
 def _differ(a: Truth, b: Truth, apart: bool) -> Truth:
-    """The Truth of a != b for bools: a and not b, or b and not a; `apart` as at the top of the file."""
+    """The Truth of a != b for bools: a and not b, or b and not a. apart: whether they share neither queries nor keys."""
     return either(both(a, negate(b), apart), both(negate(a), b, apart), False)
 
 
@@ -112,7 +112,8 @@ def logic(op: Op, args: list[Abstract], apart: bool) -> Abstract:
 
     op      the operation
     args    what is known of its operands
-    apart   see the top of the file; a select of two cases does not use it and is certain of fewer outcomes
+    apart   whether the two operands share neither queries nor keys, so that all combinations of their values occur. A select does
+            not use it: fewer of its outcomes are certain
 
     Operations without a rule, and bool operations on numbers, give `unknown`.
     """

@@ -26,7 +26,11 @@ Flag = bool | Array
 
 
 class Interval(typing.NamedTuple):
-    """A number that lies between `low` and `high` in each block, both inclusive; see the top of the file for the flags."""
+    """A number that lies between `low` and `high` in each block, both inclusive; arrays that broadcast over the blocks.
+
+    attained     whether some entry of the block surely has the number `low`, and some entry `high`
+    contiguous   whether some entry surely has each integer between the ends
+    """
 
     low: Array
     high: Array

@@ -74,7 +74,7 @@ def draw(batch: int, tokens: int, heads: int, dim: int) -> Arrays:
 
 
 def mesh_of_all(kind: AxisType) -> jax.sharding.Mesh:
-    """All devices along one axis."""
+    """A mesh of all devices of this machine along one axis, AXIS, of the type `kind`."""
     return jax.make_mesh((len(jax.devices()),), (AXIS,), axis_types=(kind,))
 
 

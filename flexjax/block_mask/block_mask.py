@@ -98,7 +98,10 @@ class BlockMask(Parts):
 
     @property
     def q_indices(self) -> Array:
-        """int32 [B, H, kv_blocks, width]: the numbers of those query blocks, ascending; entries past the count are ignored."""
+        """int32 [B, H, kv_blocks, width]: the numbers of the query blocks that list each key block as partial, ascending.
+
+        Entries from the count of q_num_blocks on are arbitrary.
+        """
         return self._transposed(0)[1]
 
     @property
@@ -108,7 +111,10 @@ class BlockMask(Parts):
 
     @property
     def full_q_indices(self) -> Array:
-        """int32 [B, H, kv_blocks, width]: the numbers of those query blocks, ascending; entries past the count are ignored."""
+        """int32 [B, H, kv_blocks, width]: the numbers of the query blocks that list each key block as full, ascending.
+
+        Entries from the count of full_q_num_blocks on are arbitrary.
+        """
         return self._transposed(1)[1]
 
     def _transposed(self, pair: int) -> tuple[Array, Array]:

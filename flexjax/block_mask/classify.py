@@ -111,7 +111,10 @@ def classify_rows(mask: BlockedMask, captures: Sequence[Array], q_blocks: Array)
 
 
 def codes_of(found: Array, certain: Array) -> Array:
-    """The class of each block, or UNSURE for an uncertain one, int8, from what `classes_of` returns."""
+    """The class of each block, int8, with UNSURE in place of the class of an uncertain one.
+
+    found, certain   the two arrays that `classes_of` returns
+    """
     return jnp.where((found == PARTIAL) & ~certain, jnp.int8(UNSURE), found)
 
 
@@ -268,15 +271,16 @@ def _compiled_entries(mask: BlockedMask) -> Callable:
 
 
 def classes_of_entries(mask: BlockedMask, captures: Sequence[Array], places: Array) -> Array:
-    """The class of each block at the coordinates `places` (int32 [n, 4]), int8 [n], found by evaluating the mask at every entry.
+    """The class of each block at the coordinates `places` (int32 [n, 4]: batch entry, head, query block, key block), int8 [n].
 
+    The mask is evaluated at every entry of these blocks.
     Entries past q_len or kv_len do not count. Runs on the device; arguments may be traced.
     """
     q_len, kv_len, block_q, block_kv = mask.sizes
     arrays, placed = mask.placed(captures)
 
     def one_block(place: Array) -> Array:
-        """The class of the block at the coordinates `place` [4]."""
+        """The class, int8, of the block at the coordinates `place`, int32 [4]: batch entry, head, query block, key block."""
         q = place[2] * block_q + jnp.arange(block_q, dtype=jnp.int32)
         kv = place[3] * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         entry = lambda i, j: call_program(mask.program, arrays, (place[0], place[1], i, j))

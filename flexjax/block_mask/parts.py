@@ -78,12 +78,12 @@ def parts_of(
     origin: OriginTable | None = None,
     on_host: tuple[np.ndarray, ...] | None = None,
 ) -> Parts:
-    """The Parts with these fields.
+    """Makes a Parts.
 
-    lists     kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
-    lengths   q_len, kv_len
+    lists     its kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices
+    lengths   its q_len and kv_len
 
-    All others are as in Parts.
+    All other arguments are the fields of the same names.
     """
     num, index, full_num, full_index = lists
     return Parts(

@@ -52,7 +52,10 @@ def take(mask: Parts, index: object, mask_mod: Callable) -> Parts:
 
 
 def _cut4(x: Array, picked: list[np.ndarray]) -> Array:
-    """The rows of a list array x [B, H, q_blocks, width] that the selection picks, in full width."""
+    """The lists of the selected batch entries, heads and query blocks, from an index array x [B, H, q_blocks, width]; all of its width.
+
+    picked   the selected numbers along each of the first three axes
+    """
     return x[np.ix_(*picked)]
 
 

@@ -135,7 +135,10 @@ _transposed_by_jit = jax.jit(_transposed, static_argnames=("columns", "width"))
 
 
 def places_of_lists(num: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The coordinates [n, 4] of the blocks that a pair of lists names, computed on the host."""
+    """The coordinates (batch entry, head, row, column) of the blocks that a pair of lists names, int [n, 4], computed on the host.
+
+    num, index   how many columns each row lists, [B, H, rows], and their numbers, [B, H, rows, width]
+    """
     live = np.arange(index.shape[-1]) < num[..., None]
     where = np.argwhere(live)
     return np.concatenate([where[:, :3], index[live][:, None]], 1)

@@ -304,7 +304,7 @@ class Builder:
         return self.op("mul", (choice.score, factor), dtype)
 
     def _fold_arithmetic(self, prim: str, inputs: tuple[Atom, ...], dtype: str) -> Atom | None:
-        """Folds a sum, product or division of two operands by identities such as x * 1 = x; None where none applies.
+        """The result of a sum, product or division (`prim`) of two operands by an identity such as x * 1 = x; None where none applies.
 
         Float identities are used only where they keep the bits (x * 1, x / 1) or, for `simplify.regrouped`, change one
         rounding. For integers also x + 0, x - 0, `rem`, `div` and `floormod` by a literal 0, and a remainder that the
@@ -348,8 +348,8 @@ def _renumber(
     captures: tuple[ArrayType, ...],
     gradients: Sequence[Load],
 ) -> Program:
-    """Makes a Program of the parts of one, with values renumbered in order of appearance, so that equal programs have equal
-    texts.
+    """Makes a Program of these inputs, steps, results and captures, with the ids of values renumbered in order of appearance, so that
+    equal programs have equal texts.
 
     gradients   loads by which results[2:] are the derivatives, for a derivative program
     """

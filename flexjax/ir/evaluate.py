@@ -28,7 +28,7 @@ class Tile(typing.Protocol):
         ...
 
     def literal(self, lit: Lit) -> Array:
-        """The value of a literal."""
+        """The value of a literal, without axes."""
         ...
 
     def spread(self, value: Array, have: Axes, want: Axes) -> Array:

@@ -9,7 +9,10 @@ from flexjax.ir.ranges import is_integer
 
 
 def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
-    """Folds a select_n with a literal predicate, or with equal cases, to one of its cases; None for any other."""
+    """The case that a select_n equals, if its predicate is a literal or all its cases are equal; None for any other.
+
+    inputs   the predicate, then the cases
+    """
     predicate, *cases = inputs
     if isinstance(predicate, Lit):
         return cases[int(predicate.value)]
@@ -17,7 +20,7 @@ def fold_select(inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """Folds `and` or `or` of two bools with a literal or with equal operands; None for any other operands."""
+    """The operand that `and` or `or` (`prim`) of two bools equals, if one is a literal or both are equal; None for any others."""
     a, b = inputs
     for x, y in ((a, b), (b, a)):
         if isinstance(y, Lit):
@@ -27,10 +30,9 @@ def fold_logic(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
 
 
 def fold_extremum(prim: str, inputs: tuple[Atom, ...]) -> Atom | None:
-    """Folds `max` or `min` to the operand that is the result everywhere, by the operands' ranges; None where no operand
-    is.
+    """The operand that `max` or `min` (`prim`) of two operands equals everywhere, by their ranges; None where neither does.
 
-    Where a range is unknown, equal operands alone are folded.
+    Where a range is unknown, the operands must be equal.
     """
     a, b = inputs
     ra, rb = range_of_val(a), range_of_val(b)

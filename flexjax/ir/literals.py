@@ -55,8 +55,8 @@ def evaluate_literals(prim: str, inputs: tuple[Atom, ...], dtype: str) -> Lit | 
 
 
 def _converts_alike(value: bool | int | float | complex, dtype: str) -> bool:
-    """Whether converting the number of a floating or complex literal gives the same result in numpy as on every device,
-    so that it can be folded.
+    """Whether converting the number of a floating or complex literal to `dtype` gives the same result in numpy as on every device, so
+    that the conversion can be folded.
 
     False for complex numbers to real types, and for floats that an integer type cannot represent (NaN, infinities, out
     of range).

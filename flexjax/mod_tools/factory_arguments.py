@@ -1,6 +1,6 @@
 """Checks of the arguments of mask and score mod factories. Each returns the value in the form that the mod uses.
 
-Every check takes the name of the factory (`call`), the name of the argument, its value, and a sentence of advice;
+Every check takes the name of the factory (`call`), the name of the argument (`name`), its value, and a sentence of `advice`;
 the checks of arrays also take `shapes`, which maps each allowed rank to a spelling of it, such as `{1: "[T]"}`.
 Every message names the factory and the argument, says what it got, what was expected and what to do.  Only types,
 ranks and dtypes of arrays are checked, so traced arrays pass.

@@ -207,7 +207,7 @@ def _append_to(pool: Array, scales: Array | None, tokens: Array, at: Places) -> 
     tokens = tokens.astype(pool.dtype)
 
     def write(pool: Array, tokens: Array) -> Array:
-        """The pool after the copies of `growth`, with the tokens at their places."""
+        """The pool after the copies of pages of `growth`, with each token in its slot of its page; others are left out."""
         return _copy_pages(pool, at.growth).at[at.page, at.slot].set(tokens, mode="drop")
 
     if not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype.itemsize >= 4:
@@ -234,9 +234,13 @@ def _copy_pages(x: Array, growth: Growth) -> Array:
 
 
 def _new_tokens(name: str, given: object, like: Array, rows: int, cu_q_lens: object) -> Array:
-    """The argument k or v as an array. Raises ValueError for another rank, dtype, number of requests or head dim.
+    """The argument `name` ("k" or "v") of `append`, whose value is `given`, as an array: [R, T, M, D], or [tokens, M, D] with cu_q_lens.
 
-    like   the pool that the tokens are written to
+    like        the pool that the tokens are written to
+    rows        R, the requests of the table
+    cu_q_lens   that argument of `append`; None: tokens are given by request
+
+    Raises ValueError for another rank, number of requests, number of heads or head dim, and for numbers that are not floating.
     """
     lead, letters = ((rows,), "R, T") if cu_q_lens is None else ((), "tokens")
     heads = like.shape[2:]

@@ -59,7 +59,10 @@ class Backward(OnDevice):
     def _gradients(
         self, out: Array, lse: Array, d_out: Array, d_lse: Array | None, wanted: tuple[bool, ...]
     ) -> list[Array]:
-        """What `backward` returns; called on a copy of this object whose keys XLA cannot identify with those of the forward pass."""
+        """What `backward` returns, from the same arguments.
+
+        `backward` calls it on a copy of this object whose keys XLA cannot identify with those of the forward pass.
+        """
         cotangents = [out, lse, d_out, *([] if d_lse is None else [d_lse])]
         of_stages = tuple(w and place != SINKS for place, w in enumerate(wanted))
         sums: dict[int, Array] = dict(zip(_places(of_stages), self.sums(cotangents, of_stages), strict=True))
@@ -69,7 +72,11 @@ class Backward(OnDevice):
         return [sums[place].astype(typing.cast(Array, movable[place]).dtype) for place in _places(wanted)]
 
     def sums(self, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
-        """The gradients of the wanted operands, as sums over stages; `wanted` is False for sinks."""
+        """The gradients of the wanted operands, summed over all stages, in the order of Operands.movable.
+
+        cotangents   out, lse, d_out and, if lse has a cotangent, d_lse
+        wanted       for each movable operand whether its gradient is wanted; False for sinks
+        """
         if not any(wanted):
             return []
         if self.call.checked:
@@ -89,7 +96,10 @@ class Backward(OnDevice):
     def _backward_with_neighbours(
         self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]
     ) -> list[Array]:
-        """`sums` by the method "neighbours": one stage over own keys and one over received keys, whose gradients go back to their owners."""
+        """`sums` by the method "neighbours": one stage over own keys and one over received keys, whose gradients go back to their owners.
+
+        travels   indices among the wanted gradients of those over keys
+        """
         if not self.call.shifts:
             return self.backward_over(self.own, cotangents, wanted)
         if self.tables.visitors is not None:
@@ -111,7 +121,7 @@ class Backward(OnDevice):
         """`sums` by the method "neighbours" where few query blocks visit received keys (Visitors).
 
         Each query block belongs to one of the two stages. Own keys in the blocks `Visitors.changed` get terms from both stages and from
-        other devices.
+        other devices. travels: indices among the wanted gradients of those over keys.
         """
         exchange, visitors, device = self.exchange, typing.cast(Visitors, self.tables.visitors), self.visitors
         keys = device.visited(exchange.receive(self.own))
@@ -138,8 +148,10 @@ class Backward(OnDevice):
         return sums
 
     def _backward_ring(self, cotangents: Sequence[Array], wanted: tuple[bool, ...], travels: list[int]) -> list[Array]:
-        """`sums` by the method "ring". Long shards go round in parts, one part after the other, because their gradients in float32 are
+        """`sums` by the method "ring". Long shards travel in parts, one part after the other, because their gradients in float32 are
         large.
+
+        travels   indices among the wanted gradients of those over keys
         """
         own, blocks = self.own, self.blocks_of_part
         if not blocks:
@@ -177,12 +189,15 @@ class Backward(OnDevice):
         part: ShardPart | None = None,
         kept: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """One way round the ring. The gradients of visiting keys follow the keys, a step behind, and are at the owner of the keys after as
-        many steps as there are devices.
+        """`sums` over the keys of all shards, or of one part of each, which travel once around the ring.
 
-        own    the key blocks of this device that go round: all, or those of `part`
-        part   which part of a shard goes round; None: whole shards
-        kept   sums so far of the gradients that do not travel, to which terms are added; None: zeros
+        The gradients of keys follow the keys from device to device, a step behind. After as many steps as there are devices they
+        are at the owner of the keys.
+
+        own       the key blocks of this device that travel: all, or those of `part`
+        travels   indices among the wanted gradients of those over keys
+        part      which part of each shard travels; None: whole shards
+        kept      sums so far of the gradients that do not travel, to which terms are added; None: zeros
         """
         exchange = self.exchange
         stay = [i for i in range(sum(wanted)) if i not in travels]
@@ -205,7 +220,7 @@ class Backward(OnDevice):
         return [found[i] for i in range(len(first))]
 
     def backward_over(self, keys: Keys, cotangents: Sequence[Array], wanted: tuple[bool, ...]) -> list[Array]:
-        """The gradients of the wanted operands by one stage: this device's queries with `keys`."""
+        """The gradients of the wanted operands by one stage: this device's queries with `keys`. `cotangents`, `wanted`: see `sums`."""
         stage = self.stage(keys)
         params = {"problem": stage.problem, "wanted": wanted, "has_lse": len(cotangents) == 4}
         given = [*self._residuals(*cotangents[:2]), *cotangents[2:]]
@@ -220,7 +235,7 @@ class Backward(OnDevice):
         return [rounded, lse] if rounding is None else [rounded, lse, rounding]
 
     def _of_sinks(self, cotangents: Sequence[Array]) -> Array:
-        """The gradient of the sinks, [N] in the score dtype, summed over the rows of this device."""
+        """The gradient of the sinks, [N] in the score dtype, summed over the rows of this device. `cotangents`: see `sums`."""
         sinks = self.by_head(typing.cast(Array, self.operands.sinks))
         out, lse, d_out, *d_lse = cotangents
         delta = jnp.sum(d_out.astype(lse.dtype) * out.astype(lse.dtype), -1)

@@ -130,6 +130,7 @@ class Search:
     """
 
     def __init__(self, needed: np.ndarray, work: np.ndarray, devices: int, key_owner: np.ndarray | None):
+        """Prepares the search: `devices` is their number, the other arguments are the fields."""
         self.needed, self.devices, self.key_owner = needed, devices, key_owner
         self.mean = max(float(work.sum()) / devices, 1e-30)
         count = lambda x, axis: np.concatenate([np.zeros_like(x[:1]), np.cumsum(x, axis, dtype=x.dtype)])
@@ -167,7 +168,7 @@ class Search:
         return (by_distance.max(-1) + by_distance.mean(-1)).sum(-1) / (2 * self.others)
 
     def _best_exchange(self, state: "State") -> "State | None":
-        """The state after the best exchange between the device with most work and one with little; None if none helps."""
+        """The state after the best exchange between the device with most work and one of those with least; None if none helps."""
         high = int(state.loads.argmax())
         best: tuple[float, State] | None = None
         for low in np.argsort(state.loads, kind="stable")[: 3 if self.devices <= 8 else 1]:
@@ -207,8 +208,9 @@ class Search:
         return State(self, owner, counts)
 
     def _even_runs(self, state: "State", one: int, other: int, limit: float, draw: np.random.Generator) -> np.ndarray:
-        """int [n, 3]: exchanges of two devices in the form of `_runs`, drawn at random among those after which neither load is above
-        the limit.
+        """Exchanges between the devices `one` and `other` after which neither load is above `limit`, drawn at random by `draw`.
+
+        int [n, 3], in the form of `_runs`.
         """
         found = [np.zeros((0, 3), int)]
         for length in RUNS:
@@ -224,9 +226,9 @@ class Search:
         return np.concatenate(found)
 
     def _runs(self, state: "State", high: int, low: int) -> np.ndarray:
-        """int [n, 3]: exchanges (first chunk of a run of `high`, first chunk of a run of `low`, length of both).
+        """The exchanges between the devices `high` and `low` that come nearest to making their loads equal, the best first.
 
-        Those that come nearest to halving the difference of the two loads.
+        int [n, 3]: (first chunk of a run of `high`, first chunk of a run of `low`, length of both runs in chunks).
         """
         gap, chunks = state.loads[high] - state.loads[low], len(state.owner)
         found = [np.zeros((0, 3), int)]
@@ -249,7 +251,12 @@ class Search:
         return runs[np.argsort(np.concatenate(off), kind="stable")[:CANDIDATES]]
 
     def _effects(self, state: "State", high: int, low: int, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(by how much the larger load of the two devices falls, the traffic) after each of the exchanges `runs`; [n] each."""
+        """What each of some exchanges between the devices `high` and `low` would do: (fall of the larger of their loads, traffic after it).
+
+        runs   int [n, 3], rows of `_runs`
+
+        Both results are [n].
+        """
         a, b, length = runs.T
         between = lambda sums, at: sums[at + length] - sums[at]
         moved = between(self.work_sums, a) - between(self.work_sums, b)
@@ -289,6 +296,7 @@ class State:
     """
 
     def __init__(self, search: Search, owner: np.ndarray, counts: np.ndarray | None = None):
+        """Computes the fields from `owner`; `counts` may be given where it is known already."""
         devices = search.devices
         self.owner = owner
         self.loads = np.bincount(owner, search.work, devices)

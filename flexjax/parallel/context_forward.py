@@ -55,28 +55,33 @@ class Forward(OnDevice):
         return self._finished(part)
 
     def _ring(self) -> Part:
-        """The rows over all keys, without sinks. Long shards go round in parts, one after the other, which takes less memory."""
+        """The results of the device's queries over all keys, without sinks, by the method "ring".
+
+        The shards of keys travel around the ring of devices; long shards in RING_PARTS parts, one after the other, because a part
+        takes less memory.
+        """
         own, blocks = self.own, self.blocks_of_part
         if not blocks:
             return self._visited_by(own.arrays, self.nothing(), None)
 
         def one_part(part: Part, number: Array) -> tuple[Part, None]:
-            """Adds what one part of the shards contributes to the rows."""
+            """(the results with the keys of part `number` of every shard merged in, None), for lax.scan."""
             which = ShardPart(number, blocks)
             return self._visited_by([self.exchange.part_of(x, which) for x in own.arrays], part, which), None
 
         return lax.scan(one_part, self.varying(self.nothing()), jnp.arange(RING_PARTS, dtype=jnp.int32))[0]
 
     def _visited_by(self, arrays: Sequence[Array], part: Part, which: ShardPart | None) -> Part:
-        """`part`, the rows so far, merged with the rows over all shards (or one part of each), which go round.
+        """The results of the device's queries over the keys of all shards, merged with `part`. The shards travel around the ring.
 
         arrays   this device's own key, value and key_extra, or those of the part `which`
-        which    the part of each shard; None: whole shards
+        part     results over other keys, which were computed before
+        which    the part of each shard that travels; None: whole shards
         """
         exchange = self.exchange
 
         def step(state: tuple[list[Array], Part], number: Array) -> tuple[tuple[list[Array], Part], None]:
-            """Adds the keys that visit now; `state`: visiting keys, and the rows so far."""
+            """(the next state, None), for lax.scan; `state`: the keys that are on this device in step `number`, and the results so far."""
             visiting, part = state
             coming = exchange.from_previous(visiting)
             return (coming, merged(part, self.over(exchange.visiting(visiting, number, which)))), None
@@ -120,7 +125,7 @@ class Forward(OnDevice):
         return Part(out, lse, others[0] if others else None)
 
     def nothing(self) -> Part:
-        """The rows over no keys."""
+        """The results over no keys, to merge others with: out 0, lse and, if the plan asks for it, max_scores -inf."""
         plan = self.call.plan
         dtype = jnp.dtype(plan.score_dtype)
         rows = self.operands.query.shape[:3]

@@ -71,7 +71,9 @@ def take_blocks(plan: KernelPlan, x: Array, slots: Array, size: int) -> Array:
 
 
 def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
-    """x with the blocks of `new` in place of those at `slots`; slots past the end are left out. See `take_blocks`.
+    """x with the blocks of `new` in place of its blocks of `size` tokens at `slots`. Slots past the end are left out.
+
+    new   the blocks one after the other, in the form in which `take_blocks` returns them
 
     The barrier lets XLA write into x where nothing else reads it. Without it XLA fuses what computes `new` into the scatter, and
     copies x first if `new` is computed from x.
@@ -82,14 +84,21 @@ def put_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) 
 
 
 def add_blocks(plan: KernelPlan, x: Array, slots: Array, size: int, new: Array) -> Array:
-    """x with the blocks of `new` added to those at `slots`; slots past the end are left out. See `take_blocks`."""
+    """x with the blocks of `new` added to its blocks of `size` tokens at `slots`. Slots past the end are left out.
+
+    new   the blocks one after the other, in the form in which `take_blocks` returns them
+    """
     return _blocks_at(plan, x, slots, size, lambda at, blocks: at.add(blocks, mode="drop"), new)
 
 
 def _blocks_at(
     plan: KernelPlan, x: Array, slots: Array, size: int, update: Callable[[typing.Any, Array], Array], new: Array
 ) -> Array:
-    """x with the blocks at `slots` changed by `update`, a function of the indexed blocks (`x.at[..]`) and the new ones."""
+    """x with its blocks of `size` tokens at `slots` changed.
+
+    update   (x.at[blocks at slots], blocks of `new`) -> the changed array, such as a set or an add
+    new      the blocks one after the other
+    """
     axis = token_axis(plan)
     blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     new = new.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
@@ -99,10 +108,12 @@ def _blocks_at(
 def classes_on(
     call: ContextCall, plan: KernelPlan, captures: Sequence[Array], tables: Tables, queries: Array, keys: Array
 ) -> Array:
-    """int8 [1 or B, 1 or N, query blocks, key blocks]: the class of each pair of blocks.
+    """The class of each pair of blocks under the mask of the call: int8 [1 or B, 1 or N, len(queries), len(keys)].
 
-    captures        of the mask program
-    queries, keys   int32: numbers of blocks in the sequence; pairs with a block that is none are EMPTY
+    captures        the arrays that the mask program captures
+    tables          the tables of the call; `classes` of them, if given, are looked up in place of an analysis of the mask
+    queries, keys   int32: numbers of blocks in the sequence. A number below 0 or past the last block stands for no block: its
+                    pairs are EMPTY
     """
     counts = [-(-length // size) for length, size in zip(call.lengths, call.block_size, strict=True)]
     real = [(n >= 0) & (n < count) for n, count in zip((queries, keys), counts, strict=True)]

@@ -174,7 +174,9 @@ def _own_head(plan: KernelPlan) -> Program:
 
 
 def _reads(builder: Builder, q_heads: int, kv_heads: int) -> Atom:
-    """The bool atom that says whether the query head of the row (input q) reads the key head of the column (input kv)."""
+    """Appends steps to the builder of a joined program that say whether the query head of the row (input q) reads the key head of the
+    column (input kv); returns their bool result.
+    """
     number = lambda n: literal(n, "int32")
     head = builder.op("floormod", (builder.inputs[Q], number(q_heads)), "int32")
     read = builder.op("floordiv", (head, number(q_heads // kv_heads)), "int32")
@@ -193,6 +195,7 @@ def _joined_program(
 ) -> Program:
     """The program of a joined plan, whose q is a row and whose kv is a column, from `program`, which reads heads and positions.
 
+    q_heads, kv_heads, q_len, kv_len   sizes of the plan before it is joined
     is_mask       whether the program is a mask, which then also hides the columns of other heads
     origin_rows   rows of the origin's tables, 1 or the batch size; None without an origin. With one, the program captures
                   the two tables last, int32 [] or [batch]

@@ -41,9 +41,9 @@ def refuses(plan: KernelPlan) -> str | None:
 
 
 def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
-    """The plan with its lengths in the block mask; itself without lengths.
+    """The plan without lengths and with a block mask that also hides what does not exist. A plan without lengths is returned as it is.
 
-    block_q, block_kv   size of a block, where the plan has no block mask
+    block_q, block_kv   size of a block in tokens, for a plan without a block mask; others keep the blocks of theirs
     """
     if not any(plan.lengths):
         return plan
@@ -67,7 +67,10 @@ def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
 
 
 def as_mask(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
-    """The plan of `plan_as_mask` and the operands for it; both are the arguments themselves without lengths."""
+    """(the plan that `plan_as_mask` returns, its operands). A plan without lengths and its operands are returned as they are.
+
+    block_q, block_kv   see `plan_as_mask`
+    """
     made, lengths = plan_as_mask(plan, block_q, block_kv), operands.lengths
     if made is plan or lengths is None:
         return plan, operands

@@ -77,7 +77,7 @@ def with_blocks(plan: KernelPlan, operands: Operands, block_q: int, block_kv: in
 
 
 def classes_of_lists(mask: Parts, block_q: int, block_kv: int) -> Array:
-    """The classes of a block mask's lists in blocks of another size: int8 [batch, heads, q blocks, kv blocks].
+    """The classes of a block mask's lists in blocks of block_q x block_kv tokens: int8 [batch, heads, q blocks, kv blocks].
 
     A full block that reaches past an end of the matrix counts as partial.
     """
@@ -99,7 +99,12 @@ def classes_of_lists(mask: Parts, block_q: int, block_kv: int) -> Array:
 def _extremes(
     classes: Array, lengths: tuple[int, int], old: tuple[int, int], new: tuple[int, int]
 ) -> tuple[Array, Array]:
-    """The smallest and the largest class of the old blocks that each new block covers; `old` and `new` are block sizes."""
+    """(the smallest, the largest) class of the old blocks that each new block overlaps, int8 [B, H, new q blocks, new kv blocks] each.
+
+    classes    int8 [B, H, q blocks, kv blocks] of the old blocks
+    lengths    q_len, kv_len
+    old, new   sizes of the blocks, in (queries, keys)
+    """
     low = high = classes
     for axis, length, before, after in zip((2, 3), lengths, old, new, strict=True):
         places = _covered(length, before, after)

@@ -117,6 +117,7 @@ def _unpack(x: Array, plan: KernelPlan) -> Array:
 def _packed_program(program: Program, group: int, kv_heads: int, q_len: int, origin_rows: int | None) -> Program:
     """The program of a packed plan, whose h is a key head and whose q is a row, from `program`, which reads query heads and positions.
 
+    group, kv_heads, q_len   query heads of one key head, key heads and queries of the plan before it is packed
     origin_rows   rows of the origin's table of queries, 1 or the batch size; None without an origin. With one, a program
                   that reads q captures that table last, int32 [] or [batch]
     """

@@ -82,7 +82,7 @@ def as_operand(array: np.ndarray) -> jax.Array:
 
 
 def lift_numpy(mod: Callable) -> tuple[Callable, dict[int, jax.Array]]:
-    """Copies the function with its arrays replaced as at the top of the file.
+    """Copies the function with a View in place of each numpy array, and an unsplit array in place of each split JAX array.
 
     Returns (copy, {id of unsplit array: the split array that it replaces}). The function itself is returned if it reaches no
     array.
@@ -109,7 +109,7 @@ def is_replaced(value: object) -> bool:
 
 
 def reaches_array(value: object, seen: set[int]) -> bool:
-    """Whether the value reaches an array that has to be replaced; see the top of the file.
+    """Whether the value is, or is made of values (`parts`) that reach, a numpy array or a JAX array split over explicit mesh axes.
 
     seen   ids of the values visited so far, which are not visited again; the ids of this search are added
     """
