@@ -207,6 +207,10 @@ def prepare_paged(
     rows, queries = check_rows(query, cache, table, get("query_seq_lengths"), cu_q_lens, get("sinks"))
     size = options.block_q or tile_size(rows.inputs)
     own = rows if cu_q_lens is None else ragged_rows(rows, queries, size)
+    if cu_q_lens is not None or get("shared") is not None:
+        options = dataclasses.replace(
+            options, block_q=None
+        )  # `size` has it, and the decode kernel refuses plans that give it
 
     def part(name: str, rows: Rows, mask_mod: MaskMod | None, sinks: ArrayArgument | None) -> Part:
         """Plans the pass over the keys of `rows` with this mask and these sinks; the other arguments are those of the call."""
@@ -220,7 +224,7 @@ def prepare_paged(
             mask_mod=rows.of_requests(mask_mod),
             scale=get("scale"),
             sinks=sinks,
-            kernel_options=get("kernel_options"),
+            kernel_options=options,
             query_seq_lengths=rows.query_lengths,
             key_value_seq_lengths=rows.key_lengths,
             origin=rows.origin,

@@ -16,7 +16,7 @@ Array = jax.Array
 class SharedPrefix:
     """Groups of requests that begin with the same tokens; a pytree.
 
-    group            int32 [R]: the group of each request; every number outside 0 .. groups - 1 is none
+    group            int32 [R]: the group of each request; a number outside 0 .. groups - 1 for a request without a group
     prefix_pages     int32 [groups, n]: the pages of the tokens that the requests of a group share, for example the row of `table.pages`
                      of one of its requests. n may be less than that of the table
     prefix_lengths   int32 [groups]: how many tokens each group shares; any number, also within a page

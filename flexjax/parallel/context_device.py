@@ -32,7 +32,7 @@ from flexjax.varying import varying_as
 Array = jax.Array
 
 RING_PARTS, PART_BLOCKS = 4, 64
-"""Parts of a long shard that go round the ring one after the other, and key blocks that a part has at least."""
+"""Parts of a long shard that travel around the ring one after the other, and key blocks that a part has at least."""
 
 
 class Passes(typing.NamedTuple):
@@ -148,7 +148,7 @@ class OnDevice:
 
     @property
     def blocks_of_part(self) -> int:
-        """How many key blocks of this device go round the ring at once as a part of a shard; 0 if whole shards go."""
+        """How many key blocks of this device travel around the ring together, as a part of a shard; 0 if whole shards travel."""
         blocks = self.tables.key_blocks.shape[1]
         in_parts = self.tables.lists is None and blocks >= RING_PARTS * PART_BLOCKS and blocks % RING_PARTS == 0
         return blocks // RING_PARTS if in_parts else 0

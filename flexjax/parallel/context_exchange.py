@@ -123,7 +123,7 @@ class Exchange(typing.NamedTuple):
         """The arrays that visit this device after `step` steps of the ring, as Keys with the numbers of their blocks.
 
         arrays   key, value and, if the call has it, key_extra
-        part     which part of a shard goes round; None: whole shards
+        part     which part of each shard travels around the ring; None: whole shards
         """
         numbers = self.tables.key_blocks[(self.me - step) % self.call.devices]
         if part is not None:

@@ -157,7 +157,7 @@ def _classified(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(partial, full): coordinates [n, 4] of the pairs of a query block and a key block that are partial, and of those that are full.
 
-    queries, keys   int32: numbers of blocks in the sequence; -1, or a number past the end, for a block that is none. Coordinates
+    queries, keys   int32: numbers of blocks in the sequence; -1, or a number past the end, stands for no block. Coordinates
                     are indices in these arrays
     """
     real, starts = [], []

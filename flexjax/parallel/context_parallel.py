@@ -9,7 +9,7 @@
     merged by lse                                            float32
 
     neighbours   each device receives the key blocks that its queries visit; own blocks compute while they travel
-    ring         whole shards go round, at most one visits at a time: memory of three shards, n - 1 stages
+    ring         whole shards travel around the ring of devices, one visits at a time: memory of three shards, n - 1 stages
     all_gather   every device receives all keys and values, in the order of the sequence; one stage
     all_to_all   the heads are split instead of the sequence for the time of the call
 
@@ -59,7 +59,7 @@ class ContextParallel:
     layout   what `context_layout` returns; None: device r has the r-th part of queries and of keys
     method   "auto", or how keys and values travel:
              "neighbours"   each device receives the key blocks that its queries visit
-             "ring"         whole shards go round, one at a time: least memory
+             "ring"         whole shards travel around the ring of devices, one at a time: least memory
              "all_gather"   each device receives all keys and values
              "all_to_all"   the heads are split instead during the call; the devices must divide query and key heads
 

@@ -31,7 +31,7 @@ Array = jax.Array
 class Keys(typing.NamedTuple):
     """Key blocks that a device has, with everything over keys: in the plan's layout, the blocks one after the other.
 
-    numbers   int32 [blocks]: their numbers in the sequence; -1, or a number past the end, for a block that is none
+    numbers   int32 [blocks]: their numbers in the sequence; -1, or a number past the end, stands for no block
     stage     which lists of the tables belong to them: (number of the stage, step of the ring)
     """
 

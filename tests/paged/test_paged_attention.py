@@ -13,6 +13,8 @@ import pytest
 
 import flexjax
 from flexjax import AuxRequest, KernelOptions, Origin, masks, paged
+from flexjax.backends.mosaic_gpu import decode_tiles
+from flexjax.paged_call import prepare_paged
 from tests.arrays import array
 from tests.cases.small import by_definition, launches, quick_jit
 
@@ -120,6 +122,23 @@ def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
             assert_same(got, [x[r, :c] for x in (want, *of_rows)])
         assert not np.any(out[ends[-1] :])
         assert np.all(np.isneginf(aux.lse[ends[-1] :]))
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_block_q_cuts_tiles_that_the_decode_kernel_takes(ragged: bool) -> None:
+    """The tiles of ragged queries, and those of a shared prefix."""
+    cache, table = served([20, 30], 16)
+    cache = paged.PagedCache(cache.key.astype(jnp.bfloat16), cache.value.astype(jnp.bfloat16))
+    query = jnp.ones((6, N, D) if ragged else (2, 3, N, D), jnp.bfloat16)
+    call: Any = dict(kernel_options=KernelOptions(block_q=5))
+    if ragged:
+        call["cu_q_lens"] = jnp.asarray([0, 3, 6])
+    else:
+        pages = jnp.asarray(table.pages[:1, :1])
+        call["shared"] = flexjax.SharedPrefix(jnp.asarray([0, 0]), pages, jnp.asarray([16]))
+    first = prepare_paged(query, cache, table, None, call)[0].call.plan
+    assert first.q_len == 5
+    assert decode_tiles.decode_refuses(first) is None
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
