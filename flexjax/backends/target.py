@@ -86,7 +86,9 @@ def default() -> Target:
 
 
 def of_platform(platform: str) -> Target:
-    """The target of the first device of this process of a platform ("cpu", "gpu", "cuda", "tpu"); of unknown kind if it has none."""
+    """The target that describes this process's first device of a platform ("cpu", "gpu", "cuda", "tpu"). If the process
+    has no such device, all but `platform` is unknown; "gpu" is then taken to be "cuda".
+    """
     found = _local_devices(platform)
     if found:
         return of_device(found[0])
@@ -113,9 +115,9 @@ def of_lowering(ctx: mlir.LoweringRuleContext, platform: str) -> Target:
 def as_seen_by_pallas(target: Target) -> Iterator[None]:
     """A context in which Pallas lowers kernels for the target, which need not be a device of this process.
 
-    Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets the
-    first. It changes nothing if Pallas sees a device of that kind anyway, for a target of unknown kind, and for
-    platforms but "cuda" and "tpu".
+    Pallas lowers for the AbstractDevice of the abstract mesh, or else for the default device, so the context sets that
+    AbstractDevice. The context changes nothing if Pallas sees a device of that kind anyway, if the kind of the target
+    is unknown, and on platforms other than "cuda" and "tpu".
     """
     mesh = jax.sharding.get_abstract_mesh()
     seen = mesh.abstract_device or get_default_device()
@@ -149,7 +151,9 @@ def _abstract_devices(ctx: mlir.LoweringRuleContext) -> Iterator[Device]:
 
 
 def _devices(ctx: mlir.LoweringRuleContext, platform: str) -> Iterator[Device]:
-    """Devices of the platform: those that the module is assigned to, those of its client, those of this process."""
+    """Devices of the platform, in this order: those that the module is assigned to, those of its client, those of this
+    process. A device may come twice.
+    """
     module = ctx.module_context
     client = getattr(module, "backend", None)
     found: list[Device] = [*(getattr(module.axis_context, "device_assignment", None) or ())]

@@ -8,8 +8,8 @@ Rounded weights: a forward pass that multiplies values by bfloat16 weights exp(s
 of two and rounding commute, so if the references of a row are multiples of ln 2, whichever they are, the backward pass can round its
 probabilities to the same weights (`rounded_weights`), and delta = rowsum(dO * O) is the sum of weight times dP along the row.
 
-A row is the scores of one query. The online softmax keeps, for each row, the maximum so far and the sum of exp(score - maximum)
-so far ("total"), and multiplies earlier sums by a factor when the maximum grows.
+A row is the scores of one query. The online softmax keeps, for each row, the running maximum and the running sum of
+exp(score - maximum) ("total"), and multiplies earlier sums by a factor when the maximum grows.
 """
 
 import math
@@ -27,7 +27,7 @@ LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
 def finite_or_zero(maximum: Array) -> Array:
-    """The row maximum, with 0 in place of -inf (a row that is empty so far), so that it may be subtracted from -inf."""
+    """The row maximum, with 0 in place of -inf (no visible entry yet), so that subtracting it from -inf gives no NaN."""
     return jnp.where(jnp.isneginf(maximum), jnp.zeros_like(maximum), maximum)
 
 
@@ -43,10 +43,13 @@ def exact_distance(scores: Array, reference: Array) -> Array:
 
 
 def large_distance(program: Program | None, scores: Array, reference: Array) -> Array:
-    """scores - reference for scores of `program` that may be large (analysis/large_scores.py).
+    """scores - reference, for scores that may be large (analysis/large_scores.py).
 
-    It is exact_distance if the last operation of the program may be a product of large scores, and else the plain difference,
-    which costs less. Program None is the identity.
+    program     the score_mod that computed the scores; None: no score_mod
+    reference   a row maximum or lse, broadcast to the scores
+
+    Computed by `exact_distance` if the last operation of the program may be a product of large scores, otherwise by a
+    plain subtraction, which costs less.
     """
     return exact_distance(scores, reference) if may_be_large_product(program) else scores - reference
 
@@ -62,23 +65,31 @@ def _distance_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -
 
 
 MAX_WHOLE = 2.0**16
-"""Scores from this magnitude on are their own references: a multiple of ln 2 in float32 may be far from them."""
+"""A score of at least this magnitude is its own reference, because float32 may not hold a multiple of ln 2 close to it."""
 
 
 def whole_power(score: Array) -> Array:
-    """A reference for exponentials near a row's largest score: the next multiple of ln 2, or the score itself from MAX_WHOLE on."""
+    """The reference that the exponentials of a row are relative to, elementwise from the row's largest score: the
+    smallest multiple of ln 2 that is not below it, or the score itself if its magnitude is at least MAX_WHOLE or it is
+    -inf.
+    """
     return jnp.where(jnp.abs(score) < MAX_WHOLE, jnp.ceil(score * LOG2E) * LN2, score)
 
 
 def round_to(x: Array, dtype: str) -> Array:
-    """`x` rounded to a floating dtype and back. XLA may drop a pair of casts that does that."""
+    """`x` with its values rounded to those of a floating dtype, still in the dtype of x. A cast to `dtype` and back
+    would not do, because XLA may drop such a pair.
+    """
     kind = jnp.finfo(dtype)
     return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
 def out_and_rounding(out: Array, plan: KernelPlan) -> tuple[Array, Array | None]:
-    """(out in the dtype of the plan's output, what rounding took from it or None where the plan does not return it), as Results
-    has them, from out in the score dtype.
+    """The fields `out` and `rounding` of Results: (out in the plan's output dtype, what that rounding took away).
+
+    out   in the score dtype, before rounding
+
+    The second is out minus the rounded out, in the output dtype too; None where the plan does not return it.
     """
     if not plan.returns_rounding:
         return out.astype(plan.out_dtype), None
@@ -87,20 +98,22 @@ def out_and_rounding(out: Array, plan: KernelPlan) -> tuple[Array, Array | None]
 
 
 def power_below(power: Array, whole: Array) -> Array:
-    """power - whole, where `whole` is `power` rounded up to an integer: in -1 .. 0; 0 where `power` is infinite.
+    """power - whole, clipped to -1 .. 0, where `whole` is `power` rounded up to an integer; 0 where `power` is infinite.
 
-    The bounds are asked for because a compiler may fuse a product in `power` with the subtraction: beside a score of -1e10 the
-    difference is then what rounding took from that product, up to 512, and its power of two infinite. Any integer will do as a
-    reference of weights that both passes round alike.
+    The difference is clipped because a compiler may fuse a product in `power` with the subtraction. Beside a score of
+    -1e10 the difference would then be what rounding took from that product, up to 512, and 2 to that power infinite.
+    Clipping is harmless for the caller: any integer will do as the reference of weights that both passes round alike.
     """
     return jnp.where(jnp.abs(power) < jnp.inf, jnp.clip(power - whole, -1.0, 0.0), 0.0)
 
 
 def rounded_weights(weights: Array, lse2: Array, dtype: str) -> Array:
-    """The weights, rounded as a forward pass rounded them whose references were multiples of ln 2.
+    """The weights with the rounding that the forward pass gave them, if its softmax references were multiples of ln 2
+    (`whole_power`).
 
-    weights   probabilities times the dropout multiplier
-    lse2      lse in base 2, broadcastable to the weights; rows that are infinite have weights 0
+    weights   float32, probabilities times the dropout multiplier
+    lse2      lse in base 2, broadcastable to the weights; rows where it is infinite must have weights 0
+    dtype     name of the dtype to which the forward pass rounded; the result stays in the dtype of the weights
     """
     fraction = power_below(lse2, jnp.ceil(lse2))
     return round_to(weights * jnp.exp2(fraction), dtype) * jnp.exp2(-fraction)
@@ -109,7 +122,7 @@ def rounded_weights(weights: Array, lse2: Array, dtype: str) -> Array:
 def online_step(
     maximum: Array, total: Array, scores: Array, whole_powers: bool = False
 ) -> tuple[Array, Array, Array, Array]:
-    """One step of the online softmax: (new maximum, new total, factor for the earlier sums, exponentials of the scores).
+    """One step of the online softmax: (new maximum, new total, factor for the earlier sums, exp(score - new maximum)).
 
     maximum, total   [..., 1]: row maximum and row sum before this tile
     scores           [..., keys], -inf where masked
@@ -124,8 +137,8 @@ def online_step(
 
 
 def finalise(maximum: Array, total: Array, accumulated: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator; both count
-    the sink. A row without any visible entry and without a sink has output 0 and lse -inf.
+    """(output, lse) of rows after the last tile: accumulated / total, and the logarithm of the softmax denominator. Both
+    include the sink. A row without any visible entry and without a sink has output 0 and lse -inf.
 
     maximum, total   [..., 1]: row maximum, and sum of exp(score - maximum)
     accumulated      [..., E]: sum of exp(score - maximum) * value
