@@ -1,7 +1,7 @@
 """Pallas Mosaic GPU kernels for Hopper. Kernels are imported when first run: older jax lacks what they import.
 
-No kernel of this folder waits for a CTA that may not have started: dq_order.py says why that would hang a GPU, and how the one
-kernel whose CTAs wait for each other keeps to it.
+No kernel of this folder waits for a CTA that may not have started, because such a wait can hang the GPU. CTAs wait for
+each other in one kernel, the fused backward kernel; dq_order.py says why each awaited CTA has started.
 """
 
 from flexjax.backends.mosaic_gpu.support import BACKEND as BACKEND

@@ -85,8 +85,9 @@ def dkv_scratch(plan: KernelPlan, tiles: DkvTiles, bias: DenseBiasTypes) -> Scra
 
     bias   says which array is staged
 
-    `staged` is None where no array is staged or `tiles.staged_slots` is 0. Otherwise its copy is a third arrival at
-    each barrier of `query_full`, beside Q and the statistics. Each part of an operand is a copy.
+    `staged` is None where no array is staged or `tiles.staged_slots` is 0. Barriers of full slots expect one arrival
+    for each copy: one copy for each part of an operand (float_parts.py); at `query_full` also one for the statistics
+    and, if an array is staged, one for its tile. Barriers of free slots expect one arrival of each computing warpgroup.
     """
     (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     staged = None
@@ -129,10 +130,12 @@ def dkv_tiles(plan: KernelPlan, bias: DenseBiasTypes = NO_DENSE_BIAS) -> DkvTile
 
 
 class SplitDkvTiles(typing.NamedTuple):
-    """Ring depths of the split dK/dV kernel: of Q, of dO, and of the tiles of P that one warpgroup hands to the other.
+    """Sizes of the split dK/dV kernel.
 
-    head_major   launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
-    queries      of a visited tile
+    query_slots, out_slots   ring depths of Q and dO
+    p_slots                  ring depth of the tiles of P that the dV warpgroup hands to the dK warpgroup
+    head_major               launch order: the CTAs of one head are adjacent (`tile_visits.tile_and_head`)
+    queries                  of a visited tile
     """
 
     query_slots: int
@@ -174,9 +177,10 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
     """The shared memory of a CTA of the split dK/dV kernel with these ring depths.
 
-    Each barrier of `own_full` expects a copy of each part and the copying warpgroup; at the last one the computing warpgroups
-    arrive as often. Barriers of the rings expect each copy (Q of one part with its statistics is two) or both readers; those
-    of P one.
+    Each barrier of `own_full` expects parts + 1 arrivals: those for K and V one of each copy and one of the copying
+    warpgroup; the last one an arrival of the dV warpgroup and `parts` of the dK warpgroup. Barriers of full slots
+    expect one arrival for each copy: of each part, and at `query_full` also of the statistics. Barriers of free slots
+    expect one of each computing warpgroup, those of P one in all.
     """
     (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     swizzle = swizzle_for(tiles.queries)

@@ -58,8 +58,9 @@ class DqTiles(typing.NamedTuple):
 class StagedRing(typing.NamedTuple, typing.Generic[Part]):
     """A ring of staged tiles in shared memory with its barriers.
 
-    full   one barrier a slot: the copy into it has arrived
-    free   one barrier a slot: all readers are done with it
+    tiles   [slots, queries of the CTA, keys]
+    full    one barrier a slot: the copy into it has arrived
+    free    one barrier a slot: all computing warpgroups have read it
     """
 
     tiles: Part
@@ -97,9 +98,9 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
 
     bias   says which array is staged and which direct gradients leave through shared memory
 
-    `staged` is None where no array is staged or `tiles.staged_slots` is 0. All barriers of the rings of keys and values
-    expect one arrival of a copy of each part, or one of each computing warpgroup; `own_full` expects two copies a batch entry and
-    part.
+    `staged` is None where no array is staged or `tiles.staged_slots` is 0. Barriers of full slots expect one arrival
+    for each part's copy, those of free slots one of each computing warpgroup. `own_full` expects two copies, Q and dO,
+    for each batch entry and part.
     """
     (dim, value_dim), parts, dtype = padded_dims(plan), parts_of(plan), part_dtype(plan)
     swizzle = swizzle_for(tiles.keys)
@@ -153,7 +154,9 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
 
 
 def dq_fits(plan: KernelPlan, bias: DenseBiasTypes) -> bool:
-    """Whether the dQ kernel has shared memory for the direct gradients of `bias`, with its array staged or not."""
+    """Whether some sizes of the dQ kernel fit shared memory with the direct gradients of `bias`; the array of `bias`
+    may then be staged or not.
+    """
     return bool(_candidates(plan, bias))
 
 

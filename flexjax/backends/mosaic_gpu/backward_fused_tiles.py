@@ -24,7 +24,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 GROUPS, ROWS = 2, 64
 """Computing warpgroups of a CTA, and keys of each."""
 DS_SLOTS = 2
-"""Slots for tiles of dS^T in shared memory, used in turn."""
+"""Slots for tiles of dS^T in shared memory; consecutive visits use different ones."""
 
 
 class FusedTiles(typing.NamedTuple):

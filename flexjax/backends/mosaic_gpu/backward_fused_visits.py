@@ -29,7 +29,7 @@ from flexjax.block_mask.transpose import flags_of_lists
 from flexjax.plan.kernel_plan import KernelPlan
 
 AFTER_ALL = 1 << 30
-"""Stands for what a list has past its end, so that sorting puts it last."""
+"""The entry of a list past its end: larger than the code of any tile, so that sorting puts it last."""
 State = typing.TypeVar("State")
 
 
@@ -56,7 +56,8 @@ def query_visits(
     queries: int,
     order: DqOrder | None,
 ) -> QueryVisits[jax.Array]:
-    """The visits of `kv_tiles` tiles of FUSED_KEYS keys to `q_tiles` tiles of `queries` queries.
+    """The visits that each of `kv_tiles` tiles of FUSED_KEYS keys makes to `q_tiles` tiles of `queries` queries;
+    computed by XLA before the kernel.
 
     lists   the block lists of each key block
     order   of the additions to dQ, None for any order
@@ -135,9 +136,11 @@ class FusedVisits:
 
     @property
     def heads_inside(self) -> bool:
-        """Whether a CTA visits a query tile for all heads of its group before it visits the next query tile.
+        """Whether a CTA visits a query tile for all query heads of its group before it visits the next query tile;
+        otherwise it makes all visits of one head before those of the next.
 
-        In a fixed order it does where the heads share lists: CTAs then stay one visit apart.
+        True with several heads in a group, additions in a fixed order and lists that the heads share, because CTAs
+        then stay one visit apart.
         """
         return self.order is not None and self.plan.group > 1 and not self.lists_by_head
 
@@ -154,8 +157,8 @@ class FusedVisits:
 
         visits    the lists, in the kernel
         own       the key tile that this CTA owns
-        begin     query head -> what `step` gets for its visits; called once a head, or once a visit where
-                  `heads_inside`
+        begin     begin(query head) returns the first argument of `step` for visits of this head; called once a head,
+                  or once a visit where `heads_inside`
         step      called once for each visit; returns nothing
         by_runs   True: `masked` is a bool, and runs of visits without the mask and runs with it have loops of their
                   own. False: `masked` is a scalar in one loop

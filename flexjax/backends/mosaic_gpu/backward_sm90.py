@@ -1,10 +1,13 @@
 """The backward pass on Hopper: which operands its kernels get, and what is computed around them.
 
-    row statistics -> the fused kernel, or dQ kernel and dK/dV kernel -> captured arrays (capture_gradients.py) but
-    those that the dQ kernel wrote (direct gradients, pair_bias.py), sinks (XLA)
+    1. row statistics (row_statistics.py)
+    2. dQ, dK, dV: the fused kernel, or a dQ kernel and a dK/dV kernel. The dQ kernel also writes the gradients of some
+       captured arrays (direct gradients, pair_bias.py)
+    3. the gradients of the other captured arrays (capture_gradients.py), and that of the sinks (by XLA)
 
-The formulas are at the top of backward_sm90_common.py; choose_kernel.py decides which kernels run. What they cannot run
-support.py refuses. Extra features join the head dim of queries and keys before the kernels and leave it after them.
+The formulas are at the top of backward_sm90_common.py; choose_kernel.py decides which kernels run; support.py refuses
+plans that no kernel runs. Extra features are appended to the head dim of queries and keys before the kernels, and their
+gradients are cut off after them.
 """
 
 import jax

@@ -74,8 +74,11 @@ def pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
 
 
 class Tokens(typing.NamedTuple, typing.Generic[Part]):
-    """The arrays over tokens, padded, in the plan's layout, [parts * B, ...] (float_parts.py); stats is [B, N, 2, T'] float32 with
-    lse2 and delta.
+    """The arrays over tokens that the kernels read, padded.
+
+    query, key, value, d_out   [parts * B, T', N or M, D'] or [parts * B, N or M, T', D'] by the plan's layout, in parts
+                               (float_parts.py); d_out is the cotangent dO of the result
+    stats                      [B, N, 2, T'] float32, lse2 and delta (row_statistics.py)
     """
 
     query: Part
@@ -113,9 +116,9 @@ def captures_of(operands: Operands) -> Captures[jax.Array]:
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the dQ kernel and of both dK/dV kernels.
 
-    lists     of the owning axis (`tile_visits.visit_lists`)
-    order     of the owned tiles (`tile_visits.longest_first`), None for their own order
-    skipped   for direct gradients of the dQ kernel: the key blocks that each query block skips
+    lists     block lists of the axis whose tiles the CTAs own (`tile_visits.visit_lists`): of query blocks for dQ
+    order     which owned tile each CTA takes (`tile_visits.longest_first`); None: tiles in ascending order
+    skipped   for direct gradients of the dQ kernel: the key blocks that each query block does not visit
     """
 
     tokens: Tokens[Part]
@@ -202,8 +205,9 @@ class Products:
         _store(acc, total)
 
     def read(self, acc: Ref, in_flight: int = 0) -> jax.Array:
-        """The value of an accumulator, once at most `in_flight` products that were started after its last one are
-        unfinished.
+        """The value of an accumulator, once all products into it are finished. It waits until at most `in_flight`
+        products of this warpgroup are unfinished, so the caller gives how many were started after the accumulator's
+        last one.
         """
         return acc[...] if self.simulated else plgpu.wgmma_accumulator_load(acc, wait_n=self._wgmmas(in_flight))
 
@@ -213,11 +217,13 @@ class Products:
             plgpu.wgmma_wait(self._wgmmas(in_flight))
 
     def _wgmmas(self, products: int) -> int:
-        """WGMMAs of so many products."""
+        """How many WGMMAs make up this number of products: one for each pair of parts that is multiplied."""
         return products * len(pairs_of(self.parts))
 
     def release(self, barrier: Ref) -> None:
-        """Arrives at `barrier`, which says that this warpgroup has read a slot."""
+        """Arrives at `barrier`, the free barrier of a slot that this warpgroup has read for the last time in a visit.
+        It does not wait; products that read the slot must be finished.
+        """
         if self.simulated:
             plgpu.commit_smem()  # the dot that stands in for WGMMA read the slot through the generic proxy
         plgpu.barrier_arrive(barrier)

@@ -126,10 +126,11 @@ class _Cta:
         return parts_of(self.math.plan)
 
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
-        """What computing warpgroup `group` does: dK (times scale) and dV of its keys.
+        """What computing warpgroup `group` does: it computes dK (times scale) and dV of its keys.
 
-        With two computing warpgroups it raises its register limit. It copies its K and V to shared memory, makes all
-        visits, overwrites K and V there by dK and dV in the dtypes of K and V, and copies these to `outputs` by TMA.
+        With two computing warpgroups it raises its register limit. It copies its K and V to shared memory by TMA and
+        waits for them, makes all visits, overwrites K and V there by dK and dV in the dtypes of K and V, and copies
+        these to `outputs` by TMA.
         """
         tiles, scratch, products, tokens, plan = (
             self.tiles, self.scratch, self.products, self.inputs.tokens, self.math.plan,
@@ -187,11 +188,11 @@ class _Cta:
         own_k, own_v = (slot_parts(ring, here, self.parts) for ring in (scratch.key, scratch.value))
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the tile, [rows, queries] float32. It waits for Q and dO, starts the product for dV on the way,
-            and leaves it in flight. Values of a staged array are read from shared memory, those of other arrays by the
-            tile's program.
+            """Computes S^T and dP^T, and from them dS^T of the tile, [rows, queries] float32. It waits for Q and dO,
+            and also starts the product for dV, which is still in flight at the return. Values of a staged array are
+            read from shared memory, those of other captured arrays by the tile's program.
 
-            s_acc, dp_acc   accumulators for S^T and dP^T
+            s_acc, dp_acc   accumulators for S^T and dP^T, 0 at the start
             """
             plgpu.barrier_wait(scratch.query_full.at[q_slot])
             products.add(s_acc, own_k, q_tile, b_t=True)

@@ -125,7 +125,9 @@ class _Cta:
         return self.own.b, self.own.key_head, self.kv0
 
     def own_tile(self, tile: Ref) -> tuple[Ref, ...]:
-        """The parts of the CTA's keys or values in shared memory, at addresses that the compiler does not keep in registers."""
+        """The parts of the CTA's keys or values in shared memory; `tile` is `Scratch.key` or `.value`. The slot number
+        is hidden from the compiler (`not_hoisted`), so that addresses do not stay in registers from visit to visit.
+        """
         return slot_parts(tile, common.not_hoisted(jnp.int32(0), self.interpret), self.parts)
 
     def rows_math(self, h: Scalar) -> RowMath:
@@ -247,13 +249,11 @@ class _Cta:
         self.write(dk, scratch.key, d_key, self.parts)
 
     def write(self, gradient: jax.Array, tile: Ref, target: Ref, arrivals: int) -> None:
-        """Writes a gradient to `target` in global memory, by way of `tile`: dK over K, or dV over V, in shared
-        memory.
+        """Writes a gradient over `tile` in shared memory (dK over K, or dV over V) and copies it from there to `target`
+        in global memory. Before, it waits until the last products of both computing warpgroups have read K and V.
 
-        gradient   [SPLIT_KEYS, D or E] float32, in parts of the dtype of `tile`
-        arrivals   of this warpgroup at the barrier; both together are as many as `split_dkv_scratch` says
-
-        It waits until the last products of both warpgroups have read K and V.
+        gradient   [SPLIT_KEYS, D or E] float32; split here into parts of the dtype of `tile`
+        arrivals   how often this warpgroup arrives at the barrier PRODUCTS_DONE: 1 for dV, `parts` for dK
         """
         done = self.scratch.own_full.at[PRODUCTS_DONE]
         for _ in range(arrivals):

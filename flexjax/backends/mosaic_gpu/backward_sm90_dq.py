@@ -130,7 +130,7 @@ class _Cta:
     visits, inputs, scratch   which key tiles are visited, the operands and the shared memory
     b, h, h_kv                the first of its batch entries, its query head, its key head
     tile                      number of its query tile
-    counts                    of the key tiles that it visits, `total` of both kinds
+    counts, total             how many key tiles it visits: without and with the mask, and in all
     """
 
     math: TileMath
@@ -312,10 +312,11 @@ class _Cta:
         keys, values = slot_parts(scratch.key, k_slot, self.parts), slot_parts(scratch.value, v_slot, self.parts)
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            """(dS, g of each direct gradient), each [rows, keys] float32, where g = p * (dP - delta) * d mod / d
-            load. It waits for the tiles, and frees the slot of the values.
+            """Computes S = Q K^T and dP = dO V^T, and from them (dS, g of each direct gradient), each [rows, keys]
+            float32, where g = p * (dP - delta) * d mod / d load. It waits for K, V and the staged tile, and frees the
+            slot of the values.
 
-            s_acc, dp_acc   accumulators for S and dP
+            s_acc, dp_acc   accumulators for S and dP, 0 at the start
             """
             plgpu.barrier_wait(scratch.key_full.at[k_slot])
             products.add(s_acc, own_q, keys, b_t=True)

@@ -234,9 +234,10 @@ class _Cta:
 
         takes_start_number   True in the copying warpgroup alone: it takes the CTA's start number from the counter
 
-        In a fixed order the start number says what the CTA owns, and all warpgroups wait for it; the simulator takes
-        the number of the CTA instead. In any order the number of the CTA does; with block lists, key tiles with most
-        visits come first.
+        Where additions to dQ have a fixed order, the CTA's start number determines what the CTA owns, and all
+        warpgroups wait at a barrier until it is in memory; the simulator takes the number of the CTA in the grid
+        instead. Otherwise the number of the CTA in the grid determines it; with block lists, the first CTAs of a head
+        own the key tiles with the most visits.
         """
         setup, plan, order = self.setup, self.setup.plan, self.setup.order
         zero, heads = jnp.int32(0), plan.batch * plan.kv_heads
@@ -485,22 +486,25 @@ class _ComputingWarpgroup:
         mine = pl.ds(common.not_hoisted(self.group, setup.simulated) * ROWS, ROWS)
 
         def scores(s_acc: Ref) -> None:
-            """Starts the product S^T = K Q^T into the accumulator, once Q has arrived."""
+            """Starts the product S^T = K Q^T into the accumulator `s_acc`, once Q has arrived, and does not wait for
+            the product.
+            """
             plgpu.barrier_wait(scratch.query_full.at[q_slot])
             products.add(s_acc, scratch.key.at[mine], q_now, b_t=True)
 
         def cotangents(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the visit (`score_cotangents`), once the product of `scores` is started.
+            """dS^T of the visit (`score_cotangents`); `scores` must have started the product into s_acc.
 
-            s_acc, dp_acc   accumulators for S^T and dP^T
+            s_acc, dp_acc   accumulators for S^T and dP^T; that of dP^T is 0
             """
             return self.score_cotangents(tile, s_acc, dp_acc, dv_acc, scratch.value.at[mine], (q_slot, out_slot))
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
-            """dS^T of the visit, where dQ is late: hands over dQ of the visit before while the product S^T is in
-            flight. In the first visit that is a tile without meaning, which `_Cta.add_dq` drops.
+            """dS^T of the visit, where dQ is late: starts S^T, and while that product is in flight waits for dS^T of
+            both warpgroups of the visit before, computes dQ of that visit and hands it over. In the first visit that
+            dQ has no meaning, and `_Cta.add_dq` drops it.
 
-            s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ
+            s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ, 0 at the start
             """
             scores(s_acc)
             plgpu.barrier_wait(scratch.ds_ready)
@@ -509,9 +513,9 @@ class _ComputingWarpgroup:
             return products.accumulators(functools.partial(cotangents, s_acc), self.math.shape)
 
         def without_late_dq(s_acc: Ref, dp_acc: Ref) -> jax.Array:
-            """dS^T of the visit, where dQ is not late.
+            """dS^T of the visit, where dQ is not late: starts S^T, then computes dS^T.
 
-            s_acc, dp_acc   accumulators for S^T and dP^T
+            s_acc, dp_acc   accumulators for S^T and dP^T, 0 at the start
             """
             scores(s_acc)
             return cotangents(s_acc, dp_acc)
@@ -549,16 +553,17 @@ class _ComputingWarpgroup:
         own_v: Ref,
         slots: tuple[Scalar, Scalar],
     ) -> jax.Array:
-        """dS^T of one visit, [ROWS, queries] in the dtype of the operands; starts the product for dV, and waits for dO.
+        """Computes dP^T = V dO^T, once dO has arrived, and from it and S^T dS^T of one visit, [ROWS, queries] in the
+        dtype of the operands; also starts the product for dV.
 
         tile             the visited tile, which gives P and dS from its scores
         s_acc            accumulator into which the product S^T is started already
         dp_acc, dv_acc   accumulators for dP^T and dV
         own_v            this warpgroup's values in shared memory
-        slots            of Q and of dO
+        slots            (slot of Q and its statistics, slot of dO)
 
-        With tiles of 128 queries lse2 is read after S^T, and the product for dV starts after dS; otherwise both come
-        earlier. The product for dV is in flight at the return.
+        With tiles of 128 queries, whose registers are scarce, lse2 is read after S^T and the product for dV starts
+        after dS^T; otherwise both come earlier. The product for dV is in flight at the return.
         """
         setup, scratch, math, products = self.setup, self.scratch, self.math, self.products
         (q_slot, out_slot), rings, dtype = slots, self.cta.rings, self.scratch.key.dtype
@@ -583,8 +588,8 @@ class _ComputingWarpgroup:
         return ds
 
     def start_dq(self, dq_acc: Ref, ds_slot: Scalar) -> None:
-        """Starts the product for this warpgroup's half of a dQ tile, dS K, without scale, from dS^T of both warpgroups
-        in slot `ds_slot`: its half of the queries (`dq_by_queries`) or of the columns.
+        """Starts the product dS K, without scale, for this warpgroup's half of a dQ tile: half of the queries
+        (`dq_by_queries`) or of the columns of D. dS^T of both warpgroups is in slot `ds_slot` of shared memory.
 
         dq_acc   its accumulator, of the shape `dq_part`
         """

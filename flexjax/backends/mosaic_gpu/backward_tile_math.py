@@ -86,11 +86,11 @@ class Probabilities(typing.NamedTuple):
     ) -> jax.Array:
         """The cotangent of the values that a load read, in the shape of the tile.
 
-        factor, rounded   of `load_factors` and `rounded_factors`
-        dp, delta         as for `cotangent`
+        factor, rounded   of this load, from `load_factors` and `rounded_factors`
+        dp, delta         as for `cotangent`; delta may be None only if `rounded` is
 
-        Where weights are rounded alike, its sum along a row does not have the error of delta
-        (`KernelPlan.rounds_weights_alike`).
+        Without `rounded` it is factor * (dP - delta), otherwise rounded * dP - factor * delta: its sum along a row is
+        then free of what rounding the weights does to delta (`KernelPlan.rounds_weights_alike`).
         """
         if rounded is None:
             return self.cotangent(factor, dp, delta)
@@ -192,10 +192,11 @@ class TileMath:
         return (*slope, *(n for n in self.load_results if n is not None))
 
     def at_rows(self, b: Scalar, h: Scalar, row0: Scalar, captures: Captures[Ref]) -> "RowMath":
-        """The row of tiles of head (b, h) that begins at row `row0`, with the scalars and row vectors of the mods
-        computed.
+        """The tiles of head (b, h) whose rows begin at `row0`, with the scalars and row vectors of the mods computed,
+        which all these tiles share.
 
-        All tiles of the row share these. Rows are queries or, if row_axis is "kv", keys.
+        row0       number of the first row in the attention matrix: a query or, if row_axis is "kv", a key
+        captures   captured arrays, Refs, and the tables of an origin
         """
         plan = self.plan
         ends = (plan.q_len, plan.kv_len) if self.row_axis == "q" else (plan.kv_len, plan.q_len)
@@ -300,12 +301,14 @@ class ColumnMath:
         return Probabilities(p, computed.get(1), dropout, slopes, rounded)
 
     def _rounded(self, weights: jax.Array, lse2: jax.Array) -> jax.Array:
-        """The weights, rounded as the forward kernel rounded them, relative to an integer power of two of each row.
+        """The weights with the rounding that the forward kernel gave them, in float32: they are scaled by a power of
+        two for each row, rounded to the plan's dtype, and scaled back.
 
         weights   p times the dropout multiplier, in the shape of the tile
         lse2      of row_statistics.py, a vector over the queries; rows where it is +inf have weights 0
 
-        The forward kernel leaves `row_term` out of its scores, unless its reference is static.
+        The forward kernel's reference does not include `row_term`, unless its reference is static, so the term is
+        subtracted from lse2 here.
         """
         math = self.rows.math
         assert math.row_axis == "q"
@@ -401,11 +404,11 @@ class ColumnMath:
         return cond(self.masked, lambda p: jnp.where(mask.tile_at_columns(self.col0)[0], p, 0.0), lambda p: p, p)
 
     def _zero_past_the_ends(self, p: jax.Array) -> jax.Array:
-        """p, in the shape of the tile, with zeros past the last key, and past the last query where a score_mod may
-        have made NaN of lse2 = inf.
+        """p, in the shape of the tile, with zeros past the last key, and, if there is a score_mod, past the last query
+        too, because the score_mod may have made NaN of lse2 = inf there.
 
-        Nothing along an axis whose visited tiles or mask blocks divide its length; otherwise a branch in the tile
-        decides.
+        Nothing is done along an axis whose length is a multiple of the visited tiles and mask blocks; along others a
+        branch in the kernel zeroes only tiles that reach past the end.
         """
         math, plan = self.rows.math, self.rows.math.plan
         queries, keys = math.visited_together

@@ -5,7 +5,7 @@ A kernel owns a tile of one axis and visits tiles of the other. KernelOptions se
     kernel         owns                              visits
     dQ             block_q_bwd queries: 64, 128      64 or 128 keys, at most block_kv_bwd
     dK/dV          block_kv_bwd keys: 64, 128        64 or 128 queries, at most block_q_bwd
-    split dK/dV    64 keys (head dims above 128)     64 queries (32 of wide float32)
+    split dK/dV    64 keys (head dims above 128)     64 queries (32 of float32 with large head dims)
     fused          128 keys                          64 queries, or 128 where `fits_128_query_tile`
 
 backward_dq_tiles.py, backward_dkv_tiles.py and backward_fused_tiles.py list the sizes and the shared memory of each kernel and what
@@ -19,8 +19,8 @@ from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
 LARGEST_UNSPLIT_DIM = 128
-"""The largest padded head dim at which one warpgroup has registers for both accumulators, dK and dV; half of it for float32, whose
-P and dS take twice the registers. Above it the split kernel gives them to two warpgroups."""
+"""The largest padded head dim at which one warpgroup has registers for both accumulators, dK and dV; for float32, whose
+P and dS take twice the registers, half of this. Above it the split kernel gives the accumulators to two warpgroups."""
 FUSED_KEYS = 128
 """Keys that a CTA of the fused kernel owns."""
 SPLIT_KEYS, SPLIT_QUERIES = 64, 64
@@ -30,12 +30,11 @@ SMALLEST_TILE = 32
 
 
 class DenseBiasTypes(typing.NamedTuple):
-    """Dtypes, by name, of the captured arrays with an element for each (query, key) that a kernel keeps tiles of, see
-    pair_bias.py.
+    """What the sizes of a kernel depend on, of captured arrays with an element for each (query, key) (pair_bias.py).
 
-    staged             of the staged array, None if there is none
-    direct_gradients   of each gradient that the dQ kernel writes
-    batch_entries      how many batch entries a CTA of the dQ kernel takes
+    staged             name of the dtype of the staged array; None: no array is staged
+    direct_gradients   name of the dtype of each gradient that the dQ kernel itself writes
+    batch_entries      batch entries that a CTA of the dQ kernel computes one after the other
     """
 
     staged: str | None = None
@@ -57,8 +56,10 @@ def padded_dims(plan: KernelPlan) -> tuple[int, int]:
 
 
 def swizzle_for(visited: int) -> int:
-    """Bytes over which the tiles of operands are swizzled, for visited tiles of so many tokens: WGMMA contracts a multiple of that
-    many bytes of 2-byte elements.
+    """Bytes over which the tiles of operands are swizzled, at most 128. The dimension that WGMMA contracts must be a
+    multiple of that many bytes.
+
+    visited   tokens of a visited tile, of 2-byte elements
     """
     return min(128, 2 * visited)
 
@@ -85,7 +86,7 @@ def first_dividing(blocks: BlockLayout | None, axis: str, sizes: tuple[int, ...]
 
     blocks   None: there is no block mask, and the first size is taken
 
-    Raises StopIteration if none divides; `refuses` tells such an option before.
+    Raises StopIteration if none divides. Callers ask `refuses` first, which says so in a sentence.
     """
     block = None if blocks is None else (blocks.block_q if axis == "q" else blocks.block_kv)
     return next(size for size in sizes if block is None or block % size == 0)

@@ -4,8 +4,8 @@ A kernel is a function of three named tuples,
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]) -> None
 
-Outside, `Inputs` holds arrays, `Outputs` their shapes, and `Scratch` the descriptions of shared_memory.py. An operand
-that a kernel can do without is None. `launch` puts Refs in the place of all of them and runs the kernel, on the
+The caller of `launch` gives `Inputs` of arrays, `Outputs` of shapes, and `Scratch` of descriptions (shared_memory.py).
+An operand that a kernel can do without is None. `launch` replaces all of them by Refs and runs the kernel, on the
 device or in the simulator (`interpret`). A kernel is traced once and runs in every CTA; its warpgroups take different
 branches by their number.
 
@@ -202,7 +202,7 @@ def inline_mgpu(
     """
 
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
-        """The function of arrays and Refs that stands for `function`, one of MLIR values."""
+        """The function of arrays and Refs that a kernel calls; it runs `function`, which takes MLIR values."""
         inlined = plgpu.inline_mgpu(arg_types=arguments, return_type=returns)
         return typing.cast(Callable, inlined(lambda _, *values: function(*values)))
 
@@ -278,10 +278,12 @@ def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: in
 
 
 def slot_parts(ring: Ref, slot: Scalar | int, parts: int, rows: object = slice(None)) -> tuple[Ref, ...]:
-    """The tiles of one slot in shared memory, one for each part of the operand (float_parts.py).
+    """Refs to the tiles of one slot in shared memory, [rows, D], one for each part of the operand (float_parts.py).
+    Nothing is read.
 
     ring   [slots * parts, rows, D]
-    rows   of the slot; all of them by default
+    slot   number of the slot
+    rows   a slice: which rows of the slot; all of them by default
     """
     if parts == 1:
         return (ring.at[slot] if rows == slice(None) else ring.at[slot, rows],)
@@ -291,13 +293,14 @@ def slot_parts(ring: Ref, slot: Scalar | int, parts: int, rows: object = slice(N
 def copy_parts(
     plan: KernelPlan, source: Ref, b: Scalar, h: Scalar, start: Scalar, targets: tuple[Ref, ...], arrived: Ref
 ) -> None:
-    """Starts the copies by TMA of one tile of an operand, one for each part, each of which arrives at a barrier.
+    """Starts the copies by TMA of one tile of an operand from global to shared memory, one for each part, and does not
+    wait. Each copy arrives once at the barrier `arrived`.
 
     source    [parts * B, T, N, D] or [parts * B, N, T, D] in global memory
     b, h      batch entry and head
     start     the first row of the tile
     targets   the tile of each part in shared memory
-    arrived   the barrier
+    arrived   a barrier that expects one arrival for each part
     """
     for n, target in enumerate(targets):
         rows = rows_of(source, plan.layout, b + n * plan.batch if n else b, h, start, target.shape[0])
@@ -305,7 +308,8 @@ def copy_parts(
 
 
 def write_parts(plan: KernelPlan, sources: tuple[Ref, ...], target: Ref, b: Scalar, h: Scalar, start: Scalar) -> None:
-    """Starts the copies by TMA of one tile of a gradient in parts from shared to global memory.
+    """Starts the copies by TMA of one tile of a gradient in parts from shared to global memory, and does not wait for
+    them. The caller commits its writes to shared memory (`plgpu.commit_smem`) before.
 
     sources   the tile of each part in shared memory
     target    [parts * B, T, N, D] or [parts * B, N, T, D] in global memory
