@@ -114,7 +114,8 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
     they can.
 
     Reasons: an index of its loads depends on the score; several positions may read one element of an array larger than
-    LARGEST_ARRAY; the tiles to add up are more than int32 can number; or the heads of float32 are too wide for shared memory.
+    LARGEST_ARRAY; the tiles to add up are more than int32 can number; or the head dims of float32 are too large for
+    shared memory.
 
     derivative   score_mod with its derivatives
     wanted       for each captured array: whether its gradient is asked for
@@ -272,11 +273,10 @@ def _scattered(
     """The gradient of one load by query and key of which several positions may read one element: float32, one number
     for each element of the array in row-major order.
 
-    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g|. If the derivative
-    of the mod has no bound up to LARGEST_SLOPE, a first kernel sums |g|. If the load's index repeats along the
-    diagonals (`_period`), or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel sums
-    the tiles of a diagonal in registers before it adds them. A total that is not
-    finite makes every element NaN.
+    The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g| (the total). If
+    `_largest_total` knows none, a first kernel sums |g|. If the load's index repeats along the diagonals (`_period`),
+    or is by q - kv and tiles lie on diagonals of the whole problem (`whole_tiles`), the kernel sums the tiles of a
+    diagonal in registers before it adds them. A total that is not finite makes every element NaN.
 
     load_number   of the load among `gradient_loads(derivative)`
     bias          says which captured array the kernel stages in shared memory
@@ -300,10 +300,11 @@ def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) 
     """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough,
     and under an origin of several runs.
 
-    tile   queries and keys of a tile
+    derivative   the program of the load
+    tile         queries and keys of a tile
 
-    Soon enough is where there are at most half as many diagonal lists as tiles of a head; otherwise summing the tiles
-    of a diagonal saves too little.
+    "Soon enough" means that the number of diagonal lists, which grows with the period, is at most half the number of
+    tiles of a head; otherwise summing the tiles of a diagonal in registers saves too little.
     """
     if plan.origin is not None and not plan.origin.single:
         return 0
@@ -313,19 +314,19 @@ def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) 
 
 
 LARGEST_SLOPE = 4096.0
-"""A bound of the mod's derivative above this is not used. The unit of the fixed-point sums is proportional to the bound, so a bound
-far above the true derivative would round small gradients to 0; the kernel then sums |g| first. The bound holds 2^61
-units, so a bound 2^12 times too large leaves 49 bits below the true total."""
+"""A bound of the mod's derivative above this is not used; a first kernel then sums |g|. The unit of the fixed-point sums
+is proportional to the bound, so a bound much larger than the true derivative would round small gradients to 0. The bound
+holds 2^61 units, so a bound 2^12 times too large leaves 49 bits below the true total."""
 
 
 def _largest_total(
     plan: KernelPlan, tokens: Tokens[jax.Array], derivative: ir.Program, load_number: int
 ) -> jax.Array | None:
-    """A bound of the sum of all |g| of one load, a float32 scalar; None where the derivative of the mod, times the
-    largest dropout multiplier, has no bound up to LARGEST_SLOPE.
+    """An upper bound of the sum of all |g| of one load, a float32 scalar; None where |d mod / d load| times the largest
+    dropout multiplier is not known to be at most LARGEST_SLOPE.
 
-    The p of one query sum to 1 (where scores may be too large to scale, each may be 1), |dP| is at most |dO| |V|, and
-    delta comes from `tokens.stats`.
+    The bound follows from g = p (dP - delta) * d mod / d load: the p of one query sum to 1 (where scores may be too
+    large to scale, each may be 1), |dP| is at most |dO| |V|, and delta is in `tokens.stats`.
     """
     (low, high), *_ = bounds(with_results(derivative, (derivative.results[2 + load_number],)))
     slope = max(abs(low), abs(high))

@@ -357,11 +357,12 @@ class _Cta:
     # ------------------------------------------------------------- computing warpgroups
 
     def compute(self, group: Scalar) -> None:
-        """What computing warpgroup `group` does: g of its queries in every visit of the list, and with it what `Sink`
-        says.
+        """What computing warpgroup `group` does: in every visit of the list it computes g of its queries, and does with
+        g what `Sink` says.
 
-        It raises its register limit. For SCATTER in the simulator it first zeroes its array. Sums are written after the
-        last visit, zeros for an empty list; SCATTER without sums in registers has then added all already.
+        With two computing warpgroups it raises its register limit. For SCATTER in the simulator it first zeroes its
+        array. Sums in registers are written after the last visit, zeros for an empty list. SCATTER that keeps no sums
+        in registers (`scatters_each_tile`) adds to the array in each visit instead.
         """
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
@@ -384,12 +385,13 @@ class _Cta:
         return read(0), read(1)
 
     def step(self, i: Scalar, carry: "Carry", group: Scalar) -> "Carry":
-        """The i-th visit: g of all parts of the tile, added to the sums (|g| for MAGNITUDES) or, for SCATTER without
-        sums, to the array. It waits for the tiles and frees their slots, and reads the visit after the next and the
-        next statistics early.
+        """Makes the i-th visit: computes g of all parts of the tile and adds it to the sums in registers (|g| for
+        MAGNITUDES) or, for SCATTER without such sums, to the array. It waits for the tiles and frees their slots.
 
-        carry   of this visit; that of the next is returned
+        carry   of visit i; that of visit i + 1 is returned
         group   number of the warpgroup
+
+        To hide latency it starts to read the coordinates of visit i + 2 and the row statistics of visit i + 1.
         """
         kernel, rings, scratch = self.kernel, self.rings, self.scratch
         sums, now, upcoming, (lse2, delta) = carry
@@ -546,9 +548,10 @@ class _Cta:
 class Carry(typing.NamedTuple):
     """What a computing warpgroup carries from visit to visit.
 
-    sums            [ROWS, ROWS] float32 sums of g, one for each part of a tile, or one for all
+    sums            [ROWS, ROWS] float32 sums of g, one for each part of a tile, or one for all parts
+                    (`sums_over_keys`); () where each tile is scattered at once
     now, upcoming   this visit and the next
-    statistics      lse2 and delta of this visit's queries
+    statistics      (lse2, delta) of this visit's queries, [ROWS] float32 each
     """
 
     sums: tuple[jax.Array, ...]

@@ -27,7 +27,8 @@ def warpgroups_for(plan: KernelPlan) -> int:
 
 
 def fits_one_slot(plan: KernelPlan) -> bool:
-    """Whether the kernel fits shared memory with one slot in each ring; wide heads of float32 do not.
+    """Whether the kernel fits shared memory with the smallest rings: one slot of Q and dO, and keys of one tile. False
+    for float32 with large head dims.
 
     plan   with extra features joined to the head dim
     """

@@ -45,7 +45,8 @@ MOST_DELAY_WHERE_TWO_ARE_SLOW = 0.35
 """The same where two kernels are slow: for problems that do not fill the reference GPU once, and for score_mods that load
 arrays over queries or keys, which two kernels evaluate twice."""
 KEYS_A_ROW = 8
-"""From so many keys for each packed row on, partial results are at most a quarter of the traffic of the decode kernel."""
+"""The fewest keys for each packed row at which the decode kernel is expected to be faster: its partial results are then at
+most a quarter of its memory traffic."""
 
 
 # ------------------------------------------------------------------- forward
@@ -63,11 +64,12 @@ def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
 
 
 def _decode_is_faster(plan: KernelPlan) -> bool:
-    """Whether the decode kernel is expected to beat the forward kernel, for a plan that it does not refuse.
+    """Whether the decode kernel is expected to be faster than the forward kernel, for a plan that it does not refuse.
 
-    It is where keys are many beside the packed rows, because its partial results are written and read once more. Where
-    batch entries have lengths of their own, the array is a buffer: however long it is, the same kernel runs, so that the bits
-    are the same.
+    True for keys in pages and where the option `split` is set. Otherwise there must be more keys than queries, and at
+    least KEYS_A_ROW keys for each packed row, because the decode kernel writes and reads partial results of each row.
+    With key lengths the second condition does not count: the array is then a buffer, and the same kernel must run for
+    every size of the buffer, so that the bits are the same.
     """
     if plan.page or plan.options.split is not None:
         return True
@@ -216,18 +218,24 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 def describe(plan: KernelPlan, given: KernelPlan) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v. Where the queries are few and beside them the keys many, the text says why the decode kernel does not
-    run. Keys in pages have no backward pass.
+    gradients of q, k and v, and without it for keys in pages, which have none.
 
-    given   the plan with the blocks of the user's block mask, `plan` the one with the blocks that the kernels visit
+    plan    with the blocks that the kernels visit
+    given   the same plan with the blocks of the user's block mask
+
+    For a call of at most 64 packed rows with many keys, for which the decode kernel would be the faster one
+    (`_decode_is_faster`) but which it refuses, the text says why.
     """
     forward = _describe_forward(plan, given)
     return forward if plan.page else f"{forward}, backward {_describe_backward(plan)}"
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:
-    """The kernel of the forward pass as text: "forward 128 x 128", or for the decode kernel its packed rows, keys of a
-    tile, and work items.
+    """The kernel of the forward pass as text: "forward 128 x 128", with the reason why it is not the decode kernel
+    where `describe` says so; for the decode kernel "forward decode" with its packed rows x keys of a tile, and its work
+    items.
+
+    plan, given   as for `describe`
     """
     decode = decode_kernel(given)
     if decode is not None:

@@ -1,4 +1,4 @@
-"""Compiles kernels early and in parallel, and lets Mosaic's cache find equal kernels again.
+"""Compiles kernels in threads while jax still lowers the program, and lets Mosaic's cache find equal kernels again.
 
 XLA has Mosaic compile the kernels of a program one after another, about a second each, after the whole program is
 lowered. Mosaic caches machine code by a hash of the kernel's module. jax writes a file name for dumps with a running
@@ -82,7 +82,7 @@ def attempt(function: Callable[..., Result], *arguments: object) -> Result | Non
 
 
 def operations_so_far() -> "list[ir.OpView]":
-    """The operations so far of the MLIR block into which jax is lowering, in order."""
+    """The operations that the MLIR block into which jax is lowering contains at this time, in order."""
     from jax.extend.mlir import ir
 
     return list(ir.InsertionPoint.current.block.operations)  # pyright: ignore[reportAttributeAccessIssue]

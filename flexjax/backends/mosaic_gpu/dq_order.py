@@ -77,9 +77,10 @@ def is_triangle(plan: KernelPlan) -> bool:
 def order_for(plan: KernelPlan, q_tiles: int, kv_tiles: int) -> DqOrder:
     """The order of dQ additions with the smallest modelled delay, for heads of `q_tiles` x `kv_tiles` tiles.
 
-    For full and causal-like masks it is downward, with as many partial sums as the model likes best, the fewest of
-    equally good ones. Any other mask has unknown density: upward, one sum, and the delay is not modelled (0). The heads
-    side by side are at most HEADS, or as many as fit L2_BYTES if that is more, in equal rounds as far as possible.
+    For full and causal-like masks it is downward, with the number of partial sums that has the smallest modelled delay
+    (of equal delays, the smallest number). Any other mask has unknown density: upward, one sum, and the delay is not
+    modelled (0). The heads side by side are at most HEADS, or as many as fit L2_BYTES if that is more; fewer if that
+    makes the rounds of heads equally large.
     """
     key_heads = plan.batch * plan.kv_heads
     head_bytes = 8.0 * plan.group * plan.q_len * (plan.head_dim + plan.extra_dim)

@@ -41,9 +41,9 @@ GROUP = 8
 def exp2_tile(x: jax.Array, share: int, interpret: bool) -> jax.Array:
     """2^x of a float32 tile [rows, columns].
 
-    share       of every eight registers of a thread, each two neighbouring elements, this many (the first ones) are
-                computed by the polynomial, 0 to 8; the others, or with 0 all, by `ex2`
-    interpret   whether the kernel runs in the simulator, where pairs of columns stand for registers
+    share       0 to 8: of every eight registers of a thread, each of which holds two neighbouring elements, the first
+                `share` are computed by the polynomial and the others by the `ex2` instruction
+    interpret   whether the kernel runs in the simulator, which has no registers and takes pairs of columns instead
 
     The polynomial takes x up to 127 and gives exactly 0 from LOWEST down.
     """

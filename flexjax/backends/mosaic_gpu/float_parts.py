@@ -35,7 +35,9 @@ def part_dtype(plan: KernelPlan) -> str:
 
 
 def pairs_of(parts: int) -> Pairs:
-    """The products of parts that make up one product, the smallest first; those below the last part are left out."""
+    """The pairs (m, n) of parts of the left and the right operand whose products are added up, those of the smallest
+    magnitude first. Pairs with m + n >= parts are left out, because their products are smaller than the rounding.
+    """
     return tuple((n, total - n) for total in reversed(range(parts)) for n in range(total + 1))
 
 
