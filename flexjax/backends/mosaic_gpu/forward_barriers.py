@@ -91,7 +91,8 @@ class SlotBarriers:
 
 @dataclasses.dataclass(frozen=True)
 class PingPong:
-    """Two consumer warpgroups that issue WGMMAs in turn. Warpgroup g waits at barrier g and signals barrier 1 - g.
+    """Two consumer warpgroups that issue WGMMAs alternately. A *turn* is the time in which one of them may issue WGMMAs.
+    Warpgroup g waits at barrier g for its turn, and ends its turn by signalling barrier 1 - g.
 
     Where the softmax overlaps P V (`ForwardTile.overlap`) both wait as often as they signal, and alternate strictly
     from the first query tile to the last. Otherwise a turn begins at P V and ends after the next Q K^T, so each query
@@ -117,7 +118,7 @@ class PingPong:
         return self.tile.named_barriers["ping_pong"].start + which
 
     def signal(self, group: Scalar | int) -> None:
-        """Ends the turn of warpgroup `group`: arrives at the barrier at which the other one waits."""
+        """Ends the turn of warpgroup `group`: arrives at the barrier at which the other one waits. It does not wait."""
         if self.active:
             _named_barrier("arrive", self._barrier(1 - group), 2 * WARPGROUP)
 

@@ -417,7 +417,9 @@ class QueryTile:
         return self._slot(n, self.setup.tile.stages)
 
     def _slot(self, n: Scalar, slots: int) -> Scalar:
-        """The slot that step n uses of a ring of so many."""
+        """The slot that step n of this work item uses of a ring of `slots` slots; steps are counted on from those of
+        the CTA's earlier items.
+        """
         slot = kernel_parts.slot_of(self.first_step + n, slots)
         return kernel_parts.not_hoisted(slot, self.setup.interpret) if slots == 1 else slot
 
@@ -456,8 +458,9 @@ class QueryTile:
         return pl.run_scoped(product, accumulator((self.setup.tile.rows, self.setup.tile.block_kv)))
 
     def _queries_now(self) -> tuple[Ref, ...]:
-        """`queries`; where the rings have one slot, which only wide heads of float32 have, at addresses that the compiler does not
-        keep in registers from step to step.
+        """`queries`, the parts of this warpgroup's rows in shared memory. Where the key ring has one slot, which is so
+        only for float32 with large head dims, the slot number is hidden from the compiler (`not_hoisted`), so that
+        addresses do not stay in registers from step to step.
         """
         tile = self.setup.tile
         if tile.stages > 1:
@@ -522,8 +525,9 @@ class QueryTile:
         step_tile   the key tile of the step
         phase       Phase.UNMASKED leaves out the mask and the check of the last key
 
-        Parts that are cheaper to apply later are left to the softmax (`scores_of`). Steps of the full list are not masked
-        even where the loop is for both, only cut at the last key.
+        The result is a `Scaled`: factors and terms that the softmax applies later in its exponent are not applied yet
+        (`scores_of`). A step of the full list that runs in the loop of masked steps gets no mask, only -inf past the
+        last key.
         """
         setup, plan, tile = self.setup, self.setup.plan, self.setup.tile
         scores = scores_of(step_tile.programs.score, s, plan.scale, setup.large_scores, setup.interpret)
@@ -660,13 +664,14 @@ class QueryTile:
         self._write(out, targets)
 
     def _write(self, out: jax.Array, targets: Sequence[Ref]) -> None:
-        """Copies `out` to global memory, in parts of `out_columns` columns, through this warpgroup's slots in shared memory.
+        """Copies `out` to global memory, in parts of `out_columns` columns, through this warpgroup's slots in shared
+        memory. The last copies are started and not waited for.
 
         out       [rows, value dim] float32
-        targets   the same rows of the results in global memory: of out in the plan's dtype and, if wanted, of what rounding took
+        targets   Refs to these rows in global memory: of the result `out` and, if the plan wants it, of what rounding
+                  took from it, `rounding`; both in the plan's dtype
 
-        What rounding took is computed part by part, because a whole tile of it beside `out` spills registers. It starts the last
-        copies and does not wait for them.
+        What rounding took is computed part by part, because a whole tile of it beside `out` spills registers.
         """
         setup, tile = self.setup, self.setup.tile
         parts = [

@@ -25,7 +25,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     score, mask, dropout   captured arrays of the three programs
     counter                [1] int32 of the dynamic scheduler, which the kernel changes; None without it and in the
                            simulator
-    origin       the tables of an origin, of queries and of keys; () without one
+    origin                 the tables of an origin, of queries and of keys; () without one
     """
 
     query: Part
@@ -41,8 +41,13 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Outputs(typing.NamedTuple, typing.Generic[Part]):
-    """Results: out in the layout of the queries; lse and (None: not wanted) row maxima, [B, N, T] float32; and (None: not wanted)
-    what rounding took from out, in the shape and dtype of out."""
+    """Results in global memory.
+
+    out          [B, T', N, E] or [B, N, T', E] by the layout of the queries, in the plan's dtype
+    lse          [B, N, T''] float32, T'' being T rounded up to whole query tiles
+    max_scores   row maxima in the shape of lse; None: not wanted
+    rounding     what rounding took from out, in the shape and dtype of out; None: not wanted
+    """
 
     out: Part
     lse: Part

@@ -1,11 +1,12 @@
 """The forward kernel for Hopper (compute capability 9.0): its operands, its launch, and its results.
 
 A CTA is one producer warpgroup (forward_producer.py), which copies by TMA, and one to three consumer warpgroups of 64 queries each
-(forward_consumer.py), which compute by WGMMA. They share ForwardSetup, everything that is known before the kernel is traced. Which CTA
-computes which query tile is tile_scheduler.py's matter, and the configuration forward_tiles.py's.
+(forward_consumer.py), which compute by WGMMA. They share ForwardSetup, everything that is known before the kernel is traced.
+tile_scheduler.py assigns query tiles to CTAs, and forward_tiles.py chooses the configuration.
 
-Products with an operand in registers and named barriers do not exist in the simulator (`interpret`). There plain dots and mbarriers
-stand in, and lengths are padded to whole tiles, because the simulator does not fill in zeros past the end of an array.
+Products with an operand in registers and named barriers do not exist in the simulator (`interpret`), which uses plain dots
+and mbarriers instead. Lengths are padded to whole tiles there, because the simulator does not fill in zeros past the end of
+an array.
 """
 
 import typing
@@ -90,10 +91,10 @@ def forward_setup(plan: KernelPlan, tile: ForwardTile) -> ForwardSetup:
 def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
     """The operands in the form in which the kernel reads them.
 
-    Lengths and head dims are padded with zeros: lengths to TMA_ROWS, in the simulator to whole tiles. Queries, keys and values of
-    float32 are split into parts. Block lists are
-    flat, captured arrays as `memory.kernel_operand` makes them, those of the mask left out without a mask program; in
-    the simulator the staged array is padded too. The dynamic scheduler gets a new counter, except in the simulator.
+    Lengths and head dims are padded with zeros: lengths to multiples of TMA_ROWS, in the simulator to whole tiles.
+    Queries, keys and values of float32 are split into parts (float_parts.py). Block lists are flat; captured arrays are
+    as `memory.kernel_operand` makes them, and those of mask_mod are left out if the plan has no mask program. In the
+    simulator the staged array is padded too. The dynamic scheduler gets a new counter, except in the simulator.
     """
     plan, tile, scheduler = setup.plan, setup.tile, setup.scheduler
     q_length, kv_length = round_up(plan.q_len, TMA_ROWS), round_up(plan.kv_len, TMA_ROWS)

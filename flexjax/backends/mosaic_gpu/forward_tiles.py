@@ -31,14 +31,15 @@ class ForwardTile:
     """One configuration of the forward kernel: the tile of a CTA, the rings in shared memory, and how steps overlap.
 
     A *step* is the work of a consumer warpgroup on one key tile. A *ring* is a buffer in shared memory with several
-    slots of one tile each, filled and read in turn.
+    slots of one tile each; tile n of a CTA is in slot n modulo the number of slots.
 
     groups                 consumer warpgroups of a CTA
     rows                   queries of one consumer warpgroup
     block_kv               keys of a tile
     stages, value_stages   slots of the ring of key tiles and of the ring of value tiles
     head_dim, value_dim    head dims, rounded up to what WGMMA takes (`wgmma_dim`)
-    query_slots            2: the queries of the next work item are copied while the consumers work on this one
+    query_slots            slots of the ring of query tiles, 1 or 2; with 2 the queries of the next work item are copied
+                           while the consumers compute this one
     out_slots              slots of a warpgroup for parts of its output on their way to global memory
     ping_pong              two consumer warpgroups alternate: one issues WGMMAs while the other computes its softmax
     overlap                the softmax of a step runs while P V of the step before is in flight
@@ -166,13 +167,14 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> ForwardScratch:
     """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
 
-    dtype       of the parts of queries, keys and values, two bytes; out has it too, but float32 with several parts
+    dtype       name of the dtype, of two bytes, of the parts of queries, keys and values; the output tile has it too,
+                but is float32 if there are several parts
     interpret   whether the kernel runs in the simulator, which needs the `*_free` barriers
     """
 
     def free(slots: int) -> Barriers | None:
-        """Barriers for a ring of so many slots, at which every consumer arrives when it releases a slot; None outside
-        the simulator.
+        """One barrier for each of `slots` slots of a ring, at which every consumer arrives when it releases the slot;
+        None on the device, which uses named barriers.
         """
         return Barriers(slots, arrivals=tile.groups) if interpret else None
 
