@@ -3,8 +3,8 @@
 The query heads of a key head are packed as rows of one tile of 64, so that each key is read once; keys are cut into chunks
 at fixed positions, so that one request fills the GPU. decode_tiles.py says which calls come here. A CTA is a producer
 warpgroup (decode_sm90_producer.py), which copies by TMA, and two consumer warpgroups (decode_sm90_consumer.py), which compute.
-They share DecodeSetup. Which CTA sums which chunk is decode_sm90_items.py's matter; decode_sm90_merge.py makes one softmax of
-the partial results. NOTES_decode.md has the estimate of its speed.
+They share DecodeSetup. decode_sm90_items.py assigns chunks to CTAs; decode_sm90_merge.py computes the softmax over all chunks
+from their partial results. NOTES_decode.md estimates the speed.
 """
 
 import jax
@@ -30,7 +30,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
     """Runs the decode kernel and merges its partial results: out, lse and, where the plan wants them, row maxima (else
     None), in the plan's layout.
 
-    tile   `decode_tile(plan)`, perhaps with another number of CTAs
+    tile   from `choose_kernel.decode_kernel(plan)`; its number of CTAs may differ
 
     `support.refuses(plan)` and `decode_tiles.decode_refuses(plan)` must have answered None.
     """
@@ -67,8 +67,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
 
 
 def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
-    """How many queries and keys of each batch entry exist, int32 [B]; None: all. A batch entry without queries reads no
-    keys.
+    """(how many queries, how many keys of each batch entry exist), int32 [B] each; None: all exist. A batch entry
+    without queries is given 0 keys, so that none of its keys are read.
     """
     if operands.lengths is None:
         return None, None
@@ -79,7 +79,9 @@ def existing(plan: KernelPlan, operands: Operands) -> tuple[jax.Array | None, ja
 
 
 def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> DecodeSetup:
-    """What is known of the kernel before it is traced; of the operands only shapes, and which there are."""
+    """What is known of the kernel before it is traced, with the programs for packed rows. Of the operands only shapes
+    matter, and which of them are None.
+    """
     lengths = (plan.batch, plan.kv_len)
     fold = lambda program: (
         None if program is None else fold_heads(program, plan.q_len, plan.group, lengths, plan.origin)
@@ -98,10 +100,11 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> Deco
 
 
 def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> DecodeInputs[jax.Array]:
-    """The operands in the form in which the kernel reads them.
+    """The operands in the form in which the kernel reads them (`DecodeInputs`).
 
-    Head dims are padded with zeros, keys and values to the rows that TMA wants; in the simulator, which does not fill in
-    zeros past an end, they have at least a tile, the packed queries have ROWS rows, and a cache has a page of zeros more.
+    Head dims are padded with zeros to what WGMMA takes, and keys and values to a multiple of COPY_ROWS rows. The
+    simulator does not fill in zeros past the end of an array: there keys and values have at least the rows of a tile,
+    the packed queries ROWS rows, and a cache in pages one more page, of zeros. Quantised keys and values become int8.
     """
     plan, tile, page = setup.plan, setup.tile, setup.page
     rows = tile.used_rows if tile.used_rows <= 8 else round_up(tile.used_rows, 8)
@@ -110,7 +113,7 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         rows, stored = ROWS, max(stored, tile.block_kv)
     if page:
         stored, layout = page, "BTNH"
-    if page and setup.interpret:  # the page that a number stands for that is no page's
+    if page and setup.interpret:  # read for page numbers that are not in the cache
         key, value = (jnp.pad(x, ((0, 1), (0, 0), (0, 0), (0, 0))) for x in (key, value))
     pages: jax.Array | None = operands.pages
     if plan.cache_dtype is not None:  # as bytes: no instruction of the kernel knows 8-bit floats

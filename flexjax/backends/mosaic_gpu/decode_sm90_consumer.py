@@ -5,13 +5,13 @@
     P, rescale         online_softmax.py
     out += P V         WGMMA, P from registers
 
-Tiles of a quantised cache are widened first (decode_sm90_widen.py); scores are multiplied by the scales of keys before score_mod, and
-weights by those of values after the sum of the weights.
+Tiles of a quantised cache are first widened to 16 bits (decode_sm90_widen.py); scores are multiplied by the scales of keys before
+score_mod, and weights by the scales of values after they were added to the row sums.
 
-The warpgroups take alternate key tiles, each with a softmax of its own, so one multiplies while the other computes
-exponentials. Steps run one after the other: a tile comes from memory in more time than a step takes. At the end of an item
-the second warpgroup hands its sums to the first through shared memory, which adds them to its own and writes the partial
-result of the chunk. Rows that do not exist are computed like others and not written.
+The two warpgroups compute alternate key tiles, each with a softmax of its own, so one multiplies while the other computes
+exponentials. The steps of a warpgroup run one after the other, because loading a tile takes longer than a step. At the end of an
+item the second warpgroup hands its sums to the first through shared memory; the first adds them to its own and writes the partial
+result of the chunk. Rows of the tile past `used_rows` are computed like others and not written.
 """
 
 import dataclasses
@@ -56,10 +56,10 @@ class Programs(typing.NamedTuple):
 
 
 class Partial(typing.NamedTuple):
-    """What a warpgroup has summed of a work item.
+    """What a warpgroup has summed over its steps of a work item.
 
-    out     [ROWS, value dim] float32, P V relative to `top`
-    top     [ROWS] float32, the softmax reference of each row, -inf where nothing is visible
+    out     [ROWS, value dim] float32, the sum of P V relative to `top`
+    top     [ROWS] float32, the softmax reference of each row (online_softmax.py), -inf where nothing is visible
     total   [ROWS] float32, the sum of the exponentials relative to `top`
     """
 
@@ -70,11 +70,10 @@ class Partial(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConsumer:
-    """One consumer warpgroup of a CTA.
+    """One of the two consumer warpgroups of a CTA.
 
-    setup             what is known before the kernel is traced
-    inputs, outputs   Refs to global memory
-    scratch           Refs to the CTA's shared memory
+    setup                      what is known before the kernel is traced
+    inputs, outputs, scratch   Refs to operands and results in global memory, and to the CTA's shared memory
     """
 
     setup: DecodeSetup
@@ -93,7 +92,8 @@ class DecodeConsumer:
             plgpu.barrier_arrive(scratch.query_free.at[slot])
 
         @when(group == FIRST)
-        def _() -> None:
+        def release_slots() -> None:
+            """Releases every slot of keys and values and the buffer `other`; their barriers expect one arrival."""
             for slot in range(tile.stages):
                 plgpu.barrier_arrive(scratch.key_free.at[slot])
                 plgpu.barrier_arrive(scratch.value_free.at[slot])
@@ -110,11 +110,12 @@ class DecodeConsumer:
             when(group == SECOND)(lambda: plgpu.barrier_wait(scratch.other_free))
 
     def _compute_item(self, item: DecodeItem, turn: Scalar, first_step: Scalar, group: Scalar) -> None:
-        """Computes the steps of this warpgroup and hands over or writes what it has summed.
+        """Computes this warpgroup's steps of a work item; then the second warpgroup hands its sums to the first, and
+        the first writes the partial result. It waits for the queries and releases their slot.
 
         turn         number of the item in this CTA
         first_step   number of its first step, counted over the items of this CTA
-        group        number of this warpgroup
+        group        number of this warpgroup, FIRST or SECOND
         """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         programs = Programs(
@@ -157,7 +158,9 @@ class DecodeConsumer:
         ).at_rows(i32(0))
 
     def _release(self, free: Ref) -> None:
-        """Tells the producer that this warpgroup has read a slot for the last time; `free` is the slot's barrier."""
+        """Arrives at `free`, the barrier of a slot that this warpgroup has read for the last time; the producer waits
+        there before it fills the slot again.
+        """
         if self.setup.interpret:
             plgpu.commit_smem()  # the simulator's products read the slot as ordinary memory
         plgpu.barrier_arrive(free)
@@ -174,11 +177,15 @@ class DecodeConsumer:
         out: jax.Array,
         state: State,
     ) -> tuple[jax.Array, State]:
-        """S, softmax and P V of step n of the item; returns `out` and the softmax state after it.
+        """Computes S, softmax and P V of step n of the item; returns `out` and the softmax state after the step. It
+        waits for the keys and the values of the step and releases their slots.
 
-        queries   [ROWS, D] in shared memory
-        out       [ROWS, value dim] float32, the sum of P V so far
-        state     of the softmax before the step
+        programs     at the rows of the item
+        queries      [ROWS, D] in shared memory
+        n            number of the step in the item, over both warpgroups
+        first_step   number of the item's first step, counted over the items of this CTA
+        out          [ROWS, value dim] float32, the sum of P V of the steps before
+        state        of the softmax before the step
         """
         setup, tile, scratch = self.setup, self.setup.tile, self.scratch
         slot = kernel_parts.slot_of(first_step + n, tile.stages)
@@ -193,7 +200,9 @@ class DecodeConsumer:
             plgpu.barrier_arrive(scratch.key_free.at[slot])
 
         def product(acc: Ref) -> jax.Array:
-            """Q K^T; meanwhile a quantised value tile is widened."""
+            """Q K^T, [ROWS, block_kv] float32 without scale, from the accumulator `acc`, which is 0 at the start. While
+            the product is in flight, a quantised value tile is waited for and widened.
+            """
             plgpu.wgmma(acc, queries, keys.transpose((1, 0)))  # pyright: ignore[reportArgumentType]  # accumulators have a class of their own
             if tile.stored is not None:
                 plgpu.barrier_wait(scratch.value_full.at[slot])
@@ -237,8 +246,9 @@ class DecodeConsumer:
         return out, state
 
     def _scales(self, item: DecodeItem, start: Scalar) -> tuple[list[Scalar], list[Scalar]]:
-        """What the scores and the weights of a key tile of a quantised cache are multiplied by, one for each of its parts or one
-        for all; empty for another cache.
+        """(scales of keys, scales of values) of a key tile of a quantised cache: float32 scalars, one for each of the
+        tile's parts or one for the whole tile. Scores are multiplied by the first, weights by the second. Both are empty
+        if the cache is not quantised.
 
         start   first key of the tile
         """
@@ -248,11 +258,11 @@ class DecodeConsumer:
         return key, value
 
     def _widened(self, stored: Ref, wide: Ref | None) -> Ref:
-        """The key or value tile that WGMMA reads: the slot itself, or of a quantised cache this warpgroup's widened copy of it,
-        which products see after `plgpu.commit_smem`.
+        """The key or value tile that WGMMA reads: `stored` itself or, for a quantised cache, this warpgroup's copy of it
+        in 16 bits, which this writes. The caller calls `plgpu.commit_smem` before the product.
 
         stored   the slot, which TMA has filled
-        wide     [groups, block_kv, dim], the copies; None for a cache that needs none
+        wide     [groups, block_kv, dim], where the copies of both warpgroups go; None if the cache is not quantised
         """
         dtype = self.setup.tile.stored
         if dtype is None:
@@ -262,17 +272,18 @@ class DecodeConsumer:
         return copy
 
     def _copy(self, wide: Ref | None) -> Ref:
-        """This warpgroup's part of `wide_key` or `wide_value`."""
+        """This warpgroup's part, [block_kv, dim], of `wide_key` or `wide_value`, which must not be None."""
         assert wide is not None
         return wide.at[lax.axis_index("wg")]
 
     def _masked(self, scores: Scaled, mask: TileProgram | None, number: Scalar, start: Scalar, end: Scalar) -> Scaled:
-        """The scores with -inf where the mask hides them, past the end of the keys, and, in a tile that begins earlier
-        than its number says, before that.
+        """The scores with -inf where mask_mod hides them, at keys from `end` on, and, in a last tile that begins earlier
+        (`DecodeItems.start`), at keys that belong to the tile before it.
 
+        mask     at the rows and columns of the tile; None without a mask_mod
         number   of the key tile
-        start    first key in its slot
-        end      keys of the batch entry
+        start    number of the first key in its slot
+        end      how many keys of the batch entry exist
         """
         items, keys = self.setup.items, self.setup.tile.block_kv
         s = scores.tile
@@ -287,7 +298,8 @@ class DecodeConsumer:
         return scores._replace(tile=s)
 
     def _clear_past_end(self, values: Ref, rows: Scalar) -> None:
-        """Writes zeros over the values from `rows` on in their slot: what lies there is no value, and 0 times NaN is NaN.
+        """Overwrites the rows of a value tile from number `rows` on by zeros, because memory past the length of a batch
+        entry may hold NaN, and 0 times NaN is NaN.
 
         values   [block_kv, E] in shared memory
         """
@@ -304,8 +316,8 @@ class DecodeConsumer:
     # ----------------------------------------------------------------- the end of an item
 
     def _hand_over(self, own: Partial) -> None:
-        """In the second warpgroup: writes what it has summed to shared memory, once the first has read that of the item
-        before.
+        """In the second warpgroup: writes what it has summed, `own`, to shared memory, and arrives at `other_full`.
+        Before, it waits until the first warpgroup has read the sums of the previous item.
         """
         scratch, tile, interpret = self.scratch, self.setup.tile, self.setup.interpret
         plgpu.barrier_wait(scratch.other_free)
@@ -315,7 +327,9 @@ class DecodeConsumer:
         plgpu.barrier_arrive(scratch.other_full)
 
     def _write(self, item: DecodeItem, own: Partial) -> None:
-        """In the first warpgroup: adds what the second has summed and writes the partial result of the chunk."""
+        """In the first warpgroup: waits for the sums of the second, adds them to its own (`own`), and writes the partial
+        result of the chunk to `outputs`.
+        """
         scratch, tile, interpret, softmax = self.scratch, self.setup.tile, self.setup.interpret, self.setup.softmax
         plgpu.barrier_wait(scratch.other_full)
         other = Partial(

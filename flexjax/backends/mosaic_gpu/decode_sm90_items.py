@@ -4,9 +4,9 @@ A work item is one chunk of the keys of one key head of one batch entry, for all
 numbered with the key head fastest, because in the layout BTNH the heads of a key lie side by side in memory, then chunks,
 then batch entries. CTA p takes items p, p + P, p + 2 P, ... of P CTAs.
 
-With lengths only the chunks that begin before the end of their batch entry are numbered, so that the work is dealt out evenly
-whatever the lengths are. With a block mask the tiles that an item visits come from lists of tiles, made of the mask's block
-lists, and only items that visit any are dealt out.
+With lengths only the chunks that begin before the end of their batch entry are numbered, so that CTAs get equally many
+whatever the lengths are. With a block mask the tiles that an item visits come from lists of tiles, made from the mask's
+block lists, and CTAs take only items that visit a tile.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class DecodeItem(typing.NamedTuple):
     """One work item; int32 scalars.
 
     b, kv_head   batch entry and key head
-    chunk        number of the chunk
-    total        key tiles that it visits
-    end          keys of the batch entry: those from there on do not exist
-    row          row of the tile lists; 0 without them
+    chunk        number of the chunk in the batch entry
+    total        how many key tiles it visits
+    end          how many keys of the batch entry exist
+    row          number of its list in `Work.tile_num` and `Work.tile_index`; 0 without a block mask
     """
 
     b: Scalar
@@ -44,14 +44,19 @@ class DecodeItem(typing.NamedTuple):
 
 
 class Work(typing.NamedTuple, typing.Generic[Part]):
-    """What items are read from, int32 in global memory; None where the plan does without.
+    """The arrays from which the kernel reads its work items, int32 in global memory.
 
-    lengths      [B], keys of each batch entry, at most those of the array
-    first        [B + 1], how many chunks the batch entries before one have together
+    lengths      [B], keys of each batch entry, at most those of the array; None if all exist
+    first        [B + 1], how many chunks all batch entries before this one have; None without lengths or with a block
+                 mask
+
+    None without a block mask, otherwise over all batch entries and key heads that have lists of their own (`rows`):
+
     tile_num     [rows * chunks], how many tiles of each chunk are visited
-    tile_index   [rows * chunks * tiles of a chunk], their numbers, ascending; those past tile_num are arbitrary
+    tile_index   [rows * chunks * tiles of a chunk], the numbers of these tiles, ascending; those past tile_num are
+                 arbitrary
     visiting     [items], the numbers of the items that visit any tile, ascending; those past `count` are arbitrary
-    count        [1], how many these are
+    count        [1], how many items visit any tile
     """
 
     lengths: Part | None
@@ -106,23 +111,26 @@ class DecodeItems:
 
     @property
     def tiles_may_overhang(self) -> bool:
-        """Whether the columns of some tile lie outside of the attention matrix. The last tile of an array that is no
-        multiple of a tile begins earlier instead, so that it ends with the array, unless the array is too short.
+        """Whether some key tile reaches past the last key of the array: where the array is shorter than a tile, or was
+        padded to a multiple of COPY_ROWS. Otherwise the last tile begins earlier (`start`), so that it ends with the
+        array.
         """
         return self.plan.kv_len % COPY_ROWS > 0 or self.stored_keys < self.tile.block_kv
 
     @property
     def has_limits(self) -> bool:
-        """Whether some columns of a tile must be hidden: past the end of the keys, or in the tile before it too."""
+        """Whether some columns of a tile must be hidden: keys past the last one, and in a last tile that begins earlier
+        (`start`) keys that the tile before it has visited.
+        """
         return self.lengths or self.plan.kv_len % self.tile.block_kv > 0
 
     # ----------------------------------------------------------------- outside the kernel
 
     def work(self, lengths: jax.Array | None, lists: BlockLists | None) -> Work[jax.Array]:
-        """What the items of a call are read from.
+        """The arrays from which the kernel reads its work items, computed by XLA before the kernel.
 
-        lengths   [B] int32 or None, keys of each batch entry
-        lists     the block lists of the plan's block mask
+        lengths   [B] int32, keys of each batch entry, clipped here to those of the array; None: all exist
+        lists     the block lists of the plan's block mask; None without one
         """
         found = Work(*[None] * len(Work._fields))
         if lengths is not None:
@@ -148,7 +156,12 @@ class DecodeItems:
         return found
 
     def _visited(self, lists: BlockLists, lengths: jax.Array | None) -> jax.Array:
-        """Whether any packed row visits a key tile: bool [*list_shape, chunks, tiles of a chunk]."""
+        """Whether the block lists name any key of each key tile for any packed row, and the tile has keys that exist:
+        bool [*list_shape, chunks, tiles of a chunk].
+
+        lists     the block lists of the plan's block mask
+        lengths   as for `work`
+        """
         plan, tile, blocks = self.plan, self.tile, self.plan.blocks
         assert blocks is not None
         width = -(-plan.kv_len // blocks.block_kv)
@@ -172,8 +185,10 @@ class DecodeItems:
         return visited.reshape(*visited.shape[:2], self.chunks, tile.tiles_of_chunk)
 
     def live(self, work: Work[jax.Array]) -> jax.Array | None:
-        """Whether the items of a chunk visit anything and so have partial results: bool [B or 1, M or 1, chunks]; None
-        if all do.
+        """Whether the work item of each batch entry, key head and chunk visits any tile, and so has partial results:
+        bool [B or 1, M or 1, chunks], 1 where all batch entries or heads agree; None if all items do.
+
+        work   from the method `work`
         """
         if work.tile_num is not None:
             return work.tile_num.reshape(*self.list_shape, self.chunks) > 0
@@ -184,7 +199,10 @@ class DecodeItems:
     # ----------------------------------------------------------------- in the kernel
 
     def turns(self, work: Work) -> Scalar:
-        """How many items this CTA takes."""
+        """How many work items this CTA takes, read inside the kernel.
+
+        work   from the method `work`, as Refs
+        """
         items = i32(self.most)
         if work.count is not None:
             items = work.count[0]
@@ -194,7 +212,10 @@ class DecodeItems:
         return lax.div(lax.max(left, i32(0)), i32(self.programs))
 
     def item(self, work: Work, turn: Scalar) -> DecodeItem:
-        """The item number `turn` of this CTA."""
+        """The work item that is number `turn`, from 0, of this CTA; read inside the kernel.
+
+        work   from the method `work`, as Refs
+        """
         plan, tile = self.plan, self.tile
         number = turn * self.programs + lax.axis_index("program")
         if work.visiting is not None:
@@ -218,8 +239,10 @@ class DecodeItems:
         return DecodeItem(b, kv_head, chunk, total, end, row)
 
     def _entry(self, first: typing.Any, number: Scalar) -> Scalar:
-        """The batch entry that has chunk `number`, counted over all batch entries: the last whose first chunk is not
-        beyond it. A binary search.
+        """The batch entry that chunk `number`, counted over all batch entries, belongs to: the last one whose first
+        chunk has a number of at most `number`. A binary search.
+
+        first   `Work.first`, a Ref
         """
         found, step = i32(0), 1 << (self.plan.batch - 1).bit_length()
         while step > 1:
@@ -230,20 +253,30 @@ class DecodeItems:
 
     @staticmethod
     def next_step(first_step: Scalar, item: DecodeItem) -> Scalar:
-        """The number of the first step of the item after `item`, whose own is `first_step`: even, so that the warpgroup
-        that waits for a slot of the rings is the same each time. A thread counts the phases of a barrier by its own waits.
+        """The number, counted over the items of this CTA, of the first step of the item after `item`.
+
+        first_step   the number of the first step of `item`
+
+        An item with an odd number of steps is followed by an unused number, so that first steps are even: a slot of the
+        rings is then always read by the same warpgroup. That is necessary because a thread knows the phase of a barrier
+        only from its own waits at it.
         """
         return first_step + item.total + (item.total & i32(1))
 
     def tile_number(self, work: Work, item: DecodeItem, step: Scalar) -> Scalar:
-        """The number of the key tile that the item visits at `step`, counted from the first key."""
+        """The number of the key tile that the item visits at `step`; tiles are numbered from the first key of the batch
+        entry on.
+
+        work   from the method `work`, as Refs
+        step   0 to item.total - 1
+        """
         if work.tile_index is not None:
             return work.tile_index[item.row * self.tile.tiles_of_chunk + step]
         return item.chunk * self.tile.tiles_of_chunk + step
 
     def start(self, number: Scalar) -> Scalar:
-        """The first key in the slot of key tile `number`: the last tile of the array begins earlier where the array is
-        no multiple of a tile, so that it ends with the array.
+        """The number of the first key that is copied for key tile `number`: number * block_kv, except that the last tile
+        of an array that is no multiple of a tile begins earlier, so that it ends with the array.
         """
         start = number * self.tile.block_kv
         if self.stored_keys % self.tile.block_kv == 0:

@@ -1,4 +1,4 @@
-"""From the partial results of the chunks to the results of a call: one softmax over all chunks.
+"""Merges the partial results of the chunks of the decode kernel into the results of a call: one softmax over all chunks.
 
 Sums run over the chunks in ascending order, in groups of ORDERED: within each group, then over the groups. Chunks without
 visits add exact zeros, so bits depend neither on the length of the buffer nor on the batch. The chains of additions are
@@ -19,7 +19,9 @@ ORDERED = 16
 
 
 def sum_in_order(x: jax.Array) -> jax.Array:
-    """The sum over axis 2 in the order that the file describes; zeros appended to the axis do not change a bit."""
+    """The sum of x over axis 2, the axis of the chunks, in the order that the top of this file describes. Zeros appended
+    to that axis do not change a bit of the result.
+    """
     while x.shape[2] > 1:
         groups = -(-x.shape[2] // ORDERED)
         parts = [_padded(x[:, :, n::ORDERED], groups) for n in range(min(ORDERED, x.shape[2]))]
@@ -46,10 +48,11 @@ def merged(
     """The results of a call, in its layout, from the partial results of its chunks.
 
     softmax         of the kernel, which knows the unit of references
-    out, stats      as DecodeOutputs describes them; `out` may have more columns than the values
-    live            bool [B or 1, M or 1, chunks], chunks that have partial results; None: all
-    sinks           [N] or None; each counts once
-    query_lengths   [B] int32 or None: rows from there on give 0, and lse and row maximum -inf
+    out, stats      what the kernel wrote (`DecodeOutputs`); `out` may be padded along the head dim of values
+    live            bool [B or 1, M or 1, chunks]: which chunks have partial results; None: all
+    sinks           [N] or None; a sink is added once to the softmax denominator of each row of its head
+    query_lengths   [B] int32, how many queries exist; the others get out 0, and lse and row maximum -inf. None: all
+                    exist
     """
     kv_heads, group = plan.kv_heads, plan.group
     out = out[..., : plan.value_dim]
@@ -57,7 +60,7 @@ def merged(
     if live is not None:
         chunk = jnp.arange(live.shape[-1], dtype=jnp.int32)
         last = jnp.where(live, chunk, 0).max(-1, keepdims=True)
-        # chunks past the last one with visits read that one, which is near, and not the memory of a long empty buffer
+        # Past the last chunk with visits its results are read again, so that the memory of an empty buffer is not read.
         out = jnp.take_along_axis(out, jnp.minimum(chunk, last)[..., None, None], axis=2, mode="promise_in_bounds")
         live = jnp.broadcast_to(live, tops.shape[:3])[..., None]
         tops, totals = jnp.where(live, tops, -jnp.inf), jnp.where(live, totals, 0.0)

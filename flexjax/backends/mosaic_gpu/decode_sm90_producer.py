@@ -2,9 +2,9 @@
 memory by TMA.
 
 For each work item it fills a query slot, and for each key tile that the item visits a slot of keys and one of values. It
-runs ahead of the consumers over the ends of work items, so the memory is busy while they merge and write. A tile of a
-paged cache is several copies, one for each page (or part of one) that the tile has, all at the barrier of one slot; the
-pages come from the table at the tile's logical keys.
+starts on the next work item while the consumers still compute, so memory is read while they merge and write. A tile of
+a cache in pages is copied in `DecodeTile.copies` parts, each from one page; all parts arrive at the barrier of one slot. The
+page table gives the page of each part.
 """
 
 import dataclasses
@@ -75,11 +75,12 @@ class DecodeProducer:
         return setup.items.next_step(first_step, item)
 
     def _copy_tile(self, source: Ref, target: Ref, full: Ref, item: DecodeItem, start: Scalar) -> None:
-        """Starts the copies of one key tile of keys or values.
+        """Starts the copies of one tile of keys or of values into a free slot, and does not wait for them: one copy, or
+        for a cache in pages one for each part of `page_rows` keys.
 
         source   the array in global memory
         target   [block_kv, D or E], the slot
-        full     barrier of the slot
+        full     barrier of the slot, at which each copy arrives
         start    first key of the tile
         """
         setup, tile = self.setup, self.setup.tile
@@ -89,12 +90,13 @@ class DecodeProducer:
             return
         assert self.inputs.pages is not None
         for n in range(tile.copies):
-            # A part past the end copies the tile's first one again: its own page need not exist, and the slot stays finite.
+            # A part past the last key copies the tile's first part instead: its own page need not exist, and memory that was
+            # never written could hold NaN.
             key = start + i32(n * tile.page_rows)
             key = lax.select(key < item.end, key, start) if n else key
             number, row = lax.div(key, i32(setup.page)), lax.rem(key, i32(setup.page))
             page = self.inputs.pages[item.b, number]
-            # A number that is no page's lies past the end of the array, where TMA reads zeros.
+            # For a number that is not in the cache, a page past the end of the array is read, where TMA gives zeros.
             page = lax.select((page >= 0) & (page < setup.stored_pages), page, i32(setup.stored_pages))
             rows = rows_of(source, "BTNH", page, item.kv_head, row, tile.page_rows)
             plgpu.copy_gmem_to_smem(rows, target.at[pl.ds(n * tile.page_rows, tile.page_rows)], full)

@@ -1,7 +1,7 @@
-"""The rows of a tile that exist, between registers and memory: packed queries fill only some of the 64 rows of a tile.
+"""Stores and loads the first rows of a tile, between registers and memory: packed queries fill only some of its 64 rows.
 
-Each thread stores or loads the elements of its own rows below `rows` and skips the others, so that arrays in memory have
-no rows to spare.
+Each thread stores or loads the elements of those of its rows that have a number below `rows`, and skips the others, so that
+arrays in memory need only `rows` rows.
 """
 
 import typing
@@ -33,7 +33,9 @@ def store_rows(target: Ref, tile: jax.Array, rows: int, interpret: bool) -> None
 
     @inline_mgpu(plgpu.RefType(), TILE)
     def store(memory: ir.Value, values: mgpu.FragmentedArray) -> None:
-        """Stores the registers of one thread, a vector of neighbouring columns at once."""
+        """Stores one thread's registers of the tile (`values`), a vector of neighbouring columns at once; rows that
+        `memory` lacks are skipped.
+        """
         for inside, pointer, register in _places(memory, values.shape, rows):
             with ir.InsertionPoint(scf.IfOp(inside).then_block):
                 llvm.store(typing.cast(ir.Value, values.registers[register]), pointer)
@@ -53,7 +55,9 @@ def load_rows(source: Ref, columns: int, rows: int, interpret: bool) -> jax.Arra
 
     @inline_mgpu(plgpu.RefType(), returns=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE))
     def load(memory: ir.Value) -> mgpu.FragmentedArray:
-        """Loads the registers of one thread, a vector of neighbouring columns at once."""
+        """One thread's registers of the tile, loaded a vector of neighbouring columns at once; 0 for rows that `memory`
+        lacks.
+        """
         layout = lowered(TILE)
         registers: np.ndarray = np.empty(tuple(layout.registers_shape(shape)), dtype=object)
         vector = ir.VectorType.get((layout.vector_length,), ir.F32Type.get())
@@ -71,8 +75,12 @@ def load_rows(source: Ref, columns: int, rows: int, interpret: bool) -> jax.Arra
 
 
 def _places(memory: ir.Value, shape: tuple[int, ...], rows: int) -> list[tuple[ir.Value, ir.Value, RegisterIndex]]:
-    """(whether the row exists, address of the first element, index of the register) of each register of a thread of a
-    tile of `shape`, whose elements lie in one row next to each other.
+    """(whether the row is stored, address, index of the register) of each register that a thread holds of a tile; for
+    use inside `inline_mgpu`. A register holds neighbouring elements of one row, and the address is that of its first.
+
+    memory   memref of [rows, columns], contiguous
+    shape    (rows, columns) of the tile
+    rows     the first rows of the tile that `memory` has
     """
     layout = lowered(TILE)
     i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))

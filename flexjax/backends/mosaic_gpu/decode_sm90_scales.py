@@ -1,8 +1,8 @@
 """The scales of a quantised cache in the decode kernel: as operands, and applied to a tile.
 
-Where scales belong to pages, XLA gathers them by logical page before the kernel, so that the kernel reads a number at an address that
-it knows. A key tile is made of some parts of pages (`DecodeTile.page_rows` keys each), and each part has one scale, which all threads
-read together.
+Where each page has scales of its own, XLA gathers them by the place of the page in its batch entry before the kernel, so that the
+kernel does not read a page number to find a scale. A key tile has parts of `DecodeTile.page_rows` keys, each from one page, and
+all threads read the scale of a part.
 """
 
 import typing
@@ -27,11 +27,13 @@ from flexjax.plan.kernel_plan import Operands
 def scale_operands(
     setup: DecodeSetup, operands: Operands, lengths: jax.Array | None
 ) -> tuple[jax.Array, jax.Array] | None:
-    """The scales of keys and values by key head, or by batch entry, logical page and key head; None without.
+    """(scales of keys, scales of values) as the kernel reads them: float32 [M] where all pages share them, otherwise
+    [B, pages of a batch entry, M]; None if the cache is not quantised.
 
-    lengths   [B] int32 or None, keys of each batch entry
+    lengths   [B] int32, keys of each batch entry; None: all exist
 
-    Those of pages that do not exist are 0: a free page may have any scale, and 0 times NaN is NaN.
+    Scales of pages past the length, and of page numbers that are not in the cache, are 0, because the scale of an unused
+    page may be NaN, and 0 times NaN is NaN.
     """
     if operands.scales is None or operands.pages is None:
         return None
@@ -41,7 +43,10 @@ def scale_operands(
         inside = inside & (np.arange(pages.shape[1], dtype=np.int32) * setup.page < lengths[:, None])
 
     def by_page(scale: jax.Array) -> jax.Array:
-        """One of the two, in the form in which the kernel reads it."""
+        """The scales of keys or of values as the kernel reads them.
+
+        scale   [M], which is returned as it is, or [pages of the cache, M]
+        """
         if scale.ndim == 1:
             return scale
         return jnp.where(inside[..., None], scale.at[jnp.where(inside, pages, 0)].get(mode="promise_in_bounds"), 0.0)
@@ -50,7 +55,8 @@ def scale_operands(
 
 
 def scales_of_tile(setup: DecodeSetup, scale: Ref, item: DecodeItem, start: Scalar) -> list[Scalar]:
-    """The scales of the parts of a key tile, or one for all of it; float32 scalars.
+    """The scales of a key tile, float32 scalars read inside the kernel: one for each part of `page_rows` keys, or a
+    single one where all pages share their scales.
 
     scale   of keys or of values, as `scale_operands` gives it
     start   first key of the tile, a multiple of the keys of a part
@@ -63,9 +69,10 @@ def scales_of_tile(setup: DecodeSetup, scale: Ref, item: DecodeItem, start: Scal
 
 
 def scaled_columns(tile: jax.Array, scales: Sequence[Scalar], interpret: bool) -> jax.Array:
-    """The tile with its columns multiplied by scales, each by that of its part; the parts have equally many columns.
+    """The tile with each column multiplied by the scale of the part that the column belongs to.
 
-    tile   [rows, columns] float32
+    tile     [rows, columns] float32
+    scales   float32 scalars, one for each part; the parts are equal runs of neighbouring columns
     """
     if len(scales) == 1:
         return tile * scales[0]
@@ -77,8 +84,8 @@ def scaled_columns(tile: jax.Array, scales: Sequence[Scalar], interpret: bool) -
         TILE, *[SCALAR_LAYOUT] * len(scales), returns=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=TILE)
     )
     def multiply(array: mgpu.FragmentedArray, *factors: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """One thread's registers of the product: parts have a multiple of eight columns, so that the constant of an element
-        says in which part it lies, whatever the thread.
+        """One thread's registers of the product. Parts have a multiple of eight columns, so the part of an element
+        follows from its position in the first thread (`registers.Positions`) and is the same in every thread.
         """
         layout = lowered(TILE)
 

@@ -1,4 +1,5 @@
-"""What the roles of the decode kernel, producer and consumer warpgroups, share: operands, and all that is known before it is traced."""
+"""What the producer and the consumers of the decode kernel share: operands, results, and all that is known before the kernel is
+traced."""
 
 import dataclasses
 import typing
@@ -19,8 +20,8 @@ class DecodeInputs(typing.NamedTuple, typing.Generic[Part]):
     work          what the work items are read from
     score, mask   captured arrays of the two programs, then the tables of an origin
     pages         [B, pages of a batch entry] int32; None where keys are contiguous
-    scales        of keys and of values, float32 [M], or [B, pages of a batch entry, M], of a quantised cache, whose keys and
-                  values are int8 here, whatever they mean; else None
+    scales        (of keys, of values), float32 [M] or [B, pages of a batch entry, M], of a quantised cache, whose keys
+                  and values are the bytes of their numbers as int8; None for another cache
     """
 
     query: Part

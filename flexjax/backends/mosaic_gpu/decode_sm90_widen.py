@@ -1,8 +1,8 @@
-"""From the 8-bit numbers of a quantised cache to numbers that WGMMA multiplies, on the way from one place in shared memory to another.
+"""Converts the 8-bit numbers of a tile of a quantised cache to 16-bit floats, which WGMMA multiplies, within shared memory.
 
-A key tile arrives as TMA found it, rows of bytes. A warpgroup reads sixteen bytes of a row at a time, widens them in registers and
-writes them where WGMMA expects them: pieces of 8 rows and 64 columns, 1024 bytes, in which the 16-byte parts of row r are at
-part number XOR r (the 128-byte swizzle). No number is rounded: 16-bit floats hold every int8 and every float8_e4m3fn.
+TMA copies a tile as rows of bytes. A warpgroup reads sixteen bytes of a row at a time, widens them in registers and writes
+them in the layout of WGMMA: pieces of 8 rows and 64 columns, 1024 bytes, in which 16-byte part n of row r is at place n XOR r
+(the 128-byte swizzle). No number is rounded, because 16-bit floats hold every int8 and every float8_e4m3fn.
 
 Widening is bit arithmetic on two numbers in 32 bits, because the converting instructions take a clock for each number and thread:
 
@@ -34,7 +34,8 @@ SWIZZLE = (plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128))  # py
 
 
 def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) -> None:
-    """Writes the numbers of `source` to `target`. All threads of the warpgroup call it; `plgpu.commit_smem` after it.
+    """Writes the numbers of `source` to `target` as 16-bit floats. All threads of a warpgroup call it together; the
+    caller calls `plgpu.commit_smem` before WGMMA reads `target`.
 
     source   [rows, columns] int8 in shared memory in row-major order, the bytes of numbers of the dtype `stored`
     target   [rows, columns] of the 16-bit `dtype` in shared memory, swizzled over 128 bytes; columns a multiple of 64
@@ -48,8 +49,10 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
 
     @inline_mgpu(plgpu.RefType(), plgpu.RefType(SWIZZLE))
     def copy(narrow: ir.Value, wide: ir.Value) -> None:
-        """Widens this thread's share: eight threads take four parts of two neighbouring rows, whose parts lie in eight
-        different banks.
+        """Widens one thread's share of the tile. Eight neighbouring threads take the four 16-byte parts of a piece in
+        two neighbouring rows, so that they write to different banks of shared memory.
+
+        narrow, wide   memrefs of source and target
         """
         i32, vector = _i32(), ir.VectorType.get((4,), _i32())
         given, made = mgpu_utils.memref_ptr(narrow), mgpu_utils.memref_ptr(wide)
@@ -74,7 +77,9 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
 
 
 def _widened(word: ir.Value, stored: str, dtype: str) -> tuple[ir.Value, ir.Value]:
-    """The four numbers in the bytes of `word`, an i32, as two i32 of two 16-bit numbers each."""
+    """The four numbers of dtype `stored` in the bytes of `word`, an i32, as two i32 of two numbers of the 16-bit
+    `dtype` each, in the same order.
+    """
     both = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
     if stored == "int8":
         if dtype == "bfloat16":

@@ -1,6 +1,6 @@
 """Which calls the decode kernel runs, and its configuration: work items, tiles, shared memory.
 
-    decode_refuses(plan)   why the kernel for few queries does not run a plan, None where it does
+    decode_refuses(plan)   why the kernel for few queries cannot run a plan, None where it can
     decode_tile(plan)      its configuration
     decode_scratch(tile)   shared memory of a CTA, for the launch and for what fits
 
@@ -28,7 +28,7 @@ from flexjax.plan.kernel_plan import KernelPlan
 ROWS = 64
 """Rows of a tile: what one WGMMA computes."""
 FEW_ROWS = 16
-"""Up to this many packed rows a chunk has CHUNK_BYTES of keys and values, beyond twice as many."""
+"""The most packed rows for which a chunk has CHUNK_BYTES of keys and values; with more rows it has twice as many."""
 CHUNK_BYTES = 1 << 19
 """Bytes of the keys and values of one chunk: 1024 tokens at head dim 128. The partial results of a chunk of 4 rows are 0.8% of it
 (written and read), and a CTA has several chunks wherever the caches of a call are large."""
@@ -37,7 +37,8 @@ TILE_BYTES = 1 << 15
 share of the memory's bandwidth."""
 MOST_STAGES = 6
 BARRIER_BYTES = 512
-"""More than the barriers of a CTA take, 8 bytes each: the bytes that `scratch_bytes` reserves go to the alignment of the arrays."""
+"""Bytes kept free for the barriers of a CTA, 8 bytes each, more than they take; the bytes that `scratch_bytes` reserves are used up
+by the alignment of the arrays."""
 COPY_ROWS = 8
 """Lengths of keys and values in memory are multiples of this many rows, as are the rows at which a copy may start."""
 
@@ -122,7 +123,10 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 
 
 def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
-    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes."""
+    """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
+
+    dtype   name of the 16-bit dtype that WGMMA multiplies
+    """
     narrow = tile.stored is not None
 
     def tiles(count: int, dim: int) -> SwizzledTiles:
@@ -130,7 +134,9 @@ def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
         return SwizzledTiles((count, tile.block_kv, dim), dtype)
 
     def ring(dim: int) -> SwizzledTiles | PlainArray:
-        """The slots that TMA fills."""
+        """The slots of a ring that TMA fills with keys or values of `dim` features: as WGMMA reads them, or bytes in
+        row-major order for a quantised cache.
+        """
         return PlainArray((tile.stages, tile.block_kv, dim), "int8") if narrow else tiles(tile.stages, dim)
 
     return DecodeScratch(
@@ -158,10 +164,11 @@ def decode_fits(tile: DecodeTile) -> bool:
 
 
 def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
-    """Keys of a chunk, a multiple of the keys of a tile.
+    """Keys of a chunk, a multiple of the keys of a tile: as many as have CHUNK_BYTES (FEW_ROWS) in 16 bits.
 
     rows                  packed rows
     head_dim, value_dim   as the kernel pads them
+    block_kv              keys of a tile
     """
     size = CHUNK_BYTES * (1 if rows <= FEW_ROWS else 2)
     return round_up(max(1, size // ((head_dim + value_dim) * 2)), block_kv)
@@ -193,7 +200,9 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
 
 
 def decode_refuses(plan: KernelPlan) -> str | None:
-    """Why the decode kernel does not run a plan, in a sentence; None where it does. It asks the plan alone."""
+    """Why the decode kernel cannot run a plan, in a sentence; None where it can. Neither the device nor the version of
+    jax is considered, and not whether the kernel would be faster (`choose_kernel.decode_kernel`).
+    """
     rows = plan.q_len * plan.group
     if rows > ROWS:
         return f"{rows} packed rows (queries times query heads of a key head) are more than {ROWS}."
