@@ -34,7 +34,7 @@ def unsupported(program: ir.Program) -> str | None:
             kind = ir.classify_load(step)
             moving = [n for n, d in zip(array.shape, kind.dims, strict=True) if d != "uniform"]
             if math.prod(moving) >= 1 << 31:
-                return "walks over 2^31 or more elements of one captured array"
+                return "reads one captured array at indices that range over 2^31 or more elements"
         elif isinstance(step, ir.Op):
             reason = _unsupported_op(step)
             if reason:

@@ -1,5 +1,6 @@
 """Traced programs evaluated on one tile of a kernel, in both orientations, against the mod itself; in the simulator."""
 
+import dataclasses
 import typing
 
 import jax
@@ -136,3 +137,12 @@ def test_names_what_it_cannot_do() -> None:
         reason = program_support.unsupported(trace_mod.trace_score_mod(mod, SIZES).program)
         assert reason is not None
         assert word in reason
+
+
+def test_names_an_array_whose_elements_int32_cannot_number() -> None:
+    table = jnp.zeros((4, 4))
+    program = trace_mod.trace_score_mod(lambda s, b, h, q, k: s + table[q, k], SIZES).program
+    (array,) = program.captures
+    program = dataclasses.replace(program, captures=(dataclasses.replace(array, shape=(1 << 16, 1 << 15)),))
+    reason = program_support.unsupported(program)
+    assert reason == "reads one captured array at indices that range over 2^31 or more elements"
