@@ -110,8 +110,8 @@ class OnlineSoftmax:
         """The exponentials of a tile, [rows, columns] float32 and not yet divided by their sum, how to rescale what
         was summed before, and the state after the tile.
 
-        scores   as TileProgram.scaled_tile gives them, but `column_slope` multiplies the column modulo PERIOD,
-                 because the tile has the rest (`thread_tiles.add_period_slope`)
+        scores   as `tile_scores.scores_of` gives them: `column_slope` multiplies only the column modulo PERIOD, because
+                 the tile contains the rest of the slope
         state    before the tile
 
         With large scores only `scores.tile` is read, which is the whole score. With a static reference nothing is

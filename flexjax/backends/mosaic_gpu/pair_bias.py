@@ -1,4 +1,5 @@
-"""Which captured arrays with an element for each (query, key), such as a pair bias `bias[h, q, kv]`, get special treatment.
+"""Which captured arrays with an element for each (query, key), such as a pair bias `bias[h, q, kv]`, the backward kernels stage in
+shared memory, and of which the dQ kernel writes the gradient.
 
 Such an array is as large as the scores, so the backward kernels treat it in two ways (`DenseBiasPlan`):
 
@@ -138,8 +139,10 @@ class DirectGradient:
         return shape, self.dtype
 
     def tile(self, ref: Ref, b: Scalar, h: Scalar, q0: Scalar, kv0: Scalar, shape: tuple[int, int]) -> Ref:
-        """The [queries, keys] tile of head (b, h) from query q0 and key kv0 in `ref`, the kernel's output; `shape` is
-        that of the tile.
+        """A Ref to the tile of head (b, h) whose first query is q0 and first key kv0; nothing is read or written.
+
+        ref     the kernel's output for this gradient, of `output_shape`
+        shape   (queries, keys) of the tile
         """
         at = (b if self.has("b") else 0, h if self.has("h") else 0)
         return ref.at[(*at, pl.ds(q0, shape[0]), pl.ds(kv0, shape[1]))]

@@ -58,7 +58,12 @@ def row_statistics(plan: KernelPlan, results: Results, d_out: jax.Array, d_lse: 
 
 
 class Inputs(typing.NamedTuple, typing.Generic[Part]):
-    """Operands of the kernel, all [B, T, N, E] or [B, N, T, E]; rounding (Results) None where O is out alone."""
+    """Operands of the kernel, all padded [B, T, N, E] or [B, N, T, E].
+
+    out        the result of the forward pass
+    d_out      its cotangent dO
+    rounding   what rounding took from `out` (`Results.rounding`): O is out + rounding; None: O is out
+    """
 
     out: Part
     d_out: Part
@@ -72,7 +77,9 @@ class Outputs(typing.NamedTuple, typing.Generic[Part]):
 
 
 class Scratch(typing.NamedTuple, typing.Generic[Part]):
-    """Shared memory of a CTA: one tile of each operand, and the barrier that both copies arrive at."""
+    """Shared memory of a CTA: one tile [ROWS, E] of each operand (None for an operand that is None), and the barrier
+    `arrived` at which all copies arrive.
+    """
 
     out: Part
     d_out: Part

@@ -20,8 +20,8 @@ JOINS = frozenset({"max", "min"})
 
 
 def invariant(program: ir.Program, index: tuple[ir.Atom, ...], period: int) -> bool:
-    """Whether the index is the same at (q, kv) and (q + period, kv + period), for the same b and h, as far as the
-    rules tell.
+    """Whether the rules of this file prove that the index is the same at (q, kv) and (q + period, kv + period), for the
+    same b and h and all q and kv. False means that it may differ.
 
     index    one atom of the program for each dimension of the array
     period   in positions

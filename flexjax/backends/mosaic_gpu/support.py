@@ -36,7 +36,8 @@ LARGEST_DIM = 256
 FLOAT32_PRECISIONS = ("default", "high", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32")
 """The names of precisions (plan/precision.py) for which products of float_parts.py are exact enough."""
 LARGEST_TILE = 128
-"""Queries or keys of the largest tile that a kernel cannot choose to make smaller."""
+"""Queries or keys of the largest tile that some kernel takes without a smaller one to choose instead. Several runs of an
+origin must be multiples of it, so that no tile reaches over the end of a run."""
 
 
 def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | None = None) -> str | None:
@@ -111,8 +112,8 @@ def _refuses_jax(version: tuple[int, ...]) -> str | None:
 
 
 def _refuses_device(target: Target | None) -> str | None:
-    """Why the target is not a GPU of compute capability 9 (Hopper), in a sentence; None if it is, or if the target or
-    its kind is not known yet. A kind whose compute capability is not known is refused.
+    """Why the kernels do not run on the target, in a sentence; None if it is a GPU of compute capability 9 (Hopper), or
+    if the target or its kind is not known yet. A known kind whose compute capability is not known is refused.
     """
     if target is None or target.kind is None:
         return None
@@ -143,7 +144,9 @@ def _lengths_blocks(plan: KernelPlan) -> tuple[int, int]:
 
 
 def _kernel_plan(plan: KernelPlan) -> KernelPlan:
-    """The plan that the kernels run: with blocks that they can visit, and with the lengths in its block mask."""
+    """The plan that the kernels run: its block mask has blocks that they can visit (`_kernel_blocks`) and also hides
+    the queries and keys past the lengths, so that the new plan has no lengths.
+    """
     return lengths_as_mask.plan_as_mask(
         mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)), *_lengths_blocks(plan)
     )
@@ -160,9 +163,9 @@ def _for_kernels(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Oper
 def _refuses_arrays(plan: KernelPlan) -> str | None:
     """Why the kernels cannot take the arrays of this plan, in a sentence about the first obstacle; None if they can.
 
-    They refuse dtypes other than float32, bfloat16 and float16, precisions that three products of bfloat16 do not reach, head dims above LARGEST_DIM (extra features included), empty
-    arrays, a number of extra feature heads that does not divide the key heads, and plans that jax itself has to
-    differentiate.
+    They refuse dtypes other than float32, bfloat16 and float16, for float32 precisions that three products of bfloat16
+    do not reach, head dims above LARGEST_DIM (extra features included), empty arrays, a number of extra feature heads
+    that does not divide the key heads, and plans that jax itself has to differentiate.
     """
     if plan.dtype not in ("float32", "bfloat16", "float16"):
         return f"The GPU kernels take float32, bfloat16 and float16 inputs, not {plan.dtype}."

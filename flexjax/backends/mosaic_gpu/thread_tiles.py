@@ -85,7 +85,7 @@ def _reduced_by_column(
     shape     (rows, columns) of the tile
     combine   emits the reduction of two elements, such as their sum
 
-    The four reductions of a row pair advance together, one element at a time, so that their instructions overlap.
+    The instructions of the reductions are interleaved, one element of each at a time, so that they overlap.
     """
     known = _elements_by_column(array, shape)
     found = {at: values[0] for at, values in known.items()}
@@ -276,8 +276,8 @@ def compare_columns(step: int, name: str, row: jax.Array, shape: tuple[int, int]
 
 
 def add_period_slope(tile: jax.Array, step: jax.Array, interpret: bool) -> jax.Array:
-    """The tile plus step * (c - c % PERIOD) at column c: a slope by columns, as far as it is a multiple of PERIOD
-    columns.
+    """The tile plus step * (c - c % PERIOD) at column c: the part of a slope step * c that is the same for PERIOD
+    neighbouring columns.
 
     tile   [rows, columns] float32
     step   a scalar of the kernel
@@ -444,9 +444,10 @@ def rounded_up(vector: jax.Array) -> jax.Array:
 
 
 def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
-    """Softmax references, [rows] float32, raised to a whole number of powers of two.
+    """Softmax references, [rows] float32, rounded up so that 2^reference is a power of two with an integer exponent.
 
-    powers_of_two   in one unit of a reference. If that is not 1, references from tile_math.MAX_WHOLE on stay
+    powers_of_two   powers of two in one unit of a reference: 1, or log2(e) where references are scores; then
+                    references of a magnitude of at least tile_math.MAX_WHOLE stay as they are
     """
     if powers_of_two == 1.0:
         return rounded_up(reference)
@@ -455,13 +456,15 @@ def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
 
 
 def rounded_tile(tile: jax.Array, dtype: str, interpret: bool) -> jax.Array:
-    """A tile, [rows, columns] float32, rounded to a dtype of 16 bits, in float32."""
+    """A tile, [rows, columns] float32, with its values rounded to those of `dtype`, a float dtype of 16 bits; the
+    result is float32.
+    """
     return tile_math.round_to(tile, dtype) if interpret else tile.astype(dtype).astype(jnp.float32)
 
 
 def tile_parts(tile: jax.Array, dtype: jax.typing.DTypeLike, parts: int, interpret: bool) -> tuple[jax.Array, ...]:
-    """A tile, [rows, columns] float32, as the sum of so many tiles of `dtype`, the largest first (float_parts.py); with one part
-    the tile converted to `dtype`.
+    """A tile, [rows, columns] float32, as the sum of `parts` tiles of `dtype`, the largest first (float_parts.py); with
+    one part the tile converted to `dtype`.
     """
     found = []
     for _ in range(parts - 1):

@@ -114,9 +114,11 @@ class TileProgram:
     wanted                 atoms of the results to compute
     live                   ids of the values that these results depend on
     env                    id of a value -> the value on the tile, for the steps that are computed
-    row_start, col_start   numbers of the tile's first row and column in the attention matrix, int32 scalars; None
-                           until `at_rows` and `at_columns` set them
-    origin          where rows and columns lie in the whole problem, whose positions the program reads; None: they count from 0
+    row_start, col_start   positions of the tile's first row and column, int32 scalars; None until `at_rows` and
+                           `at_columns` set them. Without an origin they are the numbers of row and column
+    origin                 where rows and columns lie in the whole problem, whose positions the program reads; None:
+                           positions count from 0
+    batch, offsets         number of the batch entry; axis -> what `origin` adds to row numbers, for axes of one run
     """
 
     def __init__(
@@ -167,8 +169,8 @@ class TileProgram:
     # ------------------------------------------------------------- stages
 
     def at_rows(self, start: jax.typing.ArrayLike) -> "TileProgram":
-        """The program with its row vectors computed, for the tiles whose first row has the number `start`; with an
-        origin, from the position of that row on.
+        """The program with its row vectors computed, for the tiles whose first row has the number `start`, counted from
+        0 in the arrays of the call. With an origin the program reads the positions of these rows.
         """
         new = self._copy()
         new.row_start = self._position(self.row_axis, start)
@@ -297,11 +299,11 @@ class TileProgram:
         Affine integers and booleans are left out, integers because they are cheaper to compute where they are used. The
         program itself is returned if no vector is left, and in the simulator.
         """
-        walking = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
+        affine = {o.id for step in self.program.steps for o in step.outs if o.linear is not None} | {
             ir.Q,
             ir.KV,
         }
-        columns = [i for i, s in self.env.items() if s.kind == COLUMN and i not in walking]
+        columns = [i for i, s in self.env.items() if s.kind == COLUMN and i not in affine]
         held = [i for i in columns if self.env[i].value.dtype != jnp.bool_]
         if not held or self.interpret:
             return self
@@ -435,15 +437,15 @@ class TileProgram:
         """
         if step.prim not in thread_tiles.PREDICATES or self._kind(step.out.axes) != TILE or self.col_start is None:
             return None
-        for walking, other in (step.inputs, step.inputs[::-1]):
+        for affine, other in (step.inputs, step.inputs[::-1]):
             if (
-                not isinstance(walking, ir.Val)
-                or walking.linear is None
-                or not difference_fits(walking)
+                not isinstance(affine, ir.Val)
+                or affine.linear is None
+                or not difference_fits(affine)
                 or not difference_fits(other)
             ):
                 continue
-            linear, kind = walking.linear, self._kind(ir.axes_of(other))
+            linear, kind = affine.linear, self._kind(ir.axes_of(other))
             per_row, per_col = (linear.q, linear.kv) if self.row_axis == "q" else (linear.kv, linear.q)
             if not per_col or kind not in (SCALAR, ROW) or any(i not in self.env for i, _ in linear.uniform):
                 continue
@@ -452,7 +454,7 @@ class TileProgram:
             row = self._broadcast(self._value_of(other), ROW) - base
             if per_row:
                 row = row - self._row_numbers() * np.int32(per_row)
-            name = step.prim if walking is step.inputs[0] else thread_tiles.MIRRORED[step.prim]
+            name = step.prim if affine is step.inputs[0] else thread_tiles.MIRRORED[step.prim]
             return TileValue(TILE, thread_tiles.compare_columns(per_col, name, row, self.shape, self.interpret))
         return None
 
@@ -551,7 +553,7 @@ class TileProgram:
             and safe_to_defer(high * factor)
         )
 
-    # ------------------------------------------------------------- integers that walk affinely
+    # ------------------------------------------------------------- affine integers
 
     def _affine_source(self, step: ir.Op) -> tuple[ir.Val, int] | None:
         """(affine integer, period) for a step whose tile is computed from an affine integer; None for other steps.

@@ -10,14 +10,14 @@ should start:
 CTAs take work items in one of three ways:
 
     one each               the grid has a CTA for each work item; the hardware starts them in order
-    persistent             as many CTAs as SMs; CTA p takes items p, 2 P - 1 - p, 2 P + p, ..., forth and back, so that sums of
-                           lengths even out
+    persistent             as many CTAs as SMs; of P CTAs, CTA p takes items p, 2 P - 1 - p, 2 P + p, ...: every second round of
+                           P items goes to the CTAs in reverse order, so that the CTAs get about equal work
     dynamic scheduler      as many CTAs as SMs; each takes its first item by its own number and all others from an atomic counter
                            in global memory. The producer does so while the consumers still work on the item before, and passes
                            the item on through a mailbox in shared memory (`put`, `get`)
 
-A *turn* is the number of a work item among those of its CTA, from 0. In the simulator the dynamic scheduler deals
-items out in turn; results do not depend on who computes what.
+A *turn* is the number of a work item among those of its CTA, from 0. In the simulator the dynamic scheduler gives CTA p
+the items p, p + P, p + 2 P, ...; results do not depend on which CTA computes an item.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class WorkItem(typing.NamedTuple):
 
 
 class MaskRows(typing.NamedTuple):
-    """The block mask as the scheduler reads it (arrays outside, Refs in the kernel).
+    """The block mask as the scheduler reads it: arrays before the kernel, Refs inside.
 
     order   rows of the mask, those with most visits first (`TileScheduler.order`); None without a block mask
     lists   the lists in one dimension each (`flat`); None without a block mask
@@ -107,7 +107,8 @@ class TileScheduler:
 
     @property
     def heads_at_once(self) -> int:
-        """Number of heads, counted over all batch entries, whose query tiles run side by side.
+        """Number of heads, counted over all batch entries, whose work items have neighbouring numbers, so that CTAs
+        compute them at the same time.
 
         A persistent grid mixes all heads, so that the longest rows start first. Otherwise the next few heads start only
         when these are done, so that the keys and values of those at work stay in the L2: the most heads whose keys and
@@ -144,7 +145,8 @@ class TileScheduler:
     # ----------------------------------------------------------------- a fixed share of the items
 
     def number(self, turn: Scalar) -> Scalar:
-        """Number of the `turn`-th work item of this CTA, without the dynamic scheduler; it may be past the last item.
+        """Number in the whole call of the work item that is number `turn` of this CTA, without the dynamic scheduler;
+        it may be past the last item.
 
         With one CTA for each item that is the number of the CTA, whatever the turn; in a persistent grid of P CTAs, CTA
         p takes items p, 2 P - 1 - p, 2 P + p, ....
@@ -156,8 +158,8 @@ class TileScheduler:
         return turn * self.programs + jnp.where(turn % 2 == 0, program, back)
 
     def turns(self) -> Scalar:
-        """How many work items this CTA takes, without the dynamic scheduler: as many as every CTA takes, and one more
-        where the items that are left over reach this CTA.
+        """How many work items this CTA takes, without the dynamic scheduler: items // CTAs, plus one if this CTA takes
+        one of the items that remain.
         """
         rounds, rest = divmod(self.items, self.programs)
         if not rest:

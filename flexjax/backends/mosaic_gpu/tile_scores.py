@@ -13,14 +13,15 @@ f32 = np.float32
 def scores_of(program: TileProgram | None, s: jax.Array, scale: float, large_scores: bool, interpret: bool) -> Scaled:
     """The scores of a tile: the score program applied to Q K^T, before any mask.
 
-    program        at the rows and columns of the tile; None for the identity
+    program        at the rows and columns of the tile; None: there is no score_mod
     s              Q K^T, [rows, columns] float32 without scale
     scale          multiplies `s`
     large_scores   scores may be too large to scale before the maximum is subtracted
 
-    The scale, and parts of the score program that are cheaper to apply later, are fields of Scaled beside its tile, for
-    the softmax to apply. `column_slope` is split: multiples of PERIOD columns are added to the tile here, the rest is
-    left. With large scores, and without a score_mod and a scale that is not positive, the tile holds the whole score.
+    `Scaled.tile` has the whole score, and the other fields are 1 or None, if `large_scores`, or if there is no
+    score_mod and the scale is not positive. Otherwise the scale, and terms of the score program that are cheaper to
+    add to the exponent, are fields of Scaled beside its tile, and the softmax applies them. Of `column_slope` * c the
+    part for c - c % PERIOD is then added to the tile here; the softmax adds the one for c % PERIOD.
     """
     if program is None:
         return Scaled(s * f32(scale), 1.0) if scale <= 0 else Scaled(s, scale)

@@ -6,7 +6,7 @@ terms that are still to be applied (`TileValue`). The softmax receives the score
 applies them itself. tile_programs.py decides what is deferred.
 
 An *affine tile* is value[r] + offset + affine_slope * c at row r and column c of the tile. A *narrow* tile, [rows,
-PERIOD], stands for a tile that repeats after PERIOD columns (thread_tiles.py).
+PERIOD], has the first PERIOD columns of a tile whose columns repeat after PERIOD (thread_tiles.py).
 """
 
 import dataclasses

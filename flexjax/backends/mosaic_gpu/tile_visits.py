@@ -113,7 +113,7 @@ class TileVisits:
 
 
 def visits_for(plan: KernelPlan, own_tile: int, visited_tile: int, transposed: bool) -> TileVisits:
-    """The visits of a kernel on this plan, as far as they are known at compile time.
+    """What is known at compile time of the visits of a kernel on this plan.
 
     own_tile, visited_tile   tokens of an owned and of a visited tile; they divide the mask's blocks, if there are any
     transposed               True: the kernel owns keys and visits queries; False: the other way round
@@ -217,7 +217,8 @@ class KeyTileVisits:
         """Calls step(begin(head), head, first query, number, masked) for every visit; returns how many visits there
         were.
 
-        begin   query head -> what `step` gets for all visits of this head; called once a head, also without visits
+        begin   begin(query head) returns the first argument of `step` for all visits of this head; called once a head,
+                also where the head has no visits
         step    called once for each visit; returns nothing
 
         The query heads that read the key head come one after the other, and for each the visits without the mask come
