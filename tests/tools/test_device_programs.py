@@ -1,5 +1,6 @@
 """Runs the device check where there is a Hopper GPU; what it needs no GPU for is tested everywhere."""
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -32,6 +33,12 @@ def test_the_sanitizer_knows_its_cases():
 
     assert len(set(FEATURES)) == len(FEATURES)
     assert set(FEATURES) <= set(CASES)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
+@pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPT.parent.glob("*.py")))
+def test_what_a_script_imports_is_there(script):
+    importlib.import_module(f"tools.device.{script}")
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")

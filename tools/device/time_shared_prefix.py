@@ -15,13 +15,11 @@ import functools
 import sys
 import typing
 
-from time_decode import milliseconds
-
 PAGE = 64
 
 
 def main() -> int:
-    """Prints the lines; returns 1 if the two calls differ."""
+    """Prints the lines; returns the exit status, 1 where an element of the two results differs by 0.02 or more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("requests", 64), ("prefix", 32768), ("own", 512), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -33,6 +31,7 @@ def main() -> int:
 
     import flexjax
     from flexjax import paged
+    from flexjax.bench.kernel_times import kernel_times
 
     common, own = args.prefix // PAGE, args.own // PAGE
     pool = common + args.requests * own
@@ -57,7 +56,7 @@ def main() -> int:
     }
 
     def attend(arrays: dict[str, typing.Any], shares: bool) -> typing.Any:
-        """out of the call."""
+        """out [R, 1, 32, 128] of paged_attention; `shares`: whether it gets `shared=`."""
         given = arrays["shared"] if shares else None
         return flexjax.paged_attention(
             arrays["query"], arrays["cache"], arrays["table"], shared=given, implementation="mosaic_gpu"
@@ -65,12 +64,12 @@ def main() -> int:
 
     outs = []
     for shares in (True, False):
-        run = functools.partial(attend, shares=shares)
-        took, kernels = milliseconds(run, arrays, args.steps)
-        print(f"{'shared' if shares else 'not shared':<12} {took:8.4f} ms", flush=True)
+        run = jax.jit(functools.partial(attend, shares=shares))
+        kernels = kernel_times(run, arrays, calls=args.steps)
+        print(f"{'shared' if shares else 'not shared':<12} {1e3 * sum(kernels.values()):8.4f} ms", flush=True)
         for name, part in kernels.items():
-            print(f"      {part:8.4f} ms  {name[:80]}", flush=True)
-        outs.append(jax.jit(run)(arrays).astype(jnp.float32))
+            print(f"      {1e3 * part:8.4f} ms  {name[:80]}", flush=True)
+        outs.append(run(arrays).astype(jnp.float32))
     error = float(jnp.abs(outs[0] - outs[1]).max())
     print(f"largest difference {error:.1e}", flush=True)
     return int(not error < 0.02)
