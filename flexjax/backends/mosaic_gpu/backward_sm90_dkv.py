@@ -27,10 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import DkvTiles, Scratch, dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, QueryRings, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
@@ -96,7 +95,7 @@ def backward_dkv(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
+class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math              how a tile's P and dS are computed
@@ -107,23 +106,12 @@ class _Cta:
     scratch, inputs   Refs to shared memory and to the operands
     """
 
-    math: TileMath
     tiles: DkvTiles
     staging: Staging | None
     own: KeyTileVisits
     rings: QueryRings
     scratch: Scratch[Ref]
     inputs: Inputs[Ref]
-
-    @property
-    def products(self) -> Products:
-        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.math.plan.options.interpret, self.parts)
-
-    @property
-    def parts(self) -> int:
-        """Parts of an operand (float_parts.py)."""
-        return parts_of(self.math.plan)
 
     def compute(self, group: Scalar, outputs: Outputs[Ref]) -> None:
         """What computing warpgroup `group` does: it computes dK (times scale) and dV of its keys.

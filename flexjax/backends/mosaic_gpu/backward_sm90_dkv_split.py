@@ -24,12 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, QueryRings, Tokens
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
 from flexjax.ir import program as ir
@@ -85,7 +84,7 @@ def backward_dkv_split(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
+class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math              how a tile's P and dS are computed
@@ -96,28 +95,12 @@ class _Cta:
     scratch, inputs   Refs to shared memory and to the operands
     """
 
-    math: TileMath
     tiles: SplitDkvTiles
     own: KeyTileVisits
     kv0: Scalar
     rings: QueryRings
     scratch: SplitScratch[Ref]
     inputs: Inputs[Ref]
-
-    @property
-    def interpret(self) -> bool:
-        """Whether the kernel runs in the simulator."""
-        return self.math.plan.options.interpret
-
-    @property
-    def products(self) -> Products:
-        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.interpret, self.parts)
-
-    @property
-    def parts(self) -> int:
-        """Parts of an operand (float_parts.py)."""
-        return parts_of(self.math.plan)
 
     @property
     def place(self) -> tuple[Scalar, Scalar, Scalar]:

@@ -28,10 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Products, Tokens
-from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
-from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, rows_of, slot_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
@@ -121,7 +120,7 @@ class OwnQueries(typing.NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
+class _Cta(TileCta):
     """One CTA inside the kernel.
 
     math                      how a tile's P and dS are computed
@@ -133,7 +132,6 @@ class _Cta:
     counts, total             how many key tiles it visits: without and with the mask, and in all
     """
 
-    math: TileMath
     tiles: DqTiles
     staging: Staging | None
     bias: DenseBiasPlan
@@ -146,21 +144,6 @@ class _Cta:
     tile: Scalar
     counts: VisitCounts
     total: Scalar
-
-    @property
-    def interpret(self) -> bool:
-        """Whether the kernel runs in the simulator."""
-        return self.math.plan.options.interpret
-
-    @property
-    def products(self) -> Products:
-        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.interpret, self.parts)
-
-    @property
-    def parts(self) -> int:
-        """Parts of an operand (float_parts.py)."""
-        return parts_of(self.math.plan)
 
     @property
     def entries(self) -> int:

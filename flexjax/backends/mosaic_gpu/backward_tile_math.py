@@ -26,8 +26,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends import tile_math
-from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures
+from flexjax.backends.mosaic_gpu.backward_sm90_common import LOG2E, WGMMA, Captures, Products
 from flexjax.backends.mosaic_gpu.branch import cond
+from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.backends.mosaic_gpu.thread_tiles import (
@@ -433,3 +434,28 @@ class ColumnMath:
 
             p = cond(first + tile > end, cut, lambda p: p, p)
         return p
+
+
+@dataclasses.dataclass(frozen=True)
+class TileCta:
+    """What the CTAs of the backward kernels share: how they compute tiles and their products.
+
+    math   how a tile's P and dS are computed
+    """
+
+    math: TileMath
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel runs in the simulator."""
+        return self.math.plan.options.interpret
+
+    @property
+    def parts(self) -> int:
+        """Parts of an operand (float_parts.py)."""
+        return parts_of(self.math.plan)
+
+    @property
+    def products(self) -> Products:
+        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
+        return Products(self.interpret, self.parts)

@@ -29,8 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
 from flexjax.backends.mosaic_gpu import fixed_point, kernel_parts, memory
-from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Products, Tokens
-from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileMath
+from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens
+from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, RingDepths, Scratch, capture_scratch, ring_depths
@@ -286,9 +286,8 @@ class CaptureKernel:
             """The kernel: runs one warpgroup of a CTA, a computing one or, as the last of them, the copying one."""
             group = lax.axis_index("wg")
             list_number = inputs.order[lax.axis_index("program")]
-            cta = _Cta(
-                self, rings, staging, inputs, outputs, scratch, list_number, self.steps(inputs.lists, list_number)
-            )
+            steps = self.steps(inputs.lists, list_number)
+            cta = _Cta(self.math, self, rings, staging, inputs, outputs, scratch, list_number, steps)
             when(group < self.groups)(lambda: cta.compute(group))
             when(group == self.groups)(cta.copy)
 
@@ -317,9 +316,10 @@ class CaptureKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cta:
+class _Cta(TileCta):
     """One CTA inside the kernel: it works through the list `list_number`, which has `steps` visits.
 
+    math                       how P and d mod / d load of a part of a tile are computed
     kernel                     what is known at compile time
     rings                      ring depths
     staging                    of a pair bias; None: none is staged
@@ -334,21 +334,6 @@ class _Cta:
     scratch: Scratch[Ref]
     list_number: Scalar
     steps: Scalar
-
-    @property
-    def interpret(self) -> bool:
-        """Whether the kernel runs in the simulator."""
-        return self.kernel.plan.options.interpret
-
-    @property
-    def products(self) -> Products:
-        """How products of tiles are computed: by WGMMA, or by dots in the simulator."""
-        return Products(self.interpret, self.parts)
-
-    @property
-    def parts(self) -> int:
-        """Parts of an operand (float_parts.py)."""
-        return parts_of(self.kernel.plan)
 
     def visit(self, i: Scalar | int) -> Visit:
         """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
