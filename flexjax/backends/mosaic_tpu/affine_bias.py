@@ -3,10 +3,10 @@
     s' = c * s + sum of terms          c a number; no term depends on s
 
 A term that is affine in q and kv (ALiBi: slope * (kv - q)) is a row term of q plus a column term of kv. The row term is the
-same for all scores of a row, so it never meets the tile: the forward kernel leaves it out and adds it to the row maximum and
-the lse when the row ends, and the backward kernels subtract it from the lse. The column term is one addition for each score.
-Positions are counted from the first element of the strip, so that the sums stay as small as the biases themselves.
-Other terms are evaluated as they are and added. All terms are in base 2: multiplied by log2(e) where that is cheapest.
+same for all scores of a row, so it is not added to the tile: the forward kernel leaves it out of the scores and adds it to the
+row maximum and the lse when the row ends, and the backward kernels subtract it from the lse. The column term is one addition for
+each score. Positions are counted from the first element of the strip, so that the sums stay as small as the biases themselves.
+Other terms are evaluated and added to the scores. All terms are in base 2, that is, multiplied by log2(e).
 
 A strip is the part of a tile whose scores are computed at once (tile_programs.py). An atom is an operand of a program: a literal
 or the result of a step.
@@ -146,8 +146,9 @@ def _affine(atom: Atom) -> Linear | None:
 class StripBias:
     """The bias on a strip, in base 2 (multiplied by log2(e)).
 
-    row_term   the part that depends on the query alone, which never meets the scores; None without one
-    tile       what is added to each score, in a shape that broadcasts to the strip; None without one
+    row_term   the part that depends on the query alone, which is not added to the scores: (rows, 1), or (1, cols) if
+               q_axis is 1; None without such a part
+    tile       what is added to each score, in a shape that broadcasts to the strip; None: nothing
     """
 
     row_term: jax.Array | None

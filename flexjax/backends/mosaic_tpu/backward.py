@@ -2,7 +2,8 @@
 
 Before: delta = rowsum(dO * O), and lse in the form that the kernels read. Then one kernel for everything where the sums of dq
 fit VMEM, else a dq kernel and a dk/dv kernel. After: the gradients of captured arrays, of sinks, and of what
-layouts.fold folded. The dq kernel also runs wherever a captured array wants the gradient of a read that is no column's.
+layouts.fold folded. The dq kernel also runs where the gradient of a captured array is wanted that has a read of another kind than
+column.
 
 A read is a load of a score program: it reads an element of a captured array for each entry, and its kind (scalar, row, column,
 diagonal, tile) says on what the element depends. "Folded" arrays are those of layouts.fold: extra features joined to the head
@@ -33,9 +34,9 @@ def backward(plan: KernelPlan, given: BackwardInputs, chip: vmem.Chip) -> Gradie
 
     chip   the TPU whose VMEM decides the tiles
 
-    The dk/dv kernel computes dq too if both dq and dk or dv are wanted, no captured read but columns is, no launch
-    splits a head, and the sums fit VMEM. A kernel runs only if one of its gradients is wanted. The caller has checked
-    that nothing is refused.
+    The dk/dv kernel computes dq too if dq is wanted and one of dk and dv is, the wanted gradients of captured arrays
+    are of column reads alone, no launch splits a head, and the sums of dq fit VMEM. A kernel runs only if one of its
+    gradients is wanted. The caller has checked that nothing is refused.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     shapes = layouts.FoldedShapes.of(plan)

@@ -46,8 +46,8 @@ class DkvBuffers(typing.NamedTuple, typing.Generic[T]):
     """The outputs of the kernel, and with the same names its float32 sums in VMEM; None for what is not wanted.
 
     dk, dv    of a key tile, [keys, D] and [keys, E]
-    dq        of all queries of the group of a key head
-    columns   sums of column reads over the queries, [group, 1, keys]
+    dq        of all queries of the query heads of a key head, [group, queries, D]; as output also [queries, group * D]
+    columns   for each column read of `DkvKernel.columns` the sums of its cotangents over the queries, [group, 1, keys]
     """
 
     dk: T | None
@@ -132,8 +132,8 @@ class DkvKernel:
                 self.write_dq(refs)
 
     def add_strip(self, step: KernelStep) -> None:
-        """Adds what a strip (a range of queries of the visited tile) contributes to the sums of dk, dv, dq and the
-        column reads, as far as these are wanted.
+        """Adds what a strip (a range of queries of the visited tile) contributes to those of the sums of dk, dv, dq and
+        the column reads that are wanted.
 
         In a checked step, rows of queries and keys that do not exist, which may hold anything, are replaced by 0.
         """

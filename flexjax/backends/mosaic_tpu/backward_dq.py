@@ -1,4 +1,4 @@
-"""The dq kernel: dq, and the gradients of captured reads that are not one number for each key.
+"""The dq kernel: dq, and the gradients of all captured reads but column reads, which the dk/dv kernel sums.
 
 Grid and orientation are those of the forward kernel: all key tiles of a row of query tiles follow one another, and queries
 are the rows of a tile. Besides dq the kernel sums, for each captured read of kind

@@ -5,11 +5,11 @@
     ds      = ds' * ds'/ds                            cotangent of the scaled score
     dload_n = ds' * ds'/dload_n                       cotangent of each read of a captured array, for each entry
 
-Where both passes round weights alike (tile_math.py), dload_n has w * (dO . V) - p * (delta - d_lse) in place of ds', where w is p * r
-rounded as the forward kernel rounded it: its sum along a row does not have the error of delta.
+Where both passes round weights alike (tile_math.py), dload_n is computed with w * (dO . V) - p * (delta - d_lse) in place of ds', where
+w is p * r with the rounding of the forward kernel. The sum of that along a row is free of what the rounding does to delta.
 
-Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where they cannot hold anything but
-finite numbers (TileScores.finite_where_off), one select before the exponential does the same at less cost.
+Entries that are off are set to 0 after all products, because score_mod may be NaN there. Where all their values are known to be
+finite (TileScores.finite_where_off), one select before the exponential is enough, and costs less.
 
 Entries that are "off" are hidden by the mask or past the end of queries or keys. A read is a load of the score program: it reads
 an element of a captured array for each entry; reads are numbered as in derivative.gradients. Derivatives by the score and by

@@ -298,7 +298,9 @@ class BlockSparseOrder(VisitOrder):
         return TileVisit(b, h, i, j, first, last, (entry >> _COLUMN_BITS) & 3, words, member, v)
 
     def keys_of_visit(self, tables: Sequence[jax.Ref], v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """In a kernel of one head and a query-major order: (batch entry, key tile, kind) of visit v, read from the visit lists."""
+        """In a kernel whose plan has one head and whose order is query-major: (batch entry, key tile, kind) of visit v,
+        read from the visit lists `tables` in SMEM.
+        """
         rows, packed = tables[:2]
         entry = packed[v]
         zero = jnp.int32(0)
@@ -306,7 +308,7 @@ class BlockSparseOrder(VisitOrder):
         return b, j, (entry >> _COLUMN_BITS) & 3
 
     def visit_follows(self, tables: Sequence[jax.Ref], v: jax.Array) -> jax.Array:
-        """In a kernel: whether the launch has a visit after visit v."""
+        """In a kernel: whether the launch has a visit after visit v, read from the visit lists `tables` in SMEM."""
         return (tables[1][v] >> 30) & 1 == 1
 
     # ------------------------------------------------------------------ the bit sets on a tile

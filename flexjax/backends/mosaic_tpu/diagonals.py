@@ -58,8 +58,10 @@ def toeplitz(window: jax.Array, rows: int, cols: int, first: int) -> jax.Array:
 def toeplitz_sums(tile: jax.Array, width: int, first: int) -> jax.Array:
     """The transpose of `toeplitz`: the sums of a tile [rows, cols] along its diagonals, as a skewed window [8, width].
 
-    tile[i, j] is added at (i % 8, first + j - 8 * (i // 8)); `unskewed_sums` then adds the 8 rows. `width` are the lanes of the
-    window, `first` the lane that row 0 adds to at column 0.
+    tile[i, j] is added at (i % 8, first + j - 8 * (i // 8)); `unskewed_sums` then adds the 8 rows.
+
+    width   lanes of the window
+    first   the lane to which row 0 adds its element of column 0
     """
     rows, cols = tile.shape
     if rows % SKEW:

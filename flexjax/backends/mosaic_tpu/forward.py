@@ -2,8 +2,8 @@
 
     grid step = one visited tile (query tile, key tile) of one query head; all tiles of a row follow one another
 
-Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum 128
-lanes wide: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends. Exponentials
+Queries are the rows of a tile (sublanes), keys its columns (lanes). The kernel keeps the row maximum and the row sum as
+[queries, 128]: the maximum the same in every lane, the sum as 128 partial sums that are added when the row ends. Exponentials
 are to base 2; without a score program, the scale is folded into their argument.
 
 A row is a row of tiles: one query tile with all its visited key tiles. A strip is a range of keys of a tile whose scores are
@@ -56,9 +56,12 @@ T = typing.TypeVar("T")
 
 
 class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
-    """Blocks of a visit: query [queries, D], key [keys, D], value [keys, E]; and the sinks of rows [1, queries], if the plan has such.
+    """Blocks of a visit.
 
-    In pages, key and value are the whole pools instead, [P, page, D] and [P, page, E], in HBM.
+    query        [queries, D]
+    key, value   [keys, D] and [keys, E]; in pages the whole pools instead, [P, page, D] and [P, page, E], in HBM
+    sinks        [1, queries], the sink of each row, for a plan in pages whose heads are joined, so that rows of a head
+                 have sinks of their own; None for other plans
     """
 
     query: T
@@ -68,8 +71,12 @@ class ForwardInputs(typing.NamedTuple, typing.Generic[T]):
 
 
 class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
-    """Blocks of a row: out [queries, E]; lse and (if the plan asks) max_scores [1, queries], float32, natural logarithms; and (if the
-    plan asks) what rounding took from out, [queries, E].
+    """Blocks of a row.
+
+    out          [queries, E]
+    lse          [1, queries] float32, natural logarithms
+    max_scores   [1, queries] float32; None unless the plan asks for it
+    rounding     what rounding took from out, [queries, E]; None unless the plan asks for it
     """
 
     out: T
@@ -79,8 +86,12 @@ class ForwardOutputs(typing.NamedTuple, typing.Generic[T]):
 
 
 class ForwardScratch(typing.NamedTuple, typing.Generic[T]):
-    """float32 sums of a row: row maximum and partial row sums [queries, 128], output before division [queries, E]. Beside them the tiles of
-    keys and values that are copied out of pages, None for others.
+    """What the kernel keeps in VMEM, float32, for one row.
+
+    maximum       row maximum, the same in each lane, [queries, 128]
+    total         partial row sums, [queries, 128]
+    accumulated   output before it is divided by the row sum, [queries, E]
+    slots         tiles of keys and values that are copied out of pages; None for contiguous ones
     """
 
     maximum: T
@@ -125,14 +136,14 @@ class ForwardKernel:
 
     @property
     def to_base_2(self) -> np.float32:
-        """The factor that turns what `strip_scores` returns into scores to base 2 (for exp2)."""
+        """The factor by which what `strip_scores` returns is multiplied to get scores to base 2 (for exp2)."""
         if self.in_base_2:
             return np.float32(1.0)
         return np.float32(self.plan.scale * LOG2E if self.identity else LOG2E)
 
     @property
     def to_natural(self) -> np.float32:
-        """The factor that turns what `strip_scores` returns into scores to base e: those after score_mod."""
+        """The factor by which what `strip_scores` returns is multiplied to get scores to base e: those after score_mod."""
         if self.in_base_2:
             return np.float32(math.log(2.0))
         return np.float32(self.plan.scale if self.identity else 1.0)
@@ -169,11 +180,12 @@ class ForwardKernel:
             self.finish_row(KernelStep(refs, visit, Strip(self.tiles.q, 0, min(LANES, self.tiles.kv)), False))
 
     def strip_scores(self, step: KernelStep, qk: jax.Array) -> jax.Array:
-        """The scores of which the row maximum is taken, float32 (queries, keys) of a strip, from the products qk = q . k.
+        """The scores of a strip of which the row maximum is taken, float32 (queries, keys), from the products qk = q . k
+        of the strip.
 
-        They are q . k itself without a score program (`identity`), the scores in base 2 without the row term of a separated bias,
-        or the scores after score_mod. `to_base_2` and `to_natural` are their factors. With `whole_powers` they are scores in base
-        2 (unless they may be large), with the row term, because the backward pass does not know it apart.
+        Without a score program (`identity`) they are q . k itself; with a separated bias the scores in base 2 without
+        the row term; otherwise the scores after score_mod. With `whole_powers` they are scores in base 2 (unless they
+        may be large) and include the row term. Multiplied by `to_base_2` or `to_natural` they are scores to base 2 or e.
         """
         if self.identity:
             return qk
@@ -243,7 +255,7 @@ class ForwardKernel:
         accumulated = refs.scratch.accumulated
         m = refs.scratch.maximum[...]
         if self.scores.separated is not None and not self.whole_powers:
-            row_term = self.scores.bias(step).row_term  # left out so far, since it is the same for the whole row
+            row_term = self.scores.bias(step).row_term  # the scores are without it: the whole row shares it
             m = m if row_term is None else jnp.where(m == -jnp.inf, m, m + row_term)
         m = m * self.to_natural
         total = jnp.broadcast_to(jnp.sum(refs.scratch.total[...], axis=1, keepdims=True), m.shape)
@@ -335,9 +347,10 @@ def forward(plan: KernelPlan, operands: Operands, chip: vmem.Chip) -> Results:
 
 
 def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """(what the kernel prefetches to SMEM before the lengths, the sinks of rows).
+    """(arrays that the kernel prefetches to SMEM before the lengths, sinks of rows [1, T] float32 or None).
 
-    Prefetched are page numbers, int32 [B * n], or the sinks of heads, [N]. Sinks of rows [1, T] are a block of a visit; None without.
+    Keys in pages: the page numbers, int32 [B * n], are prefetched, and sinks are those of rows, of which a visit reads a
+    block. Otherwise the sinks of heads, [N], are prefetched if the plan has any, and there are no sinks of rows.
     """
     if operands.pages is not None:
         return (operands.pages.reshape(-1),), None if operands.sinks is None else operands.sinks.astype(F32)
@@ -349,7 +362,9 @@ def _prefetched(plan: KernelPlan, operands: Operands) -> tuple[tuple[jax.Array, 
 def _inputs(
     plan: KernelPlan, operands: Operands, tiles: vmem.Tiles, maps: layouts.IndexMaps
 ) -> tuple[Operand, Operand, Operand]:
-    """Query, key and value; key and value as whole pools in HBM if they are in pages."""
+    """Query, key and value in the shapes of layouts.fold, with their block specs; key and value as whole pools in HBM if
+    they are in pages.
+    """
     shapes = layouts.FoldedShapes.of(plan)
     if not plan.page:
         q, k, v = layouts.fold(plan, operands)

@@ -24,8 +24,9 @@ class TileGeometry:
 
     batch, heads, q_len, kv_len   of the call; heads are query heads
     block_q, block_kv             queries and keys of a tile
-    q_axis   0: queries are the rows of a tile (sublanes) and keys its columns (lanes); 1: the other way round
-    origin   of the plan (ir/origin.py); all other numbers here count rows of the call
+    q_axis                        0: queries are the rows of a tile (sublanes) and keys its columns (lanes); 1: the other
+                                  way round
+    origin                        of the plan (ir/origin.py); all other numbers here count rows of the call
     """
 
     batch: int

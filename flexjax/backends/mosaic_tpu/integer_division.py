@@ -35,9 +35,10 @@ def _bounds(atom: Val | Lit) -> tuple[int | None, int | None]:
 
 
 def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
-    """The int32 quotient x / y of a step, rounded down if `floor`, else towards 0; undefined in the two cases named above.
+    """The int32 quotient x / y of a step, rounded down if `floor`, else towards 0; undefined for y = 0 and for the least
+    integer by -1.
 
-    It may also be wrong at positions past the end of the matrix, which lie outside the range of x; those are masked.
+    It may also be wrong at positions past the end of the matrix, where x is not in its known range; these are masked.
     """
     by = op.inputs[1]
     low, high = _bounds(op.inputs[0])
@@ -59,9 +60,10 @@ def _int_division(op: Op, x: jax.Array, y: jax.Array, floor: bool) -> jax.Array:
 
 
 def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder of x / y with the sign of y, of integers or floats; undefined for integers in the two cases above.
+    """The remainder of x / y with the sign of y, of integers or floats; undefined for integers if y = 0, and for the
+    least integer by -1.
 
-    An int32 remainder by a positive literal needs no division if that is a power of two, else it is x - (x // y) * y.
+    An int32 remainder by a literal power of two is a bit mask; by another positive literal it is x - (x // y) * y.
     """
     by = op.inputs[1]
     if op.out.dtype == "int32" and isinstance(by, Lit) and int(typing.cast(int, by.value)) > 0:
@@ -79,32 +81,33 @@ def _unsafe_floormod(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _unsafe_floordiv(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y of int32 or uint32, rounded down; undefined in the two cases above."""
+    """The quotient x / y of int32 or uint32, rounded down; undefined for y = 0 and for the least integer by -1."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=True)
 
 
 def _unsafe_rem(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The remainder of x / y with the sign of x; undefined for integers in the two cases above."""
+    """The remainder of x / y with the sign of x; undefined for integers if y = 0, and for the least integer by -1."""
     return lax.rem(*broadcast([x, y]))
 
 
 def _unsafe_div(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The quotient x / y of int32 or uint32, rounded towards 0; undefined in the two cases above."""
+    """The quotient x / y of int32 or uint32, rounded towards 0; undefined for y = 0 and for the least integer by -1."""
     if op.out.dtype == "uint32":
         return lax.div(*broadcast([x, y]))
     return _int_division(op, x, y, floor=False)
 
 
 def _defined(divide: Rule) -> Rule:
-    """The rule `divide` with selects around it, so that it has jax's results also in the two undefined cases."""
+    """The rule `divide` with selects around it, so that it has jax's results also for a division by 0 and of the least
+    integer by -1.
+    """
 
     def rule(op: Op, x: jax.Array, y: jax.Array) -> jax.Array:
-        """What `divide` computes, but never with a divisor of an undefined case that the ranges of the operands allow;
-        floats as they are.
-
-        In these cases a division by 0 gives `_by_zero`; by -1, a quotient is -x and a remainder 0.
+        """The result of `divide`, with jax's results in those of its two undefined cases that the ranges of the operands
+        allow: `_by_zero` for a divisor of 0; for a divisor of -1 the quotient -x and the remainder 0. Operations on
+        floats are those of `divide`.
         """
         if op.out.dtype not in ("int32", "uint32"):
             return divide(op, x, y)

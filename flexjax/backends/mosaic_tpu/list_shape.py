@@ -44,18 +44,21 @@ class ListShape:
 
 
 def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None:
-    """The blocks that the visits of a kernel follow, None if it visits every tile.
+    """The blocks by which a kernel decides what to visit, None if it visits every tile.
 
-    They are those of the plan's block mask; with lengths, they have batch entries, and are the tiles of the kernel where the plan
-    has no block mask.
+    They are those of the plan's block mask. With lengths every batch entry has blocks of its own; without a block mask
+    these are then the tiles of the kernel.
     """
     blocks, g = plan.blocks, geometry
     if not any(plan.lengths):
         return blocks
     if blocks is not None:
         return blocks.changed(batch=plan.batch)
-    wide, tall = ((g.kv_tiles, 0), (g.q_tiles, 0)) if plan.mask is not None else ((0, g.kv_tiles), (0, g.q_tiles))
-    return BlockLayout(plan.batch, 1, g.block_q, g.block_kv, *wide, *tall)
+    # (partial, full) widths of the lists of a query block, and of the transposed ones
+    widths, transposed = (g.kv_tiles, 0), (g.q_tiles, 0)
+    if plan.mask is None:
+        widths, transposed = widths[::-1], transposed[::-1]
+    return BlockLayout(plan.batch, 1, g.block_q, g.block_kv, *widths, *transposed)
 
 
 def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:

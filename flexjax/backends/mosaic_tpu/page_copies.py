@@ -4,7 +4,7 @@
 
 The page numbers of all batch entries are in SMEM. A tile is copied in *pieces*: whole pages, or parts of a page where the tile is no
 multiple of it. Pieces from the key length of the batch entry on are not copied; the kernel hides those columns, and values past the
-length are zeroed once in the slot. A page number that is not in the pool stands for a page of zeros.
+length are zeroed once in the slot. A page number that is not in the pool is read as a page of zeros.
 
 Pages are those of a plan whose heads are joined (plan/join_heads.py): [P, page, D] and [P, page, E], all heads in one row of columns.
 """
@@ -92,8 +92,8 @@ class PageCopies:
         return slots.key[slot, keys, :], slots.value[slot, keys, :]
 
     def begin_visit(self, tables: Sequence[jax.Ref], visit: TileVisit, pages: Pages, slots: PageSlots[jax.Ref]) -> None:
-        """In a kernel: starts the copies of the next visit, and those of this one if it is the first of the launch; then waits for those
-        of this one, and zeroes the values past the key length.
+        """In a kernel, at the start of each visit: starts the copies of the next visit, and those of this one if it is
+        the first of the launch; then waits for those of this one, and zeroes its values past the key length.
 
         tables   the visit lists in SMEM
         """
@@ -120,7 +120,9 @@ class PageCopies:
         idle = self.order.keys_of_visit(tables, v)[2] == np.int32(IDLE)
 
         def step(at: jax.Array, copied: jax.Array) -> jax.Array:
-            """The piece with number `at` in the tile; returns how many are copied so far."""
+            """Starts the copies of the piece with number `at` in the tile, or zeroes it; returns the number of copied
+            pieces, `copied` of those before included.
+            """
             row = start + at * rows
             number = pages.numbers[b * columns + lax.div(row, page)]
             piece = Piece(number, lax.rem(row, page), at * rows, _slot(v))
@@ -144,7 +146,9 @@ class PageCopies:
         slots.copied[_slot(v)] = lax.fori_loop(np.int32(0), count, step, jnp.int32(0))
 
     def _wait(self, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Waits for all copies into a slot: for as many bytes as they bring, in one wait for each bit of their number."""
+        """Waits for all copies into a slot. A semaphore counts bytes, so there is one wait for each bit that is set in
+        the number of copied pieces, for the bytes of that power of two of pieces.
+        """
         copied = slots.copied[slot]
         for bit in range((self.tile // self.rows).bit_length()):
 
@@ -157,10 +161,12 @@ class PageCopies:
             pl.when((copied >> bit) & 1 == 1)(wait)
 
     def _zero_past_end(self, keys: jax.Array, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Zeroes the values of a tile from row `keys` on: 0 * NaN is NaN. Pieces that were not copied hold what an earlier visit left."""
+        """Zeroes the values of a tile from row `keys` on, because pieces that were not copied hold what an earlier visit
+        left there, which may be NaN, and 0 * NaN is NaN.
+        """
 
         def step(at: jax.Array, carry: jax.Array) -> jax.Array:
-            """The piece with number `at`."""
+            """Zeroes the rows from `keys` on of the piece with number `at`; returns the carry, which nothing reads."""
             first = at * np.int32(self.rows)
             values = slots.value[slot, self._at(first), :]
             slots.value[slot, self._at(first), :] = zero_rows_past_end(values, first, keys)

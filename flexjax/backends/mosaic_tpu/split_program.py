@@ -1,8 +1,8 @@
 """Splits a traced program between XLA and a kernel: decides for each value who computes it.
 
-The kernel computes what needs the score, and cheap arithmetic of positions. XLA computes everything else once, before the
-kernel starts (hoisted.py), and the kernel gets it as an operand (hoisted_operands.py). How a hoisted value reaches the
-kernel follows from the axes on which it depends:
+The kernel computes what needs the score, and arithmetic of positions of few operations. XLA computes all other values once,
+before the kernel starts (hoisted.py), and the kernel gets them as operands (hoisted_operands.py). The form of such an operand
+follows from the axes on which the value depends:
 
     axis class   depends on                 hoisted as
     uniform      b, h                       a scalar in SMEM
@@ -123,7 +123,8 @@ def split(
     A value is hoisted if blocks of a captured array are the value itself, if that is cheaper (`cheaper_hoisted`), or if
     the kernel cannot compute it. With an origin no block of a captured array is a value as it is. Values that only
     hoisted ones need are not in the split. Raises Unsupported if a value must be computed in the kernel and cannot be,
-    would take too large an array outside, or is a hoisted value of q - kv where the origin has several runs.
+    would take XLA an array of more than DENSE_LIMIT bytes, or is a hoisted value of q - kv where the origin has several
+    runs.
     """
     made_by = {o.id: s for s in program.steps for o in s.outs}
     costs = _costs(program)
@@ -161,10 +162,10 @@ def split_for(program: Program, plan: KernelPlan) -> SplitProgram:
 
 
 class _Cost(typing.NamedTuple):
-    """What it takes to compute a value from the values of other axis classes.
+    """What it takes to compute a value from the values of other axis classes, by the steps of its own class.
 
-    no_kernel_form   whether some step on the way has no form in a kernel
-    operations       vector operations of all steps on the way
+    no_kernel_form   whether one of these steps has no form in a kernel
+    operations       vector operations of all these steps
     """
 
     no_kernel_form: bool

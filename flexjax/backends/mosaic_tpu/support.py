@@ -70,8 +70,10 @@ class MosaicTpuBackend:
         return [{"block_q": q, "block_kv": kv, "block_q_bwd": b.q, "block_kv_bwd": b.kv} for (q, kv), b in pairs]
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
-        """The forward pass of the plan by its kernel (see Results), with heads joined or packed into rows where the call is short, and
-        joined where keys are in pages.
+        """The forward pass of the plan by the forward kernel (see Results).
+
+        A plan that `joined_plan` (plan/join_heads.py) or else `packed_plan` (plan/pack_heads.py) rewrites, as a call of
+        few queries, runs rewritten, unless the kernel refuses that; with keys in pages it always runs joined.
         """
         chip = vmem.chip_of(target)
         for rewrite, given, results in (
@@ -173,8 +175,8 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
 def _page_refusal(plan: KernelPlan) -> str | None:
     """The sentence that says why the kernel cannot read the pages of a plan, None if it can.
 
-    It reads a page [page, M, D] as [page * M, D], which has to be the same memory: XLA stores other pools in another order, or in other
-    vectors, and would copy the whole pool at each call.
+    It reads a page [page, M, D] as [page * M, D], which has to be the same memory. For other dtypes, head dims and numbers
+    of heads XLA stores the two shapes differently, and would copy the whole pool at each call.
     """
     if plan.cache_dtype is not None:
         return f"mosaic_tpu does not take quantised pages; this cache is {plan.cache_dtype}."

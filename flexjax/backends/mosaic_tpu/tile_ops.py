@@ -102,8 +102,8 @@ def _as_float(function: Callable[..., jax.Array]) -> Rule:
 
     def rule(op: Op, *args: jax.Array) -> jax.Array:
         """`function` of the operands in float32, in the dtype of the operation."""
-        wide = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
-        return function(*wide).astype(jnp.dtype(op.out.dtype))
+        floats = [jnp.asarray(a).astype(F32) for a in broadcast(args)]
+        return function(*floats).astype(jnp.dtype(op.out.dtype))
 
     return rule
 
@@ -187,7 +187,7 @@ def _convert(op: Op, x: jax.Array) -> jax.Array:
     """convert_element_type: x in the dtype of the operation, by conversions that Mosaic has; x itself if it has that
     dtype.
 
-    A number becomes a bool by != 0, and a bool becomes a number by way of int32.
+    A number becomes a bool by != 0, and a bool is converted to int32 before it is converted to another number.
     """
     source, target = op.inputs[0].dtype, op.out.dtype
     x = jnp.asarray(x)

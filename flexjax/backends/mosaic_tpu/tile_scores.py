@@ -39,7 +39,8 @@ class TileScores:
     order              which tile each grid step visits
     score              score_mod's program, or the program of its derivatives; None: identity
     added_prefetch     scalar-prefetch arrays that the kernel adds, before the lengths
-    check_q_end        whether entries of queries past the end must be off too (a forward kernel just does not write them)
+    check_q_end        whether entries of queries past the end must be off too; not in a forward kernel, whose results for such
+                       queries are not written
     wants_load_slopes  whether the kernel needs the derivatives with respect to captured reads
 
     Set from these:
@@ -120,7 +121,7 @@ class TileScores:
 
     @property
     def keys_end(self) -> bool:
-        """The same for keys."""
+        """Whether a tile may have rows of keys that do not exist, or past the end."""
         return bool(self.plan.lengths[1] or self.order.geometry.kv_len % self.order.geometry.block_kv)
 
     def end_of_queries(self, step: KernelStep) -> jax.Array | np.int32:

@@ -74,5 +74,9 @@ def zero_rows_past_end(values: jax.Array, start: jax.Array, length: int | np.int
 
 
 def round_to(x: jax.Array, dtype: str, interpret: bool) -> jax.Array:
-    """`x`, float32, rounded to a dtype of 16 bits, in float32. The interpreter's XLA may drop a pair of casts; Mosaic keeps it."""
+    """`x`, float32, with its values rounded to those of `dtype`, a float dtype of 16 bits; the result is float32.
+
+    In a kernel two casts do that, which Mosaic keeps. In the interpreter XLA may drop such a pair, so
+    `tile_math.round_to` does it.
+    """
     return tile_math.round_to(x, dtype) if interpret else x.astype(dtype).astype(F32)

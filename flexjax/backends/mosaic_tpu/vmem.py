@@ -243,19 +243,19 @@ BACKWARD_CHOICES = (
 DENSE_FORWARD, WHOLE_TILE_DENSE_FORWARD, DENSE_BACKWARD = (512, 4096, 1024), (2048, 2048, 2048), (1024, 2048, 512)
 """First choices where every tile is visited and no program runs: larger, for fewer grid steps."""
 FEW_ROWS, FEW_ROWS_STRIP = 64, 4096
-"""Up to how many rows of a tile a strip of the forward kernel has that many columns in bfloat16: what is done once a strip costs more
-than the scores of few rows."""
+"""For tiles of at most FEW_ROWS rows in bfloat16, a strip of the forward kernel has up to FEW_ROWS_STRIP columns, because what is done
+once for each strip then costs more than the scores."""
 WHOLE_TILE_CHIPS = frozenset({"v6e", "tpu7x"})
 """Chips whose matrix unit outruns the vector unit. A strip is the whole tile there in the forward kernel, because the row
 maximum and row sum are then updated once a tile."""
 
 
 def _choices(plan: KernelPlan, dense: TileChoice, others: tuple[TileChoice, ...], large: int) -> tuple[TileChoice, ...]:
-    """The tiles to try for a plan, best first: `others`, after `dense` if the plan has no program and no block mask and is
-    bfloat16.
+    """The tiles to try for a plan, best first: `others`, and before them `dense` if the plan has no program and no block
+    mask and is bfloat16.
 
-    For float32 the first `large` of the others are left out, because products of float32 are six passes, unrolled: large tiles of
-    them take the compiler minutes.
+    large   how many of the first of `others` are left out for float32, because a product of float32 is six unrolled
+            passes, and large tiles take the compiler minutes
     """
     if plan.dtype == "float32":
         return others[large:]
