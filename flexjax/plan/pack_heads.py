@@ -79,7 +79,7 @@ def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
         return captures if program is None or not program.reads("q") else (*captures, *starts)
 
     return operands._replace(
-        query=_pack(operands.query, plan),
+        query=pack_rows(operands.query, plan, plan.layout),
         score_captures=with_starts(plan.score, operands.score_captures),
         mask_captures=with_starts(plan.mask, operands.mask_captures),
         dropout_captures=with_starts(plan.dropout, operands.dropout_captures),
@@ -90,27 +90,35 @@ def pack_operands(plan: KernelPlan, operands: Operands) -> Operands:
 
 def unpack_results(plan: KernelPlan, results: Results) -> Results:
     """The results of `plan` from those of its packed plan."""
-    return jax.tree.map(lambda x: _unpack(x, plan), results)
+    return jax.tree.map(lambda x: unpack_rows(x, plan, plan.layout), results)
 
 
-def _pack(x: Array, plan: KernelPlan) -> Array:
-    """[B, T, N, ...] as [B, T * G, M, ...], or for BNTH [B, N, T, ...] as [B, M, T * G, ...]."""
-    heads, group, rest = plan.kv_heads, plan.group, x.shape[3:]
-    if plan.layout == "BTNH":
-        split = x.reshape(plan.batch, plan.q_len, heads, group, *rest)
-        return jnp.swapaxes(split, 2, 3).reshape(plan.batch, plan.q_len * group, heads, *rest)
-    split = x.reshape(plan.batch, heads, group, plan.q_len, *rest)
-    return jnp.swapaxes(split, 2, 3).reshape(plan.batch, heads, plan.q_len * group, *rest)
+def pack_rows(x: Array, plan: KernelPlan, layout: str) -> Array:
+    """An array with an entry for each query and query head as packed rows: [B, T, N, ...] or [B, N, T, ...] in the plan's
+    layout, as [B, T * G, M, ...] (`layout` "BTNH") or [B, M, T * G, ...] ("BNTH"). It is one transposition.
+    """
+    sizes = {"t": plan.q_len, "m": plan.kv_heads, "g": plan.group}
+    given = "tmg" if plan.layout == "BTNH" else "mgt"
+    rows = plan.q_len * plan.group
+    wanted, ends = ("tgm", (rows, plan.kv_heads)) if layout == "BTNH" else ("mtg", (plan.kv_heads, rows))
+    split = x.reshape(plan.batch, *(sizes[axis] for axis in given), *x.shape[3:])
+    return _reordered(split, given, wanted).reshape(plan.batch, *ends, *x.shape[3:])
 
 
-def _unpack(x: Array, plan: KernelPlan) -> Array:
-    """The inverse of `_pack`."""
-    heads, group, rest = plan.kv_heads, plan.group, x.shape[3:]
-    if plan.layout == "BTNH":
-        split = x.reshape(plan.batch, plan.q_len, group, heads, *rest)
-        return jnp.swapaxes(split, 2, 3).reshape(plan.batch, plan.q_len, plan.q_heads, *rest)
-    split = x.reshape(plan.batch, heads, plan.q_len, group, *rest)
-    return jnp.swapaxes(split, 2, 3).reshape(plan.batch, plan.q_heads, plan.q_len, *rest)
+def unpack_rows(x: Array, plan: KernelPlan, layout: str) -> Array:
+    """The inverse of `pack_rows`, for an array of packed rows in `layout`."""
+    sizes = {"t": plan.q_len, "m": plan.kv_heads, "g": plan.group}
+    given = "tgm" if layout == "BTNH" else "mtg"
+    heads_last = plan.layout == "BTNH"
+    wanted, ends = ("tmg", (plan.q_len, plan.q_heads)) if heads_last else ("mgt", (plan.q_heads, plan.q_len))
+    split = x.reshape(plan.batch, *(sizes[axis] for axis in given), *x.shape[3:])
+    return _reordered(split, given, wanted).reshape(plan.batch, *ends, *x.shape[3:])
+
+
+def _reordered(x: Array, given: str, wanted: str) -> Array:
+    """x with its dimensions 1, 2 and 3, which are named in `given`, in the order of `wanted`."""
+    order = (0, *(1 + given.index(axis) for axis in wanted), *range(4, x.ndim))
+    return jnp.transpose(x, order)
 
 
 @functools.lru_cache(maxsize=512)

@@ -24,6 +24,7 @@ from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
 from flexjax.ir.fold_heads import fold_heads
 from flexjax.plan.kernel_plan import KernelPlan, Operands, Results
+from flexjax.plan.pack_heads import pack_rows
 
 
 def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
@@ -121,7 +122,7 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
     tables = () if operands.origin is None else tuple(operands.origin)
     captures = lambda arrays: (*(memory.kernel_operand(x) for x in arrays), *tables)
     return DecodeInputs(
-        query=pad(_packed(plan, operands.query), "BNTH", rows, tile.head_dim),
+        query=pad(pack_rows(operands.query, plan, "BNTH"), "BNTH", rows, tile.head_dim),
         key=pad(key, layout, stored, tile.head_dim),
         value=pad(value, layout, stored, tile.value_dim),
         work=work,
@@ -130,13 +131,3 @@ def _inputs(setup: DecodeSetup, operands: Operands, work: Work[jax.Array]) -> De
         pages=None if pages is None else pages.astype(jnp.int32),
         scales=decode_sm90_scales.scale_operands(setup, operands, work.lengths),
     )
-
-
-def _packed(plan: KernelPlan, query: jax.Array) -> jax.Array:
-    """The queries as packed rows, [B, M, T * group, D]; a reshape where there is one query."""
-    split = (plan.kv_heads, plan.group)
-    if plan.layout == "BTNH":
-        x = jnp.transpose(query.reshape(plan.batch, plan.q_len, *split, plan.head_dim), (0, 2, 1, 3, 4))
-    else:
-        x = jnp.transpose(query.reshape(plan.batch, *split, plan.q_len, plan.head_dim), (0, 1, 3, 2, 4))
-    return x.reshape(plan.batch, plan.kv_heads, plan.q_len * plan.group, plan.head_dim)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from flexjax.backends.mosaic_gpu.online_softmax import OnlineSoftmax
 from flexjax.plan.kernel_plan import KernelPlan, Results
+from flexjax.plan.pack_heads import unpack_rows
 
 ORDERED = 16
 """Chunks whose partial results are added in one chain."""
@@ -87,13 +88,5 @@ def merged(
         exists = query < query_lengths[:, None, None]
         found = jnp.where(exists[..., None], found, 0.0)
         lse, largest = jnp.where(exists, lse, -jnp.inf), jnp.where(exists, largest, -jnp.inf)
-    place = functools.partial(_unpacked, plan)
+    place = lambda x: unpack_rows(x, plan, "BNTH")
     return Results(place(found.astype(plan.out_dtype)), place(lse), place(largest) if plan.max_scores else None)
-
-
-def _unpacked(plan: KernelPlan, x: jax.Array) -> jax.Array:
-    """[B, M, T * group, ...] as [B, T, N, ...] or [B, N, T, ...] by the plan's layout."""
-    x = x.reshape(plan.batch, plan.kv_heads, plan.q_len, plan.group, *x.shape[3:])
-    order = (0, 2, 1, 3) if plan.layout == "BTNH" else (0, 1, 3, 2)
-    lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
-    return jnp.transpose(x, (*order, *range(4, x.ndim))).reshape(plan.batch, *lengths, *x.shape[4:])
