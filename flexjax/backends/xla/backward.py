@@ -1,4 +1,4 @@
-"""The backward pass in XLA: one sweep over the tiles of the forward pass, which computes the probabilities again.
+"""The backward pass in XLA: one loop over the tiles of the forward pass, which computes the probabilities again.
 
 With s' = score_mod(s), p = exp(s' - lse), r dropout's multiplier (1 without), do and dlse the cotangents of out and lse:
 
@@ -15,7 +15,7 @@ A tile row is one query block of one group of batch entries and query heads; a v
 (block_loop.py). In the code, `delta` is already delta - dlse.
 
 TiledOperands are the operands of the pass, laid out for tiles; a TileRow says which tile row, a BlockVisit which key blocks a
-visit computes. KeySums and QuerySums are the gradients so far: sums over queries, and sums over keys of one tile row.
+visit computes. KeySums and QuerySums are the sums that become the gradients: over queries, and over keys of one tile row.
 """
 
 import typing
@@ -71,7 +71,8 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
     """The gradients of the wanted operands, in their shapes and dtypes; None for those that are not wanted.
 
     Sums are in the dtype of scores. A call without batch entries, queries or keys has gradients 0, but those of the
-    sinks (`_empty_gradients`). A query that sees no key gets and gives no gradient.
+    sinks (`_empty_gradients`). A query that sees no key has gradient 0 and adds nothing to the gradients of other
+    operands; one that does not exist (lengths) neither.
     """
     operands, results, d_out, d_lse, wanted, derivative = given
     lengths = operands.lengths or NONE
@@ -82,11 +83,11 @@ def backward(plan: KernelPlan, given: BackwardInputs, target: Target) -> Gradien
     d_out = where_exists(d_out, lengths.query, plan)
     tiled = TiledOperands(plan, operands, target, derivative, backward=True)
     sizes = tiled.sizes
-    wide = lambda x: heads_first(x, plan).astype(tiled.compute)
-    delta = jnp.sum(wide(d_out) * wide(results.float32_out), -1)
+    in_compute = lambda x: heads_first(x, plan).astype(tiled.compute)
+    delta = jnp.sum(in_compute(d_out) * in_compute(results.float32_out), -1)
     if d_lse is not None:
-        delta = delta - wide(d_lse)
-    lse = wide(results.lse)
+        delta = delta - in_compute(d_lse)
+    lse = in_compute(results.lse)
     # The lse of an empty row is -inf, on which no score depends.
     delta = jnp.where(jnp.isneginf(lse), jnp.zeros_like(delta), delta)
     per_row = RowArrays(tiled.rows(d_out), *(pad_to(x, 2, sizes.padded_q)[..., None] for x in (delta, lse)))
@@ -148,7 +149,10 @@ class RowArrays(typing.NamedTuple):
 class BackwardSweep(typing.NamedTuple):
     """What is the same for all tile rows of a backward pass, and the step `add_row` for one of them.
 
-    captured     the buffers of the gradients of captured arrays
+    tiled        the operands of the pass
+    per_row      what the pass reads for each query
+    captured     how the gradients of captured arrays are summed
+    wanted       which operands get a gradient
     derivative   program of score_mod's derivatives; None where score_mod is the identity
     """
 
@@ -172,8 +176,8 @@ class BackwardSweep(typing.NamedTuple):
         need_ds = wanted.query or wanted.key or wanted.query_extra or wanted.key_extra
 
         def visit_tile(state: tuple[QuerySums, KeySums], visit: BlockVisit) -> tuple[QuerySums, KeySums]:
-            """`state`, the gradients of the row's queries and those summed over queries, with the tile of one visit
-            added. Without gradients of scores and captured arrays, only that of value is.
+            """`state`, (the sums of this row's queries, the sums over queries), with the tile of one visit added. If no
+            gradient but those of values and sinks is wanted, only the sum for values changes.
             """
             (dq, dqx), (dk, dv, dkx, buffers) = state
             raw = raw_scores(tiled, row, visit, q, q_extra)

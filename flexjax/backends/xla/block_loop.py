@@ -82,7 +82,9 @@ def row_at(
 
 
 def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
-    """The tile row without the blocks past the lengths of its batch entries; itself without lengths."""
+    """The tile row with `blocks`, `uncut`, `uncut_full` and the numbers of its lists set for the lengths of its batch entries
+    (`TileRow`); the tile row itself without lengths.
+    """
     of_row = lambda x: lax.dynamic_slice(x, (row.b0,), (sizes.batch,))
     if lengths.key is None and lengths.query is None:
         return row
@@ -98,8 +100,8 @@ def _trimmed(row: TileRow, sizes: TileSizes, lengths: Lengths) -> TileRow:
         """How many of the first `num` numbers of a list, which ascend, are below `end`."""
         if num is None or index is None:
             return None
-        listed = jnp.arange(index.shape[0], dtype=jnp.int32) < num
-        return jnp.sum(listed & (index < end), dtype=jnp.int32)
+        real = jnp.arange(index.shape[0], dtype=jnp.int32) < num
+        return jnp.sum(real & (index < end), dtype=jnp.int32)
 
     return row._replace(
         full_num=number(row.full_num, row.full_index, blocks),
@@ -147,8 +149,8 @@ def region_of(sizes: TileSizes, row: TileRow, blocks: Array, placed: Placed = NO
 def walk(
     plan: KernelPlan, sizes: TileSizes, row: TileRow, body: Callable[[Carry, BlockVisit], Carry], carry: Carry
 ) -> Carry:
-    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for each visit in turn; returns the last
-    carry.
+    """Folds `body` over the visits of a tile row: carry = body(carry, visit) for one visit after the other; returns the
+    last carry.
 
     Without a block mask, every key block is visited by itself, with `valid` None. With one, only the blocks of the
     row's lists are, `chunk` at a time (see the top of this file); the last visit may have fewer that are valid. A row

@@ -96,8 +96,11 @@ class CaptureGradients:
     """
 
     def __init__(self, tiled: TiledOperands, derivative: Program | None, wanted: Sequence[bool]):
-        """`wanted`: for each captured array of score_mod, whether its gradient is wanted. `derivative`: program of score_mod's
-        derivatives, None where score_mod is the identity.
+        """Finds the slots of the wanted loads.
+
+        tiled        the operands of the backward pass
+        derivative   program of score_mod's derivatives; None where score_mod is the identity
+        wanted       for each captured array of score_mod, whether its gradient is wanted
         """
         self.tiled = tiled
         self.plan = tiled.plan
@@ -162,7 +165,7 @@ class CaptureGradients:
 
         Cotangents are summed over batch entries and heads on which the index does not depend (`_axes`). A load of kind
         TILE is added by slices where it has `slices`; otherwise it, and a diagonal under an origin of several runs, is
-        scattered at the index values, and what is outside of the array is dropped.
+        scattered at the index values, and positions past the ends of the array are dropped.
         """
         axes = self._axes(slot)
         drop = tuple(i for i, axis in enumerate(("b", "h")) if axis not in axes)
@@ -238,13 +241,14 @@ class CaptureGradients:
         return tuple(None if t is None else t.astype(d) for t, d in zip(total, dtypes, strict=True))
 
     def _scatter(self, slot: LoadSlot, buffer: Array, total: Array) -> Array:
-        """`total`, the gradient of a captured array so far and in its shape, with the `buffer` of one of its loads
-        added.
+        """`total` with the `buffer` of one load of its captured array added.
+
+        total   in the shape of the captured array: the gradients of its other loads that were added before
 
         A buffer of kind TILE (or of a diagonal under an origin of several runs) has the array's shape, up to padding,
         and is added as it is. Any other is scatter-added: the index of the load is evaluated at every position of the
-        buffer and says to which element of the array the position belongs; positions outside of the array are dropped.
-        All sums of a captured scalar are added up.
+        buffer and says to which element of the array the position belongs; positions past the ends of the array are
+        dropped. All sums of a captured scalar are added up.
         """
         plan, s = self.plan, self.tiled.sizes
         if slot.kind not in (SCALAR, ROW, COLUMN, DIAGONAL) or (slot.kind == DIAGONAL and not self.one_run):
@@ -279,7 +283,7 @@ class Everywhere(Region):
 
     @classmethod
     def of(cls, plan: KernelPlan, placed: Placed, nb: int, nh: int) -> "Everywhere":
-        """For nb batch entries and nh heads."""
+        """The attention matrix of the plan, at `nb` batch entries from 0 and `nh` heads from 0; see `placed` above."""
         return cls(0, nb, 0, nh, 0, plan.q_len, jnp.zeros(1, jnp.int32), plan.kv_len, placed)
 
     def index(self, axis: int) -> Array:

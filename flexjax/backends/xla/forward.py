@@ -25,7 +25,7 @@ from flexjax.plan.lengths import existing_results
 
 Array = jax.Array
 Rows = tuple[Array, Array, Array]
-"""out, lse and max_scores of a tile row (`_row`), or of all, one after the other."""
+"""(out, lse, max_scores) of one tile row as `_row` returns them, or of all tile rows, stacked along a new first axis."""
 
 
 def forward(plan: KernelPlan, operands: Operands, target: Target) -> Results:
@@ -66,7 +66,7 @@ def _opaque_map(one_row: Callable[[Array], Rows], steps: int, tiled: TiledOperan
     empty = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), jax.eval_shape(one_row, jnp.int32(0)))
 
     def round_(step: Array, found: Rows) -> Rows:
-        """`found` with the results of one tile row put in their place."""
+        """`found`, the results of all tile rows, with those of tile row `step` computed and written."""
         put = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, step, 0)
         return typing.cast(Rows, jax.tree.map(put, found, one_row(step)))
 

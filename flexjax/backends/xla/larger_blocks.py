@@ -5,8 +5,8 @@ host for each step. A block of 128 x 128 is too little work for that. So the xla
 
     one step      a call with at most ONE_STEP scores drops its block lists and computes the whole score matrix at once, masked by
                   the mask program
-    larger blocks  other calls merge blocks of their block mask into blocks of WIDE (queries, keys), or of NARROW where every query
-                  sees few keys, as in a short window, and most of a wide block would be empty
+    larger blocks  other calls merge blocks of their block mask into blocks of LARGE (queries, keys), or of MEDIUM where every
+                  query sees few keys, as in a short window, and most of a larger block would be empty
 
 On a CPU the blocks of the block mask stay as they are: steps cost little there, and a small tile stays in the cache.
 """
@@ -18,11 +18,11 @@ from flexjax.backends.xla.tile_sizes import ONE_STEP, largest_divisor, scores_of
 from flexjax.plan import mask_blocks
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
-WIDE, NARROW = (2048, 2048), (512, 512)
+LARGE, MEDIUM = (2048, 2048), (512, 512)
 """The size of the larger blocks, (queries, keys), rounded down to whole mask blocks. On an H200, both passes, bfloat16, 16 heads of
 128: causal of 4096 tokens takes 3.8 ms in blocks of 2048, 4.1 of 1024, 5.8 of 512; a window of 512 in 16384 17.8, 19.7 and 17.4."""
 FEW_KEYS = 1024
-"""Up to so many keys of visited blocks for a row of blocks, the larger blocks are NARROW."""
+"""The larger blocks are MEDIUM where the visited blocks of each row of blocks have at most this many keys."""
 
 
 def plan_on_larger_blocks(plan: KernelPlan, target: Target, backward: bool = False) -> KernelPlan:
@@ -60,12 +60,14 @@ def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
         return max(plan.q_len, 1), max(plan.kv_len, 1)
 
     few = (blocks.partial + blocks.full) * blocks.block_kv <= FEW_KEYS
-    queries, keys = NARROW if few else WIDE
+    queries, keys = MEDIUM if few else LARGE
 
     def merged(block: int, most: int, run: int | None) -> int:
-        """As many whole mask blocks as `most` tokens have, at least one, and so many that they divide a run of an origin.
+        """Tokens of a larger block along one axis: the most whole mask blocks, at least one, that have at most `most`
+        tokens together and whose number divides that of a run of the origin.
 
-        run   tokens of a run; None: there is one run
+        block   tokens of a mask block
+        run     tokens of a run; None: there is one run, which need not be divided
         """
         count = max(1, most // block)
         return block * (count if run is None else largest_divisor(run // block, count))
@@ -79,7 +81,7 @@ def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
 
 
 def _in_one_step(plan: KernelPlan, size: tuple[int, int]) -> bool:
-    """Whether a block of that size is the whole score matrix, so that no list is needed. Not with keys in pages, whose tiles do not
-    depend on the number of requests and pages.
+    """Whether a block of `size` (queries, keys) is the whole score matrix, so that no list is needed. False with keys in
+    pages, whose tiles must not depend on the number of requests and pages.
     """
     return size[0] >= plan.q_len and size[1] >= plan.kv_len and not plan.page

@@ -31,14 +31,19 @@ class PageRows:
     """
 
     def __init__(self, plan: KernelPlan, sizes: TileSizes, pages: Array):
-        """pages   int32 [B, n], those of the operands"""
+        """Pads the page numbers of a call.
+
+        pages   int32 [B, n], those of the operands
+        """
         self.page, self.block_kv = plan.page, sizes.block_kv
         short = -(-sizes.padded_kv // plan.page) - pages.shape[1]
         self.pages = jnp.pad(pages, ((0, 0), (0, short)), constant_values=-1)
 
     def take(self, given: Pool, heads: tuple[Array | int, int], b: Array, blocks: Array, dtype: jnp.dtype) -> Array:
-        """The tokens of key blocks of batch entry b: [1, heads, blocks * block_kv, D] in `dtype`.
+        """The tokens of key blocks of batch entry b: [1, heads, blocks * block_kv, D] in `dtype`, multiplied by the scales
+        of a quantised pool.
 
+        given    the pool of keys or of values
         heads    (first key head, how many)
         blocks   int32 [chunk]: numbers of the key blocks
 

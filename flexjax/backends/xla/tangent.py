@@ -87,7 +87,7 @@ class TiledTangents:
     def __init__(self, tiled: TiledOperands, tangents: Gradients, derivative: Program | None, results: Results):
         """Lays out `tangents`, those of the operands `tiled`, and the `results` of the forward pass."""
         maybe = lambda f, x: None if x is None else f(x)
-        wide = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
+        in_compute = lambda x: heads_first(x, tiled.plan).astype(tiled.compute)
         self.tiled, self.derivative = tiled, derivative
         self.query, self.query_extra = (maybe(tiled.rows, x) for x in (tangents.query, tangents.query_extra))
         self.key, self.value, self.key_extra = (
@@ -102,8 +102,8 @@ class TiledTangents:
         filled = [z if has else c for z, has, c in zip(zeros, has_tangent, tiled.score_captures, strict=True)]
         padded = tiled.pad_score_captures(filled) if any(has_tangent) else filled
         self.captures = tuple(p if has else None for p, has in zip(padded, has_tangent, strict=True))
-        self.lse = pad_to(wide(results.lse), 2, tiled.sizes.padded_q)[..., None]
-        self.out = pad_to(wide(results.float32_out), 2, tiled.sizes.padded_q)
+        self.lse = pad_to(in_compute(results.lse), 2, tiled.sizes.padded_q)[..., None]
+        self.out = pad_to(in_compute(results.float32_out), 2, tiled.sizes.padded_q)
 
 
 def _row(tiled_tangents: TiledTangents, row: TileRow) -> tuple[Array, Array]:

@@ -13,16 +13,15 @@ from flexjax.plan.pages import whole_pages
 
 CPU_TILE = 1 << 18
 """Scores of a tile on a CPU, over all its heads and batch entries, without a block mask."""
-CPU_LISTED_TILE = 1 << 16
-"""The same where the key blocks come from a block mask's lists."""
+CPU_TILE_OF_LISTS = 1 << 16
+"""Scores of a tile on a CPU, over all its heads and batch entries, where its key blocks come from the lists of a block mask."""
 CPU_CHUNK = 1 << 14
 """Scores up to which a CPU takes several key blocks of a list at a time. More blocks at a time must be copied together from
 separate places, and the last step of a row also computes blocks that are not there. Blocks of 128 one by one take 0.4 to 0.9 of
 the time of four at a time."""
 SHORT_QUERIES, SHORT_KEYS = 64, 128
-"""Up to how many queries a call on a CPU is short, as a step of decoding is, and how many keys a visit of a short call has. A visit
-has one batch entry then: the arrays of a visit stay in the second-level cache, and the bits of a row do not depend on the
-batch."""
+"""A call on a CPU with at most SHORT_QUERIES queries, such as a step of decoding, is short, and its visits have SHORT_KEYS keys. A visit
+then has one batch entry, so that its arrays stay in the second-level cache and the bits of a row do not depend on the batch."""
 ACCELERATOR_TILE = 1 << 27
 """Scores of a tile on other platforms: 512 MB in float32."""
 ROW_STEPS = 4
@@ -85,12 +84,13 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     That number depends on the platform of the target and on whether there is a block mask (the constants above). Heads
     are 1 where the mask's lists have heads; batch entries are 1 where they have heads or batch entries, where a tile
     lacks some heads, where an origin gives each batch entry positions of its own, or on a CPU with lengths, because a
-    tile of several entries is as long as the longest. `backward` chooses the pass whose
-    tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv. Without a block mask these
-    options, if given, set the size of a tile, at most the sequence lengths and cut to a divisor of the runs of an
-    origin, and `chunk` is 1. Under a block mask a tile has the queries of one mask block (or all queries, if these are
-    fewer); the option for keys, rounded down to whole mask blocks (at least one, at most all), sets `chunk`; without
-    that option `chunk` is at most MAX_CHUNK and the longest list.
+    tile of several entries is as long as the longest.
+
+    `backward` chooses the pass whose tile options count: block_q_bwd and block_kv_bwd in place of block_q and block_kv.
+    Without a block mask these options, if given, set the size of a tile, at most the sequence lengths and cut to a
+    divisor of the runs of an origin, and `chunk` is 1. Under a block mask a tile has the queries of one mask block (or
+    all queries, if these are fewer); the option for keys, rounded down to whole mask blocks (at least one, at most
+    all), sets `chunk`; without that option `chunk` is at most MAX_CHUNK and the longest list.
 
     A forward pass of a call that `is_short` has tiles of one batch entry, and, without options, of SHORT_KEYS keys that
     start at multiples of SHORT_KEYS (whole mask blocks under a block mask), whatever the batch and the lists of others are.
@@ -102,9 +102,9 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
     asked_q = options.block_q_bwd if backward else options.block_q
     asked_kv = options.block_kv_bwd if backward else options.block_kv
     on_cpu = target.platform == "cpu"
-    listed = plan.blocks is not None
+    has_lists = plan.blocks is not None
     short = is_short(plan, target) and not backward
-    budget = (CPU_LISTED_TILE if listed else CPU_TILE) if on_cpu else ACCELERATOR_TILE
+    budget = (CPU_TILE_OF_LISTS if has_lists else CPU_TILE) if on_cpu else ACCELERATOR_TILE
     if plan.blocks is None:
         most_q, most_kv = DENSE_QUERIES, DENSE_KEYS
         if not on_cpu and scores_of(plan) <= ONE_STEP and not plan.page:
@@ -142,12 +142,12 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
         batch = largest_divisor(plan.batch, budget // (area * heads))
     most = CPU_CHUNK if on_cpu else budget
     together = widest if on_cpu else -(-widest // ROW_STEPS)
-    chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if listed else 1
-    if listed and short:
+    chunk = max(1, min(most // (area * heads * batch), together, MAX_CHUNK)) if has_lists else 1
+    if has_lists and short:
         chunk = max(1, min(SHORT_KEYS // block_kv, -(-plan.kv_len // block_kv)))
-    if listed and plan.page:
+    if has_lists and plan.page:
         chunk = max(1, min(most // (area * heads), PAGED_CHUNK))
-    if listed and asked_kv:
+    if has_lists and asked_kv:
         chunk = max(1, min(asked_kv // block_kv, MAX_CHUNK if plan.page else -(-plan.kv_len // block_kv)))
     return TileSizes(
         batch,
@@ -163,8 +163,8 @@ def choose_tile_sizes(plan: KernelPlan, target: Target, backward: bool = False) 
 
 
 def is_short(plan: KernelPlan, target: Target) -> bool:
-    """Whether a call has so few queries, on a CPU, that reading keys and values takes its time. Keys in pages have sizes of their
-    own.
+    """Whether a call on a CPU has at most SHORT_QUERIES queries, so that most of its time goes into reading keys and
+    values. False for keys in pages, which have tile sizes of their own.
     """
     return target.platform == "cpu" and plan.q_len <= SHORT_QUERIES and not plan.page
 

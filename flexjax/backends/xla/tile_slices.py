@@ -54,8 +54,8 @@ class SlicePlan:
         """
         at = {"b": region.b0, "h": region.h0, "q": region.q0, "kv": region.kv_starts[block], "at": 0}
         size = {"b": region.nb, "h": region.nh, "q": region.bq, "kv": region.bk, "at": 1}
-        starts: list[Array | int] = [jnp.asarray(at[walk] + offset, jnp.int32) for walk, offset in self.index]
-        return starts, [size[walk] for walk, _ in self.index]
+        starts: list[Array | int] = [jnp.asarray(at[axis] + offset, jnp.int32) for axis, offset in self.index]
+        return starts, [size[axis] for axis, _ in self.index]
 
     def padding(self, array: ArrayType, q_len: int, kv_len: int) -> list[tuple[int, int]]:
         """For each dimension of the array (0, how much to append), so that the slices of all tiles lie inside the
@@ -65,8 +65,8 @@ class SlicePlan:
         """
         need = {"q": q_len, "kv": kv_len}
         return [
-            (0, max(0, need[walk] + offset - size) if walk in need else 0)
-            for (walk, offset), size in zip(self.index, array.shape, strict=True)
+            (0, max(0, need[axis] + offset - size) if axis in need else 0)
+            for (axis, offset), size in zip(self.index, array.shape, strict=True)
         ]
 
 
@@ -86,8 +86,8 @@ def slice_plan(load: Load) -> SlicePlan | None:
 
 
 def _index_part(atom: Atom) -> tuple[str, int] | None:
-    """What indexes one dimension of a load, as an entry of SlicePlan.index; None if the atom is no literal, b, h, q + c
-    or kv + c with c >= 0, also for b + c, 2 * q, or a sum with a value that only the kernel knows.
+    """What indexes one dimension of a load, as an entry of SlicePlan.index; None unless the atom is a literal, b, h,
+    q + c or kv + c with c >= 0. So it is None for b + c, for 2 * q, and for a sum with a value that is not a constant.
     """
     if isinstance(atom, Lit):
         return ("at", int(typing.cast(int, atom.value)))

@@ -85,9 +85,10 @@ class TiledOperands:
 
     sizes              sizes of the tiles
     compute            dtype of scores and sums
-    operand_dtype      dtype of the operands of products: low precision only where the platform has units for it
+    operand_dtype      dtype of the operands of products: that of the plan where the platform multiplies it, else `compute`
     rounds_weights     whether the weights of values are rounded, in both passes to the same numbers (tile_math.py)
-    widens_slices      whether keys and values in place are kept from being widened as a whole (`pinned`): on a CPU
+    widens_slices      whether XLA converts 16-bit and 8-bit floats to float32 before it slices them, which `pinned` confines to
+                       the slices of a visit: on a CPU
     in_place           whether keys and values keep their own length, layout and dtype: in a forward pass of a short call
                        (tile_sizes.is_short), or of one row of tiles, which reads each of them once
     key_heads_axis     the axis of the heads of key, value and key_extra: 2 if they are in place and the layout is BTNH, else 1
@@ -179,7 +180,7 @@ class TiledOperands:
         return pad_to(heads_first(x, self.plan), 2, self.sizes.padded_kv).astype(self.operand_dtype)
 
     def take_rows(self, x: Array, row: TileRow) -> Array:
-        """The part [batch, heads, block_q, ...] of an array [B, N, padded_q, ...] that belongs to the tile row."""
+        """The part [batch, heads, block_q, ...] of x, an array [B, N, padded_q, ...], that belongs to the tile row."""
         s = self.sizes
         rest = (0,) * (x.ndim - 3)
         start = (row.b0, row.h0, row.q_block * s.block_q, *rest)
@@ -226,11 +227,12 @@ class TiledOperands:
         return self._existing_columns(parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2), row, visit)
 
     def pinned(self, x: Array, blocks: Array) -> tuple[Array, Array]:
-        """(x, blocks) as one value that XLA cannot take apart, where `x` is a cache of narrow floats that the loop over visits reads
-        in place on a CPU; both themselves elsewhere.
+        """(x, blocks), behind one optimization barrier if `x` is a cache of floats of less than 32 bits that the loop over
+        visits reads in place on a CPU; as they are otherwise.
 
-        XLA has no slices of such arrays on a CPU: it widens the array and slices that. Without the numbers of the blocks, which
-        change from visit to visit, it widens the whole cache before the loop, in each step of decoding.
+        XLA has no slices of such arrays on a CPU: it converts the array to float32 and slices that. Without the barrier
+        it converts the whole cache once before the loop, in each step of decoding. The numbers of the blocks change
+        from visit to visit, so behind a barrier with them x cannot be converted before the loop.
         """
         if not (self.widens_slices and (self.in_place or self.pages) and _is_narrow(x)):
             return x, blocks
@@ -245,8 +247,11 @@ class TiledOperands:
         return jnp.where(self.exists(columns, row, 1), found, jnp.zeros((), found.dtype))
 
     def exists(self, at: Array, row: TileRow, which: int) -> Array:
-        """Which queries (`which` 0) or keys (1) exist, of those with the numbers `at` in the call, which broadcast over the batch
-        entries of the tile row: bool of 4 dims. The call has such lengths.
+        """Which queries (`which` 0) or keys (1) of the batch entries of the tile row exist: bool [batch, ...], of 4 dims.
+
+        at   their numbers in the call, int32 of 4 dims, which broadcast over the batch entries
+
+        The call must have lengths of queries or keys.
         """
         lengths = self.lengths[which]
         assert lengths is not None

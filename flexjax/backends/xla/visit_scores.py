@@ -109,8 +109,9 @@ def _on(tiled: TiledOperands, region: Region, row: TileRow, visit: BlockVisit, m
 
     region   of the visit, in positions of the whole problem
 
-    An entry counts if the mask program shows it (not asked in full blocks), its key block is valid, and its key, and
-    with mask_q_end its query, exists and is not past the end. Without a block mask the mask program is asked everywhere.
+    An entry counts if the mask program shows it (which is not evaluated in full blocks), its key block is valid, and its
+    key, and with mask_q_end its query, exists and is not past the end. Without a block mask the mask program is
+    evaluated everywhere.
     """
     plan, lengths = tiled.plan, tiled.lengths
     rows = region_of(tiled.sizes, row, visit.blocks)
