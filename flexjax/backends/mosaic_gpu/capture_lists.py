@@ -104,8 +104,8 @@ def most_visits(plan: KernelPlan, tile: int) -> int:
     if blocks is None:
         tiles = -(-plan.q_len // tile) * -(-plan.kv_len // tile)
     else:
-        listed = -(-plan.q_len // blocks.block_q) * (blocks.partial + blocks.full)
-        tiles = listed * (blocks.block_q // tile) * (blocks.block_kv // tile)
+        entries = -(-plan.q_len // blocks.block_q) * (blocks.partial + blocks.full)
+        tiles = entries * (blocks.block_q // tile) * (blocks.block_kv // tile)
     return plan.batch * plan.q_heads * tiles
 
 
@@ -157,10 +157,11 @@ def shape_for(
 
 
 def whole_tiles(plan: KernelPlan, tile: int) -> tuple[int, int] | None:
-    """(rows, columns) of tiles of the whole problem, if visits can be listed by its diagonals; None if not.
+    """(rows, columns) of tiles of the whole problem, if each list can have the visits on one of its diagonals; None if
+    not, and without an origin or a score_mod.
 
-    They can where the starts of all runs of the origin are multiples of the tile, the same for all batch entries, and the
-    lengths of the whole problem are known and not so large that most lists are empty (MOST_DIAGONALS).
+    They can where the starts of all runs of the origin are multiples of the tile and the same for all batch entries, and
+    the rows plus the columns of tiles of the whole problem are at most MOST_DIAGONALS, because more lists would mostly be empty.
     """
     origin, program = plan.origin, plan.score
     if origin is None or program is None or origin.aligned % tile or origin.rows > 1:
@@ -183,7 +184,7 @@ def tile_lists(
     one of `shape.keys` equal runs of the visits of its heads, the last of which may be shorter or empty. `head_offset`
     is None unless heads with block lists of their own are joined.
     """
-    row, column, masked, listed = _visits(plan, lists, shape)
+    row, column, masked, exists = _visits(plan, lists, shape)
     key = {
         ir.SCALAR: row * 0,
         ir.ROW: row,
@@ -191,7 +192,7 @@ def tile_lists(
         ir.DIAGONAL: _diagonals(plan, shape, row, column, starts),
         ir.TILE: row * shape.columns + column,
     }[shape.kind]
-    key = module_of(key, listed).where(listed, key, AFTER_ALL_KEYS)
+    key = module_of(key, exists).where(exists, key, AFTER_ALL_KEYS)
     tile = (row * shape.columns + column) * 2 + masked
     merged = (key.shape[0] > shape.batch, key.shape[1] > shape.heads)
     parts = [key, _heads(plan, key.shape, merged), tile] if any(merged) else [key, tile]
@@ -253,14 +254,14 @@ def _visits(plan: KernelPlan, lists: BlockLists | None, shape: ListShape) -> tup
     ):
         if num is None or index is None:
             continue
-        # [batch, heads, blocks of queries, listed, tiles of queries in a block, tiles of keys in a block]
+        # [batch, heads, blocks of queries, entries of a list, tiles of queries in a block, tiles of keys in a block]
         numbers = lambda n, axis: np.arange(n, dtype=np.int32).reshape([-1 if a == axis else 1 for a in range(6)])
         row = numbers(index.shape[2], 2) * per_q + numbers(per_q, 4)
         column = index[..., None, None] * per_kv + numbers(per_kv, 5)
-        listed = numbers(index.shape[3], 3) < num[..., None, None, None]
-        listed = listed & (row < shape.rows) & (column < shape.columns)
+        exists = numbers(index.shape[3], 3) < num[..., None, None, None]
+        exists = exists & (row < shape.rows) & (column < shape.columns)
         full = (*index.shape, per_q, per_kv)
-        parts = (row, column, np.full((1,) * 6, masked, np.int32), listed)
+        parts = (row, column, np.full((1,) * 6, masked, np.int32), exists)
         found.append([xp.broadcast_to(x, full).reshape(*full[:2], -1) for x in parts])
     nothing = [np.zeros((blocks.batch, blocks.heads, 1), t) for t in (np.int32, np.int32, np.int32, np.bool_)]
     return tuple(xp.concatenate(x, axis=-1) for x in zip(*(found or [nothing]), strict=True))

@@ -55,10 +55,8 @@ def block_layout(plan: KernelPlan, geometry: TileGeometry) -> BlockLayout | None
     if blocks is not None:
         return blocks.changed(batch=plan.batch)
     # (partial, full) widths of the lists of a query block, and of the transposed ones
-    widths, transposed = (g.kv_tiles, 0), (g.q_tiles, 0)
-    if plan.mask is None:
-        widths, transposed = widths[::-1], transposed[::-1]
-    return BlockLayout(plan.batch, 1, g.block_q, g.block_kv, *widths, *transposed)
+    of_query, of_key = ((g.kv_tiles, 0), (g.q_tiles, 0)) if plan.mask is not None else ((0, g.kv_tiles), (0, g.q_tiles))
+    return BlockLayout(plan.batch, 1, g.block_q, g.block_kv, *of_query, *of_key)
 
 
 def list_shape(plan: KernelPlan, geometry: TileGeometry, group: int, key_major: bool) -> ListShape:

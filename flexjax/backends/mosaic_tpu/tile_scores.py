@@ -180,8 +180,8 @@ class TileScores:
     def on(self, step: KernelStep) -> jax.Array | None:
         """Which entries of the strip of a checked step count, bool (rows, cols); None if all of them do.
 
-        An entry counts if its mask block is on, the mask shows it (not asked in full blocks), and its key, and with check_q_end
-        its query, exists and is not past the end.
+        An entry counts if its mask block is on, the mask shows it (which is not evaluated in full blocks), and its key, and
+        with check_q_end its query, exists and is not past the end.
         """
         conditions = []
         masked = self._evaluate(MASK, step)
