@@ -59,7 +59,9 @@ def markdown(text: str, column: str = "argument") -> str:
 
 
 def _language(block: str) -> str:
-    """How a code block is highlighted: pictures are not."""
+    """The language by which a code block is highlighted: "text" for pictures, made of box characters or "#" and ".",
+    else "python".
+    """
     return "text" if re.search(r"[█░┌│]|^[ #.]+$", block, re.MULTILINE) else "python"
 
 

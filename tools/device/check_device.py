@@ -89,8 +89,8 @@ def _dropout_beside_xla(problem: Any, got: dict[str, Any]) -> None:
     import jax
     import numpy as np
 
-    wide = dataclasses.replace(problem, dtype="float32", implementation="xla")
-    (d_inputs, d_learn), results = jax.jit(jax.grad(wide.loss, argnums=(0, 1), has_aux=True))(*wide.arrays())
+    exact = dataclasses.replace(problem, dtype="float32", implementation="xla")
+    (d_inputs, d_learn), results = jax.jit(jax.grad(exact.loss, argnums=(0, 1), has_aux=True))(*exact.arrays())
     want = results | {"d:" + n: x for n, x in (d_inputs | d_learn).items()}
     for name, x in got.items():
         _close(name, np.asarray(x, np.float64), np.asarray(want[name], np.float64), problem.dtype)
@@ -327,8 +327,8 @@ def soak(seed: int) -> str:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"two runs differ in their bits: {row}"
     with jax.default_matmul_precision("highest"):
         dense = functools.partial(loss, mask_mod=mask_mod, implementation="reference")
-        wide = {n: x.astype(jnp.float32) for n, x in drawn.items()}
-        want = jax.jit(jax.value_and_grad(dense, argnums=(0, 1, 2), has_aux=True))(wide, learn, sinks)
+        in_float32 = {n: x.astype(jnp.float32) for n, x in drawn.items()}
+        want = jax.jit(jax.value_and_grad(dense, argnums=(0, 1, 2), has_aux=True))(in_float32, learn, sinks)
     flat = lambda r: dict(out=r[0][1][0], lse=r[0][1][1], **r[1][0], learn=r[1][1], sinks=r[1][2])
     for name, x in flat(first).items():
         try:

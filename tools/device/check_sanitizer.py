@@ -111,7 +111,7 @@ def planted_kernel(tool: str) -> typing.Any:
     from flexjax.backends.mosaic_gpu import memory, registers
 
     def past_the_end(x_ref: typing.Any, out_ref: typing.Any) -> None:
-        """Reads elements far past the end of the input."""
+        """Reads elements whose numbers are 2^28 and more, past the end of the input."""
         rows = registers.row_iota(128) + jnp.int32(1 << 28)
         out_ref[...] = memory.gather(x_ref, (rows,), (True,), "row", (128,), interpret=False)
 

@@ -1,15 +1,16 @@
 """What a split sequence costs on the GPUs of a machine: `PYTHONPATH=. python3 tools/device/time_context.py`.
 
 Not collected by pytest: it needs two GPUs or more. For each case (bfloat16, head dim 128) it prints the time of forward and backward pass
-on one GPU and on all, the speed over GPUs x that of one, what a device receives, how even the work is, and how far outputs and
-gradients are from those of one GPU. Then the memory of a long call by "ring" over that of a quarter (or half) of it on one GPU, from
-XLA's account of the compiled programs. Times are wall-clock, interleaved: the median over rounds that run both programs.
+on one GPU and on all, the speed on all divided by the number of GPUs times the speed on one, what a device receives, how even the work
+is, and the error of outputs and gradients against those of one GPU. Then the memory of a long call by "ring" divided by that of the
+part of one device computed on one GPU, from XLA's account of the compiled programs. Times are wall-clock, medians over rounds in each
+of which every program is timed once.
 
     --tokens N        sequence length (131072)
     --heads N         query and key heads (8)
     --cases TEXT      those whose names contain one of these, by commas
     --method NAME     of ContextParallel ("auto")
-    --rounds N        turns of each program (5)
+    --rounds N        how often each program is timed (5)
     --forward         time the forward pass alone
     --merged          also time the program that computes all rows in both stages of "neighbours" and merges them, where few rows
                       visit received keys
@@ -37,7 +38,7 @@ from flexjax import masks
 from flexjax.parallel import context_lists
 
 CALLS = 5
-"""Calls back to back in a turn."""
+"""Calls back to back whose mean is one time of a program."""
 
 
 def documents(tokens: int) -> np.ndarray:
@@ -60,13 +61,20 @@ def cases(tokens: int) -> dict[str, tuple[Callable, bool]]:
 
 
 def step_of(mask_mod: Callable, biased: bool, tokens: int, forward: bool, context: Any = None) -> Callable:
-    """The outputs, or the outputs and all gradients, of a call."""
+    """The function that is timed: (q, k, v, table) -> out with `forward`, otherwise -> (gradients, out).
+
+    biased    whether the learned relative bias `table` is added to the scores, and has a gradient too
+    tokens    sequence length
+    context   ContextParallel of the call; None: it is not split
+    """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
+        """The result of attention."""
         mod = (lambda s, b, h, i, j: s + table[h, i - j + tokens - 1]) if biased else None
         return flexjax.flex_attention(q, k, v, score_mod=mod, mask_mod=mask_mod, context=context)
 
     def loss(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(a scalar of the result of attention, the result)."""
         out = attend(*given)
         return (out.astype(jnp.float32) * jnp.cos(jnp.arange(out.shape[-1]))).sum(), out
 
@@ -74,7 +82,7 @@ def step_of(mask_mod: Callable, biased: bool, tokens: int, forward: bool, contex
 
 
 def received(text: str) -> float:
-    """Megabytes that a device receives in all collectives of a program."""
+    """Megabytes that a device receives in all collectives of a program, from the text of its HLO."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute"
     size = {"f32": 4, "bf16": 2, "s32": 4}
     total = 0
@@ -86,13 +94,13 @@ def received(text: str) -> float:
 
 def gap(got: Any, want: Any) -> float:
     """The largest difference over the largest magnitude, of all arrays."""
-    wide = lambda x: np.asarray(x.astype(jnp.float32) if hasattr(x, "astype") else x, np.float32)
-    pairs = [(wide(a), wide(b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    in_float32 = lambda x: np.asarray(x.astype(jnp.float32) if hasattr(x, "astype") else x, np.float32)
+    pairs = [(in_float32(a), in_float32(b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
     return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)) for a, b in pairs)
 
 
 def compare(name: str, options: argparse.Namespace) -> float:
-    """Times a case and prints its line; returns how far the results are from those of one GPU."""
+    """Times the case `name` and prints its line; returns the error of its results against those of one GPU (`gap`)."""
     tokens, heads, n = options.tokens, options.heads, jax.device_count()
     mask_mod, biased = cases(tokens)[name]
     began = time.perf_counter()
@@ -168,6 +176,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    """Times the chosen cases, then compares the memory; returns the exit status, 1 where an error is 3e-2 or more."""
     parser = argparse.ArgumentParser()
     for name, default in (("tokens", 131072), ("heads", 8), ("rounds", 5), ("memory", 1 << 20)):
         parser.add_argument(f"--{name}", type=int, default=default)

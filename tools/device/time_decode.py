@@ -29,10 +29,15 @@ SIZES = ((64, 4, 512), (64, 4, 2048), (64, 2, 1024), (128, 2, 1024), (128, 2, 20
 
 
 def with_sizes(block_kv: int, stages: int, chunk: int) -> Run:
-    """The decode kernel with another configuration, for a case without a mod."""
+    """The decode kernel with another configuration, for a case without a mod: arrays of the case -> (out,).
+
+    block_kv   keys of a tile
+    stages     slots of the rings of key and value tiles
+    chunk      keys of a work item
+    """
 
     def run(arrays: Arrays) -> Outs:
-        """The first cache."""
+        """The result of the decode kernel for the first of the caches in `arrays`, in a tuple."""
         call = prepare(*(arrays[name][0] for name in ("query", "key", "value")), return_aux=None)
         tile = decode_tiles.decode_tile(call.plan)
         sizes: dict[str, int] = dict(block_kv=block_kv, page_rows=block_kv, stages=stages, chunk=chunk)
@@ -44,7 +49,10 @@ def with_sizes(block_kv: int, stages: int, chunk: int) -> Run:
 
 
 def runs(only: str | None) -> Iterator[tuple[str, DecodeCase, Run | None]]:
-    """(text, case, call) of each line; None: the call that users get."""
+    """(text, case, call) of each line of the table; the call is None where it is the one that users get.
+
+    only   shell pattern of case names; None: the cases of PLAIN, as users get them and with each of SIZES
+    """
     for case in DECODE_SUITES["decode"]:
         if only is not None and fnmatch.fnmatch(case.name, only):
             yield case.name, case, None
@@ -55,7 +63,12 @@ def runs(only: str | None) -> Iterator[tuple[str, DecodeCase, Run | None]]:
 
 
 def report(text: str, case: DecodeCase, run: Run | None, steps: int, by_kernel: bool) -> None:
-    """Prints the line of one call, and of each of its kernels."""
+    """Measures a call and prints its milliseconds for each cache of the case, and with `by_kernel` those of each kernel.
+
+    text    the start of the line
+    run     the call; None: the one that users get
+    steps   measured calls
+    """
     compiled = compiled_case(OWN_PEER, case, run)
     arrays = compiled.make(compiled.given)
     times = kernel_times(compiled.run, arrays, calls=steps)
@@ -66,7 +79,7 @@ def report(text: str, case: DecodeCase, run: Run | None, steps: int, by_kernel: 
 
 
 def same_bits() -> bool:
-    """Whether one batch entry alone has the bits that it has among 64."""
+    """Whether the result of one batch entry has the same bits alone and among 64 batch entries."""
     case = DecodeCase("bits", 64, 4096, mod="relative table")
     among = compiled_case(OWN_PEER, case)
     arrays = among.make(among.given)

@@ -1,8 +1,8 @@
 """Cost and error of exact gradients of captured arrays on a GPU: `PYTHONPATH=. python3 tools/device/time_exact_gradients.py`.
 
 Not collected by pytest. Each line is one program whose captured array is differentiated, bfloat16, both passes: milliseconds
-with and without the rounding error of out (medians of interleaved rounds), their ratio, and the relative error of the captured
-array's gradient against that of the same inputs in float32 by xla, at the first 2048 tokens.
+with and without what rounding took from out (medians over rounds in each of which both programs are timed once), their ratio, and
+the relative error of the captured array's gradient against that of the same inputs in float32 by xla, with 2048 tokens.
 """
 
 import statistics
@@ -23,7 +23,11 @@ Loss = typing.Callable[..., typing.Any]
 
 
 def loss(name: str, tokens: int) -> tuple[Loss, jax.Array]:
-    """(gradient of every array: (q, k, v, d_out, captured, implementation) -> gradients, the captured array)."""
+    """(function (q, k, v, d_out, captured, implementation) -> gradients of q, k, v and captured; the captured array).
+
+    name     of the score_mod: "slopes", "table" (a number for each head and distance) or "rows" (for each head and key)
+    tokens   queries and keys
+    """
     rng = np.random.default_rng(1)
     captured, score_mod = {
         "slopes": (
@@ -46,6 +50,7 @@ def loss(name: str, tokens: int) -> tuple[Loss, jax.Array]:
         """Gradients of q, k, v and the captured array."""
 
         def scalar(q: typing.Any, k: typing.Any, v: typing.Any, a: typing.Any) -> typing.Any:
+            """The sum of the result of attention times d."""
             out = flexjax.flex_attention(
                 q, k, v, score_mod=score_mod(a), mask_mod=flexjax.masks.causal, implementation=backend
             )
@@ -64,6 +69,7 @@ def arrays_of(tokens: int, dim: int) -> tuple[jax.Array, ...]:
 
 
 def main() -> None:
+    """Times every score_mod at head dims 64 and 128 and prints a line for each."""
     exact = problem.Problem.for_captures
     for dim in (64, 128):
         for name in ("slopes", "table", "rows"):
@@ -91,9 +97,9 @@ def main() -> None:
             arrays = arrays_of(short, dim)
             gradients, captured = loss(name, short)
             got = jax.jit(lambda *x, run=gradients: run(*x, "mosaic_gpu")[3])(*arrays, captured)
-            wide = [x.astype(jnp.float32) for x in arrays]
+            in_float32 = [x.astype(jnp.float32) for x in arrays]
             with jax.default_matmul_precision("highest"):
-                want = jax.jit(lambda *x, run=gradients: run(*x, "xla")[3])(*wide, captured)
+                want = jax.jit(lambda *x, run=gradients: run(*x, "xla")[3])(*in_float32, captured)
             error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
             print(
                 f"d{dim} {name}: {ours:.3f} ms, without {plain:.3f} ms, {ours / plain - 1:+.1%}, error {error:.1e}",

@@ -1,6 +1,6 @@
 """Times and checks float32 attention on a GPU beside dense attention of XLA: `PYTHONPATH=. python3 tools/device/time_float32.py`.
 
-Not collected by pytest. Both run at the default precision, interleaved in one process: flex_attention on the kernels, and
+Not collected by pytest. Both run at the default precision, alternately in one process: flex_attention on the kernels, and
 jax.nn.dot_product_attention(implementation="xla"), with the bias as an array where the call has a score_mod (dense attention in plain
 jnp for sinks, which jax.nn lacks). Errors are relative in norm, against dense attention at precision "highest": out alone after the
 forward pass; after both passes the largest over out and all gradients, those of slopes, tables and sinks included. About 90 s on an
@@ -59,6 +59,7 @@ class Case:
         options = flexjax.KernelOptions(interpret=interpret)
 
         def attend(q: Array, k: Array, v: Array, *learned: Array) -> Array:
+            """The result of flex_attention with the mod or the sinks of the case."""
             more: dict[str, typing.Any] = {}
             if self.kind == "slopes":
                 more["score_mod"] = lambda s, b, h, i, j: s + learned[0][h] * (j - i)
@@ -83,7 +84,7 @@ class Case:
         return None
 
     def by_jax_nn(self, q: Array, k: Array, v: Array, *learned: Array) -> Array:
-        """The same by jax.nn, or by `dense` for sinks."""
+        """The result of the same call by jax.nn, or by `dense` for sinks."""
         if self.kind == "sinks":
             return self.dense(None, q, k, v, *learned)
         window = None if self.window is None else (self.window, 0)
@@ -92,7 +93,10 @@ class Case:
         )
 
     def dense(self, precision: str | None, q: Array, k: Array, v: Array, *learned: Array) -> Array:
-        """The same in plain jnp, with products at this precision."""
+        """The result of the same call as dense attention in plain jnp.
+
+        precision   of the products; None: jax's default
+        """
         s = jnp.einsum("btnd,bsnd->bnts", q, k, precision=precision) / self.dim**0.5
         bias = self.bias(learned)
         s = s if bias is None else s + bias
@@ -120,8 +124,10 @@ def cases(tokens: int) -> list[Case]:
     ]
 
 
-def interleaved_seconds(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
-    """Median seconds of each call: each round measures every call, `each` times back to back."""
+def median_seconds(calls: list[Callable[[], object]], rounds: int = 7, each: int = 4) -> list[float]:
+    """Median wall-clock seconds of each call over `rounds` rounds. In a round every call is timed once, as the mean of
+    `each` calls back to back.
+    """
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, found in zip(calls, times, strict=True):
@@ -151,6 +157,7 @@ def measure(case: Case, interpret: bool) -> list[str]:
         """The function of a cotangent of out and the arrays that computes out and the gradients of all arrays."""
 
         def run(cotangent: Array, *arrays: Array) -> typing.Any:
+            """(out, gradients of the arrays)."""
             out, pull = jax.vjp(attend, *arrays)
             return out, pull(cotangent)
 
@@ -167,7 +174,7 @@ def measure(case: Case, interpret: bool) -> list[str]:
         calls = pair if interpret else [jax.jit(f) for f in pair]  # the simulator takes eager calls alone
         errors = [error(call(*given), want) for call in calls]
         run = lambda call, given: lambda: call(*given)
-        times = [0.0, 0.0] if interpret else interleaved_seconds([run(call, given) for call in calls])
+        times = [0.0, 0.0] if interpret else median_seconds([run(call, given) for call in calls])
         lines.append(
             f"{case.name:<18} {name:<8} {times[0] * 1e3:8.3f} ms  dense {times[1] * 1e3:8.3f} ms  "
             f"{times[1] / max(times[0], 1e-9):5.2f} times  error {errors[0]:.1e}  dense {errors[1]:.1e}"

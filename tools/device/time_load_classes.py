@@ -1,15 +1,15 @@
 """What each class of captured reads costs on a GPU: `PYTHONPATH=. python3 tools/device/time_load_classes.py`.
 
 Not collected by pytest. Causal attention without a mod and with one mod for each load class (docs/writing_mods.md), forward, and forward
-and backward pass together with the gradient of the captured array. The programs run interleaved in one process, several calls back to
-back, and a cost is the median over the rounds of a program's time by that of plain attention in the same round. Prints the table of
-docs/writing_mods.md, whole, after each head dim. About 80 s on an H200, of which most is compilation.
+and backward pass together with the gradient of the captured array. In each round every program is timed once, as the mean of several
+calls back to back. A cost is the median over the rounds of a program's time divided by that of plain attention in the same round. Prints
+the table of docs/writing_mods.md, whole, after each head dim. About 80 s on an H200, of which most is compilation.
 
     --tokens N        sequence length (8192)
     --heads N         (16)
     --dims TEXT       head dims, by commas (128,64)
     --classes TEXT    those whose names contain one of these, by semicolons
-    --rounds N        measurements of each program (7)
+    --rounds N        how often each program is timed (7)
     --threads N       programs that are compiled at a time (8)
 """
 
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 CALLS = 10
-"""Calls back to back in a turn."""
+"""Calls back to back whose mean is one time of a program."""
 
 PASSES = ("forward", "both")
 DISTANCES = 64
@@ -55,7 +55,7 @@ def _width(tokens: int) -> int:
 
 
 def _bucket(tokens: int) -> Any:
-    """Bucket of each distance 0 .. tokens - 1, wider the larger it is."""
+    """The bucket of each distance 0 .. tokens - 1, int32 below DISTANCES: buckets of larger distances have more of them."""
     import numpy as np
 
     return np.minimum(8 * np.log2(1 + np.arange(tokens)), DISTANCES - 1).astype(np.int32)

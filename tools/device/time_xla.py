@@ -35,6 +35,7 @@ class Case(typing.NamedTuple):
     dim: int
 
     def __str__(self) -> str:
+        """The case as text, by which --only chooses."""
         return f"{self.mask} {self.dtype} B{self.batch} T{self.tokens} H{self.heads} d{self.dim}"
 
 
@@ -85,6 +86,7 @@ def both_passes(attend: typing.Any, arrays: tuple[jax.Array, ...]) -> typing.Any
     """The compiled forward and backward pass: (q, k, v, d_out) -> out and gradients."""
 
     def step(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> typing.Any:
+        """(out, gradients of q, k and v)."""
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(d_out)
 
@@ -92,7 +94,7 @@ def both_passes(attend: typing.Any, arrays: tuple[jax.Array, ...]) -> typing.Any
 
 
 def seconds(step: typing.Any, arrays: tuple[jax.Array, ...]) -> float:
-    """Seconds of one call, the mean of several."""
+    """Wall-clock seconds of one call: the mean of as many as take LEAST seconds, each waited for."""
     count, begin = 0, time.perf_counter()
     while count == 0 or time.perf_counter() - begin < LEAST:
         jax.block_until_ready(step(*arrays))  # one at a time: dense attention of 16384 tokens takes 40 GB
@@ -101,11 +103,14 @@ def seconds(step: typing.Any, arrays: tuple[jax.Array, ...]) -> float:
 
 
 def use(variant: str) -> None:
-    """Sets the sizes of tiles; "" keeps the default."""
+    """Sets the sizes of tiles of the xla backend for the rest of the process, and clears jax's caches.
+
+    variant   one item of --variants; "" keeps the sizes
+    """
     if not variant:
         return
     queries, keys, tile, one, steps = map(int, variant.split(","))
-    larger_blocks.WIDE = larger_blocks.NARROW = queries, keys
+    larger_blocks.LARGE = larger_blocks.MEDIUM = queries, keys
     tile_sizes.ACCELERATOR_TILE = 1 << tile
     tile_sizes.ONE_STEP = larger_blocks.ONE_STEP = 1 << one
     tile_sizes.ROW_STEPS = steps
@@ -113,6 +118,7 @@ def use(variant: str) -> None:
 
 
 def main() -> None:
+    """Times every chosen case with each variant and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", default="")
     parser.add_argument("--only", default="")
