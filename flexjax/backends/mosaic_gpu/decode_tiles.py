@@ -176,10 +176,26 @@ def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
 
 def decode_tile(plan: KernelPlan) -> DecodeTile:
     """The configuration that runs a plan that `decode_refuses` does not refuse."""
+    tile = _fitting_tile(plan)
+    assert tile is not None
+    return tile
+
+
+def _fitting_tile(plan: KernelPlan) -> DecodeTile | None:
+    """The configuration with the largest tiles, of TILE_BYTES at most or 64 keys, whose rings fit shared memory with a
+    slot for each consumer; None if none fits.
+    """
+    made = (_tile_of(plan, block_kv) for block_kv in (128, 64))
+    return next((tile for tile in made if tile.stages >= tile.groups), None)
+
+
+def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
+    """The configuration with tiles of `block_kv` keys, and with 0 stages if these are more than TILE_BYTES (and more than
+    64 keys) or do not fit shared memory.
+    """
     head_dim, value_dim = wgmma_dim(plan.head_dim), wgmma_dim(plan.value_dim)
     rows, page = plan.q_len * plan.group, plan.page
     item_bytes = 2 if plan.cache_dtype is None else 1
-    block_kv = 128 if 128 * (head_dim + value_dim) * item_bytes <= TILE_BYTES else 64
     tile = DecodeTile(
         used_rows=rows,
         block_kv=block_kv,
@@ -195,7 +211,8 @@ def decode_tile(plan: KernelPlan) -> DecodeTile:
     if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)
     left = SHARED_MEMORY - BARRIER_BYTES - scratch_bytes(decode_scratch(dataclasses.replace(tile, stages=0)))
-    stages = min(MOST_STAGES, left // (block_kv * (head_dim + value_dim) * item_bytes))
+    slot_bytes = block_kv * (head_dim + value_dim) * item_bytes
+    stages = min(MOST_STAGES, max(0, left) // slot_bytes) if block_kv == 64 or slot_bytes <= TILE_BYTES else 0
     return dataclasses.replace(tile, stages=stages - stages % tile.groups)
 
 
@@ -225,6 +242,9 @@ def decode_refuses(plan: KernelPlan) -> str | None:
     blocks = plan.blocks
     if blocks is not None and (blocks.from_user_lists or plan.mask is None):
         return "It takes no block mask that says more than its mask_mod."
+    if _fitting_tile(plan) is None:
+        dims = f"head dims {plan.head_dim} and {plan.value_dim}"
+        return f"Its tiles of {plan.cache_dtype or plan.dtype} with {dims} do not fit shared memory beside {rows} packed rows."
     return None
 
 

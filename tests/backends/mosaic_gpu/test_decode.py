@@ -119,6 +119,11 @@ PAGES: dict[str, tuple[dict[str, typing.Any], str | None]] = {
         "The GPU kernel for keys in pages does not run this call: it takes quantised caches of head dims that are multiples "
         "of 64, not 64 and 80.",
     ),
+    "int8, no room": (
+        {"cache_dtype": "int8", "q_len": 16, "head_dim": 256, "value_dim": 256},
+        "The GPU kernel for keys in pages does not run this call: its tiles of int8 with head dims 256 and 256 do not fit shared "
+        "memory beside 64 packed rows.",
+    ),
     "float32": (
         {"dtype": "float32"},
         "The GPU kernel for keys in pages does not run this call: it takes inputs of 16 bits, not float32.",
@@ -156,6 +161,20 @@ def test_sizes() -> None:
         assert tile.chunk % tile.block_kv == 0
         other = dataclasses.replace(made, batch=5, kv_len=100_000, q_heads=8 * group, kv_heads=8)
         assert decode_tiles.decode_tile(other) == tile
+
+
+def test_sizes_of_quantised_caches() -> None:
+    """Every configuration that is not refused fits, with a slot of the rings for each consumer."""
+    refused = 0
+    for head_dim, value_dim, rows in itertools.product((64, 128, 192, 256), (64, 128, 192, 256), (1, 16, 34, 40, 64)):
+        made = small(head_dim=head_dim, value_dim=value_dim, q_heads=2 * rows, page=16, cache_dtype="int8")
+        if decode_tiles.decode_refuses(made) is not None:
+            refused += 1
+            continue
+        tile = decode_tiles.decode_tile(made)
+        assert decode_tiles.decode_fits(tile)
+        assert tile.stages in (2, 4, 6)
+    assert refused <= 10  # few and large ones
 
 
 @needs_kernels
@@ -343,7 +362,7 @@ def compiled() -> dict[str, dict[str, typing.Any]]:
         "pages of 16": {"dim": 128, "page": 16, "score": relative},
         "pages of 16, int8": {"dim": 128, "page": 16, "stored": "int8"},
         "pages of 64, float8": {"dim": 128, "page": 64, "stored": "float8_e4m3fn", "score": relative},
-        "pages of 8, int8, head dim 256": {"dim": 256, "page": 8, "stored": "int8", "dtype": "float16"},
+        "pages of 8, int8, head dim 256": {"dim": 256, "value_dim": 128, "page": 8, "stored": "int8", "dtype": "float16"},
     }  # fmt: skip
 
 
