@@ -2,7 +2,7 @@
 
     python -m tools.machine_code > before.txt                      the conformance table: a line `entry kernel hash` a kernel
     python -m tools.machine_code --against before.txt [ENTRY ...]  how many are the same, and which differ
-    python -m tools.machine_code --sass [--against FILE] ENTRY ... the same of the machine code itself (SASS)
+    python -m tools.machine_code --sass [--against FILE] ENTRY ... hashes of the machine code itself (SASS) instead
 
 An entry is CASE-DTYPE, a call of the conformance table (tests/cases/calls.py) with one dtype. The first hash is over
 the Mosaic GPU module as it leaves Python, without locations and names of functions: equal modules make equal machine
@@ -59,7 +59,7 @@ def lower_only(names: Sequence[str]) -> None:
     serialize = core._run_serde_pass
 
     def hashing(module: typing.Any, **options: typing.Any) -> typing.Any:
-        """Prints the hash of a kernel's module on its way out of Python, then does what jax does there."""
+        """Replaces jax's function that writes a kernel's module as bytecode: prints the hash of the module first."""
         name, text = canonical(module)
         print("kernel", name, digest(text.encode()), flush=True)
         return serialize(module, **options)

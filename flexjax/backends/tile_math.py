@@ -102,7 +102,8 @@ def power_below(power: Array, whole: Array) -> Array:
 
     The difference is clipped because a compiler may fuse a product in `power` with the subtraction. Beside a score of
     -1e10 the difference would then be what rounding took from that product, up to 512, and 2 to that power infinite.
-    Clipping is harmless for the caller: any integer will do as the reference of weights that both passes round alike.
+    The clipped difference is as good, because any integer will do as the reference of weights that both passes round
+    alike.
     """
     return jnp.where(jnp.abs(power) < jnp.inf, jnp.clip(power - whole, -1.0, 0.0), 0.0)
 

@@ -74,8 +74,8 @@ def one_kernel(name: str, implementation: str = "mosaic_gpu") -> typing.Any:
     """The gradients of q, k and v of the sum of squares of attention over 300 tokens, computed by the fused backward
     kernel.
 
-    name             of ONE_KERNEL; "64" in it is the head dim (else 128), "any_order" and "causal" say what they say.
-                     Full attention takes a fixed order; "any_order" is causal too
+    name             of ONE_KERNEL. "64" in it: head dim 64, otherwise 128; "causal": a causal mask, and dQ added in a fixed
+                     order; "any_order": a causal mask, and dQ added in any order; otherwise full attention in a fixed order
     implementation   the backend
 
     It makes the heuristics choose the fused kernel for the rest of the process.

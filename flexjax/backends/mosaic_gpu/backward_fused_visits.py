@@ -39,7 +39,8 @@ class QueryVisits(typing.NamedTuple, typing.Generic[Part]):
     num           [...] how many query tiles a key tile visits (None: all)
     codes         [..., width] query tile * 2, plus 1 where the mask applies, ascending (None: all query tiles)
     tickets       [..., query tiles] see dq_order.py (None: additions are in any order, or every key tile visits all queries)
-    launch_order  [...] key tiles by falling number of visits, where additions are in any order (None: in their own order)
+    launch_order  [...] numbers of the key tiles, those with most visits first, where additions are in any order (None: CTAs
+                  of a head take its key tiles in ascending order)
     """
 
     num: Part | None = None
@@ -215,12 +216,12 @@ class FusedVisits:
 
                 here   (position in the list, code at this position) of the first entry that is not visited yet
 
-                Returns the same of the first entry after the run. If the first entry is of the other kind, nothing is
-                visited and `here` is returned.
+                Returns (position, code) of the first entry after the run. If the entry at `here` is of the other kind,
+                nothing is visited and `here` is returned.
                 """
 
                 def one(here: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-                    """Visits the entry `here`, (position, its code), and returns the same of the next entry."""
+                    """Visits the entry `here`, (position, code), and returns (position, code) of the next entry."""
                     following = code(lax.min(here[0] + 1, count - 1))
                     visit(here[0], query_tile(here[1]), masked)
                     return here[0] + 1, following

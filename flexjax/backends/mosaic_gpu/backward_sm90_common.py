@@ -17,7 +17,7 @@ A CTA has computing warpgroups and one copying warpgroup, which fills rings of s
 slot has a barrier `*_full` (its copy has arrived) and a barrier `*_free` (every reader is done). The *running number*
 of a visit counts the tiles that the CTA visited before; it gives the slots.
 
-Products of tiles go through `Products`: WGMMA on the device, plain dots in the simulator, which knows neither
+Products of tiles go through `Products`: WGMMA on the device, plain dots in the simulator, which supports neither
 operands in registers nor accumulators that start from a value.
 """
 
@@ -230,7 +230,9 @@ class Products:
 
 
 def _store(acc: Ref, value: jax.Array) -> None:
-    """acc = value in the simulator, which does not know the store to an accumulator that `acc[...] = value` becomes."""
+    """Sets acc = value in the simulator. `acc[...] = value` would fail there, because Pallas turns it into a store to an
+    accumulator, which the simulator lacks.
+    """
     jax.ref.swap(acc, ..., value)  # pyright: ignore[reportArgumentType]  # a Ref, see `Ref`
 
 

@@ -221,9 +221,12 @@ class _Cta(TileCta):
         """Starts the copies of the warpgroup's queries and dO of the n-th batch entry, which arrive at
         `own_full[group]`, and reads their row statistics from global memory to registers.
 
+        n         number of the batch entry among those of the CTA
         group     number of the warpgroup
         q0        its first query
-        d_query   dQ in global memory, of which the result refers to these queries' part
+        d_query   dQ in global memory; `OwnQueries.gradient` refers to these queries' part of it
+
+        It does not wait for the copies.
         """
         b, h, tokens, arrived = self.batch_entry(n), self.h, self.inputs.tokens, self.scratch.own_full.at[group]
         own = pl.ds(q0, self.tiles.rows)

@@ -69,7 +69,9 @@ class Probabilities(typing.NamedTuple):
         return self.p if self.slope is None else jnp.where(self.p > 0.0, self.p * self.slope, 0.0)
 
     def load_factors(self) -> tuple[jax.Array, ...]:
-        """p * d mod / d load, and 0 wherever p is 0, for each load that `TileMath` was asked for."""
+        """p * d mod / d load, and 0 wherever p is 0, for each load of `TileMath.load_results`; each in the shape of the
+        tile.
+        """
         slopes = self.load_slopes
         return tuple(self.p if slope is None else jnp.where(self.p > 0.0, self.p * slope, 0.0) for slope in slopes)
 

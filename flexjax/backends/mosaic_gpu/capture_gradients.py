@@ -146,8 +146,9 @@ def refuses(plan: KernelPlan, derivative: ir.Program, wanted: tuple[bool, ...]) 
 
 
 def _kernel_scatters(plan: KernelPlan, load: ir.Load) -> bool:
-    """Whether the kernel itself adds g to the elements of the array: for a load by query and key of which several
-    positions may read one element, and for a load by q - kv whose origin has several runs.
+    """Whether the capture kernel itself adds g to the elements of the array (Sink.SCATTER) instead of returning sums of
+    tiles: for a load by query and key if several positions may read one element of its array, and for a load by q - kv
+    if the origin of the call has several runs.
     """
     kind, origin = ir.classify_load(load).kind, plan.origin
     if kind == ir.DIAGONAL:
@@ -270,8 +271,8 @@ def _scattered(
     load_number: int,
     bias: DenseBiasPlan,
 ) -> jax.Array:
-    """The gradient of one load by query and key of which several positions may read one element: float32, one number
-    for each element of the array in row-major order.
+    """The gradient of the array of one load that `_kernel_scatters`: float32, one number for each element of the array
+    in row-major order.
 
     The kernel adds g to the elements in fixed point, whose unit needs a bound of the sum of all |g| (the total). If
     `_largest_total` knows none, a first kernel sums |g|. If the load's index repeats along the diagonals (`_period`),

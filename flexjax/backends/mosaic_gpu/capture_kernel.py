@@ -72,7 +72,7 @@ class Inputs(typing.NamedTuple, typing.Generic[Part]):
     """Operands of the kernel.
 
     tokens, lists, captures   arrays over tokens, lists of tiles, captured arrays
-    order                     [lists] list numbers by falling number of visits
+    order                     [lists] int32, the numbers of the lists, those with most visits first: CTA n takes order[n]
     factor                    [1] for SCATTER: what multiplies g before g is rounded to an integer
                               (`fixed_point.scale`)
     words                     [size, 2] uint32 for SCATTER on the device: the sums, which the kernel adds to
@@ -304,8 +304,8 @@ class CaptureKernel:
         )
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
-        """The shape of `Outputs.sums` for so many lists, None for SCATTER on the device, which adds to
-        `Inputs.words`.
+        """The shape of `Outputs.sums` for `lists` lists; None for SCATTER on the device, which adds to `Inputs.words`
+        instead.
         """
         shape = self.shape
         if self.sink is Sink.MATRIX:
@@ -442,9 +442,11 @@ class _Cta(TileCta):
         """Adds g of one part of a tile to the elements that the load reads: in fixed point to `Inputs.words`, in the
         simulator in float32 to the warpgroup's own array in `Outputs.sums`.
 
-        row0      first query of the tile
+        b, h      batch entry and query head
+        row0      first query of the tile of the CTA
         column0   first key of the part
         value     [ROWS, ROWS] float32, g of the warpgroup's queries and the part's keys
+        group     number of the warpgroup, whose queries begin at row0 + group * ROWS
         """
         if self.inputs.words is not None:
             sums = self.inputs.words
@@ -504,7 +506,7 @@ class _Cta(TileCta):
         """Starts the copies of Q, dO, K, V and, if an array is staged, its tile for the i-th visit, once their slots
         are free; K and V in parts of ROWS keys.
 
-        visits   (this visit, the next); the same for the next step is returned
+        visits   (visit i, visit i + 1); (visit i + 1, visit i + 2) is returned
         """
         kernel, rings, scratch, tokens = self.kernel, self.rings, self.scratch, self.inputs.tokens
         now, upcoming = visits

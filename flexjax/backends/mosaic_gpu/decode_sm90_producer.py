@@ -63,7 +63,7 @@ class DecodeProducer:
         plgpu.copy_gmem_to_smem(rows, scratch.query.at[slot], scratch.query_full.at[slot])
 
         def copy_step(n: Scalar, _: None) -> None:
-            """Starts the copies of the keys and the values of step n."""
+            """Starts the copies of the keys and of the values of step n of the item, each once its slot is free."""
             slot = kernel_parts.slot_of(first_step + n, tile.stages)
             start = setup.items.start(setup.items.tile_number(inputs.work, item, n))
             plgpu.barrier_wait(scratch.key_free.at[slot])
@@ -82,6 +82,9 @@ class DecodeProducer:
         target   [block_kv, D or E], the slot
         full     barrier of the slot, at which each copy arrives
         start    first key of the tile
+
+        In pages, a part that begins past the last key gets the keys of the tile's first part, and one whose page number
+        is not in the cache gets zeros.
         """
         setup, tile = self.setup, self.setup.tile
         if not setup.page:

@@ -111,12 +111,14 @@ def _ptx(instruction: str, *operands: ir.Value) -> ir.Value:
 
 
 def _permuted(word: ir.Value, other: int, selector: int) -> ir.Value:
-    """The bytes of `word` (numbers 0 to 3) and of `other` (4 to 7) that the nibbles of `selector` name, lowest first."""
+    """The i32 of four bytes that the nibbles of `selector` name, the lowest byte first: 0 to 3 are the bytes of `word`,
+    an i32, and 4 to 7 those of `other`.
+    """
     return _ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", word, mgpu.c(other, _i32()))
 
 
 def _and(x: ir.Value, mask: int) -> ir.Value:
-    """The bits of x that `mask` has."""
+    """x & mask, of an i32 and an unsigned 32-bit number."""
     return arith.andi(x, mgpu.c(mask - (1 << 32) if mask >= 1 << 31 else mask, _i32()))
 
 
@@ -140,12 +142,12 @@ def _at(base: ir.Value, offset: ir.Value) -> ir.Value:
 
 
 def _elements(vector: ir.Value) -> list[ir.Value]:
-    """The four i32 of a vector."""
+    """The four elements, i32, of a vector, in order."""
     return [llvm.extractelement(vector, mgpu.c(n, _i32())) for n in range(4)]
 
 
 def _vector(elements: typing.Sequence[ir.Value]) -> ir.Value:
-    """A vector of four i32."""
+    """The vector of four i32 that has these elements, in order."""
     made = llvm.mlir_undef(ir.VectorType.get((4,), _i32()))
     for n, element in enumerate(elements):
         made = llvm.insertelement(made, element, mgpu.c(n, _i32()))

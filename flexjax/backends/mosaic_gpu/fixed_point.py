@@ -32,7 +32,8 @@ element, and are added to each other first."""
 
 
 def power(total: jax.Array) -> jax.Array:
-    """k, an int32 scalar from -126 to 126: numbers become multiples of 2^-k.
+    """k, an int32 scalar: numbers are rounded to multiples of 2^-k. k = 60 - e for the smallest e with total < 2^e,
+    clipped to -126 .. 126.
 
     total   a bound of the sum of all magnitudes, a float32 scalar; if it is not finite, k is that of 1
     """

@@ -6,8 +6,8 @@ compute from them. An mbarrier (`*_full` of ForwardScratch) says that TMA has fi
 slot that consumers have read, and the ping-pong use the hardware's named barriers (`bar.arrive`, `bar.sync`),
 numbered by `ForwardTile.named_barriers`: they cost no shared memory and no polling.
 
-The simulator knows no named barriers. There mbarriers (`*_free` of ForwardScratch) stand in for those of the slots,
-and consumers do not alternate, which changes no result.
+The simulator has no named barriers. It uses mbarriers (`*_free` of ForwardScratch) instead of those of the slots, and
+consumers do not alternate there, which changes no result.
 """
 
 import dataclasses

@@ -342,8 +342,8 @@ class QueryTile:
         """S, softmax and P V of step n; waits for its keys and values and releases their slots. `out` is rescaled
         before P V is added.
 
-        carry   (first key of step n, out [rows, value dim] float32, softmax state); the same for step n + 1 is
-                returned
+        carry   (first key of step n, out [rows, value dim] float32, softmax state) before the step; (first key of step
+                n + 1, out, softmax state) after it is returned
         """
         setup = self.setup
         start, out, state = carry
@@ -363,8 +363,8 @@ class QueryTile:
         """S and softmax of step n, and P V of step n - 1; waits for the keys and values of these and releases their
         slots. The simulator computes them one after the other.
 
-        carry   (first key of step n, out [rows, value dim] float32, the parts of P of step n - 1, softmax state); the same for
-                step n + 1 is returned
+        carry   (first key of step n, out [rows, value dim] float32, the parts of P of step n - 1, softmax state) before
+                the step; (first key of step n + 1, out, the parts of P of step n, softmax state) after it is returned
 
         `out` is rescaled by the softmax of step n after P V of step n - 1 is added.
         """

@@ -246,7 +246,7 @@ def not_hoisted(index: Scalar, interpret: bool) -> Scalar:
 
     @inline_mgpu(SCALAR_LAYOUT, returns=SCALAR_INT)
     def opaque(value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        """The same i32, moved by a PTX instruction that the compiler does not look into."""
+        """The same i32, copied by a PTX `mov`, which hides from the compiler that the value is that of `index`."""
         moved = ptx("mov.b32 $0, $1;", scalar_of(value), result=ir.IntegerType.get_signless(32))
         return splat_int(moved)
 

@@ -1,8 +1,8 @@
 """Which elements of a tile each thread holds in its registers, and tiles and vectors built from that.
 
 A tile is [rows, columns] in the layout of a WGMMA accumulator, rows a multiple of 64, columns of 8. A row vector has
-one element for each row and the layout of a tile reduced over its columns, so that it meets the tile without moving
-data between threads; a column vector has one element for each column. The position (row, column) of an element that a
+one element for each row and the layout of a tile reduced over its columns, so that it is combined with a tile without
+moving data between threads; a column vector has one element for each column. The position (row, column) of an element that a
 thread holds is a part that depends on the lane and warp of the thread plus a constant that is known when the kernel
 is traced.
 

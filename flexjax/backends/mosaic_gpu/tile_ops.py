@@ -36,7 +36,7 @@ def inner_dtype(name: str) -> type[np.generic]:
 
 
 def is_float(name: str) -> bool:
-    """Whether a dtype is one of the floats, all of which are computed in float32."""
+    """Whether a dtype, by name, is float32, bfloat16 or float16; the kernels compute all three in float32."""
     return name in ("float32", "bfloat16", "float16")
 
 

@@ -583,7 +583,7 @@ class TileProgram:
         return (source, period) if source.linear.q and source.linear.kv else None
 
     def _affine(self, step: ir.Op) -> TileValue | None:
-        """The result of a step that `_affine_source` knows, computed from the coefficients of the affine integer
+        """The result of a step for which `_affine_source` gives an affine integer, computed from its coefficients
         without the step's operands; None for other steps, and before `at_columns`.
 
         A cast to float32 gives an affine tile, with `exact`; a period up to PERIOD a narrow tile; all else, also a

@@ -288,8 +288,8 @@ class TileScheduler:
 
 
 def new_counter(programs: int) -> jax.Array:
-    """The atomic counter of a call with so many CTAs, [1] int32: at first the number of the first work item that is
-    not some CTA's first.
+    """The atomic counter of the dynamic scheduler, [1] int32. It starts at `programs`, the number of CTAs, because CTA p
+    takes work item p first, and all later items come from the counter.
     """
     return jnp.full((1,), programs, jnp.int32)
 

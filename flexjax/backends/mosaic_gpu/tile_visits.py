@@ -98,8 +98,7 @@ class TileVisits:
         return block * self.per_block + lax.rem(step, jnp.int32(self.per_block))
 
     def in_order(self, order: Ref | None, b: Scalar, h: Scalar, rank: Scalar) -> Scalar:
-        """The owned tile whose rank in `order` is `rank`; with `order` None tiles are in their own order, and the
-        result is `rank`.
+        """The number of the owned tile at place `rank` of `order`, in head (b, h); `rank` itself if `order` is None.
 
         order   what `longest_first` gives
         """
@@ -161,8 +160,8 @@ def visit_lists(plan: KernelPlan, lists: BlockLists | None, transposed: bool) ->
 
 
 def longest_first(visits: TileVisits, lists: VisitLists[jax.Array], own_tiles: int) -> jax.Array | None:
-    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles by falling number of visits, equal ones
-    in their own order; None without a block mask or where it has no lists, because all then visit equally many.
+    """[batch or 1, heads or 1, own_tiles] int32: the numbers of the owned tiles, those with most visits first, and
+    ascending among equals; None without a block mask or where it has no lists, because all then visit equally many.
 
     own_tiles   how many owned tiles a head has
     """

@@ -3,7 +3,7 @@
     grid step = one visited tile; all query tiles (and query heads of the group) of a key tile follow one another
 
 Keys are the rows of a tile (sublanes) and queries its columns (lanes): p and ds come out transposed, as the products with dO
-and q need them, and lse and delta of the queries are lines along the lanes that broadcast for free.
+and q need them, and lse and delta of the queries are lines along the lanes, which broadcast to the tile without moving data.
 
 With `with_query` this kernel is the whole backward pass: ds is there anyway, so dq costs one more product instead of a second
 kernel that computes scores, exponentials and dO . V again. The sums of dq, float32 for all queries of the group, stay in VMEM
@@ -128,7 +128,7 @@ class DkvKernel:
 
             @pl.when(visit.last & (visit.kv_tile == np.int32(order.geometry.kv_tiles - 1)))
             def write_dq_of_key_head() -> None:
-                """Writes dq, at the last visit of a key head."""
+                """Writes dq of the query heads of a key head (`write_dq`), at the last visit of the key head."""
                 self.write_dq(refs)
 
     def add_strip(self, step: KernelStep) -> None:

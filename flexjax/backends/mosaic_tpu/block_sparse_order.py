@@ -224,7 +224,7 @@ class BlockSparseOrder(VisitOrder):
         return (row, packed, bits), count
 
     def grid(self, visits: jax.Array | None) -> tuple:
-        """The grid of a launch with that many visits: (b, h, visits), or (b, key head, visits, group member) if
+        """The grid of a launch with `visits` visits: (b, h, visits), or (b, key head, visits, group member) if
         key-major.
 
         b is 1 where the lists have batch entries; heads and group members are 1 where they have heads.

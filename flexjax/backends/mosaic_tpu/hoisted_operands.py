@@ -136,7 +136,9 @@ class HoistedOperands:
         self.scalar_tables = tables.arrays
 
     def _add_offsets(self, tables: ScalarTables, axis: str) -> int:
-        """Adds a row to the int32 table for each run of queries ("q") or keys ("kv"): position minus row. The first such row."""
+        """Adds a row to the int32 table for each run of queries (`axis` "q") or keys ("kv"): position minus row number, of
+        each batch entry. Returns the number of the first of these rows; 0 without an origin, where none is added.
+        """
         layout, starts = self._placed
         if layout is None or starts is None:
             return 0
@@ -146,7 +148,13 @@ class HoistedOperands:
         return rows[0]
 
     def _offset(self, scalars: Sequence[jax.Ref], axis: str, row: jax.Array, head: jax.Array) -> jax.Array:
-        """Inside the kernel: position minus row, in the run of the row of query or key that has the number `row`."""
+        """Inside the kernel: what to add to the numbers of rows in the run that contains row `row` to get positions, an
+        int32 scalar from the scalar tables.
+
+        scalars   references of `scalar_tables`
+        axis      "q" or "kv": whether rows of query or of key are meant
+        head      number b * heads + h of the batch entry and query head
+        """
         layout = self._placed[0]
         assert layout is not None
         run, runs = (layout.query_run, layout.query_runs) if axis == "q" else (layout.key_run, layout.key_runs)
@@ -220,7 +228,7 @@ class HoistedOperands:
     def _captured_blocks(
         self, split: SplitProgram, load: Load, captures: Sequence[jax.Array], tables: ScalarTables
     ) -> Operand:
-        """The operand of a load of which blocks of the captured array itself are passed: the array as [planes, rows, columns].
+        """The operand of a load that gets blocks of its captured array itself: the array as [planes, rows, columns].
 
         Queries index the rows and keys the columns. The plane of each (b, h), computed from the load's other indices, is added to
         the int32 scalar table in `tables`, where the index map reads it.

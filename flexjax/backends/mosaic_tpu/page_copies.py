@@ -153,7 +153,7 @@ class PageCopies:
         for bit in range((self.tile // self.rows).bit_length()):
 
             def wait(rows: int = self.rows << bit) -> None:
-                """Waits for that many rows of keys and of values."""
+                """Waits for `rows` rows of keys and as many of values."""
                 for which, ref in enumerate((slots.key, slots.value)):
                     part = ref.at[slot, pl.ds(0, rows)]
                     pltpu.make_async_copy(part, part, slots.arrived.at[slot, which]).wait()

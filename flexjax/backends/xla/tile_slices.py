@@ -71,8 +71,9 @@ class SlicePlan:
 
 
 def slice_plan(load: Load) -> SlicePlan | None:
-    """How to read the load as slices; None if it needs a gather: its class is not "tile", it is not contiguous, one of
-    its indices has a form that SlicePlan lacks, or b, h, q or kv indexes two dimensions.
+    """How to read the load as slices; None if it needs a gather: its class is not "tile", neighbouring keys do not read
+    elements of a slice (`LoadClass.contiguous`), one of its indices has a form that SlicePlan lacks, or b, h, q or kv
+    indexes two dimensions.
     """
     if classify_load(load).kind != TILE or not classify_load(load).contiguous:
         return None
