@@ -106,7 +106,9 @@ class Captures(typing.NamedTuple, typing.Generic[Part]):
 
 
 def captures_of(operands: Operands) -> Captures[jax.Array]:
-    """The captured arrays of a call, in the form in which kernels take them."""
+    """The captured arrays of a call as kernels take them (`memory.kernel_operand`: booleans as int8, scalars as [1]), and
+    the tables of its origin.
+    """
     groups = (operands.score_captures, operands.mask_captures, operands.dropout_captures)
     origin = () if operands.origin is None else tuple(operands.origin)
     score, mask, dropout = (tuple(kernel_operand(a) for a in group) for group in groups)

@@ -358,13 +358,13 @@ class ColumnMath:
         offset: jax.Array | None,
         column_slope: jax.Array | None,
     ) -> jax.Array:
-        """What is added to the scaled scores in the exponent, in base 2: row_term + offset + column_slope * c - lse2,
-        broadcast to the tile.
+        """What is added to the scaled scores in the exponent: (row_term + offset + column_slope * c) * log2(e) - lse2 at
+        column c, broadcast to the tile.
 
-        lse2           a vector over the queries
+        lse2           of row_statistics.py, a vector over the queries
         row_term       [rows], the part of the scores that is the same along a row; None: 0, and `offset` and
                        `column_slope` are not read either
-        offset         scalar
+        offset         scalar, a part of all scores of the tile
         column_slope   scalar, by which the scores grow from column to column; None: 0
         """
         math, interpret = self.rows.math, self.rows.math.plan.options.interpret

@@ -175,7 +175,9 @@ def chunk_of(rows: int, head_dim: int, value_dim: int, block_kv: int) -> int:
 
 
 def decode_tile(plan: KernelPlan) -> DecodeTile:
-    """The configuration that runs a plan that `decode_refuses` does not refuse."""
+    """The configuration that runs a plan that `decode_refuses` does not refuse: the largest tile of keys and the deepest
+    rings that fit.
+    """
     tile = _fitting_tile(plan)
     assert tile is not None
     return tile

@@ -444,10 +444,11 @@ def rounded_up(vector: jax.Array) -> jax.Array:
 
 
 def whole_power(reference: jax.Array, powers_of_two: float) -> jax.Array:
-    """Softmax references, [rows] float32, rounded up so that 2^reference is a power of two with an integer exponent.
+    """Softmax references, [rows] float32, rounded up to a whole number of powers of two.
 
-    powers_of_two   powers of two in one unit of a reference: 1, or log2(e) where references are scores; then
-                    references of a magnitude of at least tile_math.MAX_WHOLE stay as they are
+    powers_of_two   powers of two in one unit of a reference. 1: references are rounded up to integers. log2(e), where
+                    references are scores: to multiples of ln 2, except that references of a magnitude of at least
+                    tile_math.MAX_WHOLE stay as they are
     """
     if powers_of_two == 1.0:
         return rounded_up(reference)

@@ -107,7 +107,7 @@ class Place(typing.NamedTuple):
 
 
 class TileProgram:
-    """A program on a tile, with the values of the steps that are computed so far; methods return a new one.
+    """A program on a tile, with the values of the steps that are computed already; methods return a new TileProgram.
 
     The fields are those of `__init__` and
 

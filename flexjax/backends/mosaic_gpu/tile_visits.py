@@ -71,10 +71,10 @@ class TileVisits:
     heads: int = 1
 
     def counts(self, refs: VisitLists[Ref], b: Scalar, h: Scalar, own: Scalar) -> VisitCounts:
-        """How many tiles the owned tile of head (b, h) visits.
+        """How many tiles the owned tile of head (b, h) visits without and with the mask.
 
-        Without lists all tiles, with the mask if `mask_all`, else without; otherwise those of the full list without and
-        those of the partial list with the mask, 0 for a list that is None.
+        With lists: those of the full list without the mask, those of the partial list with it; a list that is None has
+        none. Without lists all tiles are visited, with the mask if `mask_all`, otherwise without it.
         """
         if not self.lists:
             zero, all_ = jnp.int32(0), jnp.int32(self.tiles)

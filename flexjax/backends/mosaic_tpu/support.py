@@ -173,9 +173,10 @@ def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
 
 
 def _page_refusal(plan: KernelPlan) -> str | None:
-    """The sentence that says why the kernel cannot read the pages of a plan, None if it can.
+    """The sentence that says why the kernel cannot read the pages of a plan, None if it can: quantised pages, pages that
+    XLA stores in another form than the kernel reads, or more page numbers than fit SMEM.
 
-    It reads a page [page, M, D] as [page * M, D], which has to be the same memory. For other dtypes, head dims and numbers
+    The kernel reads a page [page, M, D] as [page * M, D], which has to be the same memory. For other dtypes, head dims and numbers
     of heads XLA stores the two shapes differently, and would copy the whole pool at each call.
     """
     if plan.cache_dtype is not None:

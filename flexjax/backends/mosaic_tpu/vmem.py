@@ -246,7 +246,7 @@ FEW_ROWS, FEW_ROWS_STRIP = 64, 4096
 """For tiles of at most FEW_ROWS rows in bfloat16, a strip of the forward kernel has up to FEW_ROWS_STRIP columns, because what is done
 once for each strip then costs more than the scores."""
 WHOLE_TILE_CHIPS = frozenset({"v6e", "tpu7x"})
-"""Chips whose matrix unit outruns the vector unit. A strip is the whole tile there in the forward kernel, because the row
+"""Chips whose MXU is fast beside the vector unit. A strip is the whole tile there in the forward kernel, because the row
 maximum and row sum are then updated once a tile."""
 
 
