@@ -204,8 +204,8 @@ def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: 
     """On a GPU a small call is one step and other calls merge mask blocks; both passes are those of the CPU's tiles."""
     for module in (larger_blocks, tile_sizes):
         monkeypatch.setattr(module, "ONE_STEP", 1 << 20 if one_step else 1 << 10)
-    monkeypatch.setattr(larger_blocks, "WIDE", (160, 160))
-    monkeypatch.setattr(larger_blocks, "NARROW", (160, 160))
+    monkeypatch.setattr(larger_blocks, "LARGE", (160, 160))
+    monkeypatch.setattr(larger_blocks, "MEDIUM", (160, 160))
     monkeypatch.setattr(tile_sizes, "ACCELERATOR_DENSE_QUERIES", 100)
     q, k, v = arrays()
     score_mod = lambda s, b, h, i, j: s + jnp.sin(1.0 * (i - j))
