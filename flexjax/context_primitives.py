@@ -132,7 +132,12 @@ def _primitive(name: str, function: typing.Callable[..., list[Array]], types: ty
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *avals, **params: types(avals, **params))
-    primitive.def_impl(lambda *flat, **params: jax.jit(functools.partial(primitive.bind, **params))(*flat))
+
+    @primitive.def_impl
+    def run(*flat: Array, **params: object) -> list[Array]:
+        """Evaluates the primitive outside of jit: compiled, also under jax.disable_jit, where a jit would bind it again."""
+        with jax.disable_jit(False):
+            return jax.jit(functools.partial(primitive.bind, **params))(*flat)
 
     def lower(ctx: mlir.LoweringRuleContext, *flat: typing.Any, call: ContextCall, **params: typing.Any) -> typing.Any:
         """The lowering rule: the code inlined on one device's arrays, or a call with the partitioning rule on global ones."""

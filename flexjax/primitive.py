@@ -70,11 +70,15 @@ def make_primitive(
 
     @primitive.def_impl
     def run(*flat: Array, problem: Problem, **params: object) -> list[Array]:
-        """Evaluates the primitive outside of jit, by one of the compiled functions above."""
+        """Evaluates the primitive outside of jit, by one of the compiled functions above.
+
+        Under jax.disable_jit too, as JAX evaluates its own primitives: a jit that is disabled would bind the primitive again.
+        """
         problem = dataclasses.replace(problem, plan=problem.plan.for_any_lists())
-        if problem.plan.options.interpret:
-            return simulated(target_of(flat[0]), problem=problem, **params)(*flat)
-        return compiled(tuned.state(), problem=problem, **params)(*flat)
+        with jax.disable_jit(False):
+            if problem.plan.options.interpret:
+                return simulated(target_of(flat[0]), problem=problem, **params)(*flat)
+            return compiled(tuned.state(), problem=problem, **params)(*flat)
 
     @primitive.def_abstract_eval
     def types(*avals: core.ShapedArray, **params: object) -> list[core.ShapedArray]:

@@ -95,7 +95,11 @@ def _compiled(**params: typing.Any) -> Callable[..., list[Array]]:
     return jax.jit(functools.partial(_lists, **params))
 
 
-block_lists_p.def_impl(lambda *captures, **params: _compiled(**params)(*captures))
+@block_lists_p.def_impl
+def _run(*captures: Array, **params: typing.Any) -> list[Array]:
+    """Evaluates the primitive outside of jit: compiled, also under jax.disable_jit."""
+    with jax.disable_jit(False):
+        return _compiled(**params)(*captures)
 
 
 def _jvp(captures: Sequence[Array], _: object, **params: typing.Any) -> tuple[list[Array], list]:

@@ -55,10 +55,11 @@ class View(np.ndarray):
 def eager_without_mesh() -> Iterator[None]:
     """Runs the body eagerly, as if no transformation and no mesh were around it.
 
-    A function jitted in the body is compiled as a whole and run at once. Under jax.ensure_compile_time_eval, each operation
-    would be compiled and run alone, and inside shard_map an array would be made for the manual mesh.
+    A function jitted in the body is compiled as a whole and run at once, also under jax.disable_jit. Under
+    jax.ensure_compile_time_eval, each operation would be compiled and run alone, and inside shard_map an array would be made for
+    the manual mesh.
     """
-    with eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with eval_context(), jax.disable_jit(False), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
 
 
