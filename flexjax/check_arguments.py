@@ -109,7 +109,9 @@ def check_inputs(
                 name,
                 f"of shape {x.shape}",
                 f"4 dims, {_letters(name, str(layout))}",
-                "Add a batch axis with x[None] or use jax.vmap.",
+                "Add a batch axis with x[None] or use jax.vmap."
+                if x.ndim < 4
+                else "Map over its first axes with jax.vmap.",
             )
     tokens, heads = (1, 2) if layout == "BTNH" else (2, 1)
     _check_batch("key", k, q)
@@ -346,7 +348,7 @@ def check_block_mask(mask: object, inputs: Inputs, layout: str) -> None:
             raise bad_argument(
                 "block_mask",
                 f"made for {name}={got}",
-                f"{name}={want} or 1",
+                f"{name}={want}" + " or 1" * (want != 1),
                 f"Build it with {name}={want}, or None to share it.",
             )
         if got == 1 and want > 1 and mask.program is not None and mask.program.reads(axis):

@@ -7,6 +7,7 @@ keeps an entry if it is True there. The functions that are made have names such 
 import inspect
 from collections.abc import Callable
 
+import numpy as np
 from jax import Array
 
 from flexjax.mod_tools.signatures import named
@@ -108,7 +109,8 @@ def _check_one(call: str, name: str, mod: object, arguments: tuple[str, ...]) ->
             advice = "Pass its functions one by one."
         else:
             advice = "Leave it out." if mod is None else "Pass the function itself."
-        raise ValueError(f"`{call}`: `{name}` is {mod!r}; expected {wanted}. {advice}")
+        got = f"{mod.dtype}{list(mod.shape)}" if isinstance(mod, Array | np.ndarray) else repr(mod)
+        raise ValueError(f"`{call}`: `{name}` is {got}; expected {wanted}. {advice}")
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):  # some callables written in C have no signature

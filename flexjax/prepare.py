@@ -280,6 +280,10 @@ def _block_mask(
         return block_mask
     if mask_mod is None:
         return None
+    if isinstance(mask_mod, BlockMask):
+        raise bad_argument(
+            "mask_mod", "a BlockMask", "a function mask_mod(b, h, q_idx, kv_idx)", "Pass a block mask as block_mask=."
+        )
     sizes = (inputs.batch, inputs.q_heads, inputs.q_len, inputs.kv_len)
     traced = trace_placed_mask(mask_mod, sizes, origin)
     heads = (

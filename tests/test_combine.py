@@ -97,6 +97,10 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         lambda: or_masks([None]),
         f"`or_masks`: `mask_mods[0]` is [None]; {MASK}. Pass its functions one by one.",
     ),
+    (
+        lambda: and_masks(causal, np.ones((16, 16), bool)),
+        f"`and_masks`: `mask_mods[1]` is bool[16, 16]; {MASK}. Pass the function itself.",
+    ),
     (lambda: not_mask(7), f"`not_mask`: `mask_mod` is 7; {MASK}. Pass the function itself."),
     (
         lambda: not_mask(lambda q_idx, kv_idx: True),

@@ -293,7 +293,8 @@ def check_callable(name: str, mod: object, arguments: tuple[str, ...]) -> None:
     """
     wanted = f"{name}({', '.join(arguments)})"
     if not callable(mod):
-        raise ModError(f"`{name}` is {type(mod).__name__}; expected a function {wanted}.")
+        indexed = " Write a function that indexes the array." if isinstance(mod, jax.Array | np.ndarray) else ""
+        raise ModError(f"`{name}` is {type(mod).__name__}; expected a function {wanted}.{indexed}")
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):
