@@ -7,6 +7,8 @@ They share DecodeSetup. decode_sm90_items.py assigns chunks to CTAs; decode_sm90
 from their partial results. NOTES_decode.md estimates the speed.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,7 @@ from jax import lax
 from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import decode_sm90_merge, decode_sm90_scales, kernel_parts, memory
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.decode_intervals import has_interval, visible_interval
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
 from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
@@ -37,8 +40,11 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
     """
     query_lengths, key_lengths = existing(plan, operands)
     setup = decode_setup(plan, tile, operands)
-    items = setup.items
-    work = items.work(key_lengths, operands.lists)
+    items, first = setup.items, None
+    if has_interval(plan):
+        first, end = visible_interval(plan, operands, query_lengths)
+        key_lengths = end if key_lengths is None else jnp.minimum(key_lengths, end)
+    work = items.work(key_lengths, operands.lists, first)
     inputs = _inputs(setup, operands, work)
     shape = (plan.batch, plan.kv_heads, items.chunks)
 
@@ -83,16 +89,16 @@ def decode_setup(plan: KernelPlan, tile: DecodeTile, operands: Operands) -> Deco
     """What is known of the kernel before it is traced, with the programs for packed rows. Of the operands only shapes
     matter, and which of them are None.
     """
-    lengths = (plan.batch, plan.kv_len)
+    lengths, interval = (plan.batch, plan.kv_len), has_interval(plan)
     fold = lambda program: (
         None if program is None else fold_heads(program, plan.q_len, plan.group, lengths, plan.origin)
     )
     return DecodeSetup(
-        plan=plan,
+        plan=dataclasses.replace(plan, blocks=None) if interval else plan,
         tile=tile,
         score=fold(plan.score),
         mask=fold(plan.mask),
-        lengths=existing(plan, operands)[1] is not None,
+        lengths=interval or existing(plan, operands)[1] is not None,
         page=plan.page,
         stored_pages=operands.key.shape[0] if plan.page else 0,
         reference=static_reference(plan),

@@ -4,9 +4,14 @@ A work item is one chunk of the keys of one key head of one batch entry, for all
 numbered with the key head fastest, because in the layout BTNH the heads of a key lie side by side in memory, then chunks,
 then batch entries. CTA p takes items p, p + P, p + 2 P, ... of P CTAs.
 
+Batch entries with many packed rows over pages are tiles of the queries of one request, or of requests that share a prefix
+(paged_rows.py): they read the same pages. There chunks are numbered first and batch entries within them (`chunks_first`), so that
+CTAs read the same keys at the same time, all but one of them from the L2.
+
 With lengths only the chunks that begin before the end of their batch entry are numbered, so that CTAs get equally many
-whatever the lengths are. With a block mask the tiles that an item visits come from lists of tiles, made from the mask's
-block lists, and CTAs take only items that visit a tile.
+whatever the lengths are; with an interval of visible keys (decode_intervals.py), only those from its first key on. With another
+block mask the tiles that an item visits come from lists of tiles, made from the mask's block lists, and CTAs take only items
+that visit a tile.
 """
 
 import dataclasses
@@ -33,6 +38,7 @@ class DecodeItem(typing.NamedTuple):
     total        how many key tiles it visits
     end          how many keys of the batch entry exist
     row          number of its list in `Work.tile_num` and `Work.tile_index`; 0 without a block mask
+    skipped      key tiles of the chunk before the first that it visits; 0 with tile lists
     """
 
     b: Scalar
@@ -41,16 +47,20 @@ class DecodeItem(typing.NamedTuple):
     total: Scalar
     end: Scalar
     row: Scalar
+    skipped: Scalar
 
 
 class Work(typing.NamedTuple, typing.Generic[Part]):
     """The arrays from which the kernel reads its work items, int32 in global memory.
 
     lengths      [B], keys of each batch entry, at most those of the array; None if all exist
-    first        [B + 1], how many chunks all batch entries before this one have; None without lengths or with a block
-                 mask
+    begin        [B], the number of the first key tile that each batch entry visits; None if that is 0
+    first        [B + 1], how many chunks all batch entries before this one have; with `chunks_first` [chunks + 1], how many
+                 batch entries all chunks before this one have. None without lengths or with lists of tiles
+    order        [B], the batch entries from the one with most chunks to that with fewest; None without `chunks_first`
 
-    None without a block mask, otherwise over all batch entries and key heads that have lists of their own (`rows`):
+    None without a block mask that has lists of tiles, otherwise over all batch entries and key heads that have lists of
+    their own (`rows`):
 
     tile_num     [rows * chunks], how many tiles of each chunk are visited
     tile_index   [rows * chunks * tiles of a chunk], the numbers of these tiles, ascending; those past tile_num are
@@ -60,7 +70,9 @@ class Work(typing.NamedTuple, typing.Generic[Part]):
     """
 
     lengths: Part | None
+    begin: Part | None
     first: Part | None
+    order: Part | None
     tile_num: Part | None
     tile_index: Part | None
     visiting: Part | None
@@ -118,6 +130,11 @@ class DecodeItems:
         return self.plan.kv_len % COPY_ROWS > 0 or self.stored_keys < self.tile.block_kv
 
     @property
+    def chunks_first(self) -> bool:
+        """Whether items are numbered by chunks and then by batch entries, where each entry has an interval from key 0 on."""
+        return self.plan.page > 0 and self.tile.used_rows >= decode_tiles.FEW_ROWS and self.plan.batch > 1
+
+    @property
     def has_limits(self) -> bool:
         """Whether some columns of a tile must be hidden: keys past the last one, and in a last tile that begins earlier
         (`start`) keys that the tile before it has visited.
@@ -126,11 +143,14 @@ class DecodeItems:
 
     # ----------------------------------------------------------------- outside the kernel
 
-    def work(self, lengths: jax.Array | None, lists: BlockLists | None) -> Work[jax.Array]:
+    def work(
+        self, lengths: jax.Array | None, lists: BlockLists | None, first: jax.Array | None = None
+    ) -> Work[jax.Array]:
         """The arrays from which the kernel reads its work items, computed by XLA before the kernel.
 
-        lengths   [B] int32, keys of each batch entry, clipped here to those of the array; None: all exist
-        lists     the block lists of the plan's block mask; None without one
+        lengths   [B] int32 or None, keys of each batch entry
+        lists     the block lists of the plan's block mask
+        first     [B] int32: the first visible key of each batch entry, for a plan without a block mask; None: 0
         """
         found = Work(*[None] * len(Work._fields))
         if lengths is not None:
@@ -138,6 +158,14 @@ class DecodeItems:
             found = found._replace(lengths=lengths)
         if lengths is not None and self.plan.blocks is None:
             chunks = (lengths + (self.tile.chunk - 1)) // self.tile.chunk
+            if first is not None:
+                begin = first.astype(jnp.int32) // self.tile.block_kv
+                found = found._replace(begin=begin)
+                chunks = jnp.maximum(chunks - begin // self.tile.tiles_of_chunk, 0)
+            if first is None and self.chunks_first:
+                order = jnp.argsort(-chunks, stable=True).astype(jnp.int32)
+                number = np.arange(self.chunks + 1, dtype=np.int32)[:, None]
+                return found._replace(first=jnp.minimum(chunks, number).sum(1, dtype=jnp.int32), order=order)
             entry = np.arange(self.plan.batch)
             before = np.arange(self.plan.batch + 1)[:, None] > entry[None, :]  # a sum that XLA fuses with what it reads
             found = found._replace(first=jnp.where(before, chunks, 0).sum(1, dtype=jnp.int32))
@@ -192,9 +220,13 @@ class DecodeItems:
         """
         if work.tile_num is not None:
             return work.tile_num.reshape(*self.list_shape, self.chunks) > 0
-        if work.lengths is not None:
-            return (jnp.arange(self.chunks, dtype=jnp.int32) * self.tile.chunk < work.lengths[:, None])[:, None]
-        return None
+        if work.lengths is None:
+            return None
+        chunk = jnp.arange(self.chunks, dtype=jnp.int32)
+        found = chunk * self.tile.chunk < work.lengths[:, None]
+        if work.begin is not None:
+            found = found & (chunk >= work.begin[:, None] // self.tile.tiles_of_chunk)
+        return found[:, None]
 
     # ----------------------------------------------------------------- in the kernel
 
@@ -207,7 +239,7 @@ class DecodeItems:
         if work.count is not None:
             items = work.count[0]
         elif work.first is not None:
-            items = work.first[self.plan.batch] * i32(self.plan.kv_heads)
+            items = work.first[self.chunks if work.order is not None else self.plan.batch] * i32(self.plan.kv_heads)
         left = items - lax.axis_index("program") + i32(self.programs - 1)
         return lax.div(lax.max(left, i32(0)), i32(self.programs))
 
@@ -223,9 +255,17 @@ class DecodeItems:
         kv_head, rest = lax.rem(number, i32(plan.kv_heads)), lax.div(number, i32(plan.kv_heads))
         if work.first is None:
             b, chunk = lax.div(rest, i32(self.chunks)), lax.rem(rest, i32(self.chunks))
+        elif work.order is not None:
+            chunk = self._last_before(work.first, self.chunks, rest)
+            b = work.order[rest - work.first[chunk]]
         else:
-            b = self._entry(work.first, rest)
+            b = self._last_before(work.first, self.plan.batch, rest)
             chunk = rest - work.first[b]
+        skipped = i32(0)
+        if work.begin is not None:
+            begin = work.begin[b]
+            chunk = chunk + lax.div(begin, i32(tile.tiles_of_chunk))
+            skipped = lax.max(begin - chunk * tile.tiles_of_chunk, i32(0))
         end = i32(plan.kv_len) if work.lengths is None else work.lengths[b]
         row = i32(0)
         if work.tile_num is not None:
@@ -236,18 +276,17 @@ class DecodeItems:
         else:
             left = end - chunk * tile.chunk + i32(tile.block_kv - 1)
             total = lax.min(lax.div(left, i32(tile.block_kv)), i32(tile.tiles_of_chunk))
-        return DecodeItem(b, kv_head, chunk, total, end, row)
+            if work.begin is not None:
+                total = lax.max(total - skipped, i32(0))
+        return DecodeItem(b, kv_head, chunk, total, end, row, skipped)
 
-    def _entry(self, first: typing.Any, number: Scalar) -> Scalar:
-        """The batch entry that chunk `number`, counted over all batch entries, belongs to: the last one whose first
-        chunk has a number of at most `number`. A binary search.
-
-        first   `Work.first`, a Ref
-        """
-        found, step = i32(0), 1 << (self.plan.batch - 1).bit_length()
+    @staticmethod
+    def _last_before(first: typing.Any, size: int, number: Scalar) -> Scalar:
+        """The last index below `size` with first[index] <= number, where first[0] is 0 and numbers rise. A binary search."""
+        found, step = i32(0), 1 << (size - 1).bit_length()
         while step > 1:
             step //= 2
-            candidate = lax.min(found + step, i32(self.plan.batch - 1))
+            candidate = lax.min(found + step, i32(size - 1))
             found = jnp.where(first[candidate] <= number, candidate, found)
         return found
 
@@ -272,7 +311,7 @@ class DecodeItems:
         """
         if work.tile_index is not None:
             return work.tile_index[item.row * self.tile.tiles_of_chunk + step]
-        return item.chunk * self.tile.tiles_of_chunk + step
+        return item.chunk * self.tile.tiles_of_chunk + item.skipped + step
 
     def start(self, number: Scalar) -> Scalar:
         """The number of the first key that is copied for key tile `number`: number * block_kv, except that the last tile

@@ -20,15 +20,16 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-from flexjax.backends.mosaic_gpu import choose_kernel, decode_tiles, support  # noqa: E402
+from flexjax.backends.mosaic_gpu import choose_kernel, decode_intervals, decode_tiles, support  # noqa: E402
 from flexjax.ir.evaluate_scalars import as_mask_mod  # noqa: E402
 from flexjax.ir.fold_heads import fold_heads  # noqa: E402
-from flexjax.ir.origin import OriginLayout  # noqa: E402
+from flexjax.ir.origin import OriginLayout, Starts  # noqa: E402
 from flexjax.plan.kernel_plan import KernelPlan, Lengths, Operands, Results, Scales  # noqa: E402
 from flexjax.trace.trace_mod import trace_mask_mod  # noqa: E402
 from flexjax.types import KernelOptions  # noqa: E402
 from tests.backends.mosaic_gpu import compile_hopper  # noqa: E402
 from tests.cases.on_hopper import ForwardProblem, forward_problem  # noqa: E402
+from tests.cases.small import quick_jit  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12"
@@ -104,8 +105,10 @@ def test_keys_are_split_as_the_user_asks() -> None:
 
 PAGES: dict[str, tuple[dict[str, typing.Any], str | None]] = {
     "few": ({}, None),
-    "many rows": (
-        {"q_len": 17},
+    "many rows": ({"q_len": 17}, None),
+    "many rows of float32, in odd pages": ({"q_len": 17, "dtype": "float32", "page": 12}, None),
+    "many rows of a part": (
+        {"q_len": 17, "partial": True},
         "The GPU kernel for keys in pages does not run this call: 68 packed rows (queries times query heads of a key head) are "
         "more than 64.",
     ),
@@ -141,6 +144,8 @@ def test_keys_in_pages(name: str) -> None:
 def test_in_words() -> None:
     text = support.BACKEND.schedule(small(kv_len=8192), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward decode 4 x 128, 16 work items of 2048 keys"
+    text = support.BACKEND.schedule(small(q_len=40, page=16, lengths=(False, True)), typing.cast(typing.Any, None))
+    assert text == "keys gathered from their pages, forward 64 x 128"
     text = support.BACKEND.schedule(small(extra_dim=8, extra_heads=2), typing.cast(typing.Any, None))
     assert text.split(", backward")[0] == "forward 64 x 128 (not the decode kernel: It takes no extra features.)"
 
@@ -189,7 +194,7 @@ def test_a_slot_is_always_read_by_the_same_warpgroup(stages: int) -> None:
     for total in (3, 1, 0, 4, 5, 5, 2, 7):
         for n in range(total):
             assert reader.setdefault((first_step + n) % stages, n % 2) == n % 2
-        item = DecodeItem(*map(i32, (0, 0, 0, total, 0, 0)))
+        item = DecodeItem(*map(i32, (0, 0, 0, total, 0, 0, 0)))
         first_step = int(DecodeItems.next_step(i32(first_step), item))
     assert len(reader) == stages
 
@@ -216,6 +221,48 @@ def test_programs_of_packed_rows(q_len: int, group: int, moved: bool) -> None:
         assert packed.inputs[3].high == group - 1
 
 
+INTERVALS: dict[str, typing.Any] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window of each head": lambda b, h, q, k: (2 * k < 2 * q + b) & (q - k < 6 + 3 * h),
+    "by request": lambda b, h, q, k: (k >= SPANS[b, 0]) & (SPANS[b, q % 3] > k),
+    "nothing": lambda b, h, q, k: (k > q + 5) & (q > k),
+}
+SPANS = jnp.asarray([[3, 30, 9], [11, 40, 5]], jnp.int32)
+
+
+@pytest.mark.parametrize("name", INTERVALS)
+@pytest.mark.parametrize("moved", [False, True])
+def test_visible_intervals(name: str, moved: bool) -> None:
+    """The keys from the first to the last that any query of an entry sees, for queries and keys at any position."""
+    mask, sizes = INTERVALS[name], (2, 4, 20, 40)
+    traced = trace_mask_mod(mask, sizes)
+    plan = small(q_heads=4, q_len=3, kv_len=30, mask=traced.program)
+    starts = np.array([[9], [4]], np.int32), np.array([[3], [0]], np.int32)
+    if moved:
+        plan = dataclasses.replace(plan, origin=OriginLayout(2, 3, 1, 30, 1))
+    operands = Operands(*[jnp.zeros(())] * 3, None, None, None, (), traced.arrays, (), None)
+    operands = operands._replace(origin=Starts(*map(jnp.asarray, starts)) if moved else None)
+    first, end = quick_jit(lambda *x: decode_intervals.visible_interval(plan, *x))(
+        operands, jnp.asarray([3, 2], jnp.int32)
+    )
+    assert (first is None) == (name == "causal")
+    for b in range(2):
+        at = [s[b, 0] if moved else 0 for s in starts]
+        indices = np.ogrid[b : b + 1, 0:4, at[0] : at[0] + (3, 2)[b], at[1] : at[1] + 30]
+        seen = np.flatnonzero(
+            np.broadcast_to(np.asarray(mask(*map(jnp.asarray, indices))), (1, 4, (3, 2)[b], 30)).any((0, 1, 2))
+        )
+        low, high = (int(seen[0]), int(seen[-1]) + 1) if seen.size else (0, 0)
+        assert int(end[b]) == high
+        assert first is None or int(first[b]) == low
+
+
+@pytest.mark.parametrize("mask", [lambda b, h, q, k: (q >= k) | (k < 3), lambda b, h, q, k: DOCUMENTS[b, q] == DOCUMENTS[b, k],
+                                  lambda b, h, q, k: k * 100 > q])  # fmt: skip
+def test_other_masks_have_no_interval(mask: typing.Any) -> None:
+    assert not decode_intervals.has_interval(small(mask=trace_mask_mod(mask, (2, 8, 1, 512)).program))
+
+
 @needs_kernels
 def test_sums_do_not_depend_on_chunks_without_visits() -> None:
     from flexjax.backends.mosaic_gpu.decode_sm90_merge import sum_in_order
@@ -233,6 +280,8 @@ def test_sums_do_not_depend_on_chunks_without_visits() -> None:
 SIMULATED: dict[str, dict[str, typing.Any]] = {
     "relative table": {"q_len": 3, "heads": 6, "kv_len": 200, "layout": "BNTH", "sinks": True, "max_scores": True,
                        "score": relative, "mask": lambda b, h, q, k: (q + 150 >= k) & (h != 4)},
+    "window": {"q_len": 2, "batch": 2, "block": (128, 128), "mask_heads": 4, "mask_batch": 2,
+               "mask": lambda b, h, q, k: (q + 250 >= k) & (q - k < 10 * h - 190 - 40 * b)},
     "blocks": {"q_len": 2, "kv_len": 384, "batch": 2, "block": (128, 128), "mask_heads": 4, "mask_batch": 2,
                "mask": lambda b, h, q, k: ((k // 128) % 2 == (h // 2) % 2) & (k > q + 20 * b)},
 }  # fmt: skip
@@ -323,7 +372,7 @@ def test_bits_depend_on_the_request_alone() -> None:
 
 @needs_kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [0, 8, 24, 64, 80, 120])
+@pytest.mark.parametrize("page", [0, 8, 24, 48, 80, 120])
 def test_lengths_and_pages_match_dense(page: int) -> None:
     plan, operands = ragged([2, 1, 0], 240, page)
     got = np.asarray(run(plan, operands).out.astype(jnp.float32))
