@@ -21,9 +21,18 @@ def whole_pages(page: int, most: int) -> int:
     return most if page % most == 0 else page
 
 
-def contiguous(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+def contiguous_plan(plan: KernelPlan) -> KernelPlan:
+    """The plan of a call on the keys and values that `contiguous` gathers."""
+    return dataclasses.replace(plan, page=0, cache_dtype=None)
+
+
+def contiguous(
+    plan: KernelPlan, operands: Operands, quantised_as: DTypeLike | None = None
+) -> tuple[KernelPlan, Operands]:
     """(plan, operands) with the keys and values of each batch entry gathered from its pages: [B, S, M, D] and [B, S, M, E] (heads
-    first for BNTH), in the score dtype if they are quantised. The arguments themselves if keys are contiguous.
+    first for BNTH). The arguments themselves if keys are contiguous.
+
+    quantised_as   the dtype that keys and values of a quantised cache get; None: that of scores
     """
     pages = operands.pages
     if pages is None:
@@ -32,12 +41,14 @@ def contiguous(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operan
     def gathered(pool: Array, scale: Array | None) -> Array:
         """The tokens of one pool in the plan's layout."""
         found = tokens_of_pages(pool, scale, pages, plan.score_dtype)
+        if scale is not None and quantised_as is not None:
+            found = found.astype(quantised_as)
         return found if plan.layout == "BTNH" else jnp.swapaxes(found, 1, 2)
 
     of_key, of_value = operands.scales or (None, None)
     key, value = gathered(operands.key, of_key), gathered(operands.value, of_value)
     made = operands._replace(key=key, value=value, pages=None, scales=None)
-    return dataclasses.replace(plan, page=0, cache_dtype=None), made
+    return contiguous_plan(plan), made
 
 
 def tokens_of_pages(pool: Array, scale: Array | None, pages: Array, dtype: DTypeLike) -> Array:

@@ -14,7 +14,13 @@ def main() -> int:
     """Prints a line for each check; returns 1 if one failed."""
     checks = {name: (test_pages.check_case, name) for name in test_pages.CASES}
     checks |= {
-        check.__name__: (check,) for check in (test_pages.check_ragged, test_pages.check_tree, test_pages.check_bits)
+        check.__name__: (check,)
+        for check in (
+            test_pages.check_ragged,
+            test_pages.check_tree,
+            test_pages.check_bits,
+            test_pages.check_many_queries,
+        )
     }
     checks |= {" ".join(map(str, row)): (test_pages.check_quantised, *row) for row in test_pages.QUANTISED}
     failed = 0

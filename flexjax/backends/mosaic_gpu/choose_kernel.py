@@ -1,6 +1,7 @@
 """Which kernels run a plan on Hopper, with which tiles: the one place that answers it.
 
     decode_kernel(plan)      the configuration of the decode kernel, for few queries; None where the forward kernel runs
+    gathers_pages(plan)      whether keys in pages are gathered for the forward kernel
     forward_kernel(plan)     the forward kernel's tile and pipeline: the first candidate of forward_tiles.py
     backward_kernels(plan)   the fused kernel or two kernels, their tiles, and the order in which dQ tiles are added
     describe(plan)           both passes as text, for `flexjax.explain`
@@ -61,6 +62,15 @@ def decode_kernel(plan: KernelPlan) -> decode_tiles.DecodeTile | None:
         return None
     tile, split = decode_tiles.decode_tile(plan), plan.options.split
     return tile if split in (None, "auto") else dataclasses.replace(tile, chunk=round_up(split, tile.block_kv))
+
+
+def gathers_pages(plan: KernelPlan) -> bool:
+    """Whether the keys of a plan lie in pages and its queries are too many for the decode kernel, as in a chunk of a prefill: the
+    forward kernel then runs on gathered keys, whose copy is small beside what it multiplies.
+
+    Not for a part of a call (`KernelPlan.partial`), whose tiles of queries are few unless the options ask for more.
+    """
+    return plan.page > 0 and not plan.partial and plan.q_len * plan.group > decode_tiles.ROWS
 
 
 def _decode_is_faster(plan: KernelPlan) -> bool:
@@ -227,7 +237,9 @@ def describe(plan: KernelPlan, given: KernelPlan) -> str:
     (`_decode_is_faster`) but which it refuses, the text says why.
     """
     forward = _describe_forward(plan, given)
-    return forward if plan.page else f"{forward}, backward {_describe_backward(plan)}"
+    if given.page:
+        return f"keys gathered from their pages, {forward}" if gathers_pages(given) else forward
+    return f"{forward}, backward {_describe_backward(plan)}"
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:

@@ -27,7 +27,7 @@ from flexjax.backends.mosaic_gpu import (
 )
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
-from flexjax.plan import lengths_as_mask, mask_blocks
+from flexjax.plan import lengths_as_mask, mask_blocks, pages
 from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, Wanted
 from flexjax.plan.lengths import existing_results, where_exists
 
@@ -49,7 +49,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
     target    the device that the pass is lowered for; None: some GPU that the kernels are for
     version   of jax, such as (0, 11, 2); that of this process by default
     """
-    if plan.page:
+    if plan.page and not choose_kernel.gathers_pages(plan):
         return _refuses_pages(plan, target, version or jax.__version_info__[:3])
     reason = lengths_as_mask.refuses(plan) if any(plan.lengths) else None
     reason = reason or _refuses_origin(plan)
@@ -66,7 +66,7 @@ def refuses(plan: KernelPlan, target: Target | None, version: tuple[int, ...] | 
 
 
 def _refuses_pages(plan: KernelPlan, target: Target | None, version: tuple[int, ...]) -> str | None:
-    """Why the decode kernel, which alone reads keys in pages, cannot run the plan, in a sentence; None if it can.
+    """Why the decode kernel, which alone reads keys in pages where they lie, cannot run the plan, in a sentence; None if it can.
 
     target, version   as for `refuses`
     """
@@ -127,37 +127,40 @@ def _refuses_device(target: Target | None) -> str | None:
 def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
     """(queries, keys) of the mask blocks that the kernels visit; (0, 0) for a plan without a block mask.
 
-    For each axis this is the block size of the mask if it is a multiple of 64, otherwise 64 for lengths up to 64 and
-    128 above.
+    For each axis this is the block size of the mask if it is a multiple of 64, otherwise that of `_lengths_blocks`.
     """
     if plan.blocks is None:
         return 0, 0
-    pairs = ((plan.blocks.block_q, plan.q_len), (plan.blocks.block_kv, plan.kv_len))
-    block_q, block_kv = (block if block % 64 == 0 else 64 if length <= 64 else 128 for block, length in pairs)
+    given = (plan.blocks.block_q, plan.blocks.block_kv)
+    block_q, block_kv = (
+        block if block % 64 == 0 else other for block, other in zip(given, _lengths_blocks(plan), strict=True)
+    )
     return block_q, block_kv
 
 
 def _lengths_blocks(plan: KernelPlan) -> tuple[int, int]:
-    """(queries, keys) of the blocks of a plan with lengths and without a block mask."""
+    """(queries, keys) of the blocks of a plan with lengths and without a block mask: 64 for lengths up to 64 and 128 above. With
+    keys in pages always 128 keys, because the bits of a request do not depend on the number of its pages.
+    """
     block_q, block_kv = (64 if length <= 64 else 128 for length in (plan.q_len, plan.kv_len))
-    return block_q, block_kv
+    return block_q, 128 if plan.page else block_kv
 
 
 def _kernel_plan(plan: KernelPlan) -> KernelPlan:
-    """The plan that the kernels run: its block mask has blocks that they can visit (`_kernel_blocks`) and also hides
-    the queries and keys past the lengths, so that the new plan has no lengths.
+    """The plan that the kernels run where the decode kernel does not: with contiguous keys, with blocks that they can visit
+    (`_kernel_blocks`), and with the lengths in its block mask, so that the new plan has no lengths.
     """
-    return lengths_as_mask.plan_as_mask(
-        mask_blocks.plan_with_blocks(plan, *_kernel_blocks(plan)), *_lengths_blocks(plan)
-    )
+    made = mask_blocks.plan_with_blocks(pages.contiguous_plan(plan), *_kernel_blocks(plan))
+    return lengths_as_mask.plan_as_mask(made, *_lengths_blocks(plan))
 
 
-def _for_kernels(plan: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
+def _for_kernels(given: KernelPlan, operands: Operands) -> tuple[KernelPlan, Operands]:
     """The plan of `_kernel_plan` and its operands, with 0 in the slots of queries and keys that do not exist."""
+    plan, operands = pages.contiguous(given, operands, given.dtype)
     if operands.lengths is not None:
         operands = lengths_as_mask.zeroed(plan, operands)
-    plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(plan))
-    return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(plan))
+    plan, operands = mask_blocks.with_blocks(plan, operands, *_kernel_blocks(given))
+    return lengths_as_mask.as_mask(plan, operands, *_lengths_blocks(given))
 
 
 def _refuses_arrays(plan: KernelPlan) -> str | None:
@@ -258,7 +261,8 @@ class MosaicGpu:
 
     def schedule(self, plan: KernelPlan, target: Target) -> str:
         """The kernels of both passes with their tiles, queries x keys, as text for `flexjax.explain`."""
-        return choose_kernel.describe(plan if plan.page else _kernel_plan(plan), plan)
+        decodes = plan.page > 0 and not choose_kernel.gathers_pages(plan)
+        return choose_kernel.describe(plan if decodes else _kernel_plan(plan), plan)
 
     def tile_candidates(self, plan: KernelPlan, target: Target) -> list[dict[str, int]]:
         """Values of KernelOptions that are worth timing, each a dict from field name to size in tokens or slots.
@@ -282,7 +286,7 @@ class MosaicGpu:
 
     def forward(self, plan: KernelPlan, operands: Operands, target: Target) -> Results:
         """Runs the forward kernel, or the decode kernel where the queries are few: out, lse and, where the plan wants
-        them, row maxima.
+        them, row maxima. For the forward kernel keys in pages are gathered first.
 
         Only the number of CTAs follows from the target (REFERENCE_SMS where its number of cores is not known), and no
         result depends on it; the tile follows from the plan.
