@@ -59,6 +59,7 @@ def loss(params: small.Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def model(key: jax.Array, layers: int, width: int, count: int) -> small.Params:
+    """Random parameters of a transformer over bytes with `count` experts in each layer."""
     keys = iter(jax.random.split(key, 1 + 5 * layers))
     matrix = lambda *shape: jax.random.normal(next(keys), shape) / math.sqrt(shape[-2])
     return {

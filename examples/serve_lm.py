@@ -35,6 +35,7 @@ class Request:
 
 
 def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention with ALiBi, [B, T, N, D]: what the served model was trained with."""
     return flexjax.flex_attention(q, k, v, score_mod=mods.alibi(q.shape[2]), mask_mod=masks.causal)
 
 
@@ -133,6 +134,7 @@ def without_cache(params: Params, request: Request) -> list[int]:
 
 @jax.jit
 def _next_of_whole(params: Params, tokens: jax.Array) -> jax.Array:
+    """The most likely token after each of `tokens` [B, T], by a pass without a cache."""
     x = params["embedding"][tokens]
     for p in params["layers"]:
         x = block(p, x, len(params["heads"]), attend_causally)

@@ -57,6 +57,7 @@ def language_model(key: jax.Array, layers: int, width: int, heads: int) -> Param
 
 
 def normalised(x: jax.Array) -> jax.Array:
+    """x over the root of its mean square along the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 

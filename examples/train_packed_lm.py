@@ -5,9 +5,10 @@
 
 Bytes are the tokens; byte 0, which no source file contains, starts every document.  Files are packed into
 rows of a fixed length: a file that does not fit is cut, and its rest goes on in the next row as a document
-of its own.  One file in twenty is kept for the end, to measure the loss on unseen text.  Inside the jitted step the block mask `causal & document` is rebuilt from the segment ids of the
-batch, so each document sees itself alone, and each head of each layer learns a bias by distance, whose
-gradient comes through the array that `score_mod` captures.
+of its own.  One file in twenty is kept for the end, to measure the loss on unseen text.  Inside the jitted
+step the block mask `causal & document` is computed again from the segment ids of the batch, so the tokens of
+a document see that document alone.  Each head of each layer learns a bias by distance, whose gradient comes
+through the array that `score_mod` captures.
 """
 
 import argparse
