@@ -95,7 +95,7 @@ def _filled(built: Built) -> str:
 
 
 def _stages(built: Built) -> list[tuple[str, int, int, BlockLayout]]:
-    """The stages in order, each as (what it computes, in words; numbers of its query blocks and key blocks; layout of its lists)."""
+    """The stages in order, each as (what it computes, in words; how many query blocks it has; how many key blocks; layout of its lists)."""
     call, tables = built.call, built.tables
     rows, own = tables.query_blocks.shape[1], tables.key_blocks.shape[1]
     n = call.devices
