@@ -131,7 +131,9 @@ class CaptureKernel:
 
     @property
     def scatters_each_tile(self) -> bool:
-        """Whether the kernel adds g of every tile to the array at once, without sums in registers."""
+        """Whether the kernel adds g of every tile to the elements of the array as soon as g is computed, and keeps no sums
+        in registers.
+        """
         return self.sink is Sink.SCATTER and self.shape.kind != ir.DIAGONAL
 
     @property

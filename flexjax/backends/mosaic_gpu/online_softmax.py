@@ -115,8 +115,8 @@ class OnlineSoftmax:
         state    before the tile
 
         With large scores only `scores.tile` is read, which is the whole score. With a static reference nothing is
-        rescaled, and `row_term` counts. Otherwise the reference follows the maximum of the scores without `row_term`,
-        which `finish` adds.
+        rescaled, and `row_term` is part of the exponent. Otherwise the reference follows the maximum of the scores
+        without `row_term`, and the exponentials are without it too; `finish` adds it to the reference.
         """
         if self.large_scores:
             return self._step_of_large_scores(scores.tile, state)

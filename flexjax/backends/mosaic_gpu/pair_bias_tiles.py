@@ -225,8 +225,8 @@ class DirectGradientWriter:
             pl.loop(0, count)(lambda i: self._send(key_tile(i) * self.tiles.keys))
 
     def _fill(self, values: tuple[jax.Array, ...]) -> None:
-        """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype, once the copies before
-        have read them.
+        """Stores one tile of each gradient in this warpgroup's buffers, converted to its dtype. Before, it waits until
+        the copies that were started earlier have read the buffers.
 
         values   [queries, keys] float32 for each gradient
         """
@@ -236,6 +236,8 @@ class DirectGradientWriter:
         plgpu.commit_smem()
 
     def _send(self, kv0: Scalar) -> None:
-        """Starts the copies of the buffers to global memory, to the keys from `kv0`; does not wait for them."""
+        """Starts the copies of this warpgroup's buffers to `outputs`, at its queries and the keys from `kv0`; does not wait
+        for them.
+        """
         for one, smem, ref in zip(self.gradients, self.buffers, self.outputs, strict=True):
             plgpu.copy_smem_to_gmem(smem.at[self.group], one.tile(ref, self.b, self.h, self.q0, kv0, self.shape))

@@ -311,7 +311,10 @@ def stays_finite(program: Program) -> bool:
         return math.isfinite(float(typing.cast(float, atom.value))) if isinstance(atom, Lit) else atom.id in finite
 
     def keeps_finite(step: Step) -> bool:
-        """Whether the step's results are finite if its operands are; values of b and h alone count as finite."""
+        """Whether the step's results are known to be finite if its operands are: results of FINITE_OPS, values of b and
+        h alone, integers and bools, quotients by a literal, and products of which one factor does not depend on the
+        score. False for loads.
+        """
         if isinstance(step, Call):
             return step.name in tile_ops.CALLS
         if isinstance(step, Load):

@@ -132,9 +132,9 @@ def _kernel_blocks(plan: KernelPlan) -> tuple[int, int]:
 def _refusal(plan: KernelPlan, chip: vmem.Chip) -> str | None:
     """The sentence that says why the kernels cannot run the plan on the chip, None if they can.
 
-    Checked are the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each program can be split
-    between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM. A plan with keys in pages runs joined, and
-    has no backward pass.
+    Checked are pages, the origin, the dtype, empty arrays, second derivatives, head dims, numbers of heads, whether each
+    program can be split between XLA and a kernel, and whether a tile of each pass fits the chip's VMEM. A plan with keys
+    in pages is checked with its heads joined (plan/join_heads.py), as it runs, and without a backward pass.
     """
     if plan.page:
         reason, joined = _page_refusal(plan), joined_plan(plan)
