@@ -6,7 +6,7 @@ Such a mask is a comparison of integers, or several that all must hold, and each
     c * kv >= a(b, h, q)        visible from -(-a // c) on
 
 So two numbers of a batch entry say which key tiles the decode kernel visits, from the first visible key of any of its queries to the last,
-and XLA computes them in a kernel or two. Block lists take some fifteen small kernels. For other masks the answer is None.
+and XLA computes them in one or two kernels. Block lists, which the decode kernel takes for other masks, take some fifteen small kernels.
 """
 
 import functools
@@ -25,7 +25,7 @@ from flexjax.plan.kernel_plan import KernelPlan, Operands
 Array = jax.Array
 
 UNBOUNDED = 1 << 30
-"""More than any position, and so than any bound that counts."""
+"""Larger than any position: the bound of a side that no comparison bounds."""
 MOST_SLOPE = 16
 """The largest multiple of kv: with values clipped to half of UNBOUNDED no difference overflows, and all bounds below 2^25 are exact."""
 
@@ -46,7 +46,9 @@ class Bound(typing.NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def bounds_of(program: Program) -> tuple[Bound, ...] | None:
-    """The comparisons of a mask program that shows a key where all of them hold; None for another program."""
+    """The comparisons of a mask program, if a key is visible exactly where all of them hold and each bounds kv from one
+    side (`Bound`); None for any other program.
+    """
     made = {out.id: step for step in program.steps for out in step.outs}
     found: list[Bound] = []
     left: list[Atom] = [program.results[0]]
@@ -69,7 +71,9 @@ def bounds_of(program: Program) -> tuple[Bound, ...] | None:
 
 
 def _slope(atom: Atom) -> int | None:
-    """What an integer atom grows by from key to key; None where that is not one number, and for other dtypes."""
+    """By how much the value of an int32 atom grows from a key to the next; None where that is not the same for all keys,
+    and for other dtypes.
+    """
     if atom.dtype != "int32":
         return None
     if isinstance(atom, Lit) or not axes_of(atom) & {"kv", "delta"}:
@@ -85,10 +89,11 @@ def has_interval(plan: KernelPlan) -> bool:
 
 
 def visible_interval(plan: KernelPlan, operands: Operands, query_lengths: Array | None) -> tuple[Array | None, Array]:
-    """(first, end), int32 [B] each: the queries of an entry see no key before `first` and none from `end` on, which count from
-    0 in the arrays of the call. No query sees a key if both are 0. `first` is None if it is 0 for every entry.
+    """(first, end), int32 [B] each: the queries of a batch entry see no key before `first` and none from `end` on, both
+    counted from 0 in the arrays of the call. No query of the entry sees a key if both are 0. `first` is None if it is 0
+    for every entry.
 
-    plan            one that `has_interval`
+    plan            one for which `has_interval` is True
     query_lengths   int32 [B]: how many queries of each entry exist; None: all
     """
     program = plan.mask

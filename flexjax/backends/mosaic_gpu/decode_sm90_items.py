@@ -148,8 +148,8 @@ class DecodeItems:
     ) -> Work[jax.Array]:
         """The arrays from which the kernel reads its work items, computed by XLA before the kernel.
 
-        lengths   [B] int32 or None, keys of each batch entry
-        lists     the block lists of the plan's block mask
+        lengths   [B] int32, keys of each batch entry, clipped here to those of the array; None: all exist
+        lists     the block lists of the plan's block mask; None without one
         first     [B] int32: the first visible key of each batch entry, for a plan without a block mask; None: 0
         """
         found = Work(*[None] * len(Work._fields))
@@ -282,7 +282,10 @@ class DecodeItems:
 
     @staticmethod
     def _last_before(first: typing.Any, size: int, number: Scalar) -> Scalar:
-        """The last index below `size` with first[index] <= number, where first[0] is 0 and numbers rise. A binary search."""
+        """The last index below `size` with first[index] <= number, by a binary search inside the kernel.
+
+        first   a Ref whose numbers ascend from 0, `Work.first`
+        """
         found, step = i32(0), 1 << (size - 1).bit_length()
         while step > 1:
             step //= 2
