@@ -246,6 +246,7 @@ def test_traced_masks() -> None:
     np.testing.assert_array_equal(make(jnp.arange(12)), [0, 1, 2, 3, 0, 0, 0, 0, 4, 5, 6, 7, 8, 9, 10, 11])
 
 
+@pytest.mark.slow
 def test_blocks_of_large_masks() -> None:
     """The classification in squares of blocks gives what that of all blocks gives."""
     from flexjax.parallel import context_blocks

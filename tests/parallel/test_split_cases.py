@@ -21,12 +21,8 @@ from typing import Any, TextIO
 import numpy as np
 import pytest
 
-from tests.marks import some_slow
 from tests.parallel.split_cases import NAMES, Row, arrays_of, row_of
 from tests.transforms.test_context import KINDS, environment
-
-EVERYDAY = ("window_sizes-cube-explicit", "by_batch_and_head-cube-shard_map", "lengths-cube-explicit")
-"""Rows of the default run: each has found a defect, or is the only one of its kind and split there."""
 
 SECONDS = 300
 """Within which a row has to be compiled and run."""
@@ -122,7 +118,9 @@ def assert_right(row: Row, outcome: dict[str, Any]) -> None:
         assert [groups for groups, same in itertools.groupby(sorted(sums)) if len([*same]) > 1] == [], "summed twice"
 
 
-@pytest.mark.parametrize("name", some_slow(NAMES, EVERYDAY))
+# test_sharding.py and test_explicit_axes.py split such calls over two devices by default
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_split_call_is_that_of_one_device(name: str, child: Child) -> None:
     row = row_of(name)
     outcome, refusal = child.ask(name), refusal_of(row)

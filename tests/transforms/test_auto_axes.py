@@ -244,6 +244,8 @@ RUNS: dict[str, Callable[[], Outcome]] = {
 
 SLOW = ("batch", "heads", "grouped heads", "key heads that are whole", "one key head")
 """Cases that are left to the slow run: "batch and heads" splits both at once, and run_placements has key heads that are whole."""
+EVERYDAY = ("batch and heads", "programs")
+"""Outcomes of the default run: a case, and what the programs that XLA splits look like."""
 
 
 def main(*given: str) -> None:
@@ -251,7 +253,7 @@ def main(*given: str) -> None:
     warnings.filterwarnings("ignore", message=".*GSPMD.*")
     if "gspmd" in given:
         jax.config.update("jax_use_shardy_partitioner", False)
-    for name in [n for n in given if n != "gspmd"] or [n for n in RUNS if n not in SLOW]:
+    for name in [n for n in given if n != "gspmd"]:
         print(json.dumps({"name": name} | RUNS[name]()), flush=True)
 
 
@@ -270,7 +272,12 @@ def child(*given: str) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    return child()
+    return child(*EVERYDAY)
+
+
+@pytest.fixture(scope="module")
+def slow_outcomes() -> dict[str, Outcome]:
+    return child(*[name for name in RUNS if name not in (*EVERYDAY, *SLOW)])
 
 
 def assert_split(name: str, outcome: Outcome) -> None:
@@ -289,28 +296,32 @@ def test_batch_and_heads_are_split_without_a_collective(name: str, outcomes: dic
     assert_split(name, outcomes[name])
 
 
-def test_loops_are_shorter_on_more_devices(outcomes: dict[str, Outcome]) -> None:
-    trips = outcomes["trips"]
+@pytest.mark.slow
+def test_loops_are_shorter_on_more_devices(slow_outcomes: dict[str, Outcome]) -> None:
+    trips = slow_outcomes["trips"]
     assert sum(trips["one"]) > 0
     for each in trips["eight"]:
         assert sum(each) < sum(trips["one"])
 
 
-def test_transformations(outcomes: dict[str, Outcome]) -> None:
-    for name, distance in outcomes["transformations"].items():
+@pytest.mark.slow
+def test_transformations(slow_outcomes: dict[str, Outcome]) -> None:
+    for name, distance in slow_outcomes["transformations"].items():
         assert distance < 1e-12, name
 
 
-def test_placements(outcomes: dict[str, Outcome]) -> None:
-    assert outcomes["placements"]["distance"] < 1e-5
+@pytest.mark.slow
+def test_placements(slow_outcomes: dict[str, Outcome]) -> None:
+    assert slow_outcomes["placements"]["distance"] < 1e-5
 
 
 CALL = "in flex_attention(query=float32[{0}], key=float32[{0}], value=float32[{0}])"
 ALL_OF_IT = "FallbackWarning: Every device computes all of a call, and gathers first what is split: "
 
 
-def test_what_is_gathered_is_said_once(outcomes: dict[str, Outcome]) -> None:
-    said = outcomes["warnings"]
+@pytest.mark.slow
+def test_what_is_gathered_is_said_once(slow_outcomes: dict[str, Outcome]) -> None:
+    said = slow_outcomes["warnings"]
     whole = CALL.format("8, 16, 8, 4")
     each = ", ".join(f"{name} 6.14 kB (split over tokens)" for name in ("query", "key", "value"))
     assert said["distance"] < 1e-5

@@ -26,6 +26,7 @@ from flexjax import ContextParallel, masks
 from flexjax.parallel import context_device, context_forward, context_lists
 from tests.arrays import array
 from tests.conftest import QUICK_TO_COMPILE
+from tests.marks import some_slow
 from tests.transforms.context_cases import CASES, SLOW, Case, Outcome
 
 needs_two = pytest.mark.skipif(
@@ -50,7 +51,7 @@ def child(*given: str) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    return child()
+    return child(*CASES)
 
 
 KINDS = {
@@ -83,10 +84,11 @@ def test_values_and_gradients_are_those_of_one_device(name: str, outcomes: dict[
     assert_right(CASES[name], outcomes[name])
 
 
-def test_communication_is_in_proportion_to_the_mask(outcomes: dict[str, Outcome]) -> None:
+@pytest.mark.slow
+def test_communication_is_in_proportion_to_the_mask() -> None:
     """A block of 32 keys and values of two heads of four features has 2048 bytes; a device has four of them."""
     block = 32 * 2 * 8 * 4
-    assert outcomes["forward"] == {
+    assert child("forward")["forward"] == {
         "window": {"collective-permute": [1, 2 * block, 0]},  # 64 keys from the neighbour
         "documents": {},
         "ring": {"collective-permute": [2, 4 * block, 2]},  # keys and values, in a loop
@@ -146,6 +148,7 @@ def documents(ids: jax.Array) -> Callable:
     return flexjax.and_masks(masks.causal, masks.document(ids))
 
 
+@pytest.mark.slow
 @needs_two
 def test_new_documents_compile_nothing_and_a_layout_for_others_drops_nothing() -> None:
     rng = np.random.default_rng(1)
@@ -172,7 +175,7 @@ def test_new_documents_compile_nothing_and_a_layout_for_others_drops_nothing() -
 
 
 @needs_two
-@pytest.mark.parametrize("kind", ["shard_map", pytest.param("Explicit", marks=pytest.mark.slow), "Auto"])
+@pytest.mark.parametrize("kind", some_slow(["shard_map", "Explicit", "Auto"], ["Auto"]))
 def test_forward_mode_and_second_derivatives(kind: str) -> None:
     mesh = two(AxisType.Auto if kind == "shard_map" else AxisType[kind])
     layout = flexjax.context_layout(masks.causal, T, devices=2, block_size=4)
@@ -203,6 +206,7 @@ def test_forward_mode_and_second_derivatives(kind: str) -> None:
             close(layout.unshard(np.asarray(second(arrays, moved))), wanted)
 
 
+@pytest.mark.slow
 @needs_two
 def test_rows_that_visit_received_keys_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are few, a stage of their own has all their keys: no partial results, and none is merged."""

@@ -169,12 +169,10 @@ ORDERS = {
 }
 
 
+# test_context.py has calls whose sequence lies in runs, and tests/backends/mosaic_tpu/test_origin.py one of the kernels
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("order", "implementation", "known"),
-    some_slow(
-        list(itertools.product(ORDERS, ("xla", "reference"), (True, False))),
-        [("by entry", "xla", False)],
-    ),
+    ("order", "implementation", "known"), list(itertools.product(ORDERS, ("xla", "reference"), (True, False)))
 )
 def test_runs_in_any_order(order: str, implementation: Implementation, known: bool) -> None:
     """Every gradient, dropout's mask and the block lists; a difference q - kv occurs in several runs."""
@@ -205,6 +203,7 @@ def without_origin(q0: int, k0: int, length: int, *a: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_vmap_over_origins() -> None:
     """Positions then differ between the batch entries of the folded call; gradients of what all copies share are sums."""
     starts = (3, 32)
@@ -234,7 +233,7 @@ def test_forward_mode() -> None:
 @pytest.mark.skipif(
     jax.device_count() < 2, reason="tests/conftest.py makes two devices of a CPU only; this platform has one"
 )
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", some_slow([AxisType.Auto, AxisType.Explicit], [AxisType.Explicit]))
 def test_heads_and_queries_in_shard_map(kind: AxisType) -> None:
     """Heads split over one axis; every device computes the second half of the queries of its heads. ALiBi's slopes and the table
     are whole, and their gradients are summed once."""

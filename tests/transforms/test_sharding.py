@@ -48,10 +48,10 @@ def gradients(function: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), argnums=tuple(range(count))))
 
 
-CHECKED = some_slow([(s, c) for s in SPECS for c in (True, False)], [("batch", True), ("heads", False)])
+CHECKED = [(split, check) for split in SPECS for check in (True, False)]
 
 
-@pytest.mark.parametrize(("split", "check"), CHECKED)
+@pytest.mark.parametrize(("split", "check"), some_slow(CHECKED, [("batch", True)]))
 def test_shard_map(split: str, check: bool) -> None:
     """Sinks are shared by the batch and split with the heads; what is shared gets the sum of the gradients."""
     main = SPECS[split]
@@ -68,7 +68,7 @@ def _biased(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.A
     return flexjax.flex_attention(q, k, v, score_mod=mod, mask_mod=masks.causal)
 
 
-@pytest.mark.parametrize(("split", "check"), CHECKED)
+@pytest.mark.parametrize(("split", "check"), some_slow(CHECKED, [("heads", False)]))
 def test_shard_map_of_captured_arrays(split: str, check: bool) -> None:
     q, k, v, _ = inputs()
     table = jnp.cos(jnp.arange(4 * 20, dtype=jnp.float32)).reshape(4, 20)
@@ -79,6 +79,7 @@ def test_shard_map_of_captured_arrays(split: str, check: bool) -> None:
     close(gradients(run)(q, k, v, table), gradients(_biased)(q, k, v, table))
 
 
+@pytest.mark.slow
 def test_shard_map_of_block_masks() -> None:
     """Segment ids are split with the batch; each device builds its own block mask."""
     q, k, v, _ = inputs()
@@ -123,7 +124,7 @@ def test_block_masks_made_inside_shard_map(where: str, context: bool, caplog: py
 KINDS = [(split, kind) for split in SPECS for kind in (AxisType.Explicit, AxisType.Auto)]
 
 
-@pytest.mark.parametrize(("split", "kind"), some_slow(KINDS, KINDS[:3]))
+@pytest.mark.parametrize(("split", "kind"), some_slow(KINDS, KINDS[1:3]))
 def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
     """Under jit and eagerly; with explicit axes the result is split as query is."""
     q, k, v, sinks = inputs()
@@ -141,7 +142,8 @@ def test_arrays_that_are_split(split: str, kind: AxisType) -> None:
 
 
 # test_explicit_axes.py splits such arrays with the batch, eagerly and under jit
-@pytest.mark.parametrize("split", some_slow(SPECS, ("heads",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPECS)
 def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     """The bias is split with the heads, the document ids with the batch; the block mask is built from them."""
     q, k, v, _ = inputs()
@@ -170,7 +172,7 @@ def test_captured_arrays_that_are_split_explicitly(split: str) -> None:
     ("first", "custom"),
     [
         pytest.param(AxisType.Auto, False, id="auto-first-plain", marks=pytest.mark.slow),
-        pytest.param(AxisType.Auto, True, id="auto-first-custom-rule"),
+        pytest.param(AxisType.Auto, True, id="auto-first-custom-rule", marks=pytest.mark.slow),
         pytest.param(AxisType.Explicit, False, id="explicit-first-plain"),
         pytest.param(AxisType.Explicit, True, id="explicit-first-custom-rule", marks=pytest.mark.slow),
     ],
