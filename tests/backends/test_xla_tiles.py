@@ -61,7 +61,8 @@ def value_and_slopes(mask: str, **tiles: int) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arrays())
 
 
-@pytest.mark.parametrize("mask", [pytest.param("plain", marks=pytest.mark.slow), "causal"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["plain", "causal"])
 def test_every_candidate_computes_the_same(mask: str) -> None:
     candidates = dispatch.backend("xla").tile_candidates(plan(mask), CPU)
     assert len(candidates) >= 2
@@ -118,7 +119,7 @@ def test_one_row_of_tiles_has_the_queries_that_there_are() -> None:
     ("dtype", "layout"),
     some_slow(
         [(dtype, layout) for dtype in ("float32", "bfloat16") for layout in ("BTNH", "BNTH")],
-        [("float32", "BTNH"), ("float32", "BNTH"), ("bfloat16", "BTNH")],
+        [("bfloat16", "BTNH")],
     ),
 )
 def test_a_token_of_decoding_copies_no_cache(dtype: str, layout: str) -> None:
@@ -197,7 +198,7 @@ ON_A_GPU: dict[str, Callable | None] = {
     ("mask", "one_step"),
     some_slow(
         [("by head", True), *((mask, False) for mask in ON_A_GPU)],
-        [("by head", True), ("plain", False), ("by head", False)],
+        [("plain", False), ("by head", False)],
     ),
 )
 def test_larger_blocks_compute_the_same(mask: str, one_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +270,6 @@ def test_diagonals_keep_the_type_of_the_mod(name: str) -> None:
         program = trace_mask_mod(mask, sizes).program
         assert any("delta" in step.outs[0].axes for step in program.steps)
         region = Region(0, 1, 0, 2, 8, 16, array([0, 12], jnp.int32), 12)
-        (got,) = evaluate(program, XlaTile(region, ()), [frozenset({"q", "kv"})])
+        (got,) = quick_jit(lambda: evaluate(program, XlaTile(region, ()), [frozenset({"q", "kv"})]))()
         want = dense(mask, sizes)
     np.testing.assert_array_equal(np.broadcast_to(got, region.shape), want[:, :, 8:24])

@@ -27,14 +27,22 @@ EVERYDAY = frozenset({
 class TestMosaicTpu(Conformance):
     implementation = "mosaic_tpu"
     everyday = EVERYDAY
-    everyday_forward = frozenset({"no_keys", "no_queries", "plain"})
+    # what a load of each class, dropout, sinks, features and lengths add to the backward kernels is among the gradients
+    everyday_forward = frozenset({
+        "no_keys", "no_queries", "plain", "one_query", "narrower_values", "rows_minus_inf", "packed", "nothing", "batch_head_scale",
+        "pair_bias_and_transpose", "indirect_row", "bf16_bias", "coordinates", "poison_bias", "extra_groups",
+    })  # fmt: skip
     # what happens before a kernel is called (folding a mapped axis), or on the xla backend; of three kinds of large scores and of
     # a feature in two dtypes one that has what is the kernels' own
     slow_tests = frozenset({
         "test_vmap_over_inputs", "test_vmap_over_captures_of_the_mask", "test_checkpoint", "test_jvp", "test_second_order",
         "test_reverse_over_reverse", "test_dropout_follows_its_key", "test_eager_equals_jit", "test_vmap_over_block_masks",
         "test_gradient_of_vmap", "test_large_scores[float32-False-False]", "test_gradients[relative_bias-bfloat16]",
-        "test_gradients[extra-float32]",
+        "test_gradients[extra-float32]", "test_gradients[sinks-bfloat16]", "test_gradients[lengths-bfloat16]",
+        "test_gradients[by_batch_and_head-float32]",  # in test_kernels.py, with lists in chunks
+        # run forward
+        *(f"test_gradients[{name}-float32]" for name in everyday_forward - {"no_keys", "no_queries", "plain"}),
+        "test_gradients[bf16_bias-bfloat16]", "test_large_scores[float32-False-True]", "test_vmap_over_captures", "test_export",
         # rows of the table have what these compare: packed and extra_groups
         "test_block_mask_equals_mask_mod", "test_extra_features_equal_longer_heads",
     })  # fmt: skip

@@ -55,7 +55,7 @@ def test_lists_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch):
     check(name, KernelOptions(interpret=True, block_q=128, block_kv=128, block_q_bwd=128, block_kv_bwd=128))
 
 
-# each case with one of the tiles; the product, and the last, with --slow
+# each case with one of the tiles; the product, and all but the window, with --slow
 ONCE = (
     ("length_300", 128, 128), ("window", 256, 128), ("distance_bias", 128, 256), ("long_query", 128, 128),
     ("gqa3", 256, 128), ("prefix", 128, 256),
@@ -66,7 +66,7 @@ ONCE = (
     ("name", "q", "kv"),
     some_slow(
         [(name, *tile) for name, *_ in ONCE for tile in ((128, 128), (256, 128), (128, 256))],
-        [row for row in ONCE if row[0] in ("window", "distance_bias", "gqa3")],
+        [row for row in ONCE if row[0] == "window"],
     ),
 )
 def test_several_tiles(name: str, q: int, kv: int):
@@ -114,7 +114,8 @@ RACING = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(RACING, ["one_array_read_twice"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RACING)
 def test_simulator_finds_no_race(name: str, found_races: Callable[[], list[bool]]):
     """On two cores, which share the parallel dimensions of the grid."""
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
@@ -136,7 +137,8 @@ def test_simulator_finds_a_race(found_races: Callable[[], list[bool]], monkeypat
         assert any(found_races())
 
 
-@pytest.mark.parametrize("ways", some_slow(["checked", "unchecked explicit"], ["checked"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", ["checked", "unchecked explicit"])
 def test_inside_shard_map(ways: str):
     """Over a mesh of four devices: batch by heads, a learned array split with the heads, with and without check_vma, and by explicit axes."""
     flags = re.sub("device_count=[0-9]+", "device_count=4", os.environ["XLA_FLAGS"])  # see conftest.py
@@ -166,6 +168,7 @@ def test_every_candidate_fits(chip: str, dim: int):
     assert all(vmem.forward_bytes(plan, t) <= facts.budget for t in vmem.forward_candidates(plan, facts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [(20, 36), "lists"], ids=str)
 def test_mask_blocks_that_no_tile_holds(block: typing.Any) -> None:
     """They become blocks of 128; what a user's lists leave off stays off."""
@@ -189,7 +192,10 @@ def test_mask_blocks_that_no_tile_holds(block: typing.Any) -> None:
         np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("heads", "rewritten"), [((6, 2), support.packed_plan), ((16, 8), support.joined_plan)])
+@pytest.mark.parametrize(
+    ("heads", "rewritten"),
+    [((6, 2), support.packed_plan), pytest.param((16, 8), support.joined_plan, marks=pytest.mark.slow)],
+)
 def test_heads_of_short_calls_share_a_tile(
     heads: tuple[int, int], rewritten: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from flexjax.backends.mosaic_tpu import diagonals, tile_ops
 from flexjax.ir.evaluate import apply_op
 from flexjax.ir.program import Lit, Op, Val
 from tests.arrays import array
+from tests.marks import some_slow
 
 AXES = frozenset({"q", "kv"})
 FLOAT = np.concatenate([np.linspace(-3, 3, 241), [1e-8, -1e-8, 20.0, -20.0, 0.0]]).astype(np.float32)
@@ -80,7 +81,7 @@ def test_select_between_booleans():
     np.testing.assert_array_equal(tile_ops.apply(op, [which, no, yes]), jnp.where(which, yes, no))
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(5, 128), (64, 256), (136, 128)])
+@pytest.mark.parametrize(("rows", "cols"), some_slow([(5, 128), (64, 256), (136, 128)], [(5, 128)]))
 def test_diagonals_spread_and_summed(rows: int, cols: int, monkeypatch: pytest.MonkeyPatch):
     """toeplitz and its transpose, against a gather and a scatter; the kernel's roll is jnp's outside of one."""
     monkeypatch.setattr(diagonals.pltpu, "roll", jnp.roll)
