@@ -19,21 +19,15 @@ def python(*arguments: str, **options) -> str:
     return done.stdout.strip()
 
 
-def test_import_pulls_in_no_extra():
+def test_a_first_import():
+    """It pulls in no extra, has the version of the package, and leaves the platform to a program that sets it afterwards."""
     extras = ("matplotlib", "hypothesis", "pytest", "scipy.stats", "IPython")
-    loaded = python("-c", f"import sys, flexjax; print([m for m in {extras} if m in sys.modules])", cwd=ROOT)
-    assert loaded == "[]"
-
-
-def test_import_initialises_no_device():
-    """A program that sets its platform after `import flexjax` must get it."""
-    code = "import flexjax, jax; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert python("-c", code, cwd=ROOT) == "False"
-
-
-def test_version_is_that_of_the_package():
+    code = (
+        f"import sys, flexjax; print([m for m in {extras} if m in sys.modules]); print(flexjax.__version__); "
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    )
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert python("-c", "import flexjax; print(flexjax.__version__)", cwd=ROOT) == declared
+    assert python("-c", code, cwd=ROOT).splitlines() == ["[]", declared, "False"]
 
 
 def test_masks_and_mods_are_the_folders_at_the_top():

@@ -39,7 +39,7 @@ def samples(dtype: str) -> np.ndarray:
     return found[~np.isnan(found) & ~((found != 0) & (np.abs(found) < float(jnp.finfo("float32").tiny)))]
 
 
-@pytest.mark.parametrize("source", some_slow(["float32", "int32", "float64", "int64"], ["float32", "int64"]))
+@pytest.mark.parametrize("source", some_slow(["float32", "int32", "float64", "int64"], ["float32"]))
 def test_conversions_are_sound(source: str) -> None:
     with jax.enable_x64(source.endswith("64")):
         numbers = samples(source)

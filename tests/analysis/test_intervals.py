@@ -1,5 +1,7 @@
 """Three-valued logic over blocks: each rule against every entry of every block, where it can say a wrong thing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flexjax.block_mask.classify import BlockedMask, classify_rows
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.arrays import array
 from tests.cases.random_masks import classes, dense
+from tests.cases.small import quick_jit
 
 SIZES = (2, 3, 96, 130)
 BLOCKS = (16, 24)
@@ -65,8 +68,9 @@ SOUND = {
 
 def found(mask: object) -> tuple[np.ndarray, np.ndarray]:
     traced = trace_mask_mod(mask, SIZES)
-    rows = jnp.arange(-(-T // BLOCKS[0]), dtype=jnp.int32)
-    kinds, certain = classify_rows(BlockedMask(traced.program, SIZES[:2], (T, S, *BLOCKS)), traced.arrays, rows)
+    rows = np.arange(-(-T // BLOCKS[0]), dtype=np.int32)
+    classify = functools.partial(classify_rows, BlockedMask(traced.program, SIZES[:2], (T, S, *BLOCKS)))
+    kinds, certain = quick_jit(classify)(traced.arrays, rows)
     return np.asarray(kinds), np.asarray(certain)
 
 

@@ -71,7 +71,7 @@ def test_lists_of_captured_arrays_have_rounded_widths() -> None:
 EMPTY = [(lengths, exact) for lengths in ((0, 0), (0, 40), (40, 0), (1, 1)) for exact in (None, True, False)]
 
 
-@pytest.mark.parametrize(("lengths", "exact"), some_slow(EMPTY, EMPTY[::4] + EMPTY[-1:]))
+@pytest.mark.parametrize(("lengths", "exact"), some_slow(EMPTY, [EMPTY[0], EMPTY[-1]]))
 def test_lengths_of_nothing(lengths: tuple[int, int], exact: bool | None) -> None:
     make = lambda n: create_block_mask(lambda b, h, q, k: k < n[b], 2, None, *lengths, block_size=16, exact=exact)
     n = array([0, 1])
@@ -102,8 +102,8 @@ SELECTIONS = [
 ]
 
 
-FEW = {1, 3, 5, 6, 9, 11, 12}
-"""Places in SELECTIONS of one of each kind."""
+FEW = {1, 3, 6, 9}
+"""Places in SELECTIONS: a number, lists, an ellipsis beside others, an array."""
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def test_selection_of_a_selection(block_mask: BlockMask) -> None:
 def test_one_entry_repeated_keeps_what_it_was() -> None:
     """A mask made for one batch entry that reads b: its copies are all that entry."""
     mask = create_block_mask(lambda b, h, q, k: k < LENGTHS[b], 1, None, 64, 64, block_size=32)
-    np.testing.assert_array_equal(mask[[0, 0]].to_mask(), np.repeat(dense(mask.mask_mod, (1, 1, 64, 64)), 2, 0))
+    np.testing.assert_array_equal(to_mask(mask[[0, 0]]), np.repeat(dense(mask.mask_mod, (1, 1, 64, 64)), 2, 0))
 
 
 def test_selection_under_jit() -> None:
@@ -215,7 +215,7 @@ def test_from_kv_blocks_with_a_mask_and_full_blocks() -> None:
 def test_what_lists_leave_is_restricted_further() -> None:
     """As the message says that asks for one mask: by and_masks with the block mask's own function."""
     blocks = np.random.default_rng(0).random((2, 1, 4, 3)) < 0.5
-    lists = transpose.lists_of(jnp.asarray(blocks))
+    lists = jax.jit(transpose.lists_of)(blocks)
     listed = BlockMask.from_kv_blocks(*lists, block_size=(8, 16), kv_len=45)
     both = create_block_mask(and_masks(listed.mask_mod, masks.causal), 2, None, 32, 45, block_size=16)
     want = np.asarray(to_mask(listed)) & dense(masks.causal, (1, 1, 32, 45))

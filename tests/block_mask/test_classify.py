@@ -1,5 +1,7 @@
 """Blocks are never called full or empty wrongly; for the families named in the design, and on demand, never partial wrongly."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from flexjax import BlockMask, create_block_mask
 from tests.arrays import array
 from tests.cases import random_masks
 from tests.cases.random_masks import BLOCKS, EXACT, SIZES, SOUND, build, classes, dense, trees
+from tests.marks import some_slow
 
 LEAVES = [(name, p) for name in {**EXACT, **SOUND} for p in (0, 7, 60)]
 
@@ -94,7 +97,9 @@ def test_each_family_is_sound_for_more_parameters(leaf: tuple, blocks: tuple) ->
 SEEDS = st.integers(0, 1000)
 
 
-@pytest.mark.parametrize(("exact", "traced"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("exact", "traced"), some_slow(itertools.product((False, True), (False, True)), [(False, True), (True, False)])
+)
 @settings(max_examples=3)
 @given(tree=trees({**EXACT, **SOUND}), sizes=SIZES, blocks=BLOCKS, seed=SEEDS)
 def test_any_combination_is_sound(

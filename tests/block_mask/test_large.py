@@ -12,6 +12,7 @@ from flexjax import create_block_mask, masks
 from flexjax.block_mask import classify, transpose
 from flexjax.trace.trace_mod import trace_mask_mod
 from tests.arrays import array
+from tests.marks import some_slow
 
 TOKENS = 1 << 20
 IDS = np.sort(np.random.default_rng(0).integers(0, 500, TOKENS)).astype(np.int32)
@@ -22,7 +23,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", some_slow(MASKS, MASKS.keys() - {"documents"}))
 def test_a_million_tokens(name: str) -> None:
     tracemalloc.start()
     start = time.perf_counter()
@@ -44,7 +45,7 @@ def test_a_million_tokens(name: str) -> None:
         np.testing.assert_array_equal(visited, want)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("heads", [(1, 1), pytest.param((2, 3), marks=pytest.mark.slow)])
 def test_coarse_to_fine_is_what_all_blocks_say(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     shift = array([0, 3, 500])
     ids = jnp.asarray(IDS[: 1 << 10] // 3)

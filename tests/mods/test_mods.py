@@ -1,5 +1,6 @@
 """Each ready-made score mod against its definition in numpy, and its gradients against finite differences."""
 
+import functools
 import inspect
 import math
 import re
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from flexjax import mods
 from flexjax.mod_tools.signatures import ScoreMod
+from tests.cases.small import quick_jit
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 9, 7
 HELPERS = {"alibi_slopes", "t5_buckets", "tanh_approx"}
@@ -201,7 +203,8 @@ def test_every_exported_mod_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_scores_follow_the_definition(case: Case) -> None:
-    np.testing.assert_allclose(everywhere(case.mod), by_loop(case.one), rtol=case.error, atol=case.error)
+    got = quick_jit(functools.partial(everywhere, case.mod))(SCORES)
+    np.testing.assert_allclose(got, by_loop(case.one), rtol=case.error, atol=case.error)
 
 
 @pytest.mark.parametrize("case", [p for p in ALL_CASES if "approx" not in str(p.id)])  # that rule is below

@@ -16,6 +16,7 @@ from flexjax.plan.join_heads import join_operands, joined_plan, split_results
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 from flexjax.prepare import prepare
 from tests.arrays import array
+from tests.cases.small import quick_jit
 
 B, S, N, M, D = 2, 300, 16, 8, 8
 RNG = np.random.default_rng(7)
@@ -57,8 +58,9 @@ def test_rows_see_the_keys_of_their_own_head(name: str, tokens: int) -> None:
     assert joined is not None
     assert (joined.q_heads, joined.kv_heads, joined.q_len, joined.kv_len) == (1, 1, tokens * N, S * M)
     backend, target = XlaBackend(), Target("cpu")
-    want = backend.forward(plan, operands, target)
-    got = split_results(plan, backend.forward(joined, join_operands(plan, operands), target))
+    want = quick_jit(lambda given: backend.forward(plan, given, target))(operands)
+    as_one = lambda given: backend.forward(joined, join_operands(plan, given), target)
+    got = quick_jit(lambda given: split_results(plan, as_one(given)))(operands)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 

@@ -105,6 +105,7 @@ for n in range(20):
 """
 
 
+@pytest.mark.slow
 def test_writers_at_once(cache: pathlib.Path) -> None:
     if sys.platform == "win32":
         pytest.skip("Windows has no fcntl, with which writers of the file wait for each other: the last one wins")

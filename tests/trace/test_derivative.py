@@ -1,5 +1,8 @@
 """The derivative program against jax.grad of the function itself, at random positions: by the score and by every element read."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from flexjax.ir.rewrite import with_results
 from flexjax.trace.trace_mod import TracedMod, trace_score_mod
 from tests.arrays import array
 from tests.cases import odd_mods
+from tests.cases.small import quick_jit
 
 SIZES = (2, 3, 9, 7)
 rng = np.random.default_rng(5)
@@ -110,16 +114,10 @@ def result(program: Program, which: int) -> Program:
     return with_results(program, [program.results[which]])
 
 
-def element(traced: TracedMod, load: Load, place: tuple, score: jax.Array) -> tuple:
+def element(traced: TracedMod, load: Load, captures: Sequence[jax.Array], place: tuple, score: jax.Array) -> list:
     """Where the load reads."""
-    index = []
-    for atom in load.index:
-        if isinstance(atom, Lit):
-            index.append(int(atom.value))
-        else:
-            sub = with_results(traced.derivative, [atom])
-            index.append(int(call_program(sub, traced.arrays, place, score)))
-    return tuple(index)
+    found = lambda atom: call_program(with_results(traced.derivative, [atom]), captures, place, score)
+    return [jnp.int32(atom.value) if isinstance(atom, Lit) else found(atom) for atom in load.index]
 
 
 @pytest.mark.parametrize("name", MODS)
@@ -128,29 +126,32 @@ def test_derivatives_are_those_of_jax(name: str) -> None:
     traced = trace_score_mod(make(*arrays), SIZES)
     program = traced.derivative
     assert traced.why_not == ""
+    loads = [program.steps[step] for step in program.gradients]
+
+    @quick_jit
+    def both(captures: Sequence[jax.Array], given: tuple, score: jax.Array, place: tuple) -> Any:
+        got = [call_program(result(program, i), captures, place, score) for i in range(len(program.results))]
+        value = call_program(traced.program, captures, place, score)
+        read = [element(traced, load, captures, place, score) for load in loads]
+        wanted = jax.value_and_grad(lambda s, given: make(*given)(s, *place), (0, 1))(score, given)
+        return got, value, read, wanted
+
+    def captured(given: tuple) -> list:
+        return [a for a in trace_score_mod(make(*given), SIZES).arrays if jnp.issubdtype(a.dtype, jnp.floating)]
+
     for place in ((0, 0, 0, 0), (1, 2, 8, 6), (1, 1, 4, 2)):
-        score = jnp.float32(rng.standard_normal())
-        wanted_score, wanted_arrays = jax.grad(lambda s, given, at: make(*given)(s, *at), (0, 1))(score, arrays, place)
-        got = [call_program(result(program, i), traced.arrays, place, score) for i in range(len(program.results))]
-        want = make(*arrays)(score, *place)
+        score = np.float32(rng.standard_normal())
+        got, value, read, wanted = both(traced.arrays, arrays, score, tuple(map(np.int32, place)))
+        want, (wanted_score, wanted_arrays) = wanted
         np.testing.assert_allclose(got[0], want, rtol=2e-5, atol=1e-6)
-        np.testing.assert_allclose(
-            call_program(traced.program, traced.arrays, place, score), want, rtol=2e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(value, want, rtol=2e-5, atol=1e-6)
         np.testing.assert_allclose(got[1], wanted_score, rtol=2e-5, atol=1e-6)
         # gradients by captured element, taken back through what was computed outside
         sums = [np.zeros(a.shape, np.float32) for a in traced.arrays]
-        for i, step in enumerate(program.gradients):
-            load = program.steps[step]
-            sums[load.capture][element(traced, load, place, score)] += float(got[2 + i])
-
-        def captured(given: tuple) -> list:
-            return [a for a in trace_score_mod(make(*given), SIZES).arrays if jnp.issubdtype(a.dtype, jnp.floating)]
-
+        for load, index, gradient in zip(loads, read, got[2:], strict=True):
+            sums[load.capture][tuple(map(int, index))] += float(gradient)
         cotangents = [
-            jnp.asarray(g, a.dtype)
-            for g, a in zip(sums, traced.arrays, strict=True)
-            if jnp.issubdtype(a.dtype, jnp.floating)
+            g.astype(a.dtype) for g, a in zip(sums, traced.arrays, strict=True) if jnp.issubdtype(a.dtype, jnp.floating)
         ]
         if arrays:
             (got_arrays,) = jax.vjp(captured, arrays)[1](cotangents)
@@ -162,9 +163,10 @@ def test_derivatives_are_those_of_jax(name: str) -> None:
 def test_odd_mods_by_the_score(name: str) -> None:
     mod = odd_mods.SCORES[name][0]
     traced = trace_score_mod(mod, odd_mods.SIZES)
-    score, place = jnp.float32(0.3), (1, 2, 11, 6)
-    got = call_program(result(traced.derivative, 1), traced.arrays, place, score)
-    np.testing.assert_allclose(got, jax.grad(mod)(score, *map(jnp.int32, place)), rtol=2e-5, atol=1e-6)
+    score, place = np.float32(0.3), (1, 2, 11, 6)
+    by_program = lambda captures, *at: call_program(result(traced.derivative, 1), captures, at[1:], at[0])
+    both = quick_jit(lambda captures, *at: (by_program(captures, *at), jax.grad(mod)(*at)))
+    np.testing.assert_allclose(*both(traced.arrays, score, *map(np.int32, place)), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -18,6 +18,7 @@ from flexjax.ir.evaluate_scalars import call_program
 from flexjax.trace import lift_numpy
 from flexjax.trace.trace_mod import TracedMod, trace_mask_mod, trace_multiplier, trace_score_mod
 from tests.cases import odd_mods
+from tests.cases.small import quick_jit
 from tests.masks.test_masks import CASES as MASK_CASES
 from tests.mods.test_mods import CASES as MOD_CASES
 
@@ -35,8 +36,8 @@ def positions(sizes: tuple[int, int, int, int], count: int = 64) -> tuple[np.nda
 def same_mask(mod: object, sizes: tuple[int, int, int, int]) -> None:
     traced = trace_mask_mod(mod, sizes)
     places = positions(sizes)
-    got = jax.jit(jax.vmap(lambda *i: call_program(traced.program, traced.arrays, i)))(*places)
-    np.testing.assert_array_equal(got, jax.jit(jax.vmap(mod))(*places))
+    both = quick_jit(jax.vmap(lambda *i: (call_program(traced.program, traced.arrays, i), mod(*i))))
+    np.testing.assert_array_equal(*both(*places))
 
 
 def same_score(mod: object, sizes: tuple[int, int, int, int]) -> None:
@@ -44,8 +45,8 @@ def same_score(mod: object, sizes: tuple[int, int, int, int]) -> None:
     traced = trace_score_mod(mod, sizes)
     places = positions(sizes)
     scores = 2 * np.random.default_rng(4).standard_normal(64).astype(np.float32)
-    got = jax.jit(jax.vmap(lambda s, *i: call_program(traced.program, traced.arrays, i, s)))(scores, *places)
-    np.testing.assert_allclose(got, jax.jit(jax.vmap(mod))(scores, *places), rtol=2e-6, atol=2e-6)
+    both = quick_jit(jax.vmap(lambda s, *i: (call_program(traced.program, traced.arrays, i, s), mod(s, *i))))
+    np.testing.assert_allclose(*both(scores, *places), rtol=2e-6, atol=2e-6)
 
 
 def every(table: dict) -> list:
