@@ -23,7 +23,6 @@ from flexjax.call_arguments import DEFAULTS
 from flexjax.plan import tuned
 from flexjax.prepare import prepare
 from tests.arrays import array
-from tests.marks import some_slow
 
 MODULE = importlib.import_module("flexjax.autotune")  # flexjax.autotune is the function
 FORWARD, BACKWARD = tuned.PASSES["forward"], tuned.PASSES["backward"]
@@ -71,7 +70,8 @@ class Scripted:
 # ------------------------------------------------------------------- the real thing
 
 
-@pytest.mark.parametrize("mask_mod", some_slow([None, masks.causal], [masks.causal]), ids=["plain", "causal"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mask_mod", [None, masks.causal], ids=["plain", "causal"])
 def test_it_times_every_candidate(cache: pathlib.Path, mask_mod: typing.Any) -> None:
     found = flexjax.autotune(*qkv(), mask_mod=mask_mod, seconds=300.0, progress=False)
     every = candidates(mask_mod=mask_mod)

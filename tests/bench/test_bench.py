@@ -99,6 +99,7 @@ def test_plot(tmp_path):
     assert (tmp_path / "times.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "times.json"
     flags = ["--suite", "tiny", "--only", "causal 64", "--passes", "forward", "--peers", "dense,flexjax"]

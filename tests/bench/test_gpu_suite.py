@@ -46,6 +46,7 @@ def test_no_two_rows_of_a_large_array_are_equal():
     assert len(np.unique(rows[:, :8], axis=0)) == len(rows)
 
 
+@pytest.mark.slow
 def test_the_answers_are_those_of_dense_attention():
     problem = TINY[1]
     arrays, array = gpu_peers.on_device(problem)

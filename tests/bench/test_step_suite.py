@@ -10,6 +10,7 @@ from flexjax.bench import step
 TINY = step.Size(layers=1, width=16, heads=2, tokens=32, documents=3)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_a_dense_mask():
     compiled, numbers, missing = step.compile_steps(TINY, (step.OWN, step.DENSE), time.time() + 600)
     assert not missing

@@ -31,6 +31,7 @@ def test_the_table():
     assert "both passes" not in text
 
 
+@pytest.mark.slow
 def test_aux_outputs_and_one_query_are_profiled():
     made = flexjax.profile(Q[:, :1], K, K, return_aux=flexjax.AuxRequest(lse=True), seconds=0.0)
     assert made.work.total == 1

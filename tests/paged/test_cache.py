@@ -1,6 +1,7 @@
 """Tokens in pages: written, quantised, gathered, in place; and every message about arguments that do not fit."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -11,13 +12,14 @@ import pytest
 from flexjax import paged
 from tests.arrays import array
 from tests.cases.small import quick_jit
+from tests.marks import some_slow
 
 M, D, E, PAGE = 2, 4, 3, 8
 append, allocate, fork, gather = (quick_jit(f) for f in (paged.append, paged.allocate, paged.fork, paged.gather))
 
 
-def tokens(rng: np.random.Generator, *lead: int, dim: int = D) -> jax.Array:
-    return array(rng.standard_normal((*lead, M, dim)), jnp.float32)
+def tokens(rng: np.random.Generator, *lead: int, dim: int = D) -> np.ndarray:
+    return rng.standard_normal((*lead, M, dim)).astype(np.float32)
 
 
 def started(totals: list[int], *, pool: int = 12, n: int = 4, dtype: str = "float32", scales: object = None):
@@ -31,34 +33,35 @@ def test_ragged_tokens_are_those_of_rows() -> None:
     """Also with padding before the first and after the last token, and a request without tokens in the middle."""
     rng, counts = np.random.default_rng(0), [3, 0, 9]
     k, v = tokens(rng, 3, 9), tokens(rng, 3, 9, dim=E)
-    none = lambda x: jnp.full((2, *x.shape[2:]), jnp.nan)
-    flat = lambda x: jnp.concatenate([none(x), *(x[r, :c] for r, c in enumerate(counts)), none(x)])
+    none = lambda x: np.full((2, *x.shape[2:]), np.nan, np.float32)
+    flat = lambda x: np.concatenate([none(x), *(x[r, :c] for r, c in enumerate(counts)), none(x)])
     cache, table = started([3, 0, 9])
     one, after = append(cache, table, k, v, query_seq_lengths=np.asarray(counts))
-    two, also = append(cache, table, flat(k), flat(v), cu_q_lens=jnp.asarray([2, 5, 5, 14]))
+    two, also = append(cache, table, flat(k), flat(v), cu_q_lens=np.asarray([2, 5, 5, 14]))
     jax.tree.map(np.testing.assert_array_equal, (one, after), (two, also))
     assert after.lengths.tolist() == counts
-    for found, given in zip(gather(one, after), (k, v), strict=True):
+    for found, given in zip(map(np.asarray, gather(one, after)), (k, v), strict=True):
         for r, c in enumerate(counts):
             np.testing.assert_array_equal(found[r, :c], given[r, :c])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", some_slow(["int8", "float8_e4m3fn"], ["int8"]))
 def test_a_page_takes_its_scale_from_its_first_token(dtype: str) -> None:
     """Token by token and all at once store the same bits, those that numpy finds."""
     most, rng = {"int8": 127, "float8_e4m3fn": 448}[dtype], np.random.default_rng(1)
     k, v = tokens(rng, 1, 11), tokens(rng, 1, 11, dim=E)
-    k = k.at[0, 8, 1].set(0)  # a page whose first token is 0 in a head
-    k = k.at[0, 3, 0].set(100)  # clipped
+    k[0, 8, 1] = 0  # a page whose first token is 0 in a head
+    k[0, 3, 0] = 100  # clipped
     cache, table = started([11], dtype=dtype)
     at_once, filled = append(cache, table, k, v)
     one_by_one = cache, table
     for t in range(11):
         one_by_one = append(*one_by_one, k[:, t : t + 1], v[:, t : t + 1])
     jax.tree.map(np.testing.assert_array_equal, (at_once, filled), one_by_one)
-    for x, stored, scales in ((k, at_once.key, at_once.key_scales), (v, at_once.value, at_once.value_scales)):
+    pools = jax.tree.map(np.asarray, at_once)
+    for x, stored, scales in ((k, pools.key, pools.key_scales), (v, pools.value, pools.value_scales)):
         for page in range(2):
-            part = np.asarray(x[0, page * PAGE : min(11, (page + 1) * PAGE)])
+            part = x[0, page * PAGE : min(11, (page + 1) * PAGE)]
             top = np.abs(part[0]).max(-1)
             scale = (2 * np.where(top == 0, 1, top) / np.float32(most)).astype(np.float32)
             np.testing.assert_allclose(scales[page], scale, rtol=1e-6)
@@ -68,7 +71,7 @@ def test_a_page_takes_its_scale_from_its_first_token(dtype: str) -> None:
             tie = np.abs(got - exact) <= np.abs(want - exact) * (1 + 1e-5)  # the largest of a first token is L / 2
             np.testing.assert_array_equal(np.where(tie, want, got), want)
     keys, _ = gather(at_once, filled)
-    np.testing.assert_allclose(keys[0, :3], k[0, :3], atol=0.07 * float(jnp.abs(k[0, :3]).max()))
+    np.testing.assert_allclose(np.asarray(keys)[0, :3], k[0, :3], atol=0.07 * float(np.abs(k[0, :3]).max()))
 
 
 def test_a_shared_page_is_copied_with_its_scales() -> None:
@@ -81,8 +84,8 @@ def test_a_shared_page_is_copied_with_its_scales() -> None:
     table, granted = allocate(table, np.asarray([5, 6]))
     assert granted.all()
     cache, table = append(cache, table, k[:, 4:], v[:, 4:], query_seq_lengths=np.asarray([0, 1]))
-    assert table.pages[0, 0] != table.pages[1, 0]
-    for old, new in zip(before, gather(cache, table), strict=True):
+    assert len(set(np.asarray(table.pages)[:2, 0])) == 2
+    for old, new in zip(map(np.asarray, before), map(np.asarray, gather(cache, table)), strict=True):
         np.testing.assert_array_equal(old[:, :5], new[:, :5])
 
 
@@ -93,7 +96,7 @@ def test_scales_that_are_given_stay() -> None:
     cache, table = append(cache, table, k, v)
     assert cache.key_scales is not None
     assert cache.key_scales.tolist() == [0.5, 0.25]
-    keys, values = paged.gather(cache, table, dtype="bfloat16")
+    keys, values = map(np.asarray, quick_jit(functools.partial(paged.gather, dtype="bfloat16"))(cache, table))
     assert keys.dtype == jnp.bfloat16
     np.testing.assert_array_equal(keys[0, :9, 0], np.rint(k[0, :, 0] / 0.5) * 0.5)
     np.testing.assert_array_equal(values[0, :9], np.clip(np.rint(v[0] / 0.125), -127, 127) * 0.125)

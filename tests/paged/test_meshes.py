@@ -28,6 +28,7 @@ def mask(b: Array, h: Array, q: Array, kv: Array) -> Array:
     return (q >= kv) & ((q - kv < 9 + b) | (h == 3))
 
 
+@pytest.mark.slow
 def test_by_heads_and_by_requests() -> None:
     """With mods that read both, once by the heads over one axis and once by the requests."""
     whole = quick_jit(lambda *x: flexjax.paged_attention(*x, score_mod=mod, mask_mod=mask))(Q, CACHE, TABLE)

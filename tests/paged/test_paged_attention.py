@@ -17,9 +17,11 @@ from flexjax.backends.mosaic_gpu import decode_tiles
 from flexjax.paged_call import prepare_paged
 from tests.arrays import array
 from tests.cases.small import by_definition, launches, quick_jit
+from tests.marks import some_slow
 
 Array = jax.Array
 N, M, D, E = 4, 2, 8, 6
+gather = jax.jit(paged.gather)
 ALL = AuxRequest(lse=True, max_scores=True)
 
 
@@ -52,14 +54,14 @@ def served(
                 pages[r, i] = order[sum(needs[:r]) + i]
                 part = tokens[i * page : (i + 1) * page]
                 x[pages[r, i], : len(part)] = part
-    table = paged.PageTable(jnp.asarray(pages), jnp.asarray(lengths, jnp.int32), jnp.zeros(pool, jnp.int32), page)
-    return paged.PagedCache(jnp.asarray(key), jnp.asarray(value)), table
+    table = paged.PageTable(array(pages), array(lengths, np.int32), array(np.zeros(pool, np.int32)), page)
+    return paged.PagedCache(array(key), array(value)), table
 
 
 def definition(
     query: Array, cache: paged.PagedCache, table: paged.PageTable, mask_mod: Any = masks.causal, **call: Any
 ):
-    k, v = (x.astype(query.dtype) for x in paged.gather(cache, table))
+    k, v = (x.astype(query.dtype) for x in gather(cache, table))
     call = dict(origin=Origin(query="end"), key_value_seq_lengths=table.lengths, implementation="reference") | call
     return jax.jit(functools.partial(flexjax.flex_attention, mask_mod=mask_mod, **call))(query, k, v)
 
@@ -90,7 +92,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # page, T, arguments
 # fmt: on
 
 
-SLOW = ("no_mask", "documents", "scaled")
+SLOW = ("no_mask", "documents", "scaled", "one_token")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
@@ -110,13 +112,16 @@ def test_ragged_queries_are_those_of_requests(counts: list[int]) -> None:
     """Mods see the request; padding is 0 and -inf; block_q cuts other tiles."""
     cache, table = served(LENGTHS, 8)
     q, bias = draw(100, len(LENGTHS), 17, N, D), biased(draw(8, N, 30))
-    flat = jnp.concatenate([q[r, :c] for r, c in enumerate(counts)] + [jnp.full((4, N, D), jnp.nan)])
-    ends = array(np.cumsum([0, *counts]), jnp.int32)
-    want, of_rows = definition(q, cache, table, score_mod=bias, query_seq_lengths=jnp.asarray(counts), return_aux=ALL)
+    rows = np.asarray(q)
+    flat = np.concatenate([rows[r, :c] for r, c in enumerate(counts)] + [np.full((4, N, D), np.nan, np.float32)])
+    ends = np.cumsum([0, *counts]).astype(np.int32)
+    want, of_rows = jax.tree.map(
+        np.asarray, definition(q, cache, table, score_mod=bias, query_seq_lengths=np.asarray(counts), return_aux=ALL)
+    )
     for options in (None, KernelOptions(block_q=5)):
         call = dict(score_mod=bias, return_aux=ALL, kernel_options=options)
         attend = quick_jit(functools.partial(flexjax.paged_attention, **call))
-        out, aux = attend(flat, cache, table, cu_q_lens=ends)
+        out, aux = jax.tree.map(np.asarray, attend(flat, cache, table, cu_q_lens=ends))
         for r, c in enumerate(counts):
             got = [x[ends[r] : ends[r + 1]] for x in (out, *aux)]
             assert_same(got, [x[r, :c] for x in (want, *of_rows)])
@@ -141,7 +146,7 @@ def test_block_q_cuts_tiles_that_the_decode_kernel_takes(ragged: bool) -> None:
     assert decode_tiles.decode_refuses(first) is None
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("dtype", some_slow(["int8", "float8_e4m3fn", "bfloat16"], ["int8"]))
 def test_quantised_and_narrow_caches(dtype: str) -> None:
     table, _ = quick_jit(paged.allocate)(paged.table(2, 3, 8, 8), np.asarray([19, 9], np.int32))
     cache = paged.empty(8, 8, M, D, E=E, dtype=dtype)
@@ -154,6 +159,7 @@ def test_quantised_and_narrow_caches(dtype: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_bits_of_a_request_are_its_own() -> None:
     """Alone; among others, in other pages; in wider tables and larger pools; with padding and rows that do not exist. The prompt is
     long enough for several visits of several blocks.
@@ -190,7 +196,7 @@ def test_a_tree_of_candidates() -> None:
     q = draw(3, 2, 5, N, D)
     tree = masks.tree(parents, context, queries_follow_context=True)
     got = quick_jit(lambda *x: flexjax.paged_attention(*x, mask_mod=tree))(q, cache, table)
-    k, v = paged.gather(cache, table)
+    k, v = gather(cache, table)
     want = by_definition(q, k, v, mask_mod=masks.tree(parents, context), key_value_seq_lengths=table.lengths)
     assert_same(got, want)
 
@@ -221,7 +227,9 @@ def test_gradients_of_queries_sinks_and_captures() -> None:
         jax.grad(lambda c: loss(flexjax.paged_attention, given, c))(cache)
 
 
-@pytest.mark.parametrize("mapped", [(0, None, None), (0, 0, 0), (None, 0, None)])
+@pytest.mark.parametrize(
+    "mapped", [(0, 0, 0), *(pytest.param(m, marks=pytest.mark.slow) for m in ((0, None, None), (None, 0, None)))]
+)
 def test_vmap_is_one_call(mapped: tuple[int | None, ...]) -> None:
     """Of copies that share the pool, or have pools of their own."""
     copies = [served([21, 8], 8, seeds=seeds, pool=9) for seeds in ((0, 1), (2, 3))]
@@ -234,9 +242,7 @@ def test_vmap_is_one_call(mapped: tuple[int | None, ...]) -> None:
     assert_same(quick_jit(call)(*given), jnp.stack([definition(*one(i)) for i in range(2)]))
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("int8", "float8_e4m3fn"))]
-)
+@pytest.mark.parametrize("dtype", some_slow(["float32", "bfloat16", "int8", "float8_e4m3fn"], ["float32"]))
 def test_a_step_never_gathers_nor_widens_the_cache(dtype: str) -> None:
     of_query = dtype if dtype == "bfloat16" else "float32"
     q, (cache, table) = draw(3, 2, 1, N, D).astype(of_query), served([21, 8], 8, n=128, pool=2048, hole=0.0)

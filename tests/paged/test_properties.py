@@ -129,7 +129,8 @@ def test_lengths_at_the_ends_of_pages(heads: int, kv_heads: int, dim: int, value
     assert_same(got, jnp.concatenate([want[r, :c] for r, c in enumerate(counts)]), 5e-6)
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [5, 1000])
 def test_any_steps_compile_once(steps: int) -> None:
     """Requests come, continue others, grow, check trees of candidates, take tokens back and end; prefixes are shared or not."""
     R, n, P, page, T, rng = 4, 6, 14, 8, 3, random.Random(steps)

@@ -13,7 +13,9 @@ import pytest
 import flexjax
 from flexjax import AuxRequest, KernelOptions, SharedPrefix, paged
 from flexjax.paged_call import prepare_paged
+from tests.arrays import array
 from tests.cases.small import quick_jit
+from tests.marks import some_slow
 
 Array = jax.Array
 N, M, D, PAGE = 4, 2, 8, 8
@@ -44,14 +46,14 @@ def forked(own: list[tuple[int, int]], shared: dict[int, int], *, n: int = 8, po
             tokens = np.concatenate([normal(before, seed, group + 1), normal(count, seed, group + 1, count)])
             for at, token in enumerate(tokens):
                 x[mine[at // PAGE], at % PAGE] = token
-    table = paged.PageTable(jnp.asarray(pages), jnp.asarray(lengths, jnp.int32), jnp.zeros(pool, jnp.int32), PAGE)
+    table = paged.PageTable(array(pages), array(lengths, np.int32), array(np.zeros(pool, np.int32)), PAGE)
     leaders = [next((r for r, (g, _) in enumerate(own) if g == group), 0) for group in shared]
     given = SharedPrefix(
-        jnp.asarray([group for group, _ in own], jnp.int32),
-        jnp.asarray(pages[leaders, : n // 2]),
-        jnp.asarray(list(shared.values()), jnp.int32),
+        array([group for group, _ in own], np.int32),
+        array(pages[leaders, : n // 2]),
+        array(list(shared.values()), np.int32),
     )
-    return paged.PagedCache(jnp.asarray(key), jnp.asarray(value)), table, given
+    return paged.PagedCache(array(key), array(value)), table, given
 
 
 OWN = [(0, 5), (1, 4), (-1, 13), (0, 9), (0, 2), (7, 3), (1, 20)]
@@ -75,7 +77,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {  # ragged, arguments
 # fmt: on
 
 
-@pytest.mark.parametrize("name", [pytest.param("causal", marks=pytest.mark.slow), *list(CASES)[1:]])
+@pytest.mark.parametrize("name", some_slow(CASES, ["mods_and_sinks"]))
 def test_it_is_the_call_without_sharing(name: str) -> None:
     """With NaN in free pages, past the ends and in queries that do not exist. A prefix ends inside a page; request 3 has fewer
     tokens than its group shares.
@@ -116,7 +118,8 @@ def test_bits_do_not_depend_on_who_else_shares() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_those_without_sharing(dtype: str) -> None:
     """In the dtype of the query, though parts are in float32."""
     cache, table, shared = forked(OWN[:4], {0: 16, 1: 27})

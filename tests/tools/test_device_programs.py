@@ -15,6 +15,7 @@ import flexjax
 from flexjax.backends.mosaic_gpu import backward_fused_tiles, choose_kernel
 from flexjax.call_arguments import DEFAULTS
 from flexjax.prepare import prepare
+from tests.marks import some_slow
 from tools.device import check_one_kernel, check_sanitizer
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "tools/device/check_device.py"
@@ -48,7 +49,7 @@ def test_the_kernels_with_a_planted_mistake_can_be_traced(tool):
     assert made.out_avals == [jax.core.ShapedArray((128,), np.dtype("float32"))]
 
 
-@pytest.mark.parametrize("name", check_one_kernel.PROBLEMS)
+@pytest.mark.parametrize("name", some_slow(check_one_kernel.PROBLEMS, [*check_one_kernel.PROBLEMS][::4]))
 def test_one_kernel_of_128_queries_is_checked(name):
     """Each problem of that check is one for which the kernel is chosen."""
     problem = check_one_kernel.PROBLEMS[name]
@@ -89,6 +90,7 @@ def test_the_summary_counts_and_tells():
     ]
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_first_call_are_timed():
     script = SCRIPT.with_name("time_first_call.py")
     command = [sys.executable, script, "--suite", "gpu-tiny", "--problems", "learned pair 128"]

@@ -12,7 +12,7 @@ from flexjax import BlockMask, flex_attention
 from tests.cases.small import PROBLEMS, assert_same_to_rounding
 
 
-@pytest.mark.parametrize("name", ["reads", "documents"])
+@pytest.mark.parametrize("name", ["reads", pytest.param("documents", marks=pytest.mark.slow)])
 def test_round_trip(name: str) -> None:
     problem = PROBLEMS[name]
     arrays = problem.arrays()

@@ -9,7 +9,7 @@ from tests.cases.small import PROBLEMS, launches, quick_jit
 # the problem, the array, and one query of one head as the output
 # fmt: off
 SLOW = pytest.mark.slow
-ROWS = [("causal", "query"), pytest.param("blocks", "key", marks=SLOW), ("reads", "row"), pytest.param("reads", "diagonal", marks=SLOW),
+ROWS = [("causal", "query"), pytest.param("blocks", "key", marks=SLOW), pytest.param("reads", "row", marks=SLOW), pytest.param("reads", "diagonal", marks=SLOW),
         pytest.param("reads", "gate", marks=SLOW), ("sinks", "sinks"), pytest.param("bnth", "sinks", marks=SLOW)]
 # fmt: on
 

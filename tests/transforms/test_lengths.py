@@ -55,7 +55,9 @@ def with_gradients(
     return [*made, *pull((d_out, d_out[..., 0], jnp.zeros_like(made[2])))]
 
 
-@pytest.mark.parametrize("options", [{}, {"block_mask": MASK}], ids=["dense", "blocks"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"block_mask": MASK}], ids=["dense", "blocks"]
+)
 def test_what_the_slots_hold_reaches_nothing(options: dict[str, Any]) -> None:
     """Bit for bit; also the cotangents of rows that do not exist. One program serves all lengths."""
     traces = []
@@ -79,6 +81,7 @@ def test_what_the_slots_hold_reaches_nothing(options: dict[str, Any]) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_lengths_around_a_block_are_masks() -> None:
     """Of 0, 1, a block less or more by one, all, negative and more than all."""
     options = {"block_mask": MASK}

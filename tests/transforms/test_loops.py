@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.cases.small import PROBLEMS
 
@@ -48,6 +49,7 @@ def test_rounds_of_a_while_loop_and_their_tangent() -> None:
     np.testing.assert_allclose(push(lambda q: rounds(q, 2)), push(twice), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_branches() -> None:
     problem = PROBLEMS["sinks"]
     arrays = problem.arrays()

@@ -141,6 +141,7 @@ def reference_problem() -> tuple[dict[str, jax.Array], Callable]:
     return arrays, run
 
 
+@pytest.mark.slow
 def test_a_sequence_comes_to_the_reference_once_the_platform_is_known() -> None:
     arrays, run = reference_problem()
 
@@ -258,6 +259,7 @@ def test_derivatives_that_kernels_do_not_have_say_so(device: typing.Any) -> None
     assert said(twice(implementation="xla"), device, shape("bfloat16", 32)) == []
 
 
+@pytest.mark.slow
 def test_eager_second_derivatives_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are never lowered as a whole; arrays on a GPU are pretended."""
     dispatch._warned.clear()

@@ -28,7 +28,7 @@ def reverse_over_forward(loss: Loss, arrays: Arrays, tangents: Arrays) -> Arrays
 
 WAYS = (forward_over_reverse, reverse_over_reverse, reverse_over_forward)
 CASES = [f"{name}-{way.__name__}" for name in PROBLEMS for way in WAYS]
-EVERYDAY = ("reads-forward_over_reverse", *(f"sinks-{way.__name__}" for way in WAYS), "dropout-reverse_over_reverse")
+EVERYDAY = ("reads-forward_over_reverse", "plain-reverse_over_reverse", "plain-reverse_over_forward")
 
 
 @pytest.mark.parametrize("case", some_slow(CASES, EVERYDAY))
@@ -55,6 +55,7 @@ def test_hessian_of_a_head_gate() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_masked_entries_leak_no_nan() -> None:
     """Captured values that are NaN wherever they are read are masked everywhere."""
     arrays = PROBLEMS["plain"].arrays()
