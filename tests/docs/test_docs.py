@@ -6,8 +6,12 @@ import re
 
 import pytest
 
+from tests.marks import some_slow
+
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+EVERYDAY = ("semantics.md", "porting.md", "writing_mods.md", "explain.md")
+"""Pages whose blocks run by default. They take a second each; the others are slow, and .ci/run runs them all on Python 3.12."""
 
 
 def blocks(page: str) -> list[str]:
@@ -21,7 +25,7 @@ def needs(block: str) -> str | None:
 
 
 @pytest.mark.filterwarnings("ignore::flexjax.FallbackWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+@pytest.mark.parametrize("page", some_slow([page for page in PAGES if blocks(page)], EVERYDAY))
 def test_blocks_run(page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some blocks save pictures
     monkeypatch.setenv("FLEXJAX_CACHE_DIR", str(tmp_path))  # and one stores tiles

@@ -92,11 +92,13 @@ def test_serve_lm(monkeypatch, capsys):
     assert "tokens/s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fp8_keys():
     results = load("fp8_keys").main(length=200)
     assert results["error"] < 0.03 < results["unscaled"]
 
 
+@pytest.mark.slow
 def test_train_packed_lm(capsys):
     results = load("train_packed_lm").main(TINY)
     assert len(results["losses"]) == 60
@@ -138,16 +140,19 @@ def test_alibi_window():
     assert results["sparsity"] > 50
 
 
+@pytest.mark.slow
 def test_pair_bias_gradient():
     results = load("pair_bias_gradient").main(length=70)
     assert max(results.values()) < 1e-4
 
 
+@pytest.mark.slow
 def test_block_diffusion():
     results = load("block_diffusion").main(length=128, block=16)
     assert results["error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_topk_blocks():
     results = load("topk_blocks").main(length=256, block=32, keep=3)
     assert max(results.values()) < 1e-4

@@ -21,6 +21,7 @@ def drawn(figure: object) -> list[np.ndarray]:
     return [axes.images[0].get_array().filled(np.nan) for axes in figure.axes if axes.images and axes.get_xlabel()]
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_attention():
     options = {"score_mod": mods.alibi(4), "mask_mod": masks.sliding_window(5)}
     figure = visualize.weights(Q, K, batch=1, heads=[0, 3], **options)
