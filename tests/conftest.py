@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -39,7 +40,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 pytest.register_assert_rewrite("tests.backends.conformance", "tests.cases.on_hopper", "tests.compare")
 
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True, max_examples=30)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -51,6 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--mixed-by", default="", metavar="TEXT", help="another text, another order of the tests of --minutes"
+    )
+    parser.addoption(
+        "--cpu-seconds",
+        type=float,
+        help="fail if the run takes more, in the processes of all workers and their children",
     )
 
 
@@ -90,6 +96,27 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if COMPILED in config.stash:
         shutil.rmtree(config.stash[COMPILED], ignore_errors=True)
+
+
+CPU_SECONDS = pytest.StashKey[float]()
+"""Of this process, its workers and their children, user and system. The processes that others run beside change it little."""
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # after pytest-xdist has waited for its workers, before the summary
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    yield
+    seconds = session.config.stash[CPU_SECONDS] = sum(os.times()[:4])
+    bar = session.config.getoption("--cpu-seconds")
+    if bar is not None and seconds > bar and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    seconds, bar = config.stash.get(CPU_SECONDS, 0.0), config.getoption("--cpu-seconds")
+    said = f"{seconds:.0f} CPU seconds"
+    if bar is not None and seconds > bar:
+        said += f", more than --cpu-seconds {bar:g}: mark tests slow, or compile less (CONTRIBUTING.md says what takes the time)"
+    terminalreporter.write_line(said)
 
 
 BEGAN = time.monotonic()
@@ -135,7 +162,7 @@ def pytest_collection_finish() -> None:
 def _forget_compiled_programs():
     """Between files, when there are many: together they fill the memory, and small ones are of use to the next file."""
     yield
-    if len(SECONDS_TO_COMPILE) > 1000:  # a gigabyte and a half
+    if len(SECONDS_TO_COMPILE) > 1500:  # two gigabytes. Each time takes four seconds
         import jax
 
         jax.clear_caches()
