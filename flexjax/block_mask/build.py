@@ -126,7 +126,7 @@ def from_traced(
     if given:  # rounded up, because another call with other values of the arrays should have the same shapes
         widths, q_widths = transpose.rounded(widths, columns), transpose.rounded(q_widths, rows)
     lists = [x for p, w in zip(pairs, widths, strict=True) for x in transpose.lists_of_places(p, grid[0], w)]
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # the lists are constants of the program
         arrays = tuple(jnp.asarray(x) for x in lists)
     return parts_of(
         arrays, traced.arrays, traced.program, sizes[:2], sizes[2:], (q_widths[0], q_widths[1]), origin=origin,

@@ -57,9 +57,15 @@ def eager_without_mesh() -> Iterator[None]:
 
     A function jitted in the body is compiled as a whole and run at once, also under jax.disable_jit. Under
     jax.ensure_compile_time_eval, each operation would be compiled and run alone, and inside shard_map an array would be made for
-    the manual mesh.
+    the manual mesh. A jax.transfer_guard of the user does not hold in the body, because what it makes are constants, as those
+    that JAX makes for a jitted program.
     """
-    with eval_context(), jax.disable_jit(False), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with (
+        eval_context(),
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+    ):
         yield
 
 

@@ -67,3 +67,17 @@ def test_calls_run_where_jit_is_disabled() -> None:
         gradient = jax.grad(attend)(arrays["query"])  # its block mask reads a captured array
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert bool(jnp.isfinite(gradient).all())
+
+
+def test_a_call_is_traced_under_a_transfer_guard() -> None:
+    arrays = PROBLEMS["causal"].arrays()
+    table, ids = np.ones(4, np.float32), np.zeros((2, 11), np.int32)
+
+    def attend(q: jax.Array, k: jax.Array) -> jax.Array:
+        mask_mod = flexjax.and_masks(flexjax.masks.causal, lambda b, h, q_idx, kv_idx: ids[b, kv_idx] == 0)
+        score_mod = flexjax.chain_mods(flexjax.mods.alibi(4), lambda score, b, h, q_idx, kv_idx: score * table[h])
+        return flexjax.flex_attention(q, k, k, score_mod=score_mod, mask_mod=mask_mod).sum()
+
+    with jax.transfer_guard("disallow"):  # which lets jax.numpy make the constants of a jitted program
+        gradient = jax.jit(jax.grad(attend))(arrays["query"], arrays["key"])
+    assert bool(jnp.isfinite(gradient).all())
