@@ -71,7 +71,7 @@ def query_visits(
     if not visits.lists:
         return QueryVisits()
     xp = module_of(*lists)
-    lists = VisitLists(*not_folded(*lists))
+    lists = VisitLists(*not_folded(*typing.cast(tuple[jax.Array | None, ...], lists)))
     parts, nums = [], []
     for num, index, masked in ((lists.full_num, lists.full_index, 0), (lists.partial_num, lists.partial_index, 1)):
         if num is None or index is None:

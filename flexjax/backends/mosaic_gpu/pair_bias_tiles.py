@@ -206,8 +206,8 @@ class DirectGradientWriter:
             self._send(kv0)
 
     def write_zeros(self, visits: TileVisits, skipped: VisitLists[Ref], tile: Scalar) -> None:
-        """Starts the copies of zeros to the key tiles that query tile `tile` skips, for each gradient. Nothing without
-        direct gradients, without a block mask, or if it skips none.
+        """Starts the copies of zeros to the key tiles that query tile `tile` does not visit, for each gradient. Nothing is
+        copied without direct gradients, without a block mask, or if the query tile visits all key tiles.
 
         visits    of the dQ kernel
         skipped   from `skipped_blocks`
