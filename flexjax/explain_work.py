@@ -124,9 +124,9 @@ def _visible_keys(plan: KernelPlan, operands: Operands) -> np.ndarray | None:
             listed = np.arange(index.shape[-1]) < np.asarray(num)[..., None]
             *at, place = np.nonzero(listed)
             blocks[(*at, index[(*at, place)])] = True
-        by_head = blocks.any(2)
-        if by_head.shape[1] > 1:
-            by_head = by_head.reshape(len(by_head), plan.kv_heads, plan.group, -1).any(2)
+        by_head = np.any(blocks, axis=2)
+        if mask.kv_num_blocks.shape[1] > 1:
+            by_head = np.any(np.reshape(by_head, (-1, plan.kv_heads, plan.group, mask.blocks[1])), axis=2)
         of_keys = np.repeat(by_head, mask.block_size[1], -1)[..., : plan.kv_len]
         seen = np.broadcast_to(of_keys, (plan.batch, *of_keys.shape[1:]))
     if ends is not None:
