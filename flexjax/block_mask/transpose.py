@@ -59,8 +59,7 @@ def lists_of_places(places: np.ndarray, shape: tuple[int, int, int], width: int)
     shape   batch, heads, rows
     width   of index, at least the largest number of coordinates in one row
     """
-    b, h, row, columns = places.astype(np.int64).T
-    rows = (b * shape[1] + h) * shape[2] + row
+    rows, columns = _row_numbers(places, shape), places[:, 3].astype(np.int64)
     last = int(columns.max()) + 1 if len(columns) else 1
     order = np.argsort(rows * last + columns)
     rows, columns = rows[order], columns[order]
@@ -108,8 +107,15 @@ def transposed_places(places: np.ndarray) -> np.ndarray:
 
 def longest_row(places: np.ndarray, shape: tuple[int, int, int]) -> int:
     """The largest number of the coordinates `places` [n, 4] that lie in one row. shape: batch, heads, rows."""
-    b, h, row, _ = places.astype(np.int64).T
-    return int(np.bincount((b * shape[1] + h) * shape[2] + row).max(initial=0))
+    return int(np.bincount(_row_numbers(places, shape)).max(initial=0))
+
+
+def _row_numbers(places: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
+    """int64 [n]: the row of each of the coordinates `places` [n, 4], counted over all batch entries and heads. shape: batch, heads,
+    rows.
+    """
+    b, h, row, _ = places.T
+    return (b.astype(np.int64) * shape[1] + h) * shape[2] + row
 
 
 def transposed(num: Array, index: Array, columns: int, width: int) -> tuple[Array, Array]:
