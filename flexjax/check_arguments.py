@@ -364,8 +364,10 @@ def check_lengths(query: object, key: object, inputs: Inputs) -> Lengths | None:
 
 
 def clipped_lengths(query: object, key: object, batch: int, q_len: int, kv_len: int) -> Lengths | None:
-    """The arguments query_seq_lengths and key_value_seq_lengths as int32 [B], clipped to 0 .. T and 0 .. S; None without either.
+    """The arguments query_seq_lengths and key_value_seq_lengths as Lengths: int32 [B], clipped to 0 .. T and 0 .. S. A single number
+    is repeated for every batch entry.
 
+    An argument that is None stays None, which means that all queries, or all keys, exist; if both are None, the result is None.
     Raises ValueError for anything but an int, an integer scalar or an integer array [B]. Numbers out of range are clipped without an
     error, because they may be traced.
     """

@@ -308,7 +308,9 @@ DRAWN_BY_TOKEN = 128
 
 
 def _entries(mask: BlockMask) -> str:
-    """A picture of the visible entries of a mask with one batch entry and head: a line for each query, a character for each key."""
+    """A framed picture of a mask with one batch entry and head: a line for each query, and in it a character for each key, `█` where the
+    entry is visible and a space where it is hidden.
+    """
     with jax.ensure_compile_time_eval():
         kept = np.asarray(mask.to_mask())[0, 0]
     rule = "─" * kept.shape[1]

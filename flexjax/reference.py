@@ -161,8 +161,8 @@ def _mask_everywhere(
         """mask_mod at one entry (b, h, q, kv), as a bool array."""
         return jnp.asarray(mask_mod(*at), bool)
 
-    modded = jnp.broadcast_to(over_entries(entry)(*at), shape)
-    return modded if on is None else on & modded
+    by_mod = jnp.broadcast_to(over_entries(entry)(*at), shape)
+    return by_mod if on is None else on & by_mod
 
 
 def over_entries(entry: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -30,7 +30,7 @@ class DecodeCase:
     mod                    mask mod or score mod, in MASKS or SCORE_MODS; None without one
     q_len                  queries of each request
     q_heads, kv_heads, dim query heads, key heads, head dim of keys and values
-    copies                 number of caches; a step reads each of them once, so that none stays in the L2 cache
+    copies                 copies of the query and the cache; a step reads each of them once, so that none stays in the L2 cache
     mean, longest          mean of lognormal lengths, one of which is `longest`; 0: full lengths
     page                   keys of a page; 0: the cache is contiguous
     stored                 dtype name of the cache; queries are bfloat16

@@ -1,8 +1,9 @@
 """The implementations (peers) of the decode suite that run in jax, and the float32 reference that all are compared with.
 
-A peer turns a case into a function of the arrays of the case by name -> the outputs of its copies, [B, T, N, D] each. cuDNN and tokamax get
-masks and biases as dense arrays that are made beforehand, since they have no other form for them: the time of making these is left
-out. Keys and values past a length are NaN for flexjax, which must not read them, and 0 for the others, which multiply them by 0.
+A peer turns a case into a function (`Run`) that computes one decode step: from the arrays of the case by name (`make_arrays`) to a tuple
+of outputs [B, T, N, D], one for each copy of the query and the cache (`DecodeCase.copies`). A cache in pages has one copy. cuDNN and
+tokamax get masks and biases as dense arrays that are made beforehand, since they have no other form for them: the time of making these is
+left out. Keys and values past a length are NaN for flexjax, which must not read them, and 0 for the others, which multiply them by 0.
 """
 
 # pyright: reportMissingImports=false
@@ -120,7 +121,9 @@ def _dense_mods(case: DecodeCase, given: Arrays) -> Arrays:
 
 
 def flexjax(case: DecodeCase) -> Run:
-    """flexjax as a user calls it: flex_attention, or paged_attention for a cache in pages. On a GPU only its kernels may run."""
+    """flexjax as a user calls it: flex_attention, or paged_attention for a cache in pages. On a GPU the call raises if the Mosaic GPU
+    kernels refuse it, because a fallback would be measured in their place.
+    """
     import flexjax as package
     from flexjax import masks, paged
 
@@ -136,7 +139,7 @@ def flexjax(case: DecodeCase) -> Run:
         return {"score_mod": score_mod, "mask_mod": tree or mask_mod}
 
     def contiguous(arrays: Arrays) -> Outs:
-        """The outputs of all caches, [B, T, N, D] each, by one flex_attention a cache."""
+        """Calls flex_attention once for each copy; returns the outputs of all copies, [B, T, N, D] each."""
         given = mods(arrays)
         if case.mean:
             given["key_value_seq_lengths"] = arrays["lengths"]
@@ -151,7 +154,7 @@ def flexjax(case: DecodeCase) -> Run:
         )
 
     def in_pages(arrays: Arrays) -> Outs:
-        """(out [B, T, N, D],) of the cache in pages, by paged_attention."""
+        """Calls paged_attention on the cache in pages; returns (out [B, T, N, D],)."""
         scales = [jnp.full(case.kv_heads, case.scale(), jnp.float32)] * 2 if case.stored in LARGEST else []
         cache = paged.PagedCache(arrays["key"], arrays["value"], *scales)
         table = paged.PageTable(arrays["pages"], arrays["lengths"], jnp.ones(case.number_of_pages(), jnp.int32))
@@ -183,10 +186,14 @@ def tokamax(case: DecodeCase) -> Run:
 
 
 def _each_copy(case: DecodeCase, attend: Callable[..., Array]) -> Run:
-    """The function that calls `attend` once for each cache; `attend` has the arguments of jax.nn.dot_product_attention."""
+    """The function that calls `attend` once for each copy of the query and the contiguous cache.
+
+    attend   has the arguments of jax.nn.dot_product_attention: query, key, value and, where the case has them, "mask", "bias" and
+             the two sequence lengths
+    """
 
     def run(arrays: Arrays) -> Outs:
-        """The outputs of all caches, [B, T, N, D] each."""
+        """Calls `attend` once for each copy; returns the outputs of all copies, [B, T, N, D] each."""
         given = {name: arrays[name] for name in ("mask", "bias") if name in arrays}
         if case.mean:
             given["query_seq_lengths"] = jnp.full(case.batch, case.q_len, jnp.int32)
@@ -203,7 +210,7 @@ def jax_paged(case: DecodeCase) -> Run:
     attend: Callable[..., typing.Any] = cudnn.paged_attention
 
     def run(arrays: Arrays) -> Outs:
-        """(out [B, T, N, D],) of the cache in pages."""
+        """Calls cuDNN on the cache in pages; returns (out [B, T, N, D],)."""
         pages = arrays["pages"][:, None, :, None]
         counts = jnp.full(case.batch, case.q_len, jnp.int32)
         out = attend(
@@ -292,13 +299,13 @@ def compiled_case(peer: str, case: DecodeCase, run: Run | None = None) -> Compil
 
 
 def reference(case: DecodeCase, arrays: Arrays) -> Outs:
-    """(out,): dense attention of the requests case.entries() in the last cache, float32 [entries, T, N, D]."""
+    """(out,): dense attention of the requests case.entries() on the last copy, float32 [entries, T, N, D]."""
     with jax.default_matmul_precision("highest"):
         return (jnp.stack([dense(case, int(case.lengths()[b]), arrays, jnp.int32(b)) for b in case.entries()]),)
 
 
 def dense(case: DecodeCase, length: int, arrays: Arrays, b: Array) -> Array:
-    """out of request b in the last cache, float32 [T, N, D]; `length` is the number of its keys."""
+    """out of request b on the last copy, float32 [T, N, D]; `length` is the number of its keys."""
     T, N, M, D = case.q_len, case.q_heads, case.kv_heads, case.dim
     query = arrays["query"][-1, b].astype(jnp.float32).reshape(T, M, N // M, D)
     key, value = (_keys_of(case, arrays, name, b)[:length] for name in ("key", "value"))
@@ -311,7 +318,9 @@ def dense(case: DecodeCase, length: int, arrays: Arrays, b: Array) -> Array:
 
 
 def _keys_of(case: DecodeCase, arrays: Arrays, name: str, b: Array) -> Array:
-    """The keys or values of request b in the last cache, float32 [S, M, D]."""
+    """The keys (`name` is "key") or values ("value") of request b in the last copy of the cache, float32 [S, M, D], multiplied by the
+    scale if they are quantised.
+    """
     if not case.page:
         return arrays[name][-1, b].astype(jnp.float32)
     stored = arrays[name][arrays["pages"][b]].astype(jnp.float32).reshape(case.keys, case.kv_heads, case.dim)

@@ -46,11 +46,12 @@ class BlockMask(Parts):
 
     @property
     def mask_mod(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar, in the coordinates of this block mask: all count
-        from 0 in the arrays of the call, with an origin too.
+        """The mask as a function (b, h, q_idx, kv_idx) -> bool scalar. Its arguments count from 0 in the arrays of the call;
+        if the mask has an origin, the function itself adds the origin.
 
-        For a mask made from lists, the function looks up the entry's block in the lists first; a stack of such masks
-        raises ValueError.
+        For a mask made from lists, the lists decide first: an entry of a full block is visible, an entry of an empty block is
+        hidden, and an entry of a partial block is visible if the mask_mod given with the lists shows it, or if none was given. A
+        stack of such masks raises ValueError.
         """
         inside = self._within_partial_blocks
         if not self.from_user_lists:
@@ -68,8 +69,10 @@ class BlockMask(Parts):
 
     @property
     def _within_partial_blocks(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """The traced mask as a function (b, h, q_idx, kv_idx) -> bool scalar, which decides entries of partial blocks; it is
-        always True without a mask program. It does not look at the lists.
+        """The traced mask as a function (b, h, q_idx, kv_idx) -> bool scalar, which decides the entries of partial blocks.
+
+        The arguments count from 0 in the arrays of the call. Without a mask program the function returns True. It does not read the
+        lists.
         """
         if self.program is None:
             return lambda b, h, q_idx, kv_idx: jnp.asarray(True)

@@ -115,7 +115,15 @@ def _item_size(plan: KernelPlan) -> int:
 
 
 def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
-    """The operands of `plan` for its joined plan: query, key and value are reshaped."""
+    """The operands of `joined_plan(plan)`, which must not be None, from the operands of `plan`.
+
+    query, key, value   reshaped to [B, T * N, 1, D], [B, S * M, 1, D] and [B, S * M, 1, E]; in pages, [P, page * M, 1, D]
+    lengths             in rows and columns: multiplied by N and by M
+    lists               those of the joined blocks; None where the joined plan has none (`_joined_lists`)
+    sinks               [1, T * N], one for each row
+    captured arrays     with an origin, followed by its tables of starts (`_joined_program`)
+    origin              zeros, because the programs read those tables instead
+    """
     origin, lengths, lists = operands.origin, operands.lengths, operands.lists
     starts: tuple[Array, ...] = ()
     if origin is not None:
@@ -141,7 +149,7 @@ def join_operands(plan: KernelPlan, operands: Operands) -> Operands:
 
 
 def split_results(plan: KernelPlan, results: Results) -> Results:
-    """The results of `plan` from those of its joined plan."""
+    """The results of `plan` from those of its joined plan, which have one head: [B, T * N, 1, ...] becomes [B, T, N, ...]."""
     shape = (plan.batch, plan.q_len, plan.q_heads)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[3:]), results)
 
@@ -193,12 +201,13 @@ def _joined_program(
     origin_rows: int | None,
     is_mask: bool = False,
 ) -> Program:
-    """The program of a joined plan, whose q is a row and whose kv is a column, from `program`, which reads heads and positions.
+    """The program of a joined plan, whose input q is a row and whose input kv is a column, from `program`, a program of `plan`.
 
     q_heads, kv_heads, q_len, kv_len   sizes of the plan before it is joined
-    is_mask       whether the program is a mask, which then also hides the columns of other heads
-    origin_rows   rows of the origin's tables, 1 or the batch size; None without an origin. With one, the program captures
-                  the two tables last, int32 [] or [batch]
+    origin_rows   rows of the origin's tables, 1 or the batch size; None without an origin. With one, the joined program
+                  captures the starts of the queries and of the keys last, each int32 [] or [batch], and adds them to the
+                  query and the token, because `program` reads positions
+    is_mask       whether `program` is a mask; the joined program then also hides the columns of other heads
     """
     sizes = program.sizes
     builder = Builder((sizes[0], 1, q_len * q_heads, kv_len * kv_heads), program.inputs[SCORE].dtype)

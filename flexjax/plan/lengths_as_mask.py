@@ -41,9 +41,10 @@ def refuses(plan: KernelPlan) -> str | None:
 
 
 def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
-    """The plan without lengths and with a block mask that also hides what does not exist. A plan without lengths is returned as it is.
+    """The plan without lengths, whose block mask also hides the queries and keys that do not exist. `refuses(plan)` must be None. A plan
+    without lengths is returned as it is.
 
-    block_q, block_kv   size of a block in tokens, for a plan without a block mask; others keep the blocks of theirs
+    block_q, block_kv   queries and keys of a block, for a plan without a block mask; a plan with one keeps its block size
     """
     if not any(plan.lengths):
         return plan
@@ -67,7 +68,11 @@ def plan_as_mask(plan: KernelPlan, block_q: int, block_kv: int) -> KernelPlan:
 
 
 def as_mask(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -> tuple[KernelPlan, Operands]:
-    """(the plan that `plan_as_mask` returns, its operands). A plan without lengths and its operands are returned as they are.
+    """The plan that `plan_as_mask` returns, and its operands. `refuses(plan)` must be None. A plan without lengths and its operands are
+    returned as they are.
+
+    The returned operands have no lengths; they have the new block lists, and the ends of the lengths among the arrays that the mask
+    captures. query, key and value stay: `zeroed` must have been called before, where a kernel multiplies what does not exist.
 
     block_q, block_kv   see `plan_as_mask`
     """
@@ -89,7 +94,9 @@ def as_mask(plan: KernelPlan, operands: Operands, block_q: int, block_kv: int) -
 
 
 def zeroed(plan: KernelPlan, operands: Operands) -> Operands:
-    """The operands with 0 in the slots of queries and keys that do not exist."""
+    """The operands with 0 in place of the queries, keys, values and extra features that do not exist; called before `as_mask`, which
+    removes the lengths. Operands without lengths are returned as they are.
+    """
     queries, keys = operands.lengths or NONE
     maybe = lambda x, ends: None if x is None else where_exists(x, ends, plan)
     return operands._replace(

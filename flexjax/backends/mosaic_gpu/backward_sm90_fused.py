@@ -290,8 +290,8 @@ class _Cta:
         """The adding warpgroup: adds the dQ tile of every visit to memory, and frees its slot. It lowers its register
         limit, and waits at the end until its additions are done.
 
-        Where dQ is late, it first frees every slot, and drops the tile that the first visit hands over, because that
-        tile is of no visit.
+        Where dQ is late, tile n + 1 is dQ of visit n. Tile 0 belongs to no visit, so its numbers are dropped. All slots
+        are freed at the start, because the computing warpgroups then wait for a free slot before every tile.
         """
         setup, scratch = self.setup, self.scratch
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
@@ -299,7 +299,7 @@ class _Cta:
         if setup.dq_is_late:
             for slot in range(setup.tiles.dq_slots):
                 plgpu.barrier_arrive(scratch.dq_free.at[slot])
-            plgpu.barrier_wait(scratch.dq_full.at[0])  # the first visit hands over the dQ tile of no visit: dropped
+            plgpu.barrier_wait(scratch.dq_full.at[0])  # tile 0 belongs to no visit: it is dropped
             plgpu.barrier_arrive(scratch.dq_free.at[0])
 
         def step(_: None, h: Scalar, q_tile: Scalar, number: Scalar, masked: bool | Scalar) -> None:
@@ -501,8 +501,8 @@ class _ComputingWarpgroup:
 
         def after_late_dq(s_acc: Ref, dq_acc: Ref) -> jax.Array:
             """dS^T of the visit, where dQ is late: starts S^T, and while that product is in flight waits for dS^T of
-            both warpgroups of the visit before, computes dQ of that visit and hands it over. In the first visit that
-            dQ has no meaning, and `_Cta.add_dq` drops it.
+            both warpgroups of the visit before, computes dQ of that visit and hands it over. The first visit hands over
+            tile 0, whose numbers `_Cta.add_dq` drops.
 
             s_acc, dq_acc   accumulators for S^T and for this warpgroup's half of dQ, 0 at the start
             """
@@ -622,8 +622,11 @@ class _ComputingWarpgroup:
         plgpu.barrier_arrive(scratch.dq_full.at[slot])
 
     def finish_late_dq(self, total: Scalar) -> None:
-        """Computes and hands over dQ of the last of `total` visits, where dQ is late: no later visit does. Without
-        visits it hands over the tile without meaning that `_Cta.add_dq` drops.
+        """Computes and hands over dQ of the last visit; called after all visits where dQ is late, because there each
+        visit hands over dQ of the visit before. It waits for dS^T of both warpgroups.
+
+        total   number of visits. Where it is 0, the tile that is handed over is tile 0, whose numbers `_Cta.add_dq`
+                drops
         """
 
         def last(dq_acc: Ref) -> jax.Array:

@@ -298,14 +298,14 @@ def _scattered(
 
 
 def _period(plan: KernelPlan, derivative: ir.Program, load: ir.Load, tile: int) -> int:
-    """The number of tiles along a diagonal after which the load's index repeats; 0 if it repeats nowhere soon enough,
-    and under an origin of several runs.
+    """After how many tiles along a diagonal the load's index is proven to repeat (`invariant`), the least such number.
+    0 if no number up to the limit is proven, and under an origin of several runs.
 
     derivative   the program of the load
-    tile         queries and keys of a tile
+    tile         queries of a tile, which is square
 
-    "Soon enough" means that the number of diagonal lists, which grows with the period, is at most half the number of
-    tiles of a head; otherwise summing the tiles of a diagonal in registers saves too little.
+    The limit: the number of diagonal lists, which grows with the period, must be at most half the number of tiles of a
+    head. Beyond it, summing the tiles of a diagonal in registers saves too little.
     """
     if plan.origin is not None and not plan.origin.single:
         return 0

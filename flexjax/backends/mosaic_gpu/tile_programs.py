@@ -229,16 +229,21 @@ class TileProgram:
         return tuple(self._as_tile(s) for s in self._results(score, factor))
 
     def scaled_tile(self, score: jax.Array | None, factor: float, keep_column_slope: bool = False) -> Scaled:
-        """The wanted results, of which the first is the score, in the parts of `Scaled`; the others are whole tiles.
+        """The wanted results on the tile that `at_rows` and `at_columns` chose. The first wanted result must be the
+        modified score; it is returned in the parts of `Scaled`. The others are `Scaled.other_results`.
 
-        score               [rows, columns] float32; the score that the program reads is factor * score
+        score               [rows, columns] float32; the score that the program reads is factor * score. None for a
+                            program that does not read the score
         factor              a number, such as the plan's scale
-        keep_column_slope   whether the caller applies `Scaled.column_slope` itself. Otherwise, and beside a narrow
-                            factor or a factor of 0 or below, a score with a row term has all parts but `row_term` and
-                            `offset` applied to its tile here
+        keep_column_slope   False: if the score has a row term, `Scaled.column_slope` is None
 
-        A score that is an affine tile, that has a factor of 0 or below and no row term, or that is a narrow tile,
-        scalar or vector comes as a whole tile with factor 1 and no other part.
+        Which parts are returned depends on the value of the modified score:
+
+            scalar, vector, narrow tile, affine tile       the tile, with factor 1, and no other part
+            other tile without a row term                  every part; the tile alone if its factor is 0 or below
+            other tile with a row term                     every part if `keep_column_slope` is set, its factor is
+                                                           above 0 and it has no narrow factor. Otherwise the tile,
+                                                           `row_term` and `offset`: all else is applied to the tile
         """
         tile_value, *others = self._results(score, factor)
         rest = tuple(map(self._as_tile, others))
@@ -249,14 +254,14 @@ class TileProgram:
                 TILE, self._without_row_term(tile_value), row_term=tile_value.row_term, offset=tile_value.offset
             )
         if tile_value.kind == TILE and tile_value.affine_slope is None and tile_value.factor > 0:
-            rises = None if tile_value.column_slope is None else jnp.asarray(tile_value.column_slope, jnp.float32)
+            slope = None if tile_value.column_slope is None else jnp.asarray(tile_value.column_slope, jnp.float32)
             return Scaled(
                 tile_value.value,
                 tile_value.factor,
                 tile_value.narrow_factor,
                 tile_value.row_term,
                 tile_value.offset,
-                rises,
+                slope,
                 rest,
             )
         return Scaled(self._as_tile(tile_value), 1.0, None, None, None, None, rest)

@@ -41,7 +41,9 @@ class PageSlots(typing.NamedTuple, typing.Generic[T]):
 
 
 class Pages(typing.NamedTuple):
-    """What the copies read: pools [P, page, D] and [P, page, E] in HBM; in SMEM page numbers [B * n] and key lengths [B]."""
+    """What the copies read: pools [P, page, D] and [P, page, E] in HBM; in SMEM page numbers [B * n], n for each batch entry, and key
+    lengths [B].
+    """
 
     key: jax.Ref
     value: jax.Ref
@@ -87,7 +89,10 @@ class PageCopies:
         )
 
     def tile_of(self, visit: TileVisit, slots: PageSlots[jax.Ref], keys: slice) -> tuple[jax.Array, jax.Array]:
-        """In a kernel: some keys [keys, D] of the visited tile and their values [keys, E]."""
+        """In a kernel, after `begin_visit`: keys [keys, D] of the visited tile and their values [keys, E].
+
+        keys   which rows of the tile
+        """
         slot = _slot(visit.number)
         return slots.key[slot, keys, :], slots.value[slot, keys, :]
 
@@ -161,12 +166,16 @@ class PageCopies:
             pl.when((copied >> bit) & 1 == 1)(wait)
 
     def _zero_past_end(self, keys: jax.Array, slots: PageSlots[jax.Ref], slot: jax.Array) -> None:
-        """Zeroes the values of a tile from row `keys` on, because pieces that were not copied hold what an earlier visit
-        left there, which may be NaN, and 0 * NaN is NaN.
+        """Zeroes the values of the tile in `slot` that do not exist: pieces that were not copied hold what an earlier
+        visit left there, which may be NaN, and 0 * NaN is NaN. The keys stay, because the kernel hides their columns.
+
+        keys   how many keys of the tile exist: its rows from this number on are zeroed
         """
 
         def step(at: jax.Array, carry: jax.Array) -> jax.Array:
-            """Zeroes the rows from `keys` on of the piece with number `at`; returns the carry, which nothing reads."""
+            """Zeroes the values of piece `at` of the tile whose row in the tile is `keys` or more; returns the carry,
+            which nothing reads.
+            """
             first = at * np.int32(self.rows)
             values = slots.value[slot, self._at(first), :]
             slots.value[slot, self._at(first), :] = zero_rows_past_end(values, first, keys)
@@ -176,7 +185,7 @@ class PageCopies:
         lax.fori_loop(lax.div(keys, np.int32(self.rows)), np.int32(pieces), step, np.int32(0))
 
     def _at(self, row: jax.Array) -> slice | pl.Slice:
-        """The rows of a piece that begins at `row`, a multiple of its rows."""
+        """The slice of the `self.rows` rows from `row` on, which is a multiple of `self.rows`."""
         return pl.ds(pl.multiple_of(row, self.rows), self.rows)
 
     def _in_pool(self, pages: Pages, number: jax.Array) -> jax.Array:
@@ -184,7 +193,7 @@ class PageCopies:
         return (number >= 0) & (number < np.int32(pages.key.shape[0]))
 
     def _copies(self, pages: Pages, slots: PageSlots[jax.Ref], piece: Piece) -> list:
-        """The copies of the keys and of the values of a piece whose page is in the pool."""
+        """[copy of the keys, copy of the values] of a piece whose page is in the pool, not started yet."""
         found = []
         for which, (pool, into) in enumerate(((pages.key, slots.key), (pages.value, slots.value))):
             given = pool.at[piece.number, self._at(piece.in_page)]

@@ -50,7 +50,14 @@ def on_larger_blocks(
 
 
 def _block_size(plan: KernelPlan, backward: bool) -> tuple[int, int]:
-    """(queries, keys) of the larger blocks: the whole score matrix where one step computes it."""
+    """(queries, keys) of the larger blocks of a plan that has a block mask.
+
+    backward   which options count: block_q_bwd and block_kv_bwd, or block_q and block_kv
+
+    One step computes calls of at most ONE_STEP scores without such an option, without pages and without several runs: the size is then
+    that of the whole score matrix. Other calls take LARGE or MEDIUM; an option replaces its number of queries and may lower its number
+    of keys. That size is rounded down to whole mask blocks, but to no less than one, and so that whole blocks make up a run.
+    """
     blocks, options, origin = plan.blocks, plan.options, plan.origin
     assert blocks is not None
     asked_q = options.block_q_bwd if backward else options.block_q
