@@ -2,9 +2,9 @@
 
 The query heads of a key head are packed as rows of one tile of 64, so that each key is read once; keys are cut into chunks
 at fixed positions, so that one request fills the GPU. decode_tiles.py says which calls come here. A CTA is a producer
-warpgroup (decode_sm90_producer.py), which copies by TMA, and two consumer warpgroups (decode_sm90_consumer.py), which compute.
-They share DecodeSetup. decode_sm90_items.py assigns chunks to CTAs; decode_sm90_merge.py computes the softmax over all chunks
-from their partial results. NOTES_decode.md estimates the speed.
+warpgroup (decode_sm90_producer.py), which copies by TMA, and two consumer warpgroups (decode_sm90_consumer.py, for 8-bit caches and few
+rows decode_sm90_byte_consumer.py), which compute. They share DecodeSetup. decode_sm90_items.py assigns chunks to CTAs;
+decode_sm90_merge.py computes the softmax over all chunks from their partial results. NOTES_decode.md estimates the speed.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from flexjax.analysis.large_scores import may_be_large
 from flexjax.backends.mosaic_gpu import decode_sm90_merge, decode_sm90_scales, kernel_parts, memory
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.decode_intervals import has_interval, visible_interval
+from flexjax.backends.mosaic_gpu.decode_sm90_byte_consumer import ByteConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_consumer import DecodeConsumer
 from flexjax.backends.mosaic_gpu.decode_sm90_items import Work
 from flexjax.backends.mosaic_gpu.decode_sm90_producer import DecodeProducer
@@ -51,7 +52,8 @@ def forward(plan: KernelPlan, operands: Operands, tile: DecodeTile) -> Results:
     def kernel(inputs: DecodeInputs[Ref], outputs: DecodeOutputs[Ref], scratch: DecodeScratch[Ref]) -> None:
         """The decode kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
         role = lax.axis_index("wg")
-        when(role < tile.groups)(DecodeConsumer(setup, inputs, outputs, scratch).run)
+        consumer = ByteConsumer if tile.transposed else DecodeConsumer
+        when(role < tile.groups)(consumer(setup, inputs, outputs, scratch).run)
         when(role == tile.groups)(DecodeProducer(setup, inputs, scratch).run)
 
     like = inputs.query

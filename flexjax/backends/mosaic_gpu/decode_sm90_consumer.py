@@ -6,7 +6,8 @@
     out += P V         WGMMA, P from registers
 
 Tiles of a quantised cache are first widened to 16 bits (decode_sm90_widen.py); scores are multiplied by the scales of keys before
-score_mod, and weights by the scales of values after they were added to the row sums.
+score_mod, and weights by the scales of values after they were added to the row sums. With few packed rows
+decode_sm90_byte_consumer.py computes instead.
 
 The two warpgroups compute alternate key tiles, each with a softmax of its own, so one multiplies while the other computes
 exponentials. The steps of a warpgroup run one after the other, because loading a tile takes longer than a step. At the end of an

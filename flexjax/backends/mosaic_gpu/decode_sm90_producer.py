@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import kernel_parts
 from flexjax.backends.mosaic_gpu.decode_sm90_items import DecodeItem
 from flexjax.backends.mosaic_gpu.decode_sm90_setup import DecodeInputs, DecodeSetup
-from flexjax.backends.mosaic_gpu.decode_tiles import ROWS, DecodeScratch
+from flexjax.backends.mosaic_gpu.decode_tiles import DecodeScratch
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, i32, rows_of
 
 
@@ -59,7 +59,9 @@ class DecodeProducer:
         item = setup.items.item(inputs.work, turn)
         slot = kernel_parts.slot_of(turn, tile.query_slots)
         plgpu.barrier_wait(scratch.query_free.at[slot])
-        rows = inputs.query.at[item.b, item.kv_head, pl.ds(item.total * 0, ROWS)]  # rows past the end come as zeros
+        rows = inputs.query.at[
+            item.b, item.kv_head, pl.ds(item.total * 0, tile.query_rows)
+        ]  # rows past the end come as zeros
         plgpu.copy_gmem_to_smem(rows, scratch.query.at[slot], scratch.query_full.at[slot])
 
         def copy_step(n: Scalar, _: None) -> None:

@@ -24,6 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from flexjax.backends.mosaic_gpu import decode_fragments
+from flexjax.backends.mosaic_gpu.decode_sm90_bytes import MlirOps
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, inline_mgpu
 
 THREADS = 128
@@ -54,7 +56,7 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
 
         narrow, wide   memrefs of source and target
         """
-        i32, vector = _i32(), ir.VectorType.get((4,), _i32())
+        i32, vector, ops = _i32(), ir.VectorType.get((4,), _i32()), MlirOps()
         given, made = mgpu_utils.memref_ptr(narrow), mgpu_utils.memref_ptr(wide)
         thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(THREADS, i32))
         of_eight = arith.remui(thread, mgpu.c(8, i32))
@@ -65,7 +67,7 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
             piece = arith.remui(group, mgpu.c(pieces, i32))
             row = _sum(_times(arith.divui(group, mgpu.c(pieces, i32)), 2), side)
             words = llvm.load(vector, _at(given, _sum(_times(row, columns), _times(piece, PIECE), _times(part, 16))))
-            pairs = [pair for word in _elements(words) for pair in _widened(word, stored, dtype)]
+            pairs = [pair for word in _elements(words) for pair in decode_fragments.widened(ops, word, stored, dtype)]
             inside = arith.remui(row, mgpu.c(8, i32))
             tile = _sum(_times(arith.divui(row, mgpu.c(8, i32)), pieces), piece)
             base = _sum(_times(tile, 1024), _times(inside, 128))
@@ -76,50 +78,9 @@ def widen(source: Ref, target: Ref, stored: str, dtype: str, interpret: bool) ->
     copy(source, target)
 
 
-def _widened(word: ir.Value, stored: str, dtype: str) -> tuple[ir.Value, ir.Value]:
-    """The four numbers of dtype `stored` in the bytes of `word`, an i32, as two i32 of two numbers of the 16-bit
-    `dtype` each, in the same order.
-    """
-    both = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    if stored == "int8":
-        if dtype == "bfloat16":
-            spread = [_permuted(word, 0x43, selector) for selector in (0x4140, 0x4342)]
-            parts = [(_and(x, 0xFF7FFF7F), _and(x, 0xFF80FF80)) for x in spread]
-        else:
-            moved = arith.xori(word, mgpu.c(0x80808080 - (1 << 32), _i32()))
-            parts = [(_permuted(moved, 0x64, selector), mgpu.c(0x64806480, _i32())) for selector in (0x4140, 0x4342)]
-        first, second = (_ptx(f"sub.rn.{both} $0, $1, $2;", *part) for part in parts)
-        return first, second
-    shift, mask, factor = (4, 0x07F007F0, 0x7B807B80) if dtype == "bfloat16" else (1, 0x3F803F80, 0x5C005C00)
-    found = []
-    for selector in (0x1404, 0x3424):  # each byte in the upper half of 16 bits
-        x = _permuted(word, 0, selector)
-        magnitude = _and(arith.shrui(x, mgpu.c(shift, _i32())), mask)
-        bits = arith.ori(magnitude, _and(x, 0x80008000))
-        found.append(_ptx(f"mul.rn.{both} $0, $1, $2;", bits, mgpu.c(factor, _i32())))
-    return found[0], found[1]
-
-
 def _i32() -> ir.Type:
     """The MLIR type of 32 bits."""
     return ir.IntegerType.get_signless(32)
-
-
-def _ptx(instruction: str, *operands: ir.Value) -> ir.Value:
-    """The i32 that one PTX instruction without side effects computes."""
-    return mgpu_utils.inline_ptx(instruction, *operands, result_types=_i32())  # pyright: ignore[reportAttributeAccessIssue]  # exists from jax 0.11 on
-
-
-def _permuted(word: ir.Value, other: int, selector: int) -> ir.Value:
-    """The i32 of four bytes that the nibbles of `selector` name, the lowest byte first: 0 to 3 are the bytes of `word`,
-    an i32, and 4 to 7 those of `other`.
-    """
-    return _ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", word, mgpu.c(other, _i32()))
-
-
-def _and(x: ir.Value, mask: int) -> ir.Value:
-    """x & mask, of an i32 and an unsigned 32-bit number."""
-    return arith.andi(x, mgpu.c(mask - (1 << 32) if mask >= 1 << 31 else mask, _i32()))
 
 
 def _times(x: ir.Value, factor: int) -> ir.Value:

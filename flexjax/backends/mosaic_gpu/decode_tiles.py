@@ -13,6 +13,7 @@ import dataclasses
 import math
 import typing
 
+from flexjax.analysis.large_scores import may_be_large_product
 from flexjax.backends.mosaic_gpu.forward_tiles import REFERENCE_SMS, wgmma_dim
 from flexjax.backends.mosaic_gpu.shared_memory import (
     SHARED_MEMORY,
@@ -39,6 +40,13 @@ MOST_STAGES = 6
 BARRIER_BYTES = 512
 """Bytes kept free for the barriers of a CTA, 8 bytes each, more than they take; the bytes that `scratch_bytes` reserves are used up
 by the alignment of the arrays."""
+BYTE_PIECE = 128
+"""Bytes of a row of a swizzled piece."""
+MOST_SUMS = 2048
+"""The most numbers, packed rows (rounded up to 8) times value dim, that each warp sums where bytes are multiplied straight from
+registers: 64 registers a thread."""
+MOST_QUERIES = 1024
+"""The most numbers of packed queries that each warp keeps in registers there: 16 registers a thread."""
 COPY_ROWS = 8
 """Lengths of keys and values in memory are multiples of this many rows, as are the rows at which a copy may start."""
 
@@ -61,6 +69,7 @@ class DecodeTile:
     stored                 "int8" or "float8_e4m3fn" for a quantised cache, whose tiles each warpgroup widens into 16 bits
                            (decode_sm90_widen.py) before it multiplies; None for a cache of the plan's dtype
     lazy_rescale           the output is rescaled only when a row maximum has grown by a factor of 2^8
+    straight               whether a quantised cache may be `transposed`: not for products that may be large
     programs               CTAs of the grid: as many as the GPU has SMs
     """
 
@@ -74,12 +83,36 @@ class DecodeTile:
     page_rows: int
     stored: str | None = None
     lazy_rescale: bool = True
+    straight: bool = False
     programs: int = REFERENCE_SMS
 
     groups = 2
     """Consumer warpgroups."""
     consumer_registers = 232
     producer_registers = 40
+
+    @property
+    def transposed(self) -> bool:
+        """Whether bytes are multiplied straight from registers, keys as rows (decode_fragments.py); for few packed rows alone, whose
+        sums fit the registers of each warp.
+        """
+        whole = self.head_dim % BYTE_PIECE == 0 and self.value_dim % BYTE_PIECE == 0
+        return self.stored is not None and self.straight and whole and self.columns * self.value_dim <= MOST_SUMS
+
+    @property
+    def columns(self) -> int:
+        """Packed rows where they are columns, rounded up to what `mma` takes."""
+        return round_up(self.used_rows, 8)
+
+    @property
+    def holds_queries(self) -> bool:
+        """Whether a `transposed` tile's warps keep the packed queries in registers over an item; else they read them in every step."""
+        return self.columns * self.head_dim <= MOST_QUERIES
+
+    @property
+    def query_rows(self) -> int:
+        """Packed rows of a query slot."""
+        return self.columns if self.transposed else ROWS
 
     @property
     def tiles_of_chunk(self) -> int:
@@ -97,9 +130,11 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 
     query         [query_slots, ROWS, D], ring of packed queries
     key, value    [stages, block_kv, D or E], rings of key and value tiles; bytes in row-major order of a quantised cache
-    wide_*        [groups, block_kv, D or E], the tile that each warpgroup has widened; None but for a quantised cache
-    other         [used_rows, E] float32, what the second warpgroup has summed
-    other_stats   [2, ROWS] float32, its references and its sums of exponentials
+    wide_*        [groups, block_kv, D or E], the tile that each warpgroup has widened; None but for a quantised cache that is not
+                  `transposed`
+    other         [used_rows, E] float32, what the second warpgroup has summed; [8, used_rows, E], what each warp of both has, where
+                  the tile is `transposed`
+    other_stats   [2, ROWS] float32, its references and its sums of exponentials; [8, 2, columns]
     *_full        a barrier for each slot: TMA has filled it
     *_free        a barrier for each slot: it has been read
     other_*       barriers of `other` and `other_stats`: written, and read
@@ -125,28 +160,32 @@ class DecodeScratch(typing.NamedTuple, typing.Generic[Part]):
 def decode_scratch(tile: DecodeTile, dtype: str = "bfloat16") -> DecodeScratch:
     """The shared memory of a CTA with this configuration, in the descriptions that `kernel_parts.launch` takes.
 
-    dtype   name of the 16-bit dtype that WGMMA multiplies
+    dtype   name of the 16-bit dtype of the products
     """
-    narrow = tile.stored is not None
+    narrow, warps = tile.stored is not None, 4 * tile.groups
 
     def tiles(count: int, dim: int) -> SwizzledTiles:
         """`count` key tiles as WGMMA reads them."""
         return SwizzledTiles((count, tile.block_kv, dim), dtype)
 
     def ring(dim: int) -> SwizzledTiles | PlainArray:
-        """The slots of a ring that TMA fills with keys or values of `dim` features: as WGMMA reads them, or bytes in
-        row-major order for a quantised cache.
+        """The slots of a ring that TMA fills with keys or values of `dim` features: as WGMMA reads them, or bytes for a
+        quantised cache, in row-major order or swizzled.
         """
+        if tile.transposed:
+            return SwizzledTiles((tile.stages, tile.block_kv, dim), "int8")
         return PlainArray((tile.stages, tile.block_kv, dim), "int8") if narrow else tiles(tile.stages, dim)
 
+    queries = (tile.query_slots, tile.query_rows, tile.head_dim)
+    widens = narrow and not tile.transposed
     return DecodeScratch(
-        query=SwizzledTiles((tile.query_slots, ROWS, tile.head_dim), dtype),
+        query=PlainArray(queries, dtype) if tile.transposed else SwizzledTiles(queries, dtype),
         key=ring(tile.head_dim),
         value=ring(tile.value_dim),
-        wide_key=tiles(tile.groups, tile.head_dim) if narrow else None,
-        wide_value=tiles(tile.groups, tile.value_dim) if narrow else None,
-        other=PlainArray((tile.used_rows, tile.value_dim), "float32"),
-        other_stats=PlainArray((2, ROWS), "float32"),
+        wide_key=tiles(tile.groups, tile.head_dim) if widens else None,
+        wide_value=tiles(tile.groups, tile.value_dim) if widens else None,
+        other=PlainArray(((warps,) if tile.transposed else ()) + (tile.used_rows, tile.value_dim), "float32"),
+        other_stats=PlainArray((warps, 2, tile.columns) if tile.transposed else (2, ROWS), "float32"),
         query_full=Barriers(tile.query_slots),
         key_full=Barriers(tile.stages, arrivals=tile.copies),
         value_full=Barriers(tile.stages, arrivals=tile.copies),
@@ -209,6 +248,7 @@ def _tile_of(plan: KernelPlan, block_kv: int) -> DecodeTile:
         page_rows=math.gcd(page, block_kv) if page else block_kv,
         stored=plan.cache_dtype,
         lazy_rescale=not plan.max_scores,
+        straight=not may_be_large_product(plan.score),
     )
     if not decode_fits(tile):
         tile = dataclasses.replace(tile, query_slots=1)

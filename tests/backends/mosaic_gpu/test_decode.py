@@ -412,6 +412,13 @@ def compiled() -> dict[str, dict[str, typing.Any]]:
         "pages of 16, int8": {"dim": 128, "page": 16, "stored": "int8"},
         "pages of 64, float8": {"dim": 128, "page": 64, "stored": "float8_e4m3fn", "score": relative},
         "pages of 8, int8, head dim 256": {"dim": 256, "value_dim": 128, "page": 8, "stored": "int8", "dtype": "float16"},
+        "pages of 16, float8, 16 rows": {"dim": 128, "q_len": 4, "page": 16, "stored": "float8_e4m3fn", "score": relative,
+                                         "mask": seen},
+        "pages of 16, float8, a table by documents": {"dim": 128, "q_len": 2, "page": 16, "stored": "float8_e4m3fn",
+                                                      "score": relative, "mask": same},
+        "pages of 8, int8, head dim 64": {"dim": 64, "page": 8, "stored": "int8"},
+        "pages of 8, int8, head dims 256": {"dim": 256, "page": 8, "stored": "int8", "dtype": "float16", "score": relative,
+                                           "q_len": 2, "mask": seen},
     }  # fmt: skip
 
 

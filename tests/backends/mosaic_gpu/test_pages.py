@@ -68,19 +68,23 @@ def check_ragged(interpret: bool) -> None:
     assert not np.any(np.asarray(got[ends[-1] :], np.float32))
 
 
-def check_quantised(stored: str, dtype: str, given: bool, interpret: bool) -> None:
-    """8-bit pages of head dim 64 and value dim 128, with scales by page and head or given ones; NaN scales of free pages."""
-    lengths, page = np.asarray([19, 0, 33], np.int32), 8
-    table, _ = paged.allocate(paged.table(3, 6, 12, page), lengths)
+def check_quantised(stored: str, dtype: str, given: bool, dim: int, interpret: bool) -> None:
+    """8-bit pages of value dim 128, with scales by page and head or given ones; NaN scales of free pages. At head dim 128 bytes are
+    multiplied straight from registers.
+    """
+    lengths, page = np.asarray([19, 0, 33] if dim == 64 else [140, 0, 33], np.int32), 8
+    most = int(max(lengths))
+    columns = -(-most // page) + 1
+    table, _ = paged.allocate(paged.table(3, columns, 2 * columns, page), lengths)
     scales = (jnp.full(M, 0.04), jnp.full(M, 0.03)) if given else None
-    cache = paged.empty(12, page, M, 64, E=128, dtype=stored, scales=scales)
-    tokens = draw(0, 3, 33, M, 64), draw(1, 3, 33, M, 128)
+    cache = paged.empty(2 * columns, page, M, dim, E=128, dtype=stored, scales=scales)
+    tokens = draw(0, 3, most, M, dim), draw(1, 3, most, M, 128)
     cache, table = quick_jit(paged.append)(cache, table, *tokens, query_seq_lengths=lengths)
     if not given:
         free = (table.uses == 0)[:, None]
         spoilt = (jnp.where(free, jnp.nan, x) for x in (cache.key_scales, cache.value_scales))
         cache = paged.PagedCache(cache.key, cache.value, *spoilt)
-    q = draw(2, 3, 2, N, 64).astype(dtype)
+    q = draw(2, 3, 2, N, dim).astype(dtype)
     got = jitted(
         interpret, lambda *x: flexjax.paged_attention(*x, score_mod=biased(draw(8, N, 30)), **on_gpu(interpret))
     )
@@ -125,17 +129,17 @@ def test_ragged_queries_trees_and_bits() -> None:
 
 
 QUANTISED = [
-    ("int8", "bfloat16", False),
-    ("float8_e4m3fn", "float16", False),
-    ("int8", "float16", True),
-    ("float8_e4m3fn", "bfloat16", True),
+    ("int8", "bfloat16", False, 128),
+    ("float8_e4m3fn", "float16", False, 64),
+    ("int8", "float16", True, 64),
+    ("float8_e4m3fn", "bfloat16", True, 128),
 ]
 
 
 @needs_kernels
-@pytest.mark.parametrize(("stored", "dtype", "given"), some_slow(QUANTISED, QUANTISED[:1]))
-def test_quantised_caches(stored: str, dtype: str, given: bool) -> None:
-    check_quantised(stored, dtype, given, interpret=True)
+@pytest.mark.parametrize(("stored", "dtype", "given", "dim"), some_slow(QUANTISED, QUANTISED[:1]))
+def test_quantised_caches(stored: str, dtype: str, given: bool, dim: int) -> None:
+    check_quantised(stored, dtype, given, dim, interpret=True)
 
 
 def check_many_queries(interpret: bool) -> None:
