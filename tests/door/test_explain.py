@@ -164,6 +164,17 @@ def table_of(lengths: list[int], n: int, page: int) -> Any:
     return paged.PageTable(*arrays, page)
 
 
+def prepare_paged_plan(query: Any, cache: Any, table: Any) -> Any:
+    """The call of `paged_attention` on arrays of these shapes."""
+    found: list[Any] = []
+
+    def write(*arrays: Any) -> None:
+        found.append(prepare_paged(*arrays, None, {})[0].call)
+
+    jax.eval_shape(write, query, cache, table)
+    return found[0]
+
+
 def test_a_paged_call() -> None:
     """Of shapes with a table that is known, of shapes alone, and in two passes."""
     query, cache = jax.ShapeDtypeStruct((2, 1, 32, 128), jnp.float32), shapes_of_cache(16, 64, "int8")
@@ -184,6 +195,12 @@ def test_a_paged_call() -> None:
     shared = flexjax.SharedPrefix(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((2,), (1, 2), (1,))))  # type: ignore[arg-type]
     text = flexjax.explain(query, cache, table, shared=shared, implementation="xla")
     assert re.findall(r"pass \d .*", text) == ["pass 1 of 2: shared prefixes", "pass 2 of 2: own tokens"]
+    many = jax.ShapeDtypeStruct((2, 40, 32, 128), jnp.bfloat16)
+    plan = prepare_paged_plan(many, cache, table)
+    gathered = Run(types.SimpleNamespace(name="mosaic_gpu"), plan.plan, Target("cuda", "NVIDIA H200", "9.0", 132), ())  # type: ignore[arg-type]
+    assert describe_work(plan, gathered).splitlines()[1] == (
+        "  the keys and values of all pages of the table are gathered for the forward kernel, 4.194 MB"
+    )
     with pytest.raises(TypeError) as caught:
         flexjax.explain(query, cache, table, layout="BTNH")  # type: ignore[call-arg]
     assert str(caught.value) == "explain() got unexpected arguments layout; it takes those of paged_attention."
