@@ -22,6 +22,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     swizzle_for,
     visited_sizes,
 )
+from flexjax.backends.mosaic_gpu.columns import Exchange, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import (
     Barriers,
@@ -157,6 +158,7 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
                            product
     query_free, out_free   [slots] both computing warpgroups have read a tile
     p_full, p_free         [slots] a tile of P is written, is read
+    exchange               of the partial sums of S (the dV warpgroup) and dP; None where a CTA has all columns
     """
 
     query: Part
@@ -172,6 +174,7 @@ class SplitScratch(typing.NamedTuple, typing.Generic[Part]):
     out_free: Part
     p_full: Part
     p_free: Part
+    exchange: Exchange[Part] | None = None
 
 
 def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[Description]:
@@ -198,15 +201,21 @@ def split_dkv_scratch(plan: KernelPlan, tiles: SplitDkvTiles) -> SplitScratch[De
         out_free=Barriers(tiles.out_slots, 2),
         p_full=Barriers(tiles.p_slots),
         p_free=Barriers(tiles.p_slots),
+        exchange=exchange_scratch(ctas_of(plan), 2, (SPLIT_KEYS, tiles.queries), plan.options.interpret),
     )
 
 
 def split_dkv_tiles(plan: KernelPlan) -> SplitDkvTiles:
     """The ring depths of the split dK/dV kernel: two slots of Q and dO, and two of P or, where these do not fit shared
-    memory, one. If this does not fit either, one slot of each; for float32 then also tiles of SMALLEST_TILE queries.
+    memory, one; where columns are split, then one slot of dO. If this does not fit either, one slot of each; for float32 then also
+    tiles of SMALLEST_TILE queries.
     """
-    made = [(2, 2, SPLIT_QUERIES), (2, 1, SPLIT_QUERIES), (1, 1, SPLIT_QUERIES)]
+    made = [(2, 2, 2, SPLIT_QUERIES), (2, 2, 1, SPLIT_QUERIES)]
+    if ctas_of(plan) > 1:
+        made += [(2, 1, 1, SPLIT_QUERIES)]
+    made += [(1, 1, 1, SPLIT_QUERIES)]
     if parts_of(plan) > 1:
-        made += [(1, 2, SMALLEST_TILE), (1, 1, SMALLEST_TILE)]
-    tiles = [SplitDkvTiles(slots, slots, p_slots, plan.group == 1, queries) for slots, p_slots, queries in made]
+        made += [(1, 1, 2, SMALLEST_TILE), (1, 1, 1, SMALLEST_TILE)]
+    head_major = plan.group == 1
+    tiles = [SplitDkvTiles(q_slots, out, p_slots, head_major, queries) for q_slots, out, p_slots, queries in made]
     return next((one for one in tiles if fits(split_dkv_scratch(plan, one))), tiles[-1])

@@ -19,6 +19,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     swizzle_for,
     visited_sizes,
 )
+from flexjax.backends.mosaic_gpu.columns import Exchange, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import (
     SHARED_MEMORY,
@@ -78,6 +79,7 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     key_free, value_free  [slots] all warpgroups have read a tile
     staged                ring of the staged array, None without one
     direct_gradients      for each direct gradient [G, rows, keys], a tile on its way out
+    exchange              of the partial sums of S and dP; None where a CTA has all columns
     """
 
     query: Part
@@ -91,6 +93,7 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     value_free: Part
     staged: StagedRing[Part] | None
     direct_gradients: tuple[Part, ...]
+    exchange: Exchange[Part] | None = None
 
 
 def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratch[Description]:
@@ -124,6 +127,7 @@ def dq_scratch(plan: KernelPlan, tiles: DqTiles, bias: DenseBiasTypes) -> Scratc
         value_free=Barriers(tiles.value_slots, tiles.groups),
         staged=staged,
         direct_gradients=tuple(SwizzledTiles((tiles.groups, tiles.rows, tiles.keys), t) for t in bias.direct_gradients),
+        exchange=exchange_scratch(ctas_of(plan), tiles.groups, (tiles.rows, tiles.keys), plan.options.interpret),
     )
 
 
@@ -135,13 +139,15 @@ def _candidates(plan: KernelPlan, bias: DenseBiasTypes) -> list[DqTiles]:
     They differ in ring depths alone. Staging goes before deeper rings of keys and values, and a second slot of keys
     before one of values. The CTA owns block_q_bwd queries, by default 128, or 64 where 128 does not divide the mask's
     blocks. It visits 128 keys for padded head dims up to 128 and small mods (`computes_little`), otherwise 64; 64 too
-    where block_kv_bwd or the mask's blocks ask for it. Where float32 operands do not fit, it owns 64 queries, or visits 32 keys.
+    where block_kv_bwd or the mask's blocks ask for it. Where float32 operands do not fit, it owns 64 queries, or visits 32 keys. Where
+    columns are split it visits at most 64 keys, or 32 where these do not fit.
     """
     q_tile = first_dividing(plan.blocks, "q", owned_sizes(plan.options.block_q_bwd))
-    most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) else 64
+    split = ctas_of(plan) > 1
+    most_keys = 128 if padded_dims(plan)[0] <= 128 and computes_little(plan) and not split else 64
     keys = first_dividing(plan.blocks, "kv", visited_sizes(plan.options.block_kv_bwd, most_keys))
     rings = ((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)) if bias.staged is not None else ()
-    sizes = [(q_tile, keys)]
+    sizes = [(q_tile, keys), (q_tile, SMALLEST_TILE)] if split else [(q_tile, keys)]
     if parts_of(plan) > 1:
         queries = (q_tile,) if plan.options.block_q_bwd is not None or q_tile == 64 else (q_tile, 64)
         sizes = [(n, m) for m in (keys, SMALLEST_TILE) for n in queries]

@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flexjax.backends.mosaic_gpu import backward_dkv_tiles, backward_fused_tiles, kernel_parts
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.columns import columns_of, ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import pairs_of, parts_of, split
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, accumulator, copy_parts, slot_parts
 from flexjax.backends.mosaic_gpu.kernel_parts import not_hoisted as not_hoisted
@@ -67,10 +68,14 @@ def padded_len(length: int, interpret: bool) -> int:
     return round_up(length, 256 if interpret else 8)
 
 
-def pad(x: jax.Array, layout: str, interpret: bool) -> jax.Array:
-    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with zeros appended to T and D up to the sizes that the kernels take."""
+def pad(x: jax.Array, layout: str, interpret: bool, ctas: int = 1) -> jax.Array:
+    """x, [B, T, N, D] ("BTNH") or [B, N, T, D], with zeros appended to T and D up to the sizes that the kernels take.
+
+    ctas   CTAs that share the columns (columns.py)
+    """
     time = 1 if layout == "BTNH" else 2
-    return kernel_parts.pad(x, layout, padded_len(x.shape[time], interpret), padded_dim(x.shape[3]))
+    dim = padded_dim(columns_of(x.shape[3], ctas)) * ctas
+    return kernel_parts.pad(x, layout, padded_len(x.shape[time], interpret), dim)
 
 
 class Tokens(typing.NamedTuple, typing.Generic[Part]):
@@ -92,7 +97,7 @@ def padded_tokens(plan: KernelPlan, operands: Operands, d_out: jax.Array, stats:
     """Query, key, value and `d_out`, the cotangent of the result, padded and in parts as the kernels take them; `stats`
     from row_statistics.py.
     """
-    padded = lambda x: split(pad(x, plan.layout, plan.options.interpret), parts_of(plan))
+    padded = lambda x: split(pad(x, plan.layout, plan.options.interpret, ctas_of(plan)), parts_of(plan))
     return Tokens(padded(operands.query), padded(operands.key), padded(operands.value), padded(d_out), stats)
 
 

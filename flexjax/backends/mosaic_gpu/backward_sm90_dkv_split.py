@@ -22,14 +22,16 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, SplitScratch, split_dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, QueryRings, Tokens
 from flexjax.backends.mosaic_gpu.backward_sm90_dkv import Outputs
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.backward_tiles import SPLIT_KEYS
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts, write_parts
+from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.tile_visits import KeyTileVisits, VisitLists, owned_key_tile
 from flexjax.ir import program as ir
 from flexjax.plan.kernel_plan import KernelPlan
@@ -66,9 +68,11 @@ def backward_dkv_split(
         own = owned_key_tile(plan, visits, inputs.lists, inputs.order, kv_tiles, tiles.head_major, tiles.queries)
         rings = QueryRings(plan, inputs.tokens, scratch, tiles.queries, tiles.query_slots, tiles.out_slots)
         cta = _Cta(math, tiles, own, own.tile * SPLIT_KEYS, rings, scratch, inputs)
+        partial_sums.begin(scratch.exchange, cta.interpret)
         when(group == 0)(lambda: cta.compute_dv(outputs.d_value))
         when(group == 1)(lambda: cta.compute_dk(outputs.d_key))
         when(group == 2)(cta.copy)
+        partial_sums.end(scratch.exchange, cta.interpret)
 
     shapes = (kernel_parts.output(x.shape, x.dtype, tokens.key) for x in (tokens.key, tokens.value))
     return launch(
@@ -80,6 +84,7 @@ def backward_dkv_split(
         programs=kv_tiles * plan.batch * plan.kv_heads,
         warpgroups=3,
         interpret=plan.options.interpret,
+        ctas=ctas_of(plan),
     )
 
 
@@ -106,6 +111,10 @@ class _Cta(TileCta):
     def place(self) -> tuple[Scalar, Scalar, Scalar]:
         """(batch entry, key head, first key) of the CTA's keys."""
         return self.own.b, self.own.key_head, self.kv0
+
+    def partial_sums(self, group: int) -> PartialSums:
+        """How S (`group` 0) or dP (1) becomes a sum over all columns where the CTAs of a cluster share them."""
+        return PartialSums(self.scratch.exchange, group, self.interpret)
 
     def own_tile(self, tile: Ref) -> tuple[Ref, ...]:
         """The parts of the CTA's keys or values in shared memory; `tile` is `Scratch.key` or `.value`. The slot number
@@ -155,6 +164,7 @@ class _Cta(TileCta):
                     lse2 = rings.statistic(0, q_slot)
                     s = products.read(s_acc)
                     products.release(scratch.query_free.at[q_slot])
+                    s = self.partial_sums(0).total(s, number)
                     found = tile_math.probabilities(s, lse2)
                     when(number >= p_slots)(lambda: plgpu.barrier_wait(scratch.p_free.at[p_slot]))
                     scratch.p.at[p_slot][...] = found.factor()
@@ -208,11 +218,12 @@ class _Cta(TileCta):
                     plgpu.barrier_wait(scratch.query_full.at[q_slot])
                     delta = math.broadcast(rings.statistic(1, q_slot), "q")
                     if math.starts_at_minus_delta:
-                        products.start(dp_acc, -delta)
+                        products.start(dp_acc, -partial_sums.in_first_cta(scratch.exchange, delta))
                     plgpu.barrier_wait(scratch.out_full.at[out_slot])
                     products.add(dp_acc, own_v, d_out, b_t=True)
                     dp = products.read(dp_acc)
                     products.release(scratch.out_free.at[out_slot])
+                    dp = self.partial_sums(1).total(dp, number)
                     if not math.starts_at_minus_delta:
                         dp = dp * rows.at_columns(q0, False).dropout_multiplier() - delta
                     plgpu.barrier_wait(scratch.p_full.at[p_slot])

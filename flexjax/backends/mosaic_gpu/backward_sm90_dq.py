@@ -26,14 +26,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import kernel_parts, tile_visits
+from flexjax.backends.mosaic_gpu import kernel_parts, partial_sums, tile_visits
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import DqTiles, Scratch, dq_scratch
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Inputs, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import RowMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
+from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, rows_of, slot_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import DirectGradientWriter, Staging, skipped_blocks, staging_for
+from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.shared_memory import Part
 from flexjax.backends.mosaic_gpu.tile_visits import TileVisits, VisitCounts, VisitLists
 from flexjax.ir import program as ir
@@ -87,8 +89,10 @@ def backward_dq(
         counts = visits.counts(inputs.lists, b, h, tile)
         total = counts.unmasked + counts.masked
         cta = _Cta(math, tiles, staging, bias, visits, inputs, scratch, b, h, h_kv, tile, counts, total)
+        partial_sums.begin(scratch.exchange, cta.interpret)
         when(group < tiles.groups)(lambda: cta.compute(group, outputs))
         when(group == tiles.groups)(cta.copy)
+        partial_sums.end(scratch.exchange, cta.interpret)
 
     return launch(
         kernel,
@@ -102,6 +106,7 @@ def backward_dq(
         programs=q_tiles * heads,
         warpgroups=tiles.groups + 1,
         interpret=plan.options.interpret,
+        ctas=ctas_of(plan),
     )
 
 
@@ -240,7 +245,7 @@ class _Cta(TileCta):
         copy_parts(plan, tokens.query, b, h, q0, queries, arrived)
         copy_parts(plan, tokens.d_out, b, h, q0, d_out, arrived)
         entries = (b, *(b + part * plan.batch for part in range(1, parts)))
-        gradient = tuple(rows_of(d_query, plan.layout, entry, h, q0, self.tiles.rows) for entry in entries)
+        gradient = tuple(rows_of(d_query, plan.layout, entry, h, q0, *queries[0].shape) for entry in entries)
         return OwnQueries(lse2, delta, queries, gradient)
 
     def visit(
@@ -296,6 +301,7 @@ class _Cta(TileCta):
         here = self.own_slot(common.not_hoisted(group, self.interpret), n)
         own_q, own_do = (slot_parts(ring, here, self.parts) for ring in (scratch.query, scratch.d_out))
         keys, values = slot_parts(scratch.key, k_slot, self.parts), slot_parts(scratch.value, v_slot, self.parts)
+        sums = PartialSums(scratch.exchange, group, self.interpret)
 
         def score_cotangents(s_acc: Ref, dp_acc: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             """Computes S = Q K^T and dP = dO V^T, and from them (dS, g of each direct gradient), each [rows, keys]
@@ -307,18 +313,19 @@ class _Cta(TileCta):
             plgpu.barrier_wait(scratch.key_full.at[k_slot])
             products.add(s_acc, own_q, keys, b_t=True)
             if math.starts_at_minus_delta:
-                products.start(dp_acc, -math.broadcast(own.delta, "q"))
+                products.start(dp_acc, -math.broadcast(partial_sums.in_first_cta(scratch.exchange, own.delta), "q"))
             plgpu.barrier_wait(scratch.value_full.at[v_slot])
             products.add(dp_acc, own_do, values, b_t=True)
             tile = tile_math
             if self.staging is not None and scratch.staged is not None:
                 first, last = n == 0, n == self.entries - 1
                 tile = self.staging.read_from_ring(tile, scratch.staged, number, group, first, last)
-            s = products.read(s_acc, 1)
+            s = sums.total(products.read(s_acc, 1), 0)  # two exchanges a visit
             found = tile.probabilities(s, own.lse2)
             factor, factors = found.factor(), zip(found.load_factors(), found.rounded_factors(), strict=True)
             dp = products.read(dp_acc, 0)
             products.release(scratch.value_free.at[v_slot])
+            dp = sums.total(dp, 1)
             delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
             ds = found.cotangent(factor, dp, delta)
             same = lambda f, rounded: f is factor and rounded is None

@@ -15,6 +15,7 @@ fits; choose_kernel.py decides which of the kernels run. None of these files imp
 import typing
 
 from flexjax.analysis import patterns
+from flexjax.backends.mosaic_gpu.columns import columns_of, ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
 
@@ -26,7 +27,7 @@ FUSED_KEYS = 128
 SPLIT_KEYS, SPLIT_QUERIES = 64, 64
 """Keys that a CTA of the split dK/dV kernel owns, and queries of a tile that it visits."""
 SMALLEST_TILE = 32
-"""Queries or keys of a visited tile where float32 operands leave no room for 64."""
+"""Queries or keys of a visited tile where float32 operands or split columns leave no room for 64."""
 
 
 class DenseBiasTypes(typing.NamedTuple):
@@ -51,8 +52,11 @@ def padded_dim(dim: int) -> int:
 
 
 def padded_dims(plan: KernelPlan) -> tuple[int, int]:
-    """The padded head dims (D of queries and keys, extra features included; E of values)."""
-    return padded_dim(plan.head_dim + plan.extra_dim), padded_dim(plan.value_dim)
+    """The padded columns of a CTA (D of queries and keys, extra features included; E of values): of the head dims, or of their parts
+    where the CTAs of a cluster share the columns (columns.py).
+    """
+    ctas = ctas_of(plan)
+    return padded_dim(columns_of(plan.head_dim + plan.extra_dim, ctas)), padded_dim(columns_of(plan.value_dim, ctas))
 
 
 def swizzle_for(visited: int) -> int:

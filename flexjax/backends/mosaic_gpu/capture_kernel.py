@@ -28,16 +28,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flexjax.backends.mosaic_gpu import backward_sm90_common as common
-from flexjax.backends.mosaic_gpu import fixed_point, kernel_parts, memory
+from flexjax.backends.mosaic_gpu import fixed_point, kernel_parts, memory, partial_sums
 from flexjax.backends.mosaic_gpu.backward_sm90_common import Captures, Tokens
 from flexjax.backends.mosaic_gpu.backward_tile_math import ColumnMath, TileCta, TileMath
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.capture_lists import ListShape, TileLists
 from flexjax.backends.mosaic_gpu.capture_tiles import ROWS, RingDepths, Scratch, capture_scratch, ring_depths
+from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.kernel_parts import Ref, Scalar, copy_parts, launch, slot_parts
 from flexjax.backends.mosaic_gpu.pair_bias import DenseBiasPlan
 from flexjax.backends.mosaic_gpu.pair_bias_tiles import Staging, staging_for
+from flexjax.backends.mosaic_gpu.partial_sums import PartialSums
 from flexjax.backends.mosaic_gpu.shared_memory import Part, dtype_name
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.ir import program as ir
@@ -278,9 +280,9 @@ class CaptureKernel:
         `ring_depths` finds room.
         """
         plan, tokens, bias = self.plan, inputs.tokens, self.bias.types
-        dims, dtype = (tokens.query.shape[-1], tokens.value.shape[-1]), dtype_name(tokens.query.dtype)
-        parts = parts_of(plan)
-        rings = ring_depths(self.groups, dims, dtype, bias.staged, parts)
+        parts, ctas = parts_of(plan), ctas_of(plan)
+        dims, dtype = (tokens.query.shape[-1] // ctas, tokens.value.shape[-1] // ctas), dtype_name(tokens.query.dtype)
+        rings = ring_depths(self.groups, dims, dtype, bias.staged, parts, ctas)
         slots, tile = int(rings.staged) * rings.queries, self.shape.tile
         staging = staging_for(plan, self.derivative, self.bias, slots, (tile, tile), self.groups)
 
@@ -290,19 +292,22 @@ class CaptureKernel:
             list_number = inputs.order[lax.axis_index("program")]
             steps = self.steps(inputs.lists, list_number)
             cta = _Cta(self.math, self, rings, staging, inputs, outputs, scratch, list_number, steps)
+            partial_sums.begin(scratch.exchange, cta.interpret)
             when(group < self.groups)(lambda: cta.compute(group))
             when(group == self.groups)(cta.copy)
+            partial_sums.end(scratch.exchange, cta.interpret)
 
         shape = self._output_shape(inputs.lists.count.shape[0])
         return launch(
             kernel,
             inputs,
             Outputs(None if shape is None else kernel_parts.output(shape, self.dtype, tokens.query)),
-            capture_scratch(self.groups, rings, dims, dtype, bias.staged, parts),
+            capture_scratch(self.groups, rings, dims, dtype, bias.staged, parts, ctas, plan.options.interpret),
             name="flexjax_capture_gradient",
             programs=inputs.lists.count.shape[0],
             warpgroups=self.groups + 1,
             interpret=plan.options.interpret,
+            ctas=ctas,
         )
 
     def _output_shape(self, lists: int) -> tuple[int, ...] | None:
@@ -337,6 +342,11 @@ class _Cta(TileCta):
     list_number: Scalar
     steps: Scalar
 
+    @property
+    def writes(self) -> Scalar | bool:
+        """Whether this CTA writes the sums, which both CTAs of a cluster know: the first does."""
+        return partial_sums.first_cta(self.scratch.exchange)
+
     def visit(self, i: Scalar | int) -> Visit:
         """The i-th visit of the CTA's list, read from the lists; its last visit past the end of the list."""
         return self.kernel.visit(self.inputs.lists, self.list_number, self.steps, jnp.asarray(i, jnp.int32))
@@ -354,14 +364,20 @@ class _Cta(TileCta):
         kernel = self.kernel
         common.raise_register_limit(kernel.groups)
         if kernel.sink is Sink.SCATTER and self.outputs.sums is not None:
-            self.outputs.sums.at[self.list_number, group][...] = jnp.zeros((kernel.size,), jnp.float32)
+            own_sums = self.outputs.sums.at[self.list_number, group]
+
+            @when(self.writes)
+            def zero_sums() -> None:
+                """Zeroes the array of the warpgroup, in the simulator alone."""
+                own_sums[...] = jnp.zeros((kernel.size,), jnp.float32)
+
         zero = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), common.WGMMA)
         first = self.visit(0)
         accumulators = 0 if kernel.scatters_each_tile else 1 if kernel.sums_over_keys else kernel.groups
         begin = Carry((zero,) * accumulators, first, self.visit(1), self.statistics(first, group))
         found = lax.fori_loop(0, self.steps, functools.partial(self.step, group=group), begin)
         if not kernel.scatters_each_tile:
-            self.write(found.sums, zero, group)
+            when(self.writes)(functools.partial(self.write, found.sums, zero, group))
 
     def statistics(self, visit: Visit, group: Scalar) -> tuple[jax.Array, jax.Array]:
         """(lse2, delta) of the warpgroup's queries of a visit, [ROWS] float32 each, from global memory."""
@@ -399,11 +415,11 @@ class _Cta(TileCta):
             if part == 0:
                 plgpu.barrier_wait(scratch.query_full.at[q_slot])
             plgpu.barrier_wait(scratch.key_full.at[k_slot])
-            own = OwnTile(q_slot, k_slot, here, part, lse2, delta)
+            own = OwnTile(q_slot, k_slot, here, part, lse2, delta, group)
             cotangents = functools.partial(self.load_cotangents, tile=tile, own=own)
             g = self.products.accumulators(cotangents, (ROWS, ROWS), (ROWS, ROWS))
             if kernel.scatters_each_tile:
-                self.scatter(b, h, q0, kv0 + part * ROWS, g, group)
+                when(self.writes)(functools.partial(self.scatter, b, h, q0, kv0 + part * ROWS, g, group))
                 continue
             at = 0 if kernel.sums_over_keys else part
             new[at] = new[at] + (jnp.abs(g) if kernel.sink is Sink.MAGNITUDES else g)
@@ -426,9 +442,10 @@ class _Cta(TileCta):
         keys_of = lambda ring: slot_parts(ring, own.k_slot, self.parts)
         products.add(s_acc, rows_of(scratch.query), keys_of(scratch.key), b_t=True)
         if math.starts_at_minus_delta:
-            products.start(dp_acc, -math.broadcast(own.delta, "q"))
+            products.start(dp_acc, -math.broadcast(partial_sums.in_first_cta(scratch.exchange, own.delta), "q"))
         products.add(dp_acc, rows_of(scratch.d_out), keys_of(scratch.value), b_t=True)
-        s = products.read(s_acc, 1)
+        sums = PartialSums(scratch.exchange, own.group, self.interpret)
+        s = sums.total(products.read(s_acc, 1), 0)  # two exchanges a part
         if self.staging is not None and scratch.staged is not None:
             keys = pl.ds(own.part * ROWS, ROWS)
             value = memory.load_staged(scratch.staged.at[own.q_slot, own.rows, keys], self.interpret)
@@ -437,6 +454,7 @@ class _Cta(TileCta):
         (factor,), (rounded,) = found.load_factors(), found.rounded_factors()
         dp = products.read(dp_acc)
         products.release(scratch.key_free.at[own.k_slot])
+        dp = sums.total(dp, 1)
         delta = None if math.starts_at_minus_delta else math.broadcast(own.delta, "q")
         return found.load_cotangent(factor, rounded, dp, delta)
 
@@ -556,6 +574,7 @@ class OwnTile(typing.NamedTuple):
     rows             the warpgroup's rows in the slot of Q
     part             number of the part
     lse2, delta      [ROWS] float32, row statistics
+    group            number of the warpgroup
     """
 
     q_slot: Scalar
@@ -564,6 +583,7 @@ class OwnTile(typing.NamedTuple):
     part: int
     lse2: jax.Array
     delta: jax.Array
+    group: Scalar
 
 
 def _quotient_and_remainder(number: Scalar, by: int) -> tuple[Scalar, Scalar]:

@@ -8,6 +8,7 @@ array* is a captured array, such as a pair bias, whose tiles come through shared
 import typing
 
 from flexjax.backends.mosaic_gpu.backward_tiles import padded_dim
+from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, Part, SwizzledTiles, fits
 from flexjax.plan.kernel_plan import KernelPlan
@@ -16,11 +17,17 @@ ROWS = 64
 """Queries of a computing warpgroup, and keys of a slot."""
 
 
+def _dims(plan: KernelPlan) -> tuple[int, int]:
+    """The padded columns of a CTA, without extra features: of queries and keys, of values (columns.py)."""
+    ctas = ctas_of(plan)
+    return padded_dim(columns_of(plan.head_dim, ctas)), padded_dim(columns_of(plan.value_dim, ctas))
+
+
 def warpgroups_for(plan: KernelPlan) -> int:
     """Number of computing warpgroups, of 64 queries each: two where 128 x 128 tiles fit shared memory (padded head
     dims of keys and values of at most 256 together, 128 for float32) and divide the mask's blocks, else one.
     """
-    dims = (padded_dim(plan.head_dim) + padded_dim(plan.value_dim)) * parts_of(plan)
+    dims = sum(_dims(plan)) * parts_of(plan)
     blocks = plan.blocks
     divide = blocks is None or (blocks.block_q % 128 == 0 and blocks.block_kv % 128 == 0)
     return 2 if divide and dims <= 256 else 1
@@ -32,9 +39,9 @@ def fits_one_slot(plan: KernelPlan) -> bool:
 
     plan   with extra features joined to the head dim
     """
-    groups, dims = warpgroups_for(plan), (padded_dim(plan.head_dim), padded_dim(plan.value_dim))
+    groups, dims = warpgroups_for(plan), _dims(plan)
     rings = RingDepths(1, groups, False)
-    return fits(capture_scratch(groups, rings, dims, part_dtype(plan), None, parts_of(plan)))
+    return fits(capture_scratch(groups, rings, dims, part_dtype(plan), None, parts_of(plan), ctas_of(plan)))
 
 
 class RingDepths(typing.NamedTuple):
@@ -58,6 +65,7 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     query_full, key_full   [slots] a tile has arrived; `query_full` also counts dO and the staged tile, `key_full` the values
     query_free, key_free   [slots] all computing warpgroups have read a tile
     staged                 [query slots, tile] tiles of the staged array, None without one
+    exchange               of the partial sums of S and dP; None where a CTA has all columns
     """
 
     query: Part
@@ -69,19 +77,29 @@ class Scratch(typing.NamedTuple, typing.Generic[Part]):
     query_free: Part
     key_free: Part
     staged: Part | None
+    exchange: Exchange[Part] | None = None
 
 
 def capture_scratch(
-    groups: int, rings: RingDepths, dims: tuple[int, int], dtype: str, staged_dtype: str | None, parts: int = 1
+    groups: int,
+    rings: RingDepths,
+    dims: tuple[int, int],
+    dtype: str,
+    staged_dtype: str | None,
+    parts: int = 1,
+    ctas: int = 1,
+    interpret: bool = False,
 ) -> Scratch[Description]:
     """The shared memory of a CTA of the kernel.
 
     groups         computing warpgroups
     rings          ring depths
-    dims           padded head dims of keys and values
+    dims           padded columns of a CTA, of keys and of values
     dtype          name of the dtype of the parts of the inputs
     staged_dtype   of the array to stage, None without one; used only if `rings.staged`
     parts          of an operand (float_parts.py)
+    ctas           that share the columns (columns.py)
+    interpret      whether the kernel runs in the simulator
     """
     dim, value_dim = dims
     tile = groups * ROWS
@@ -98,18 +116,22 @@ def capture_scratch(
         query_free=Barriers(rings.queries, groups),
         key_free=Barriers(rings.keys, groups),
         staged=staged,
+        exchange=exchange_scratch(ctas, groups, (ROWS, ROWS), interpret),
     )
 
 
-def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None, parts: int = 1) -> RingDepths:
+def ring_depths(
+    groups: int, dims: tuple[int, int], dtype: str, staged_dtype: str | None, parts: int = 1, ctas: int = 1
+) -> RingDepths:
     """The deepest rings that fit shared memory; staging an array takes precedence over deeper rings. If none fit, the
     smallest, without staging.
 
     groups         computing warpgroups
-    dims           padded head dims of keys and values
+    dims           padded columns of a CTA, of keys and of values
     dtype          name of the dtype of the parts of the inputs
     staged_dtype   of the array to stage, None without one
     parts          of an operand (float_parts.py)
+    ctas           that share the columns (columns.py)
 
     Tried in this order: two slots of Q and dO with 2 * groups, then with groups slots of keys; one with groups.
     """
@@ -118,5 +140,5 @@ def ring_depths(groups: int, dims: tuple[int, int], dtype: str, staged_dtype: st
         for staged in ((False,) if staged_dtype is None else (True, False))
         for queries, keys in ((2, 2 * groups), (2, groups), (1, groups))
     ]
-    fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype, parts)))
+    fit = (rings for rings in choices if fits(capture_scratch(groups, rings, dims, dtype, staged_dtype, parts, ctas)))
     return next(fit, choices[-1])

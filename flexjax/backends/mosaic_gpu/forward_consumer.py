@@ -47,6 +47,7 @@ from flexjax.backends.mosaic_gpu.kernel_parts import (
     slot_parts,
 )
 from flexjax.backends.mosaic_gpu.online_softmax import Rescale, State
+from flexjax.backends.mosaic_gpu.partial_sums import PartialSums, first_cta
 from flexjax.backends.mosaic_gpu.tile_programs import Place, TileOrigin, TileProgram
 from flexjax.backends.mosaic_gpu.tile_scheduler import WorkItem
 from flexjax.backends.mosaic_gpu.tile_scores import scores_of
@@ -315,6 +316,7 @@ class QueryTile:
         setup.ping_pong.wait(self.group)
         s = self._scores_alone(i32(0))
         setup.slots.release("key", self.scratch.key_free, self._key_slot(i32(0)))
+        s = self.partial_sums.total(s, 0)
         p, _, state = self._softmax(s, i32(0), step_tile, Phase.FIRST, state)
         out, weights, state = self._loops(self._staggered_step, 1, (out, self._weights(p), state))
         position = self._release_queries()
@@ -352,6 +354,7 @@ class QueryTile:
         self._await_keys(n, prefetch=False)
         s = self._scores_alone(n)
         setup.slots.release("key", self.scratch.key_free, self._key_slot(n))
+        s = self.partial_sums.total(s, n)
         p, rescale, state = self._softmax(s, n, step_tile, phase, state)
         out = setup.softmax.rescale(out, rescale)
         weights = self._weights(p)
@@ -377,6 +380,7 @@ class QueryTile:
         if setup.interpret:
             s = self._scores_alone(n)
             setup.slots.release("key", scratch.key_free, key_slot)
+            s = self.partial_sums.total(s, n)
             p, rescale, state = self._softmax(s, n, step_tile, phase, state)
             out = self._add_values(out, weights, n - 1)
             return start, setup.softmax.rescale(out, rescale), self._weights(p), state
@@ -395,6 +399,7 @@ class QueryTile:
             self._await_keys(n + 1, prefetch=True)
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc_s, wait_n=len(pairs_of(tile.parts))))
             setup.slots.release("key", scratch.key_free, key_slot)
+            s = self.partial_sums.total(s, n)
             for ref, value in zip(others, jax.tree.leaves(self._softmax(s, n, step_tile, phase, state)), strict=True):
                 ref[...] = value
 
@@ -456,6 +461,11 @@ class QueryTile:
             return acc[...]
 
         return pl.run_scoped(product, accumulator((self.setup.tile.rows, self.setup.tile.block_kv)))
+
+    @property
+    def partial_sums(self) -> PartialSums:
+        """How Q K^T becomes a sum over all columns where the CTAs of a cluster share them."""
+        return PartialSums(self.scratch.exchange, self.group, self.setup.interpret)
 
     def _queries_now(self) -> tuple[Ref, ...]:
         """`queries`, the parts of this warpgroup's rows in shared memory. Where the key ring has one slot, which is so
@@ -652,12 +662,17 @@ class QueryTile:
             divisor = divisor * shrink
         lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
         rows = (b, h, pl.ds(q_start, tile.rows))
-        outputs.lse[rows] = lse
-        if outputs.max_scores is not None:
-            outputs.max_scores[rows] = softmax.to_score(top)
+
+        def write_rows() -> None:
+            """Writes lse and, if wanted, row maxima, which both CTAs of a cluster know."""
+            outputs.lse[rows] = lse
+            if outputs.max_scores is not None:
+                outputs.max_scores[rows] = softmax.to_score(top)
+
+        when(first_cta(self.scratch.exchange))(write_rows)
         out = out * registers.broadcast_vector(divisor, "row", out.shape)
         targets = [
-            rows_of(x, setup.plan.layout, b, h, q_start, tile.rows)
+            rows_of(x, setup.plan.layout, b, h, q_start, tile.rows, tile.value_dim)
             for x in (outputs.out, outputs.rounding)
             if x is not None
         ]
@@ -673,7 +688,7 @@ class QueryTile:
 
         What rounding took is computed part by part, because a whole tile of it beside `out` spills registers.
         """
-        setup, tile = self.setup, self.setup.tile
+        tile = self.setup.tile
         parts = [
             (slice(n, n + tile.out_columns), which)
             for n in range(0, tile.value_dim, tile.out_columns)
@@ -684,9 +699,20 @@ class QueryTile:
             # With an uneven number of parts, TMA may still read the last part of the tile before from the first slot.
             others = 0 if n == 0 and len(parts) % tile.out_slots else tile.out_slots - 1
             plgpu.wait_smem_to_gmem(others, wait_read_only=True)
-            part = out[:, columns]
-            if which:
-                part = part - thread_tiles.rounded_tile(part, setup.plan.dtype, setup.interpret)
-            self.scratch.out[self.group, slot] = part.astype(setup.plan.dtype)
+            if tile.out_over_queries:
+                place, step = self.queries[0], math.gcd(tile.value_dim, 64)
+                for first in range(0, tile.value_dim, step):
+                    own = slice(first, first + step)
+                    place[:, own] = self._out_part(out[:, own], which)
+            else:
+                place = present(self.scratch.out).at[self.group, slot]
+                place[...] = self._out_part(out[:, columns], which)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.scratch.out.at[self.group, slot], targets[which].at[:, columns])
+            plgpu.copy_smem_to_gmem(place, targets[which].at[:, columns])
+
+    def _out_part(self, part: jax.Array, which: int) -> jax.Array:
+        """Columns of the output in the plan's dtype, or (`which` 1) what rounding takes from them."""
+        dtype = self.setup.plan.dtype
+        if which:
+            part = part - thread_tiles.rounded_tile(part, dtype, self.setup.interpret)
+        return part.astype(dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flexjax.analysis.large_scores import may_be_large
-from flexjax.backends.mosaic_gpu import kernel_parts, memory, staging, tile_scheduler
+from flexjax.backends.mosaic_gpu import kernel_parts, memory, partial_sums, staging, tile_scheduler
 from flexjax.backends.mosaic_gpu.branch import when
 from flexjax.backends.mosaic_gpu.float_parts import part_dtype, split
 from flexjax.backends.mosaic_gpu.forward_consumer import Consumer
@@ -48,13 +48,16 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
     inputs = _inputs(setup, operands)
     scheduler = setup.scheduler
     stats = kernel_parts.output((plan.batch, plan.q_heads, scheduler.q_tiles * tile.block_q), jnp.float32, inputs.query)
-    out = kernel_parts.output((plan.batch, *inputs.query.shape[1:3], tile.value_dim), plan.dtype, inputs.query)
+    value_dim = tile.value_dim * tile.ctas
+    out = kernel_parts.output((plan.batch, *inputs.query.shape[1:3], value_dim), plan.dtype, inputs.query)
 
     def kernel(inputs: Inputs[Ref], outputs: Outputs[Ref], scratch: ForwardScratch[Ref]) -> None:
         """The forward kernel: runs one warpgroup of a CTA, a consumer or, as the last of them, the producer."""
         role = lax.axis_index("wg")
+        partial_sums.begin(scratch.exchange, setup.interpret)
         when(role < tile.groups)(Consumer(setup, inputs, outputs, scratch).run)
         when(role == tile.groups)(Producer(setup, inputs, scratch).run)
+        partial_sums.end(scratch.exchange, setup.interpret)
 
     results: Outputs[jax.Array] = launch(
         kernel,
@@ -70,6 +73,7 @@ def forward(plan: KernelPlan, operands: Operands, tile: ForwardTile) -> Results:
         programs=scheduler.programs,
         warpgroups=tile.groups + 1,
         interpret=setup.interpret,
+        ctas=tile.ctas,
     )
     max_scores = None if results.max_scores is None else _without_padding(results.max_scores, plan)
     lengths = (plan.q_len, plan.q_heads) if plan.layout == "BTNH" else (plan.q_heads, plan.q_len)
@@ -116,9 +120,9 @@ def _inputs(setup: ForwardSetup, operands: Operands) -> Inputs[jax.Array]:
     if tile.dynamic_scheduler and not setup.interpret:
         counter = typing.cast(jax.Array, jax.new_ref(tile_scheduler.new_counter(scheduler.programs)))
     return Inputs(
-        query=split(pad(operands.query, plan.layout, q_length, tile.head_dim), tile.parts),
-        key=split(pad(operands.key, plan.layout, kv_length, tile.head_dim), tile.parts),
-        value=split(pad(operands.value, plan.layout, kv_length, tile.value_dim), tile.parts),
+        query=split(pad(operands.query, plan.layout, q_length, tile.head_dim * tile.ctas), tile.parts),
+        key=split(pad(operands.key, plan.layout, kv_length, tile.head_dim * tile.ctas), tile.parts),
+        value=split(pad(operands.value, plan.layout, kv_length, tile.value_dim * tile.ctas), tile.parts),
         sinks=operands.sinks,
         mask_rows=MaskRows(scheduler.order(operands.lists), tile_scheduler.flat(operands.lists)),
         score=score,

@@ -12,6 +12,7 @@ import typing
 
 from flexjax.analysis.patterns import divides_tiles
 from flexjax.backends.mosaic_gpu import staging
+from flexjax.backends.mosaic_gpu.columns import Exchange, columns_of, ctas_of, exchange_scratch
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Part, PlainArray, SwizzledTiles, fits, round_up
 from flexjax.backends.mosaic_gpu.static_reference import static_reference
@@ -37,7 +38,7 @@ class ForwardTile:
     rows                   queries of one consumer warpgroup
     block_kv               keys of a tile
     stages, value_stages   slots of the ring of key tiles and of the ring of value tiles
-    head_dim, value_dim    head dims, rounded up to what WGMMA takes (`wgmma_dim`)
+    head_dim, value_dim    columns of a CTA: head dims, divided by `ctas`, rounded up to what WGMMA takes (`_columns`)
     query_slots            slots of the ring of query tiles, 1 or 2; with 2 the queries of the next work item are copied
                            while the consumers compute this one
     out_slots              slots of a warpgroup for parts of its output on their way to global memory
@@ -54,6 +55,7 @@ class ForwardTile:
     reverse_kv             key tiles that need no mask are visited from the last to the first
     prefetch_key_barrier   the barrier of the next key tile is waited for while WGMMAs of this step are in flight
     parts                  of queries, keys, values and P (float_parts.py): 2 for float32, 1 for 16 bits
+    ctas                   CTAs of a cluster, which share the columns of each tile (columns.py)
     programs               CTAs of the grid where `persistent` or `dynamic_scheduler`: as many as the GPU has SMs
     """
 
@@ -77,6 +79,7 @@ class ForwardTile:
     reverse_kv: bool = False
     prefetch_key_barrier: bool = False
     parts: int = 1
+    ctas: int = 1
     programs: int = REFERENCE_SMS
 
     @property
@@ -85,10 +88,19 @@ class ForwardTile:
         return self.groups * self.rows
 
     @property
+    def out_over_queries(self) -> bool:
+        """Whether the output leaves over the queries in shared memory: where the columns are split and both have as many. No other
+        queries follow there, because a CTA has one work item.
+        """
+        return self.ctas > 1 and self.head_dim == self.value_dim
+
+    @property
     def out_columns(self) -> int:
         """Columns of the part of an output tile that goes to global memory in one copy: 64, or 32 of float32, if they divide the
-        value dim, else all.
+        value dim, else all; all with `out_over_queries`.
         """
+        if self.out_over_queries:
+            return self.value_dim
         columns = 64 if self.parts == 1 else 32
         return columns if self.value_dim % columns == 0 else self.value_dim
 
@@ -139,19 +151,21 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
 
     query        [query_slots * parts, block_q, D], ring of query tiles
     key, value   [stages * parts, block_kv, D] and [value_stages * parts, block_kv, E], rings of key and value tiles
-    out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory
+    out          [groups, out_slots, rows, out_columns], parts of the output on their way to global memory; None with
+                 `out_over_queries`
     *_full       a barrier for each slot of a ring: TMA has filled the slot, one arrival for each part
     *_free       a barrier for each slot: every consumer has released the slot; only in the simulator
                  (`forward_barriers.SlotBarriers`)
     staged       [staged_slots, block_q, block_kv], ring of tiles of a captured array; None without one
     mailbox      int32 words through which the dynamic scheduler passes work items, MAILBOX_WORDS for each query slot;
                  None without it
+    exchange     of the partial sums of S among the CTAs of a cluster; None where a CTA has all columns
     """
 
     query: Part
     key: Part
     value: Part
-    out: Part
+    out: Part | None
     query_full: Part
     key_full: Part
     value_full: Part
@@ -162,6 +176,7 @@ class ForwardScratch(typing.NamedTuple, typing.Generic[Part]):
     staged_full: Part | None
     staged_free: Part | None
     mailbox: Part | None
+    exchange: Exchange[Part] | None = None
 
 
 def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool = False) -> ForwardScratch:
@@ -180,11 +195,12 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
 
     staged, parts = tile.staged_slots > 0, tile.parts
     out_dtype = dtype if parts == 1 else "float32"
+    out = SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), out_dtype)
     return ForwardScratch(
         query=SwizzledTiles((tile.query_slots * parts, tile.block_q, tile.head_dim), dtype),
         key=SwizzledTiles((tile.stages * parts, tile.block_kv, tile.head_dim), dtype),
         value=SwizzledTiles((tile.value_stages * parts, tile.block_kv, tile.value_dim), dtype),
-        out=SwizzledTiles((tile.groups, tile.out_slots, tile.rows, tile.out_columns), out_dtype),
+        out=None if tile.out_over_queries else out,
         query_full=Barriers(tile.query_slots, parts),
         key_full=Barriers(tile.stages, parts),
         value_full=Barriers(tile.value_stages, parts),
@@ -195,6 +211,7 @@ def forward_scratch(tile: ForwardTile, dtype: str = "bfloat16", interpret: bool 
         staged_full=Barriers(tile.staged_slots) if staged else None,
         staged_free=free(tile.staged_slots) if staged else None,
         mailbox=PlainArray((tile.query_slots * MAILBOX_WORDS,), "int32") if tile.dynamic_scheduler else None,
+        exchange=exchange_scratch(tile.ctas, tile.groups, (tile.rows, tile.block_kv), interpret),
     )
 
 
@@ -203,14 +220,30 @@ def wgmma_dim(dim: int) -> int:
     return round_up(max(dim, 1), 16)
 
 
+def _columns(plan: KernelPlan, ctas: int) -> tuple[int, int]:
+    """(columns of queries and keys, columns of values) of a CTA.
+
+    Where the columns are split, both are multiples of 32, a swizzle of 64 bytes; those of values of 64, the columns of an output
+    part, unless the output leaves over the queries.
+    """
+    dims = plan.head_dim + plan.extra_dim, plan.value_dim
+    if ctas == 1:
+        return wgmma_dim(dims[0]), wgmma_dim(dims[1])
+    head_dim, value_dim = (round_up(columns_of(dim, ctas), 32) for dim in dims)
+    return head_dim, value_dim if value_dim == head_dim else round_up(value_dim, 64)
+
+
 # ------------------------------------------------------------------- the choice
 
 
-# (key slots, value slots, query slots), the best first, by the larger head dim.
+SPLIT = 320
+"""The most columns of a CTA where two CTAs share the columns of wider head dims."""
+# (key slots, value slots, query slots), the best first, by the columns of a CTA.
 RINGS = {
     64: ((2, 2, 2), (4, 4, 1), (3, 3, 2), (2, 2, 1)),
     128: ((2, 2, 2), (3, 2, 1), (3, 3, 1), (4, 4, 1), (2, 2, 1)),
     256: ((2, 2, 1), (3, 2, 1)),
+    SPLIT: ((2, 2, 1), (2, 1, 1), (1, 1, 1)),
 }
 ONE_SLOT = (1, 1, 1)
 """The ring of float32 operands whose head dims leave no room for more, tried last."""
@@ -236,8 +269,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     keys before 64, or 64 first with head dims above 128 (above 64 for float32) or mods that divide tiles of integers; then the
     order of RINGS.
     """
-    head_dim, value_dim = wgmma_dim(plan.head_dim + plan.extra_dim), wgmma_dim(plan.value_dim)
-    size = _ring_size(head_dim, value_dim)
+    ctas = ctas_of(plan)
+    head_dim, value_dim = _columns(plan, ctas)
+    size = SPLIT if ctas > 1 else _ring_size(head_dim, value_dim)
     divides = divides_tiles(plan.score) or divides_tiles(plan.mask)  # the quotients take the registers of 64 keys
     staged_dtype, parts = _staged_dtype(plan), parts_of(plan)
     order = (3, 2, 1) if _three_groups_are_faster(plan, size, staged_dtype) else GROUPS
@@ -245,9 +279,13 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
     origin = plan.origin
     run = origin.query_run if origin is not None and origin.query_runs > 1 else 0
     for groups in order:
+        if ctas > 1 and groups == 3:  # 160 registers a thread are too few for the output
+            continue
         if run % (64 * groups) or not _allowed(64 * groups, plan.options.block_q, plan.blocks and plan.blocks.block_q):
             continue
-        for keys in (64, 128) if size == 256 or divides or (parts > 1 and size == 128) else (128, 64):
+        for keys in (
+            (64,) if ctas > 1 else (64, 128) if size == 256 or divides or (parts > 1 and size == 128) else (128, 64)
+        ):
             if not _allowed(keys, plan.options.block_kv, plan.blocks and plan.blocks.block_kv):
                 continue
             for stages, value_stages, slots in (*RINGS[size], *((ONE_SLOT,) if parts > 1 else ())):
@@ -255,7 +293,9 @@ def forward_candidates(plan: KernelPlan) -> tuple[ForwardTile, ...]:
                     continue
                 ring = (stages, value_stages, head_dim, value_dim, 1 if groups == 3 else slots)
                 tile = ForwardTile(groups, 64, keys, *ring)
-                tile = dataclasses.replace(tile, parts=parts, **_pipeline_defaults(plan, size, groups))
+                tile = dataclasses.replace(tile, parts=parts, ctas=ctas, **_pipeline_defaults(plan, size, groups))
+                if ctas > 1:
+                    tile = dataclasses.replace(tile, out_slots=1)
                 if stages == 1:
                     tile = dataclasses.replace(tile, prefetch_key_barrier=False)
                 if parts > 1 and size == 256:  # two tiles of P in parts beside the output are too many registers
@@ -286,10 +326,10 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
     """The fields of ForwardTile that say how CTAs get work items and how steps overlap: field name -> value. Fields
     that are left out keep their defaults (overlap and lazy_rescale above size 64: True).
 
-    size     64, 128 or 256: the larger head dim rounded up to a key of RINGS
+    size     a key of RINGS: 64, 128 or 256, the larger head dim rounded up, or SPLIT
     groups   consumer warpgroups
 
-    The dynamic scheduler always runs. At size 64, softmax and P V overlap, with lazy rescaling and prefetched key
+    The dynamic scheduler always runs, except where columns are split. At size 64, softmax and P V overlap, with lazy rescaling and prefetched key
     barriers, only with three groups and neither mask_mod nor dropout, and two groups alternate. Above, two groups
     alternate under a block mask at size 128, key barriers are prefetched, and keys are visited in reverse with a
     score_mod; a static softmax reference (a soft cap) turns off all three.
@@ -306,9 +346,11 @@ def _pipeline_defaults(plan: KernelPlan, size: int, groups: int) -> dict[str, bo
         }
     # A static reference means a soft cap, whose tanh doubles the exponentials of a step.
     static = static_reference(plan) is not None
+    if size == SPLIT:  # the CTAs of a cluster have to take the same items, so the hardware deals them out
+        scheduler = {"persistent": False, "dynamic_scheduler": False}
     return {
         **scheduler,
-        "ping_pong": groups == 2 and size != 256 and plan.blocks is not None and not static,
+        "ping_pong": groups == 2 and size < 256 and plan.blocks is not None and not static,
         "prefetch_key_barrier": not static,
         "reverse_kv": plan.score is not None and not static,
     }

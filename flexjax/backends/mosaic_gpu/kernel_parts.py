@@ -14,6 +14,7 @@ Below that: Mosaic's operations that lack types or need a jax that pyright does 
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable
 
@@ -28,7 +29,15 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from flexjax.backends.mosaic_gpu.shared_memory import Barriers, Description, PlainArray, SwizzledTiles
+from flexjax.backends.mosaic_gpu.columns import COLUMNS
+from flexjax.backends.mosaic_gpu.shared_memory import (
+    Barriers,
+    ClusterBarriers,
+    ClusterTiles,
+    Description,
+    PlainArray,
+    SwizzledTiles,
+)
 from flexjax.plan.kernel_plan import KernelPlan, Operands
 
 if typing.TYPE_CHECKING:
@@ -86,6 +95,7 @@ def launch(
     programs: int,
     warpgroups: int | None,
     interpret: bool,
+    ctas: int = 1,
 ) -> typing.Any:
     """Runs `kernel(inputs, outputs, scratch)` in every CTA and returns its results in the structure of `outputs`.
 
@@ -93,29 +103,45 @@ def launch(
     outputs      named tuple of jax.ShapeDtypeStruct, see `output`; what the kernel does not write is undefined
     scratch      named tuple of descriptions (shared_memory.py)
     name         of the kernel in profiles
-    programs     number of CTAs; a kernel reads the number of its CTA by `lax.axis_index("program")`
+    programs     number of clusters; a kernel reads the number of its cluster by `lax.axis_index("program")`
     warpgroups   of a CTA; a kernel reads the number of its warpgroup by `lax.axis_index("wg")`. None: one, which has
                  no number
     interpret    run in the simulator instead of on the device
+    ctas         of a cluster, 1 or 2; with 2, a kernel reads the number of its CTA by `lax.axis_index(COLUMNS)`
 
     Fields that are None stay None. Kernels compile with approximate math, and Mosaic adds no barriers.
     """
     shapes, structure = jax.tree.flatten(outputs)
-    memory = jax.tree.map(_allocated, scratch)
+    in_global = [part for part in jax.tree.leaves(scratch) if interpret and isinstance(part, ClusterTiles)]
+    buffers = [jax.ShapeDtypeStruct((programs, ctas, part.groups, *part.shape), jnp.float32) for part in in_global]
+    memory = jax.tree.map(lambda part: None if part in in_global else _allocated(part, interpret), scratch)
     thread_name = None if warpgroups is None else "wg"
 
     def on_refs(inputs: tuple, *results: Ref) -> None:
         """The function that `pl.kernel` calls on Refs: allocates the CTA's shared memory and calls the kernel.
 
-        results   Refs to the leaves of `outputs`
+        results   Refs to the leaves of `outputs`, then to the tiles of a cluster that the simulator has in global memory
         """
-        run = lambda scratch: kernel(inputs, jax.tree.unflatten(structure, results), scratch)
+        found, shared = results[: len(shapes)], iter(results[len(shapes) :])
+
+        def run(memory: tuple) -> None:
+            """Calls the kernel on its shared memory."""
+            put = lambda part, ref: next(shared) if part in in_global else ref
+            kernel(inputs, jax.tree.unflatten(structure, found), jax.tree.map(put, scratch, memory))
+
         pl.run_scoped(run, memory, collective_axes=() if thread_name is None else thread_name)
 
     run = pl.kernel(
         on_refs,
-        out_type=shapes,
-        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",), num_threads=warpgroups, thread_name=thread_name),
+        out_type=[*shapes, *buffers],
+        mesh=plgpu.Mesh(
+            grid=(programs,),
+            grid_names=("program",),
+            cluster=(ctas,) if ctas > 1 else (),
+            cluster_names=(COLUMNS,) if ctas > 1 else (),
+            num_threads=warpgroups,
+            thread_name=thread_name,
+        ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -126,7 +152,7 @@ def launch(
         name=name,
     )
     results = typing.cast(Callable[[tuple], list[jax.Array]], run)(inputs)
-    return jax.tree.unflatten(structure, results)
+    return jax.tree.unflatten(structure, results[: len(shapes)])
 
 
 def simulator() -> object:
@@ -134,10 +160,18 @@ def simulator() -> object:
     return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _allocated(part: Description) -> object:
+def _allocated(part: Description, interpret: bool) -> object:
     """A description of shared memory in the form in which Pallas allocates it: barriers, a plain array, or swizzled
     tiles (`_swizzled`).
+
+    interpret   whether the kernel runs in the simulator
     """
+    if isinstance(part, ClusterTiles):
+        return plgpu.SMEM((part.groups, math.prod(part.shape)), jnp.float32)
+    if isinstance(part, ClusterBarriers):
+        if interpret:
+            return plgpu.ClusterBarrier(collective_axes=(COLUMNS,), num_barriers=part.groups)
+        return plgpu.SMEM((part.groups, 4), jnp.int32)
     if isinstance(part, Barriers):
         return plgpu.Barrier(num_arrivals=part.arrivals, num_barriers=() if part.count is None else part.count)
     if isinstance(part, PlainArray):
@@ -268,13 +302,17 @@ def slot_of(number: Scalar, slots: int) -> Scalar:
     return number & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, jnp.int32(slots))
 
 
-def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int) -> Ref:
+def rows_of(ref: Ref, layout: str, b: Scalar, h: Scalar, start: Scalar, size: int, columns: int | None = None) -> Ref:
     """The rows start .. start + size of head (b, h) of an array, [size, D], without reading them.
 
-    ref   [B, T, N, D] (`layout` "BTNH") or [B, N, T, D]
+    ref       [B, T, N, D] (`layout` "BTNH") or [B, N, T, D]
+    columns   of the result, where the CTAs of a cluster share the columns: those of this CTA. None: all
     """
     rows = pl.ds(start, size)
-    return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+    if columns is None or columns == ref.shape[-1]:
+        return ref.at[b, rows, h] if layout == "BTNH" else ref.at[b, h, rows]
+    own = pl.ds(lax.axis_index(COLUMNS) * columns, columns)
+    return ref.at[b, rows, h, own] if layout == "BTNH" else ref.at[b, h, rows, own]
 
 
 def slot_parts(ring: Ref, slot: Scalar | int, parts: int, rows: object = slice(None)) -> tuple[Ref, ...]:
@@ -299,11 +337,11 @@ def copy_parts(
     source    [parts * B, T, N, D] or [parts * B, N, T, D] in global memory
     b, h      batch entry and head
     start     the first row of the tile
-    targets   the tile of each part in shared memory
+    targets   the tile of each part in shared memory, with all columns or those of this CTA
     arrived   a barrier that expects one arrival for each part
     """
     for n, target in enumerate(targets):
-        rows = rows_of(source, plan.layout, b + n * plan.batch if n else b, h, start, target.shape[0])
+        rows = rows_of(source, plan.layout, b + n * plan.batch if n else b, h, start, *target.shape)
         plgpu.copy_gmem_to_smem(rows, target, arrived)
 
 
@@ -317,7 +355,7 @@ def write_parts(plan: KernelPlan, sources: tuple[Ref, ...], target: Ref, b: Scal
     start     the first row of the tile
     """
     for n, source in enumerate(sources):
-        rows = rows_of(target, plan.layout, b + n * plan.batch if n else b, h, start, source.shape[0])
+        rows = rows_of(target, plan.layout, b + n * plan.batch if n else b, h, start, *source.shape)
         plgpu.copy_smem_to_gmem(source, rows)
 
 

@@ -65,7 +65,35 @@ class Barriers:
     bytes = 0  # part of RESERVED
 
 
-Description = SwizzledTiles | PlainArray | Barriers
+@dataclasses.dataclass(frozen=True)
+class ClusterTiles:
+    """One float32 tile for each of `groups` warpgroups, which the other CTA of the cluster writes (partial_sums.py); in the
+    simulator an array in global memory.
+
+    shape   (rows, columns) of a tile
+    """
+
+    groups: int
+    shape: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of shared memory that the tiles take."""
+        return self.groups * math.prod(self.shape) * ITEM_BYTES["float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterBarriers:
+    """A barrier for each of `groups` tiles at which both CTAs of a cluster arrive (partial_sums.py); on the device two
+    mbarriers in a plain array, because they count single threads.
+    """
+
+    groups: int
+
+    bytes = 0  # part of RESERVED
+
+
+Description = SwizzledTiles | PlainArray | Barriers | ClusterTiles | ClusterBarriers
 
 
 def scratch_bytes(scratch: tuple) -> int:

@@ -25,6 +25,7 @@ from flexjax.backends.mosaic_gpu import (
     forward_tiles,
     program_support,
 )
+from flexjax.backends.mosaic_gpu.columns import WIDEST_CTA
 from flexjax.backends.target import Target
 from flexjax.ir.program import Program
 from flexjax.plan import lengths_as_mask, mask_blocks, pages
@@ -32,7 +33,8 @@ from flexjax.plan.kernel_plan import Gradients, KernelPlan, Operands, Results, W
 from flexjax.plan.lengths import existing_results, where_exists
 
 OLDEST_JAX = (0, 11, 0)
-LARGEST_DIM = 256
+LARGEST_DIMS = {"query and key": 576, "value": 512}
+"""The largest head dims that two CTAs share (columns.py)."""
 FLOAT32_PRECISIONS = ("default", "high", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32")
 """The names of precisions (plan/precision.py) for which products of float_parts.py are exact enough."""
 LARGEST_TILE = 128
@@ -167,8 +169,8 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
     """Why the kernels cannot take the arrays of this plan, in a sentence about the first obstacle; None if they can.
 
     They refuse dtypes other than float32, bfloat16 and float16, for float32 precisions that three products of bfloat16
-    do not reach, head dims above LARGEST_DIM (extra features included), empty arrays, a number of extra feature heads
-    that does not divide the key heads, and plans that jax itself has to differentiate.
+    do not reach, head dims above LARGEST_DIMS, for float32 above WIDEST_CTA (extra features included), empty arrays, a
+    number of extra feature heads that does not divide the key heads, and plans that jax itself has to differentiate.
     """
     if plan.dtype not in ("float32", "bfloat16", "float16"):
         return f"The GPU kernels take float32, bfloat16 and float16 inputs, not {plan.dtype}."
@@ -178,8 +180,10 @@ def _refuses_arrays(plan: KernelPlan) -> str | None:
             f"precision {plan.precision!r} runs on xla."
         )
     for name, dim in (("query and key", plan.head_dim + plan.extra_dim), ("value", plan.value_dim)):
-        if dim > LARGEST_DIM:
-            return f"The head dim of {name} is {dim}; the GPU kernels take at most {LARGEST_DIM}."
+        most = WIDEST_CTA if plan.dtype == "float32" else LARGEST_DIMS[name]
+        if dim > most:
+            of = " of float32" if plan.dtype == "float32" else ""
+            return f"The head dim of {name} is {dim}; the GPU kernels take at most {most}{of}."
     if min(plan.batch, plan.q_heads, plan.q_len, plan.kv_len, plan.head_dim, plan.value_dim) == 0:
         return "The GPU kernels do not take empty arrays."
     if plan.extra_dim and plan.kv_heads % plan.extra_heads:

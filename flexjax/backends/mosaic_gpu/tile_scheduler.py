@@ -118,7 +118,7 @@ class TileScheduler:
         heads = plan.batch * plan.q_heads
         if self.tile.persistent:
             return heads
-        head_bytes = plan.kv_len * (self.tile.head_dim + self.tile.value_dim) * 2 / plan.group
+        head_bytes = plan.kv_len * (self.tile.head_dim + self.tile.value_dim) * self.tile.ctas * 2 / plan.group
         return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= L2_SHARE))
 
     def order(self, lists: BlockLists | None) -> jax.Array | None:

@@ -40,6 +40,8 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "causal 64": {"mask": causal, "dim": 64},
         "causal 128": {"mask": causal, "dim": 128},
         "causal 256": {"mask": causal, "dim": 256},
+        "alibi 512": {"mask": causal, "dim": 512, "captured": (slopes,), "score": alibi},
+        "causal 576, odd": {"mask": causal, "dim": 576, "value_dim": 504, "q_len": 200, "kv_len": 250, "layout": "BNTH"},
         "odd": {"mask": causal, "dim": 72, "value_dim": 40, "q_len": 200, "kv_len": 250},
         "blocks of 64": {"mask": causal, "dim": 128, "block": (64, 64)},
         "alibi": {"mask": causal, "dim": 128, "captured": (slopes,), "score": alibi},
