@@ -22,6 +22,12 @@ BACKWARD: dict[str, dict[str, typing.Any]] = {
     "odd lengths and dims": {"mask": causal, "q_len": 140, "kv_len": 203, "dim": 40, "value_dim": 24, "heads": 1},
     "one query": {"q_len": 1, "kv_len": 70, "heads": 1},
     "wide head": {"dim": 160, "value_dim": 32, "heads": 1, "q_len": 128, "kv_len": 128},
+    "columns of two CTAs": {"dim": 288, "value_dim": 272, "heads": 1, "q_len": 70, "kv_len": 140, "mask": causal},
+    "columns of two CTAs, grouped heads, dropout, float16": {
+        "dim": 264, "value_dim": 40, "heads": 4, "kv_heads": 2, "q_len": 130, "kv_len": 70, "layout": "BNTH", "dtype": "float16",
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+        "sinks": True, "d_lse": True,
+    },
     "BNTH, float16, sinks, cotangent of lse": {
         "mask": causal, "layout": "BNTH", "dtype": "float16", "sinks": True, "d_lse": True, "heads": 1,
     },
@@ -86,6 +92,10 @@ CAPTURED: dict[str, dict[str, typing.Any]] = {
     "bias of each key, half a block of queries past the end": {
         "score": lambda c, s, b, h, q, k: s + c[0][k] * jnp.sqrt(191.0 - q), "captured": (normal(128),), "q_len": 192,
         "kv_len": 128, "heads": 1,
+    },
+    "temperature and a gather, columns of two CTAs": {
+        "score": lambda c, s, b, h, q, k: s * c[0][h] + c[1][(q * 7 + k * 3) % 50],
+        "captured": (jnp.array([1.3]), normal(50)), "q_len": 100, "kv_len": 70, "heads": 1, "dim": 272, "mask": causal,
     },
     "gather": {
         "score": lambda c, s, b, h, q, k: s + c[0][(q * 7 + k * 3) % 50],

@@ -25,6 +25,16 @@ FORWARD: dict[str, dict[str, typing.Any]] = {
     "odd lengths and dims": {"mask": causal, "q_len": 200, "kv_len": 237, "dim": 40, "value_dim": 24},
     "one query": {"q_len": 1, "kv_len": 130},
     "wide head": {"dim": 256, "value_dim": 64, "heads": 1, "kv_len": 128},
+    "columns of two CTAs": {"dim": 288, "value_dim": 272, "heads": 1, "q_len": 70, "kv_len": 140, "mask": causal},
+    "columns of two CTAs, values of one part each, float16, sinks, largest scores": {
+        "dim": 264, "value_dim": 40, "q_len": 130, "kv_len": 200, "layout": "BNTH", "dtype": "float16", "sinks": True,
+        "max_scores": True, "score": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    },
+    "columns of two CTAs, wide values, pair bias, dropout": {
+        "dim": 48, "value_dim": 320, "q_len": 128, "kv_len": 256, "score": lambda s, b, h, q, k: s + PAIR[h, q, k],
+        "mask": lambda b, h, q, k: (q >= k) & (q != 3),
+        "dropout": lambda s, b, h, q, k: jnp.where((q * 7 + k * 3) % 5 > 0, 1.25, 0.0).astype(jnp.float32),
+    },
     "BNTH, float16, sinks, largest scores": {
         "mask": causal, "layout": "BNTH", "dtype": "float16", "sinks": True, "max_scores": True,
     },

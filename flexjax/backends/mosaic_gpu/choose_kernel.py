@@ -33,6 +33,7 @@ from flexjax.backends.mosaic_gpu.backward_tiles import (
     DenseBiasTypes,
     splits_dkv,
 )
+from flexjax.backends.mosaic_gpu.columns import ctas_of
 from flexjax.backends.mosaic_gpu.float_parts import parts_of
 from flexjax.backends.mosaic_gpu.shared_memory import round_up
 from flexjax.ir import program as ir
@@ -228,7 +229,8 @@ def backward_candidates(plan: KernelPlan) -> tuple[tuple[int, int], ...]:
 
 def describe(plan: KernelPlan, given: KernelPlan) -> str:
     """The kernels of both passes with their tiles, queries x keys, as a line of text; the backward pass for all
-    gradients of q, k and v, and without it for keys in pages, which have none.
+    gradients of q, k and v, and without it for keys in pages, which have none; and whether CTAs share the columns of wide
+    heads.
 
     plan    with the blocks that the kernels visit
     given   the same plan with the blocks of the user's block mask
@@ -239,7 +241,8 @@ def describe(plan: KernelPlan, given: KernelPlan) -> str:
     forward = _describe_forward(plan, given)
     if given.page:
         return f"keys gathered from their pages, {forward}" if gathers_pages(given) else forward
-    return f"{forward}, backward {_describe_backward(plan)}"
+    shared = ", columns shared by clusters of two CTAs" if ctas_of(plan) > 1 else ""
+    return f"{forward}, backward {_describe_backward(plan)}{shared}"
 
 
 def _describe_forward(plan: KernelPlan, given: KernelPlan) -> str:

@@ -468,12 +468,11 @@ class QueryTile:
         return PartialSums(self.scratch.exchange, self.group, self.setup.interpret)
 
     def _queries_now(self) -> tuple[Ref, ...]:
-        """`queries`, the parts of this warpgroup's rows in shared memory. Where the key ring has one slot, which is so
-        only for float32 with large head dims, the slot number is hidden from the compiler (`not_hoisted`), so that
-        addresses do not stay in registers from step to step.
+        """`queries`, the parts of this warpgroup's rows in shared memory. Where the key ring has one slot, or columns are
+        split, the slot number is hidden from the compiler (`not_hoisted`): addresses then do not stay in registers.
         """
         tile = self.setup.tile
-        if tile.stages > 1:
+        if tile.stages > 1 and tile.ctas == 1:
             return self.queries
         slot = kernel_parts.not_hoisted(self.query_slot, self.setup.interpret)
         return slot_parts(self.scratch.query, slot, tile.parts, pl.ds(self.group * tile.rows, tile.rows))
@@ -705,8 +704,9 @@ class QueryTile:
                     own = slice(first, first + step)
                     place[:, own] = self._out_part(out[:, own], which)
             else:
-                place = present(self.scratch.out).at[self.group, slot]
-                place[...] = self._out_part(out[:, columns], which)
+                slots = present(self.scratch.out)
+                slots[self.group, slot] = self._out_part(out[:, columns], which)
+                place = slots.at[self.group, slot]
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(place, targets[which].at[:, columns])
 

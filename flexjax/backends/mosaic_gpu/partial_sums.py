@@ -10,6 +10,10 @@ Neither CTA waits for a tile before it has sent its own, so they do not wait for
 partner may still write to its shared memory: `begin` and `end` are barriers of the cluster. The hardware starts a cluster as a whole,
 so no CTA waits for one that has not started.
 
+Waits and arrivals have the default scope, the CTA, as in CUTLASS's barriers of a cluster. The scope of the cluster would add a fence
+of all global memory to each arrival and an invalidation of the L1 to each wait, and nothing here goes through either: the bytes are
+in shared memory, `st.async` makes them visible before it counts them, and an arrival at `free` says only that reads are done.
+
 In the simulator, which has no distributed shared memory, the tiles lie in global memory and barriers of the cluster stand in.
 """
 
@@ -204,7 +208,7 @@ class PartialSums:
             partner = arith.xori(scalar_of(rank), _i32(1))
             ptx(
                 "{ .reg .u32 t; .reg .pred p; bar.warp.sync 0xffffffff; mov.u32 t, %tid.x; and.b32 t, t, 31; setp.eq.u32 p, t, 0; "
-                "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0]; }",
+                "@p mbarrier.arrive.shared::cluster.b64 _, [$0]; }",
                 _in_partner(arith.addi(full, _i32(8)), partner),
             )
             return assemble(lowered(TILE), tile.shape, items, None)
@@ -244,9 +248,7 @@ def _in_partner(address: ir.Value, partner: ir.Value) -> ir.Value:
 def _wait(barrier: ir.Value, parity: ir.Value) -> None:
     """Waits for the phase with this parity, 0 for the first, of the barrier at an address."""
     ptx(
-        "{ .reg .pred p; AGAIN: "
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
-        "@p bra DONE; bra AGAIN; DONE: }",
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra AGAIN; DONE: }",
         barrier,
         parity,
     )

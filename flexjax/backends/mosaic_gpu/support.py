@@ -35,6 +35,8 @@ from flexjax.plan.lengths import existing_results, where_exists
 OLDEST_JAX = (0, 11, 0)
 LARGEST_DIMS = {"query and key": 576, "value": 512}
 """The largest head dims that two CTAs share (columns.py)."""
+LARGEST_BACKWARD_DIM = 512
+"""The largest head dim of queries and keys whose gradients a WGMMA, of at most 256 columns in each of two CTAs, adds to."""
 FLOAT32_PRECISIONS = ("default", "high", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32")
 """The names of precisions (plan/precision.py) for which products of float_parts.py are exact enough."""
 LARGEST_TILE = 128
@@ -243,9 +245,9 @@ class MosaicGpu:
     ) -> str | None:
         """Why the kernels cannot run the backward pass of this plan, in a sentence; None if they can.
 
-        Whatever the forward pass refuses is refused here too, for that reason; then derivatives of score_mod that the
-        kernels cannot evaluate, and gradients of captured arrays that they cannot sum. Without a score_mod nothing more
-        is refused.
+        Whatever the forward pass refuses is refused here too, for that reason; then head dims above LARGEST_BACKWARD_DIM, derivatives
+        of score_mod that the kernels cannot evaluate, and gradients of captured arrays that they cannot sum. Without a score_mod
+        nothing more is refused.
 
         wanted       which gradients the pass has to compute; only those of captured arrays matter
         derivative   score_mod with its derivatives, None for a call without a score_mod
@@ -255,6 +257,9 @@ class MosaicGpu:
         if plan.page:
             return "The GPU kernels have no backward pass for keys in pages."
         why = refuses(plan, target)
+        dim = plan.head_dim + plan.extra_dim
+        if why is None and dim > LARGEST_BACKWARD_DIM:
+            why = f"The head dim of query and key is {dim}; the GPU kernels of the backward pass take at most {LARGEST_BACKWARD_DIM}."
         if why is not None or derivative is None:
             return why
         plan = _kernel_plan(plan)

@@ -41,7 +41,7 @@ def cases() -> dict[str, dict[str, typing.Any]]:
         "causal 128": {"mask": causal, "dim": 128},
         "causal 256": {"mask": causal, "dim": 256},
         "alibi 512": {"mask": causal, "dim": 512, "captured": (slopes,), "score": alibi},
-        "causal 576, odd": {"mask": causal, "dim": 576, "value_dim": 504, "q_len": 200, "kv_len": 250, "layout": "BNTH"},
+        "causal 504, odd": {"mask": causal, "dim": 504, "value_dim": 264, "q_len": 200, "kv_len": 250, "layout": "BNTH"},
         "odd": {"mask": causal, "dim": 72, "value_dim": 40, "q_len": 200, "kv_len": 250},
         "blocks of 64": {"mask": causal, "dim": 128, "block": (64, 64)},
         "alibi": {"mask": causal, "dim": 128, "captured": (slopes,), "score": alibi},

@@ -13,12 +13,14 @@ import pytest
 import flexjax
 from flexjax import KernelOptions
 from flexjax.backends.mosaic_gpu import backward_tiles, choose_kernel, forward_tiles, support
-from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles
+from flexjax.backends.mosaic_gpu.backward_dkv_tiles import SplitDkvTiles, dkv_tiles, split_dkv_scratch
 from flexjax.backends.mosaic_gpu.backward_dq_tiles import dq_tiles
 from flexjax.backends.mosaic_gpu.backward_fused_tiles import fused_tiles
+from flexjax.backends.mosaic_gpu.capture_tiles import fits_one_slot
+from flexjax.backends.mosaic_gpu.shared_memory import fits
 from flexjax.backends.target import Target
 from flexjax.call_arguments import DEFAULTS
-from flexjax.plan.kernel_plan import BlockLayout, KernelPlan
+from flexjax.plan.kernel_plan import BlockLayout, KernelPlan, Wanted
 from flexjax.prepare import prepare
 
 HOPPER = Target("cuda", "NVIDIA H200", "9.0", 132)
@@ -64,6 +66,8 @@ CHOSEN: dict[str, tuple[dict[str, typing.Any], str]] = {
     "causal 128": ({"block": BLOCKS}, "one 64x128"),
     "causal 128, any order": ({"block": BLOCKS, "deterministic": False}, "one 64x128"),
     "causal 256": ({"dim": 256, "block": BLOCKS}, "dq 128x64 slots 2,1 dkv 64x64"),
+    "causal 512": ({"dim": 512, "block": BLOCKS}, "dq 128x64 slots 1,1 dkv 64x64"),
+    "any order 512": ({"dim": 512, "deterministic": False}, "dq 128x64 slots 1,1 dkv 64x64"),
     "blocks of 64": ({"block": (64, 64)}, "dq 64x64 slots 2,2 dkv 64x64 slots 2,2"),
     "blocks of 192 x 64": ({"block": (192, 64)}, "dq 64x64 slots 2,2 dkv 64x64 slots 2,2"),
     "few queries": ({"block": BLOCKS, "block_q_bwd": 64}, "one 64x128"),
@@ -119,6 +123,8 @@ FORWARD: dict[str, tuple[KernelPlan, str]] = {
     "causal 128": (plan(block=BLOCKS), "128x128 slots 2,2,2 overlap ping-pong"),
     "full 256": (plan(dim=256), "128x64 slots 2,2,1 overlap"),
     "causal 256": (plan(dim=256, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
+    "causal 512": (plan(dim=512, block=BLOCKS), "128x64 slots 2,2,1 overlap"),
+    "576 with values of 512": (dataclasses.replace(plan(dim=576), value_dim=512), "128x64 slots 2,1,1 overlap"),
     "full 64": (plan(dim=64), "192x128 slots 2,2,1 overlap"),
     "causal 64": (plan(dim=64, block=BLOCKS), "128x128 slots 2,2,2 ping-pong"),
     "blocks of 192 at 64": (plan(dim=64, block=(192, 128)), "192x128 slots 2,2,1 overlap"),
@@ -248,7 +254,7 @@ def test_tiles_of_masks_that_divide() -> None:
 def test_tiles_of_the_forward_pass(name: str) -> None:
     made, chosen = FORWARD[name]
     tile = forward_tiles.forward_tile(made)
-    assert tile.dynamic_scheduler
+    assert tile.dynamic_scheduler == (tile.ctas == 1)
     assert not tile.persistent
     text = f"{tile.block_q}x{tile.block_kv} slots {tile.stages},{tile.value_stages},{tile.query_slots}"
     assert text + " overlap" * tile.overlap + " ping-pong" * tile.ping_pong == chosen
@@ -270,6 +276,10 @@ DESCRIBED: dict[str, tuple[KernelPlan, str]] = {
     ),
     "blocks of 64": (plan(block=(64, 64)), "forward 64 x 64, backward dQ 64 x 64, dK/dV 64 x 64"),
     "full 256": (plan(dim=256), "forward 128 x 64, backward dQ 128 x 64, split dK/dV 64 x 64"),
+    "full 264": (
+        plan(dim=264),
+        "forward 128 x 64, backward dQ 128 x 64, split dK/dV 64 x 64, columns shared by clusters of two CTAs",
+    ),
 }
 
 
@@ -285,7 +295,57 @@ def test_refused_tiles(name: str) -> None:
     assert support.refuses(plan(**options), HOPPER, JAX) == sentence
 
 
-@pytest.mark.parametrize("options", [{}, {"dim": 64}, {"dim": 256}, {"block": BLOCKS}, {"block": (64, 192)}], ids=str)
+WIDE: dict[str, tuple[dict[str, typing.Any], str | None]] = {
+    "512": ({"head_dim": 512, "value_dim": 512}, None),
+    "576 and 512": ({"head_dim": 576, "value_dim": 512}, None),
+    "extra features": ({"head_dim": 512, "extra_dim": 64, "extra_heads": 1, "value_dim": 512}, None),
+    "queries and keys": (
+        {"head_dim": 584, "value_dim": 512}, "The head dim of query and key is 584; the GPU kernels take at most 576.",
+    ),
+    "values": ({"head_dim": 512, "value_dim": 520}, "The head dim of value is 520; the GPU kernels take at most 512."),
+    "float32": (
+        {"dtype": "float32"}, "The head dim of query and key is 264; the GPU kernels take at most 256 of float32.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_refused_head_dims(name: str) -> None:
+    """Every multiple of 8 up to 576 and 512 has tiles, with every mask and score_mod; the first beyond is refused."""
+    fields, sentence = WIDE[name]
+    assert support.refuses(dataclasses.replace(plan(dim=264), **fields), HOPPER, JAX) == sentence
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the GPU kernels need jax 0.11, which needs Python 3.12")
+def test_refused_head_dims_of_the_backward_pass() -> None:
+    wanted = Wanted(True, True, True, False, False, False, ())
+    for dim, extra, sentence in (
+        (512, 0, None),
+        (520, 0, "The head dim of query and key is 520; the GPU kernels of the backward pass take at most 512."),
+        (512, 64, "The head dim of query and key is 576; the GPU kernels of the backward pass take at most 512."),
+    ):
+        made = dataclasses.replace(
+            plan(dim=264), head_dim=dim, extra_dim=extra, extra_heads=int(extra > 0), value_dim=512
+        )
+        assert support.BACKEND.refuses_backward(made, HOPPER, wanted, None) == sentence
+
+
+def test_every_head_dim_has_tiles() -> None:
+    for dim in range(8, 577, 8):
+        for value_dim in (8, 64, 256, 264, 320, 512):
+            made = dataclasses.replace(plan(dim=dim, block=BLOCKS), value_dim=value_dim)
+            assert support.refuses(made, HOPPER, JAX) is None, (dim, value_dim)
+            tiles = choose_kernel.backward_kernels(made)
+            if max(dim, value_dim) > 256:
+                assert isinstance(tiles, choose_kernel.TwoKernels)
+                assert isinstance(tiles.dkv, SplitDkvTiles)
+                assert fits(split_dkv_scratch(made, tiles.dkv)), (dim, value_dim)
+                assert fits_one_slot(made), (dim, value_dim)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dim": 64}, {"dim": 256}, {"dim": 512}, {"block": BLOCKS}, {"block": (64, 192)}], ids=str
+)
 def test_candidates(options: dict[str, typing.Any]) -> None:
     """What runs by itself first, both passes; every one is accepted and is what runs when it is asked for."""
     made = plan(**options)
