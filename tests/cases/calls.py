@@ -31,6 +31,7 @@ _TABLE = (
     Case("dim_1", (1, 2, 2, 37, 37, 1, 1), slow=True),
     Case("dim_17", (1, 2, 2, 37, 37, 17, 17), score="softcap", dtypes=("float32", "float16")),
     Case("dim_256", (1, 1, 1, 37, 37, 256, 256), mask="causal", slow=True),
+    Case("dim_320", (1, 2, 1, 37, 70, 320, 264), score="head_gate", mask="causal", captures=(("gate", normal(2)),), slow=True),
     Case("scale_given", (1, 2, 2, 37, 129, 16, 16), scale=0.375, slow=True),
     Case("large_logits", (1, 2, 2, 127, 127, 16, 16), mask="causal", gain=64.0, scale=1.0,
          loosen=30),  # scores near 1000 carry float32 roundings of 6e-5 into the exponent

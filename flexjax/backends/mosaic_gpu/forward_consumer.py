@@ -468,9 +468,7 @@ class QueryTile:
         return PartialSums(self.scratch.exchange, self.group, self.setup.interpret)
 
     def _queries_now(self) -> tuple[Ref, ...]:
-        """`queries`, the parts of this warpgroup's rows in shared memory. Where the key ring has one slot, or columns are
-        split, the slot number is hidden from the compiler (`not_hoisted`): addresses then do not stay in registers.
-        """
+        """`queries`; with one slot of keys, or split columns, at addresses that the compiler does not keep in registers."""
         tile = self.setup.tile
         if tile.stages > 1 and tile.ctas == 1:
             return self.queries
@@ -662,19 +660,16 @@ class QueryTile:
         lse = jnp.where(dead, f32(-math.inf), softmax.lse(base, total))
         rows = (b, h, pl.ds(q_start, tile.rows))
 
+        @when(first_cta(self.scratch.exchange))
         def write_rows() -> None:
             """Writes lse and, if wanted, row maxima, which both CTAs of a cluster know."""
             outputs.lse[rows] = lse
             if outputs.max_scores is not None:
                 outputs.max_scores[rows] = softmax.to_score(top)
 
-        when(first_cta(self.scratch.exchange))(write_rows)
         out = out * registers.broadcast_vector(divisor, "row", out.shape)
-        targets = [
-            rows_of(x, setup.plan.layout, b, h, q_start, tile.rows, tile.value_dim)
-            for x in (outputs.out, outputs.rounding)
-            if x is not None
-        ]
+        own = lambda x: rows_of(x, setup.plan.layout, b, h, q_start, tile.rows, tile.value_dim)
+        targets = [own(x) for x in (outputs.out, outputs.rounding) if x is not None]
         self._write(out, targets)
 
     def _write(self, out: jax.Array, targets: Sequence[Ref]) -> None:
@@ -687,32 +682,23 @@ class QueryTile:
 
         What rounding took is computed part by part, because a whole tile of it beside `out` spills registers.
         """
-        tile = self.setup.tile
-        parts = [
-            (slice(n, n + tile.out_columns), which)
-            for n in range(0, tile.value_dim, tile.out_columns)
-            for which in range(len(targets))
-        ]
-        for n, (columns, which) in enumerate(parts):
+        setup, tile = self.setup, self.setup.tile
+        starts = range(0, tile.value_dim, tile.out_columns)
+        parts = [(start, which) for start in starts for which in range(len(targets))]
+        step = math.gcd(tile.out_columns, 64) if tile.out_over_queries else tile.out_columns
+        for n, (start, which) in enumerate(parts):
             slot = n % tile.out_slots
             # With an uneven number of parts, TMA may still read the last part of the tile before from the first slot.
             others = 0 if n == 0 and len(parts) % tile.out_slots else tile.out_slots - 1
             plgpu.wait_smem_to_gmem(others, wait_read_only=True)
-            if tile.out_over_queries:
-                place, step = self.queries[0], math.gcd(tile.value_dim, 64)
-                for first in range(0, tile.value_dim, step):
-                    own = slice(first, first + step)
-                    place[:, own] = self._out_part(out[:, own], which)
-            else:
-                slots = present(self.scratch.out)
-                slots[self.group, slot] = self._out_part(out[:, columns], which)
-                place = slots.at[self.group, slot]
+            place = self.queries[0] if tile.out_over_queries else present(self.scratch.out).at[self.group, slot]
+            for first in range(0, tile.out_columns, step):
+                part = out[:, start + first : start + first + step]
+                if which:
+                    part = part - thread_tiles.rounded_tile(part, setup.plan.dtype, setup.interpret)
+                if tile.out_over_queries:
+                    place[:, first : first + step] = part.astype(setup.plan.dtype)
+                else:
+                    present(self.scratch.out)[self.group, slot] = part.astype(setup.plan.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(place, targets[which].at[:, columns])
-
-    def _out_part(self, part: jax.Array, which: int) -> jax.Array:
-        """Columns of the output in the plan's dtype, or (`which` 1) what rounding takes from them."""
-        dtype = self.setup.plan.dtype
-        if which:
-            part = part - thread_tiles.rounded_tile(part, dtype, self.setup.interpret)
-        return part.astype(dtype)
+            plgpu.copy_smem_to_gmem(place, targets[which].at[:, start : start + tile.out_columns])

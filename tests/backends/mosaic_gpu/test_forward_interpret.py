@@ -84,7 +84,10 @@ def assert_matches(made: ForwardProblem, got: Results) -> None:
         np.testing.assert_allclose(got.max_scores, made.max_scores, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FORWARD)
+EVERYDAY = [name for name in FORWARD if "two CTAs," not in name]
+
+
+@pytest.mark.parametrize("name", some_slow(FORWARD, EVERYDAY))
 def test_matches_dense(name: str) -> None:
     made = forward_problem(**FORWARD[name])
     assert_matches(made, run(made))
